@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sixteen floats, and thirty-two bf16 as sixteen pairs, on every instruction set: kernels are written
+// once against these types. Reductions have one fixed tree. Included by *_cpu.cpp files only, which
+// are compiled once per instruction set with SPECOPS_ISA set to its name.
+#pragma once
+
+#ifndef SPECOPS_ISA
+#error "simd.h belongs to CPU kernel files, which CMake compiles once per instruction set"
+#endif
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "common/dtype.h"
+
+#if defined(SPECOPS_ISA_avx512) || defined(SPECOPS_ISA_avx512_bf16)
+#define SPECOPS_AVX512 1
+#elif defined(SPECOPS_ISA_avx2)
+#define SPECOPS_AVX2 1
+#endif
+
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
+#include <immintrin.h>
+#endif
+
+namespace specops::SPECOPS_ISA {
+
+constexpr int kLanes = 16;
+
+#if defined(SPECOPS_AVX512)
+struct F32x16 {
+  __m512 v;
+};
+struct BF16x32 {  // lane i holds elements 2i (low half) and 2i + 1 (high half)
+  __m512i v;
+};
+#elif defined(SPECOPS_AVX2)
+struct F32x16 {
+  __m256 lo, hi;
+};
+struct BF16x32 {
+  __m256i lo, hi;
+};
+#else
+struct F32x16 {
+  float v[16];
+};
+struct BF16x32 {
+  uint32_t v[16];
+};
+#endif
+
+#if defined(SPECOPS_AVX512)
+#define SPECOPS_LANEWISE(name, avx512, avx2, portable) \
+  inline F32x16 name(F32x16 a, F32x16 b) { return {avx512(a.v, b.v)}; }
+#elif defined(SPECOPS_AVX2)
+#define SPECOPS_LANEWISE(name, avx512, avx2, portable) \
+  inline F32x16 name(F32x16 a, F32x16 b) { return {avx2(a.lo, b.lo), avx2(a.hi, b.hi)}; }
+#else
+#define SPECOPS_LANEWISE(name, avx512, avx2, portable)     \
+  inline F32x16 name(F32x16 a, F32x16 b) {                 \
+    F32x16 out;                                            \
+    for (int i = 0; i < 16; ++i) out.v[i] = portable;      \
+    return out;                                            \
+  }
+#endif
+SPECOPS_LANEWISE(add, _mm512_add_ps, _mm256_add_ps, (a.v[i] + b.v[i]))
+SPECOPS_LANEWISE(sub, _mm512_sub_ps, _mm256_sub_ps, (a.v[i] - b.v[i]))
+SPECOPS_LANEWISE(mul, _mm512_mul_ps, _mm256_mul_ps, (a.v[i] * b.v[i]))
+SPECOPS_LANEWISE(div, _mm512_div_ps, _mm256_div_ps, (a.v[i] / b.v[i]))
+// max and min return b when a is NaN, as the x86 instructions do.
+SPECOPS_LANEWISE(max, _mm512_max_ps, _mm256_max_ps, (a.v[i] > b.v[i] ? a.v[i] : b.v[i]))
+SPECOPS_LANEWISE(min, _mm512_min_ps, _mm256_min_ps, (a.v[i] < b.v[i] ? a.v[i] : b.v[i]))
+#undef SPECOPS_LANEWISE
+
+inline F32x16 set1(float x) {
+#if defined(SPECOPS_AVX512)
+  return {_mm512_set1_ps(x)};
+#elif defined(SPECOPS_AVX2)
+  return {_mm256_set1_ps(x), _mm256_set1_ps(x)};
+#else
+  F32x16 out;
+  for (int i = 0; i < 16; ++i) out.v[i] = x;
+  return out;
+#endif
+}
+
+inline F32x16 zero() { return set1(0.0f); }
+
+// a * b + c; rounded once where the instruction set has a fused form.
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+#if defined(SPECOPS_AVX512)
+  return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+#elif defined(SPECOPS_AVX2)
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+#else
+  F32x16 out;
+  for (int i = 0; i < 16; ++i) out.v[i] = a.v[i] * b.v[i] + c.v[i];
+  return out;
+#endif
+}
+
+inline float scalar_fma(float a, float b, float c) {
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline F32x16 load(const float* p) {
+#if defined(SPECOPS_AVX512)
+  return {_mm512_loadu_ps(p)};
+#elif defined(SPECOPS_AVX2)
+  return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+#else
+  F32x16 out;
+  std::memcpy(out.v, p, 64);
+  return out;
+#endif
+}
+
+inline F32x16 load(const bfloat16* p) {
+#if defined(SPECOPS_AVX512)
+  __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+#elif defined(SPECOPS_AVX2)
+  __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(b), 16))};
+#else
+  F32x16 out;
+  for (int i = 0; i < 16; ++i) out.v[i] = to_float(p[i]);
+  return out;
+#endif
+}
+
+inline F32x16 load(const float16* p) {
+#if defined(SPECOPS_AVX512)
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+#elif defined(SPECOPS_AVX2)
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+#else
+  F32x16 out;
+  for (int i = 0; i < 16; ++i) out.v[i] = to_float(p[i]);
+  return out;
+#endif
+}
+
+inline void store(float* p, F32x16 x) {
+#if defined(SPECOPS_AVX512)
+  _mm512_storeu_ps(p, x.v);
+#elif defined(SPECOPS_AVX2)
+  _mm256_storeu_ps(p, x.lo);
+  _mm256_storeu_ps(p + 8, x.hi);
+#else
+  std::memcpy(p, x.v, 64);
+#endif
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline void store(bfloat16* p, F32x16 x) {
+#if defined(SPECOPS_AVX512)
+  __m512i word = _mm512_castps_si512(x.v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(word, 16), _mm512_set1_epi32(1));
+  __m512i rounded =
+      _mm512_add_epi32(word, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, nan, word, _mm512_set1_epi32(0x400000));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+#else
+  float lanes[16];
+  store(lanes, x);
+  for (int i = 0; i < 16; ++i) p[i] = from_float<bfloat16>(lanes[i]);
+#endif
+}
+
+inline void store(float16* p, F32x16 x) {
+#if defined(SPECOPS_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(SPECOPS_AVX2)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8),
+                   _mm256_cvtps_ph(x.hi, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < 16; ++i) p[i] = from_float<float16>(x.v[i]);
+#endif
+}
+
+// The first n (0..16) elements; missing lanes are `fill`. Never touches memory past p + n.
+template <typename T>
+inline F32x16 load_partial(const T* p, int n, float fill = 0.0f) {
+  if (n >= kLanes) return load(p);
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < n ? to_float(p[i]) : fill;
+  return load(lanes);
+}
+
+template <typename T>
+inline void store_partial(T* p, F32x16 x, int n) {
+  if (n >= kLanes) return store(p, x);
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < n; ++i) p[i] = from_float<T>(lanes[i]);
+}
+
+// Fixed tree: lanes i and i + 8, then i + 4, i + 2, i + 1.
+inline float reduce_add(F32x16 x) {
+  float t[16];
+  store(t, x);
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) t[i] = t[i] + t[i + width];
+  }
+  return t[0];
+}
+
+inline float reduce_max(F32x16 x) {
+  float t[16];
+  store(t, x);
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) t[i] = t[i] > t[i + width] ? t[i] : t[i + width];
+  }
+  return t[0];
+}
+
+// e^x to about 1 ulp; 0 below -87.3 (so that -inf gives exactly 0), inf above 88.7, NaN kept.
+inline F32x16 exp(F32x16 x) {
+  constexpr float kLog2e = 1.44269504088896341f;
+  constexpr float kLn2Hi = 0.693145751953125f, kLn2Lo = 1.42860682030941723212e-6f;
+#if defined(SPECOPS_AVX512)
+  F32x16 n{_mm512_roundscale_ps(_mm512_mul_ps(x.v, _mm512_set1_ps(kLog2e)),
+                                _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+#elif defined(SPECOPS_AVX2)
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  F32x16 n{_mm256_round_ps(_mm256_mul_ps(x.lo, _mm256_set1_ps(kLog2e)), kNearest),
+           _mm256_round_ps(_mm256_mul_ps(x.hi, _mm256_set1_ps(kLog2e)), kNearest)};
+#else
+  F32x16 n;
+  for (int i = 0; i < 16; ++i) n.v[i] = std::nearbyint(x.v[i] * kLog2e);
+#endif
+  F32x16 r = fma(n, set1(-kLn2Hi), x);
+  r = fma(n, set1(-kLn2Lo), r);
+  F32x16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), add(r, set1(1.0f)));
+#if defined(SPECOPS_AVX512)
+  F32x16 out{_mm512_scalef_ps(p.v, n.v)};
+  __mmask16 tiny = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-87.3f), _CMP_LT_OQ);
+  __mmask16 huge = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(88.7f), _CMP_GT_OQ);
+  out.v = _mm512_mask_mov_ps(out.v, tiny, _mm512_setzero_ps());
+  out.v = _mm512_mask_mov_ps(out.v, huge, _mm512_set1_ps(INFINITY));
+  return out;
+#else
+  float lanes[16], scale[16], input[16];
+  store(lanes, p);
+  store(scale, n);
+  store(input, x);
+  for (int i = 0; i < 16; ++i) {
+    if (input[i] < -87.3f) {
+      lanes[i] = 0.0f;
+    } else if (input[i] > 88.7f) {
+      lanes[i] = INFINITY;
+    } else if (input[i] == input[i]) {
+      int exponent = static_cast<int>(scale[i]);
+      // Two steps, because 2^128 is out of range although the product is not.
+      int half = exponent / 2;
+      uint32_t a = static_cast<uint32_t>(half + 127) << 23;
+      uint32_t b = static_cast<uint32_t>(exponent - half + 127) << 23;
+      float fa, fb;
+      std::memcpy(&fa, &a, 4);
+      std::memcpy(&fb, &b, 4);
+      lanes[i] = lanes[i] * fa * fb;
+    }
+  }
+  return load(lanes);
+#endif
+}
+
+inline BF16x32 load_pairs(const void* p) {
+#if defined(SPECOPS_AVX512)
+  return {_mm512_loadu_si512(p)};
+#elif defined(SPECOPS_AVX2)
+  auto* words = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
+#else
+  BF16x32 out;
+  std::memcpy(out.v, p, 64);
+  return out;
+#endif
+}
+
+// The pair (p[0], p[1]) in every lane.
+inline BF16x32 broadcast_pair(const bfloat16* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+#if defined(SPECOPS_AVX512)
+  return {_mm512_set1_epi32(word)};
+#elif defined(SPECOPS_AVX2)
+  return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)};
+#else
+  BF16x32 out;
+  for (int i = 0; i < 16; ++i) out.v[i] = static_cast<uint32_t>(word);
+  return out;
+#endif
+}
+
+// The even and the odd elements of the pairs, as floats.
+inline F32x16 even_floats(BF16x32 x) {
+#if defined(SPECOPS_AVX512)
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(x.v, 16))};
+#elif defined(SPECOPS_AVX2)
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(x.lo, 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(x.hi, 16))};
+#else
+  F32x16 out;
+  for (int i = 0; i < 16; ++i) {
+    uint32_t word = x.v[i] << 16;
+    std::memcpy(&out.v[i], &word, 4);
+  }
+  return out;
+#endif
+}
+
+inline F32x16 odd_floats(BF16x32 x) {
+#if defined(SPECOPS_AVX512)
+  return {_mm512_castsi512_ps(_mm512_and_si512(x.v, _mm512_set1_epi32(-65536)))};
+#elif defined(SPECOPS_AVX2)
+  __m256i mask = _mm256_set1_epi32(-65536);
+  return {_mm256_castsi256_ps(_mm256_and_si256(x.lo, mask)),
+          _mm256_castsi256_ps(_mm256_and_si256(x.hi, mask))};
+#else
+  F32x16 out;
+  for (int i = 0; i < 16; ++i) {
+    uint32_t word = x.v[i] & 0xffff0000u;
+    std::memcpy(&out.v[i], &word, 4);
+  }
+  return out;
+#endif
+}
+
+// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. vdpbf16ps where the CPU has it (it flushes
+// denormals and rounds its own way), two fused steps, odd element first as vdpbf16ps does, elsewhere.
+inline F32x16 dot_pairs(F32x16 acc, BF16x32 a, BF16x32 b) {
+#if defined(SPECOPS_ISA_avx512_bf16)
+  return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
+#else
+  acc = fma(odd_floats(a), odd_floats(b), acc);
+  return fma(even_floats(a), even_floats(b), acc);
+#endif
+}
+
+}  // namespace specops::SPECOPS_ISA

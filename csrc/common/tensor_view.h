@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+// How tensors enter C++: a pybind11 caster over torch's DLPack exchange table (no libtorch), and the
+// one argument checker. Every message names op, argument, expected and got.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+#include "common/dlpack.h"
+#include "common/dtype.h"
+
+namespace specops {
+
+// A borrowed view of a tensor argument: valid for the duration of the call. Any Python object loads;
+// what is wrong with it is said by Checker, in words, instead of by an overload error.
+struct TensorView {
+  DLTensor dl{};
+  PyObject* object = nullptr;
+  bool is_tensor = false;
+
+  bool defined() const { return object != nullptr && object != Py_None; }
+  int ndim() const { return dl.ndim; }
+  int64_t size(int axis) const { return dl.shape[axis]; }
+  int64_t stride(int axis) const { return dl.strides[axis]; }
+
+  DType dtype() const {
+    if (dl.dtype.lanes != 1) return DType::kOther;
+    switch (dl.dtype.code) {
+      case kDLFloat:
+        return dl.dtype.bits == 32   ? DType::kFloat32
+               : dl.dtype.bits == 16 ? DType::kFloat16
+                                     : DType::kOther;
+      case kDLBfloat:
+        return dl.dtype.bits == 16 ? DType::kBFloat16 : DType::kOther;
+      case kDLInt:
+        return dl.dtype.bits == 32   ? DType::kInt32
+               : dl.dtype.bits == 64 ? DType::kInt64
+                                     : DType::kOther;
+      case kDLUInt:
+        return dl.dtype.bits == 8 ? DType::kUInt8 : DType::kOther;
+      case kDLBool:
+        return DType::kBool;
+      default:
+        return DType::kOther;
+    }
+  }
+
+  void* raw() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
+
+  template <typename T>
+  T* data() const {
+    return defined() ? static_cast<T*>(raw()) : nullptr;
+  }
+};
+
+// Fills the view from a torch tensor; leaves is_tensor false for anything else.
+inline void borrow_tensor(PyObject* object, TensorView& view) {
+  static PyTypeObject* cached_type = nullptr;
+  static const DLPackExchangeAPI* cached_api = nullptr;
+  view.object = object;
+  PyTypeObject* type = Py_TYPE(object);
+  const DLPackExchangeAPI* api = type == cached_type ? cached_api : nullptr;
+  if (api == nullptr) {
+    PyObject* capsule =
+        PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+    if (capsule == nullptr) {
+      PyErr_Clear();
+      return;
+    }
+    api = static_cast<const DLPackExchangeAPI*>(
+        PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+    Py_DECREF(capsule);
+    if (api == nullptr) throw pybind11::error_already_set();
+    if (api->header.version.major != DLPACK_MAJOR_VERSION ||
+        api->dltensor_from_py_object_no_sync == nullptr) {
+      throw std::runtime_error("specops: this torch offers no DLPack 1.x exchange table");
+    }
+    cached_type = type;
+    cached_api = api;
+  }
+  if (api->dltensor_from_py_object_no_sync(object, &view.dl) != 0) {
+    throw pybind11::error_already_set();
+  }
+  view.is_tensor = true;
+}
+
+// A dimension with a name. Unset ones take the first size they meet and must agree after that.
+struct Dim {
+  const char* name;
+  int64_t value = -1;
+  operator int64_t() const { return value; }
+};
+
+enum class Layout {
+  kContiguous,  // row-major without gaps
+  kRows,        // the first stride is free, each row is contiguous
+};
+
+class Checker {
+ public:
+  explicit Checker(const char* op) : op_(op) {}
+
+  // Checks one tensor and returns it. `dims` are Dim objects, bound on first use.
+  const TensorView& tensor(const char* name,
+                           const TensorView& view,
+                           std::initializer_list<DType> dtypes,
+                           std::initializer_list<Dim*> dims,
+                           Layout layout = Layout::kContiguous) {
+    if (!view.is_tensor) {
+      fail(name, expected(dtypes, dims), view.object ? type_name(view.object) : "nothing");
+    }
+    bool dtype_ok = false;
+    for (DType dtype : dtypes) dtype_ok = dtype_ok || view.dtype() == dtype;
+    bool shape_ok = view.ndim() == static_cast<int>(dims.size());
+    if (shape_ok) {
+      int axis = 0;
+      for (Dim* dim : dims) {
+        int64_t size = view.size(axis++);
+        if (dim->value < 0) {
+          dim->value = size;
+        } else if (dim->value != size) {
+          shape_ok = false;
+        }
+      }
+    }
+    if (!dtype_ok || !shape_ok) fail(name, expected(dtypes, dims), describe(view));
+    if (!has_layout(view, layout)) {
+      fail(name,
+           layout == Layout::kContiguous ? "contiguous" : "contiguous within each row",
+           "strides " + list(view.dl.strides, view.ndim()) + " for shape " +
+               list(view.dl.shape, view.ndim()));
+    }
+    DLDevice device = view.dl.device;
+    if (device.device_type != kDLCPU) {
+      fail(name, "on cpu (this build has no CUDA kernels)", "on " + device_name(device));
+    }
+    return view;
+  }
+
+  // The same for an argument that may be None.
+  const TensorView& optional(const char* name,
+                             const TensorView& view,
+                             std::initializer_list<DType> dtypes,
+                             std::initializer_list<Dim*> dims,
+                             Layout layout = Layout::kContiguous) {
+    if (view.defined()) tensor(name, view, dtypes, dims, layout);
+    return view;
+  }
+
+  // A condition on a value: check.that(k >= 0, "k", "at least 0", k).
+  template <typename T>
+  void that(bool condition, const char* name, const std::string& expected, const T& got) {
+    if (condition) return;
+    if constexpr (std::is_arithmetic_v<T>) {
+      fail(name, expected, std::to_string(got));
+    } else {
+      fail(name, expected, std::string(got));
+    }
+  }
+
+  [[noreturn]] void fail(const std::string& name,
+                         const std::string& expected,
+                         const std::string& got) const {
+    throw std::invalid_argument(std::string(op_) + ": " + name + " must be " + expected +
+                                ", got " + got);
+  }
+
+ private:
+  static bool has_layout(const TensorView& view, Layout layout) {
+    int64_t expected = 1;
+    for (int axis = view.ndim() - 1; axis >= 0; --axis) {
+      if (view.size(axis) == 0) return true;
+      bool free = layout == Layout::kRows && axis == 0;
+      if (view.size(axis) != 1 && !free && view.stride(axis) != expected) return false;
+      if (free && view.size(axis) != 1 && view.stride(axis) < expected) return false;
+      expected *= view.size(axis);
+    }
+    return true;
+  }
+
+  static std::string list(const int64_t* values, int count) {
+    std::string out = "[";
+    for (int i = 0; i < count; ++i) out += (i ? ", " : "") + std::to_string(values[i]);
+    return out + "]";
+  }
+
+  static std::string expected(std::initializer_list<DType> dtypes,
+                              std::initializer_list<Dim*> dims) {
+    std::string out;
+    for (DType dtype : dtypes) out += (out.empty() ? "" : "|") + std::string(dtype_name(dtype));
+    out += " [";
+    bool first = true;
+    for (Dim* dim : dims) {
+      if (!first) out += ", ";
+      first = false;
+      out += dim->name;
+      if (dim->value >= 0) out += "=" + std::to_string(dim->value);
+    }
+    return out + "]";
+  }
+
+  static std::string describe(const TensorView& view) {
+    DType dtype = view.dtype();
+    std::string name = dtype_name(dtype);
+    if (dtype == DType::kOther) {
+      name = "DLPack dtype " + std::to_string(view.dl.dtype.code) + "/" +
+             std::to_string(view.dl.dtype.bits) + " bits";
+    }
+    return name + " " + list(view.dl.shape, view.ndim());
+  }
+
+  static std::string type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
+
+  static std::string device_name(DLDevice device) {
+    if (device.device_type == kDLCUDA) return "cuda:" + std::to_string(device.device_id);
+    return "DLPack device type " + std::to_string(static_cast<int>(device.device_type));
+  }
+
+  const char* op_;
+};
+
+}  // namespace specops
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<specops::TensorView> {
+  PYBIND11_TYPE_CASTER(specops::TensorView, const_name("Tensor"));
+
+  bool load(handle source, bool /*convert*/) {
+    value.object = source.ptr();
+    if (source.ptr() != Py_None) specops::borrow_tensor(source.ptr(), value);
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail
