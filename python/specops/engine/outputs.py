@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine hands back: deltas while a request runs, and the finished completion."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of one emitted token under the raw logits, and its alternatives."""
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+@dataclass
+class SpeculativeStats:
+    """Counts of one request, or of the engine's whole life."""
+
+    num_steps: int = 0  # steps in which a row of the request was verified or decoded
+    num_drafts: int = 0  # steps with at least one draft token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step added to one request."""
+
+    request_id: str
+    token_ids: list[int]  # emitted in this step, in order
+    text: str  # newly released text; text that may yet become a stop string is held back
+    logprobs: list[TokenLogprob]  # one per token when the request asked for them
+    finish_reason: str | None  # None, "stop", "length" or "abort"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished choice of one prompt."""
+
+    request_id: str
+    index: int  # choice index of n > 1
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob]
+    finish_reason: str
+    seed: int
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    stats: SpeculativeStats
