@@ -2,10 +2,211 @@
 // Argument checks and registration of the batching family.
 #include "batching/ops.h"
 
+#include <pybind11/stl.h>
+
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "batching/gather_output_rows.h"
+#include "batching/prepare_batch.h"
 #include "common/tensor_view.h"
 
 namespace specops {
+namespace {
 
-void register_batching(pybind11::module_& m) { (void)m; }
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+std::string at(const char* name, int64_t index) {
+  return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+// Everything that depends on the values, before anything is written.
+void check_lengths(const Checker& check, const PrepareBatchParams& params, int64_t num_indices) {
+  int64_t rows = 0;
+  int64_t outputs = 0;
+  for (int64_t b = 0; b < params.batch; ++b) {
+    int64_t qo_len = params.qo_lens[b];
+    int64_t kv_len = params.kv_lens[b];
+    int32_t mode = params.output_modes[b];
+    int64_t first_page = params.kv_indptr[b];
+    int64_t num_pages = params.kv_indptr[b + 1] - first_page;
+    if (qo_len < 0) check.fail(at("qo_lens", b), "at least 0", std::to_string(qo_len));
+    if (kv_len < qo_len) {
+      check.fail(at("kv_lens", b),
+                 "at least qo_lens[" + std::to_string(b) + "] = " + std::to_string(qo_len) +
+                     " (it includes this step's rows)",
+                 std::to_string(kv_len));
+    }
+    if (mode < 0 || mode > 2) {
+      check.fail(at("output_modes", b), "0 (none), 1 (last) or 2 (all)", std::to_string(mode));
+    }
+    if (first_page < 0 || num_pages < 0 || first_page + num_pages > num_indices) {
+      check.fail(
+          "kv_indptr",
+          "non-decreasing from 0 up to the size of kv_indices = " + std::to_string(num_indices),
+          at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " + at("kv_indptr", b + 1) +
+              " = " + std::to_string(first_page + num_pages));
+    }
+    if (qo_len == 0) continue;
+    int64_t needed_pages = (kv_len + params.page_size - 1) / params.page_size;
+    if (num_pages < needed_pages) {
+      check.fail("kv_indptr",
+                 "wide enough for " + std::to_string(needed_pages) + " pages of " +
+                     at("kv_lens", b) + " = " + std::to_string(kv_len) + " tokens",
+                 std::to_string(num_pages) + " pages");
+    }
+    // One reduction instead of a branch per page; the page at fault is looked up afterwards.
+    const int32_t* pages = params.kv_indices + first_page;
+    int32_t sign = 0;
+    for (int64_t page = 0; page < needed_pages; ++page) sign |= pages[page];
+    if (sign < 0) {
+      int64_t page = 0;
+      while (pages[page] >= 0) ++page;
+      check.fail(at("kv_indices", first_page + page),
+                 "a page id, at least 0",
+                 std::to_string(pages[page]));
+    }
+    int64_t request_outputs =
+        num_outputs(static_cast<OutputMode>(mode), static_cast<int32_t>(qo_len));
+    if (params.output_cum_offsets && request_outputs > params.max_seq_len) {
+      check.fail("max_seq_len",
+                 "at least the " + std::to_string(request_outputs) + " output rows of request " +
+                     std::to_string(b),
+                 std::to_string(params.max_seq_len));
+    }
+    rows += qo_len;
+    outputs += request_outputs;
+  }
+  if (rows > params.total_rows) {
+    check.fail("total_rows",
+               "at least " + std::to_string(rows) + ", the sum of qo_lens",
+               std::to_string(params.total_rows));
+  }
+  if (outputs > params.num_output_rows) {
+    check.fail("num_output_rows",
+               "at least " + std::to_string(outputs) + ", the output rows asked for",
+               std::to_string(params.num_output_rows));
+  }
+}
+
+void prepare_batch(const TensorView& qo_lens,
+                   const TensorView& kv_lens,
+                   const TensorView& output_modes,
+                   const TensorView& kv_indptr,
+                   const TensorView& kv_indices,
+                   int64_t page_size,
+                   int64_t total_rows,
+                   int64_t num_output_rows,
+                   std::optional<int64_t> max_seq_len,
+                   const TensorView& qo_indptr,
+                   const TensorView& row_to_request,
+                   const TensorView& positions,
+                   const TensorView& cache_slots,
+                   const TensorView& output_indptr,
+                   const TensorView& output_rows,
+                   const TensorView& output_row_to_request,
+                   const TensorView& output_padding_offset,
+                   const TensorView& output_cum_offsets) {
+  Checker check("prepare_batch");
+  check.that(page_size >= 1, "page_size", "at least 1", page_size);
+  check.that(total_rows >= 0 && total_rows <= kMaxInt32,
+             "total_rows",
+             "an int32 of at least 0",
+             total_rows);
+  check.that(num_output_rows >= 0 && num_output_rows <= kMaxInt32,
+             "num_output_rows",
+             "an int32 of at least 0",
+             num_output_rows);
+  Dim batch{"batch"}, batch_plus_1{"batch + 1"}, pages{"pages"};
+  Dim rows{"total_rows", total_rows}, outputs{"num_output_rows", num_output_rows};
+  check.tensor("qo_lens", qo_lens, {DType::kInt32}, {&batch});
+  batch_plus_1.value = batch + 1;
+  check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
+  check.tensor("output_modes", output_modes, {DType::kInt32}, {&batch});
+  check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&pages});
+  check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("row_to_request", row_to_request, {DType::kInt32}, {&rows});
+  check.tensor("positions", positions, {DType::kInt32}, {&rows});
+  check.tensor("cache_slots", cache_slots, {DType::kInt64}, {&rows});
+  check.tensor("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("output_rows", output_rows, {DType::kInt32}, {&outputs});
+  check.tensor("output_row_to_request", output_row_to_request, {DType::kInt32}, {&outputs});
+  if (max_seq_len) {
+    check.that(*max_seq_len >= 1, "max_seq_len", "at least 1", *max_seq_len);
+    check.that(
+        *max_seq_len <= kMaxInt32 / (batch > 0 ? batch : 1),
+        "max_seq_len",
+        "small enough that batch * max_seq_len fits int32, with batch = " + std::to_string(batch),
+        *max_seq_len);
+    check.tensor("output_padding_offset", output_padding_offset, {DType::kInt32}, {&outputs});
+    check.tensor("output_cum_offsets", output_cum_offsets, {DType::kInt32}, {&batch});
+  } else if (output_padding_offset.defined() || output_cum_offsets.defined()) {
+    check.fail(
+        "max_seq_len", "given when out has output_padding_offset or output_cum_offsets", "None");
+  }
+  PrepareBatchParams params{
+      .qo_lens = qo_lens.data<int32_t>(),
+      .kv_lens = kv_lens.data<int32_t>(),
+      .output_modes = output_modes.data<int32_t>(),
+      .kv_indptr = kv_indptr.data<int32_t>(),
+      .kv_indices = kv_indices.data<int32_t>(),
+      .qo_indptr = qo_indptr.data<int32_t>(),
+      .row_to_request = row_to_request.data<int32_t>(),
+      .positions = positions.data<int32_t>(),
+      .cache_slots = cache_slots.data<int64_t>(),
+      .output_indptr = output_indptr.data<int32_t>(),
+      .output_rows = output_rows.data<int32_t>(),
+      .output_row_to_request = output_row_to_request.data<int32_t>(),
+      .output_padding_offset = max_seq_len ? output_padding_offset.data<int32_t>() : nullptr,
+      .output_cum_offsets = max_seq_len ? output_cum_offsets.data<int32_t>() : nullptr,
+      .batch = batch,
+      .total_rows = total_rows,
+      .num_output_rows = num_output_rows,
+      .page_size = page_size,
+      .max_seq_len = max_seq_len.value_or(0),
+  };
+  check_lengths(check, params, pages);
+  prepare_batch_cpu(params);
+}
+
+void gather_output_rows(const TensorView& hidden,
+                        const TensorView& output_rows,
+                        const TensorView& out) {
+  Checker check("gather_output_rows");
+  Dim rows{"rows"}, width{"width"}, outputs{"num_output_rows"};
+  check.tensor("hidden",
+               hidden,
+               {DType::kFloat32, DType::kBFloat16, DType::kFloat16},
+               {&rows, &width},
+               Layout::kRows);
+  check.tensor("output_rows", output_rows, {DType::kInt32}, {&outputs});
+  check.tensor("out", out, {hidden.dtype()}, {&outputs, &width});
+  const int32_t* indices = output_rows.data<int32_t>();
+  for (int64_t i = 0; i < outputs; ++i) {
+    if (indices[i] < -1 || indices[i] >= rows) {
+      check.fail(at("output_rows", i),
+                 "-1 or a row of hidden, below " + std::to_string(rows),
+                 std::to_string(indices[i]));
+    }
+  }
+  if (outputs == 0 || width == 0) return;
+  gather_output_rows_cpu({
+      .hidden = hidden.raw(),
+      .output_rows = indices,
+      .out = out.raw(),
+      .num_output_rows = outputs,
+      .row_bytes = width * dtype_bytes(hidden.dtype()),
+      .hidden_stride_bytes = hidden.stride(0) * dtype_bytes(hidden.dtype()),
+  });
+}
+
+}  // namespace
+
+void register_batching(pybind11::module_& m) {
+  m.def("prepare_batch", &prepare_batch);
+  m.def("gather_output_rows", &gather_output_rows);
+}
 
 }  // namespace specops

@@ -10,6 +10,27 @@ def set_isa(isa: str) -> None: ...
 def active_isa() -> str: ...
 
 # batching
+def prepare_batch(
+    qo_lens: Tensor,
+    kv_lens: Tensor,
+    output_modes: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    page_size: int,
+    total_rows: int,
+    num_output_rows: int,
+    max_seq_len: int | None,
+    qo_indptr: Tensor,
+    row_to_request: Tensor,
+    positions: Tensor,
+    cache_slots: Tensor,
+    output_indptr: Tensor,
+    output_rows: Tensor,
+    output_row_to_request: Tensor,
+    output_padding_offset: Tensor | None,
+    output_cum_offsets: Tensor | None,
+) -> None: ...
+def gather_output_rows(hidden: Tensor, output_rows: Tensor, out: Tensor) -> None: ...
 
 # attention
 

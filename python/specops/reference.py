@@ -10,6 +10,71 @@ from torch import Tensor
 
 # ---- batching ----
 
+
+def prepare_batch(
+    qo_lens: Tensor,
+    kv_lens: Tensor,
+    output_modes: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    *,
+    page_size: int,
+    total_rows: int,
+    num_output_rows: int,
+    max_seq_len: int | None = None,
+) -> dict[str, Tensor]:
+    """The arrays of `batching.BatchIndices` by name, built row by row."""
+    row_to_request: list[int] = []
+    positions: list[int] = []
+    cache_slots: list[int] = []
+    output_rows: list[int] = []
+    output_row_to_request: list[int] = []
+    output_padding_offset: list[int] = []
+    output_cum_offsets: list[int] = []
+    qo_indptr, output_indptr = [0], [0]
+    for request, (qo_len, kv_len, mode) in enumerate(
+        zip(qo_lens.tolist(), kv_lens.tolist(), output_modes.tolist(), strict=True)
+    ):
+        first_row = len(row_to_request)
+        for position in range(kv_len - qo_len, kv_len):
+            page = int(kv_indices[int(kv_indptr[request]) + position // page_size])
+            row_to_request.append(request)
+            positions.append(position)
+            cache_slots.append(page * page_size + position % page_size)
+        rows = list(range(first_row, first_row + qo_len))
+        rows = {0: [], 1: rows[-1:], 2: rows}[mode]
+        padding = request * (max_seq_len or 0) - len(output_rows)
+        output_cum_offsets.append(padding)
+        output_rows += rows
+        output_row_to_request += [request] * len(rows)
+        output_padding_offset += [padding] * len(rows)
+        qo_indptr.append(len(row_to_request))
+        output_indptr.append(len(output_rows))
+
+    def padded(values: list[int], size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values + [-1] * (size - len(values)), dtype=dtype)
+
+    indices = {
+        "qo_indptr": torch.tensor(qo_indptr, dtype=torch.int32),
+        "row_to_request": padded(row_to_request, total_rows),
+        "positions": padded(positions, total_rows),
+        "cache_slots": padded(cache_slots, total_rows, torch.int64),
+        "output_indptr": torch.tensor(output_indptr, dtype=torch.int32),
+        "output_rows": padded(output_rows, num_output_rows),
+        "output_row_to_request": padded(output_row_to_request, num_output_rows),
+    }
+    if max_seq_len is not None:
+        indices["output_padding_offset"] = padded(output_padding_offset, num_output_rows)
+        indices["output_cum_offsets"] = torch.tensor(output_cum_offsets, dtype=torch.int32)
+    return indices
+
+
+def gather_output_rows(hidden: Tensor, output_rows: Tensor) -> Tensor:
+    """`hidden[output_rows]`, with zeros where the index is -1."""
+    padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
+    return padded[output_rows.long()]
+
+
 # ---- attention ----
 
 # ---- dense ----

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// gather_output_rows: the hidden rows that need logits, made dense for the LM head.
+#pragma once
+
+#include <cstdint>
+
+#include "common/isa.h"
+
+namespace specops {
+
+struct GatherOutputRowsParams {
+  const void* hidden;          // [rows, width]; rows hidden_stride_bytes apart
+  const int32_t* output_rows;  // [num_output_rows], a row of hidden or -1
+  void* out;                   // [num_output_rows, width], contiguous
+  int64_t num_output_rows;
+  int64_t row_bytes;
+  int64_t hidden_stride_bytes;
+};
+
+SPECOPS_DECLARE_CPU(gather_output_rows_cpu, GatherOutputRowsParams);
+
+}  // namespace specops

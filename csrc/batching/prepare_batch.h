@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// prepare_batch: every index array of one step over a ragged batch, in one pass.
+#pragma once
+
+#include <cstdint>
+
+#include "common/isa.h"
+
+namespace specops {
+
+// Which rows of a request produce logits.
+enum class OutputMode : int32_t {
+  kNone = 0,  // a prefill chunk that does not end the prompt
+  kLast = 1,  // plain decoding, or the chunk that ends the prompt
+  kAll = 2,   // verification
+};
+
+struct PrepareBatchParams {
+  const int32_t* qo_lens;          // [batch], rows of each request in this step
+  const int32_t* kv_lens;          // [batch], including this step's rows
+  const int32_t* output_modes;     // [batch], OutputMode
+  const int32_t* kv_indptr;        // [batch + 1], in pages
+  const int32_t* kv_indices;       // [kv_indptr[batch]], page ids
+  int32_t* qo_indptr;              // [batch + 1]
+  int32_t* row_to_request;         // [total_rows]
+  int32_t* positions;              // [total_rows]
+  int64_t* cache_slots;            // [total_rows]
+  int32_t* output_indptr;          // [batch + 1]
+  int32_t* output_rows;            // [num_output_rows]
+  int32_t* output_row_to_request;  // [num_output_rows]
+  int32_t* output_padding_offset;  // [num_output_rows], may be nullptr
+  int32_t* output_cum_offsets;     // [batch], nullptr when output_padding_offset is
+  int64_t batch;
+  int64_t total_rows;       // capacity; entries past the real rows become -1
+  int64_t num_output_rows;  // capacity, likewise
+  int64_t page_size;
+  int64_t max_seq_len;  // row length of the padded view; unused without it
+};
+
+// How many of a request's rows produce logits. Internal linkage: each instruction set keeps its own.
+static inline int32_t num_outputs(OutputMode mode, int32_t qo_len) {
+  if (mode == OutputMode::kNone || qo_len == 0) return 0;
+  return mode == OutputMode::kLast ? 1 : qo_len;
+}
+
+SPECOPS_DECLARE_CPU(prepare_batch_cpu, PrepareBatchParams);
+
+}  // namespace specops

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "batching/prepare_batch.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+template <typename T>
+void fill_none(T* values, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) values[i] = -1;
+}
+
+}  // namespace
+
+// For request b with rows i < qo_len: position = kv_len - qo_len + i, slot = its page's first slot
+// plus the offset in the page; the output rows are the last one or all of them; the padded view
+// places request b's first output row at b * max_seq_len.
+// Cost:    40 bytes written per row, 4 read per page of this step's rows.
+// Assumes: lengths, modes, page table and capacities checked by ops.cpp.
+// Order:   integers only.
+// Source:  FastDeploy's virtual padding: the padded tensor is never built, only its offsets.
+// Threads: one; a step's indices are a few hundred bytes.
+void prepare_batch_cpu(const PrepareBatchParams& params) {
+  int64_t row = 0;
+  int64_t output = 0;
+  params.qo_indptr[0] = 0;
+  params.output_indptr[0] = 0;
+  for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
+    int32_t request = static_cast<int32_t>(batch_idx);
+    int32_t qo_len = params.qo_lens[batch_idx];
+    int64_t first_position = int64_t{params.kv_lens[batch_idx]} - qo_len;
+    const int32_t* pages = params.kv_indices + params.kv_indptr[batch_idx];
+    int64_t page = first_position / params.page_size;
+    int64_t offset = first_position % params.page_size;
+    for (int32_t i = 0; i < qo_len; ++i) {
+      params.row_to_request[row + i] = request;
+      params.positions[row + i] = static_cast<int32_t>(first_position + i);
+      params.cache_slots[row + i] = pages[page] * params.page_size + offset;
+      if (++offset == params.page_size) {
+        offset = 0;
+        ++page;
+      }
+    }
+    int32_t outputs = num_outputs(static_cast<OutputMode>(params.output_modes[batch_idx]), qo_len);
+    // Rows of the padded view that earlier requests left unused.
+    int32_t padding = static_cast<int32_t>(batch_idx * params.max_seq_len - output);
+    for (int32_t i = 0; i < outputs; ++i) {
+      params.output_rows[output + i] = static_cast<int32_t>(row + qo_len - outputs + i);
+      params.output_row_to_request[output + i] = request;
+      if (params.output_padding_offset) params.output_padding_offset[output + i] = padding;
+    }
+    if (params.output_cum_offsets) params.output_cum_offsets[batch_idx] = padding;
+    row += qo_len;
+    output += outputs;
+    params.qo_indptr[batch_idx + 1] = static_cast<int32_t>(row);
+    params.output_indptr[batch_idx + 1] = static_cast<int32_t>(output);
+  }
+  fill_none(params.row_to_request, row, params.total_rows);
+  fill_none(params.positions, row, params.total_rows);
+  fill_none(params.cache_slots, row, params.total_rows);
+  fill_none(params.output_rows, output, params.num_output_rows);
+  fill_none(params.output_row_to_request, output, params.num_output_rows);
+  if (params.output_padding_offset) {
+    fill_none(params.output_padding_offset, output, params.num_output_rows);
+  }
+}
+
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indices of a ragged batch: whose each row is, where it goes, and which rows get logits.
+
+Rows of all requests lie next to each other without padding. A kernel that thinks in a padded
+[batch, max_seq_len] matrix reads the offsets of that matrix from here; the matrix is never built.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from specops import _C
+
+
+class OutputMode(IntEnum):
+    """Which of a request's rows produce logits in this step."""
+
+    NONE = 0  # a prefill chunk that does not end the prompt
+    LAST = 1  # plain decoding, or the chunk that ends the prompt
+    ALL = 2  # verification: every row
+
+
+@dataclass
+class BatchIndices:
+    """The index arrays of one step, made by `prepare_batch`; entries past the real rows are -1.
+
+    Attributes:
+        qo_indptr: [batch + 1], int32. Rows of request b are qo_indptr[b] .. qo_indptr[b + 1].
+        row_to_request: [total_rows], int32.
+        positions: [total_rows], int32. Absolute position of each row in its request.
+        cache_slots: [total_rows], int64. Slot of each row in the paged cache.
+        output_indptr: [batch + 1], int32. Output rows of request b, likewise.
+        output_rows: [num_output_rows], int32. The row each output row comes from.
+        output_row_to_request: [num_output_rows], int32.
+        output_padding_offset: [num_output_rows], int32, or None without `max_seq_len`.
+        output_cum_offsets: [batch], int32, or None without `max_seq_len`.
+    """
+
+    qo_indptr: Tensor
+    row_to_request: Tensor
+    positions: Tensor
+    cache_slots: Tensor
+    output_indptr: Tensor
+    output_rows: Tensor
+    output_row_to_request: Tensor
+    output_padding_offset: Tensor | None = None
+    output_cum_offsets: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        *,
+        total_rows: int,
+        num_output_rows: int,
+        max_seq_len: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "BatchIndices":
+        """Allocates the arrays, uninitialised, to be passed to `prepare_batch` as `out`.
+
+        Args:
+            batch: number of requests.
+            total_rows: capacity of the row arrays.
+            num_output_rows: capacity of the output row arrays.
+            max_seq_len: None leaves the two arrays of the padded view out.
+            device: where the arrays live.
+
+        Returns:
+            The arrays.
+        """
+
+        def int32(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        return cls(
+            qo_indptr=int32(batch + 1),
+            row_to_request=int32(total_rows),
+            positions=int32(total_rows),
+            cache_slots=torch.empty(total_rows, dtype=torch.int64, device=device),
+            output_indptr=int32(batch + 1),
+            output_rows=int32(num_output_rows),
+            output_row_to_request=int32(num_output_rows),
+            output_padding_offset=None if max_seq_len is None else int32(num_output_rows),
+            output_cum_offsets=None if max_seq_len is None else int32(batch),
+        )
+
+
+def prepare_batch(
+    qo_lens: Tensor,
+    kv_lens: Tensor,
+    output_modes: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    *,
+    page_size: int,
+    total_rows: int,
+    num_output_rows: int,
+    max_seq_len: int | None = None,
+    out: BatchIndices | None = None,
+) -> BatchIndices:
+    """Builds every index array of one step over a ragged batch.
+
+    Same as `reference.prepare_batch`. For row i < qo_lens[b] of request b:
+
+        position   = kv_lens[b] - qo_lens[b] + i
+        cache_slot = kv_indices[kv_indptr[b] + position // page_size] * page_size
+                     + position % page_size
+
+    A request with qo_lens[b] == 0 is idle: it has no rows and no output rows, and its pages are not
+    looked at. The padded view of the output rows has rows of length L = max_seq_len; request b's
+    first output row stands at b * L. For output row r, v = r + output_padding_offset[r] gives
+    v // L = its request and v % L = its place among the request's output rows;
+    output_cum_offsets[b] = b * L - output_indptr[b] is that offset for request b.
+
+    Args:
+        qo_lens: [batch], int32. Rows of each request in this step.
+        kv_lens: [batch], int32. Tokens of each request in the cache, this step's rows included.
+        output_modes: [batch], int32. `OutputMode` of each request.
+        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
+        kv_indices: [pages], int32. Page ids.
+        page_size: tokens per page.
+        total_rows: capacity of the row arrays, at least the sum of qo_lens.
+        num_output_rows: capacity of the output row arrays.
+        max_seq_len: row length L of the padded view, at least every request's output rows. None
+            leaves output_padding_offset and output_cum_offsets out.
+        out: arrays of these capacities to write into. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a length is negative;
+            kv_lens[b] < qo_lens[b]; a capacity is too small; the page table is too short for
+            kv_lens[b]; a page id is negative. Nothing has been written then.
+
+    Note:
+        Deterministic. FastDeploy's rule for output rows is `LAST` for a request with one row or in
+        prefill, and `ALL` for the others.
+
+    Source: FastDeploy's virtual padding (its speculate_pre_process and
+        speculate_get_output_padding_offset).
+    """
+    if out is None:
+        out = BatchIndices.empty(
+            qo_lens.numel(),
+            total_rows=total_rows,
+            num_output_rows=num_output_rows,
+            max_seq_len=max_seq_len,
+            device=qo_lens.device,
+        )
+    _C.prepare_batch(
+        qo_lens,
+        kv_lens,
+        output_modes,
+        kv_indptr,
+        kv_indices,
+        page_size,
+        total_rows,
+        num_output_rows,
+        max_seq_len,
+        out.qo_indptr,
+        out.row_to_request,
+        out.positions,
+        out.cache_slots,
+        out.output_indptr,
+        out.output_rows,
+        out.output_row_to_request,
+        out.output_padding_offset,
+        out.output_cum_offsets,
+    )
+    return out
+
+
+def gather_output_rows(hidden: Tensor, output_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Copies the hidden rows that need logits next to each other.
+
+    Same as `reference.gather_output_rows`: out[i] = hidden[output_rows[i]], or zeros where
+    output_rows[i] is -1.
+
+    Args:
+        hidden: [rows, width], float32, bfloat16 or float16. Rows may be strided.
+        output_rows: [num_output_rows], int32. Rows of `hidden`, or -1.
+        out: [num_output_rows, width], dtype of `hidden`, not overlapping it. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or an index is neither
+            -1 nor a row of `hidden`. Nothing has been written then.
+
+    Note:
+        Deterministic; copies bits.
+
+    Source: FastDeploy's rebuild_padding.
+    """
+    if out is None:
+        out = torch.empty(
+            output_rows.numel(), hidden.shape[-1], dtype=hidden.dtype, device=hidden.device
+        )
+    _C.gather_output_rows(hidden, output_rows, out)
+    return out

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batching family: indices against the reference, FastDeploy's golden example, refusals."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import specops
+import torch
+from specops import batching, reference
+from specops.batching import BatchIndices, OutputMode
+from torch import Tensor
+
+NONE, LAST, ALL = OutputMode.NONE, OutputMode.LAST, OutputMode.ALL
+BAD_PAGE = -(1 << 30)
+
+
+def ints(values: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make_batch(
+    qo_lens: list[int], kv_lens: list[int], modes: list[int], page_size: int, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """A page table of shuffled pages; entries nobody may read are poisoned."""
+    counts = [(kv_len + page_size - 1) // page_size for kv_len in kv_lens]
+    pages = torch.randperm(sum(counts) + 3).int().tolist()
+    indptr, indices = [0], []
+    for count, qo_len in zip(counts, qo_lens, strict=True):
+        indices += [pages.pop() if qo_len else BAD_PAGE for _ in range(count)] + [BAD_PAGE]
+        indptr.append(len(indices))
+    return {
+        "qo_lens": ints(qo_lens, device),
+        "kv_lens": ints(kv_lens, device),
+        "output_modes": ints(modes, device),
+        "kv_indptr": ints(indptr, device),
+        "kv_indices": ints([*indices, BAD_PAGE], device),
+    }
+
+
+def check(got: BatchIndices, want: dict[str, Tensor]) -> None:
+    for name, tensor in asdict(got).items():
+        if name not in want:
+            assert tensor is None, name
+            continue
+        assert tensor.dtype == want[name].dtype, name
+        assert torch.equal(tensor.cpu(), want[name]), name
+
+
+def random_lengths(batch: int) -> tuple[list[int], list[int], list[int]]:
+    kinds = torch.randint(0, 4, (batch,)).tolist()
+    qo_lens = [(0, 1, 6, 37)[kind] for kind in kinds]
+    kv_lens = [qo + int(torch.randint(0, 200, ())) for qo in qo_lens]
+    modes = [(LAST, LAST, ALL, int(torch.randint(0, 3, ())))[kind] for kind in kinds]
+    return qo_lens, kv_lens, modes
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 7])
+@pytest.mark.parametrize("batch,max_seq_len", [(1, 4096), (9, None), (33, 40), (300, 4096)])
+def test_prepare_batch(
+    device: str, isa: str, page_size: int, batch: int, max_seq_len: int | None
+) -> None:
+    qo_lens, kv_lens, modes = random_lengths(batch)
+    arguments = make_batch(qo_lens, kv_lens, modes, page_size, device)
+    total_rows = sum(qo_lens) + 5
+    options = {
+        "page_size": page_size,
+        "total_rows": total_rows,
+        "num_output_rows": total_rows,
+        "max_seq_len": max_seq_len,
+    }
+    got = batching.prepare_batch(**arguments, **options)
+    check(got, reference.prepare_batch(**arguments, **options))
+
+
+def test_more_than_1500_rows(device: str, isa: str) -> None:
+    arguments = make_batch([1500, 1, 700], [1500, 900, 800], [LAST, LAST, ALL], 16, device)
+    options = {"page_size": 16, "total_rows": 2201, "num_output_rows": 702, "max_seq_len": 1500}
+    got = batching.prepare_batch(**arguments, **options)
+    check(got, reference.prepare_batch(**arguments, **options))
+
+
+def test_golden_example_of_fastdeploy(device: str, isa: str) -> None:
+    """this_time (3, 2), encoder (0, 5): all rows of the first, the last row of the second."""
+    arguments = make_batch([3, 2], [3 + 8, 2], [ALL, LAST], 16, device)
+    got = batching.prepare_batch(
+        **arguments, page_size=16, total_rows=5, num_output_rows=6, max_seq_len=16
+    )
+    assert got.row_to_request.tolist() == [0, 0, 0, 1, 1]
+    assert got.qo_indptr.tolist() == [0, 3, 5]
+    assert got.positions.tolist() == [8, 9, 10, 0, 1]
+    assert got.output_indptr.tolist() == [0, 3, 4]
+    assert got.output_rows.tolist() == [0, 1, 2, 4, -1, -1]
+    assert got.output_row_to_request.tolist() == [0, 0, 0, 1, -1, -1]
+    assert got.output_cum_offsets is not None and got.output_padding_offset is not None
+    assert got.output_cum_offsets.tolist() == [0, 16 - 3]
+    assert got.output_padding_offset.tolist() == [0, 0, 0, 13, -1, -1]
+    # The token ids of FastDeploy's test, picked from its padded input by row and local position.
+    padded = [[10, 11, 12, 13], [200, 201, 202, 203]]
+    local = [r - int(got.qo_indptr[b]) for r, b in enumerate(got.row_to_request.tolist())]
+    ids = [padded[b][i] for b, i in zip(got.row_to_request.tolist(), local, strict=True)]
+    assert ids == [10, 11, 12, 200, 201]
+
+
+@pytest.mark.parametrize("max_seq_len", [37, 64, 100_000])
+def test_the_padded_view_names_request_and_place(device: str, isa: str, max_seq_len: int) -> None:
+    qo_lens, kv_lens, modes = random_lengths(50)
+    arguments = make_batch(qo_lens, kv_lens, modes, 16, device)
+    got = batching.prepare_batch(
+        **arguments, page_size=16, total_rows=2000, num_output_rows=2000, max_seq_len=max_seq_len
+    )
+    assert got.output_padding_offset is not None and got.output_cum_offsets is not None
+    count = int(got.output_indptr[-1])
+    assert count > 50
+    rows = torch.arange(count)
+    v = rows + got.output_padding_offset[:count]
+    requests = got.output_row_to_request[:count].long()
+    assert torch.equal(v // max_seq_len, requests)
+    assert torch.equal(v % max_seq_len, rows - got.output_indptr[requests])
+    first = torch.arange(50) * max_seq_len - got.output_cum_offsets
+    assert torch.equal(first, got.output_indptr[:-1].long())
+    # FastDeploy's definition: the padding that the requests before b have left.
+    lens = got.output_indptr.diff()
+    assert torch.equal(got.output_cum_offsets[1:], (max_seq_len - lens).cumsum(0)[:-1].int())
+
+
+@pytest.mark.parametrize("batch", [0, 1, 4])
+def test_empty_and_idle(device: str, isa: str, batch: int) -> None:
+    arguments = make_batch([0] * batch, [70] * batch, [LAST] * batch, 16, device)
+    got = batching.prepare_batch(
+        **arguments, page_size=16, total_rows=3, num_output_rows=2, max_seq_len=8
+    )
+    assert got.qo_indptr.tolist() == [0] * (batch + 1)
+    assert got.output_indptr.tolist() == [0] * (batch + 1)
+    for values in (got.row_to_request, got.positions, got.cache_slots):
+        assert values.tolist() == [-1] * 3
+    assert got.output_rows.tolist() == [-1] * 2
+
+
+def test_a_request_does_not_feel_its_neighbours(device: str, isa: str) -> None:
+    qo_lens, kv_lens, modes = random_lengths(20)
+    arguments = make_batch(qo_lens, kv_lens, modes, 16, device)
+    options = {"page_size": 16, "total_rows": 2000, "num_output_rows": 2000}
+    full = batching.prepare_batch(**arguments, **options)
+    for b in range(20):
+        alone = {name: arguments[name][b : b + 1] for name in ("qo_lens", "kv_lens")}
+        single = batching.prepare_batch(
+            **alone,
+            output_modes=arguments["output_modes"][b : b + 1],
+            kv_indptr=arguments["kv_indptr"][b : b + 2],
+            kv_indices=arguments["kv_indices"],
+            **options,
+        )
+        first, last = int(full.qo_indptr[b]), int(full.qo_indptr[b + 1])
+        assert torch.equal(single.positions[: last - first], full.positions[first:last])
+        assert torch.equal(single.cache_slots[: last - first], full.cache_slots[first:last])
+
+
+def test_out_is_written_and_returned(device: str, isa: str) -> None:
+    out = BatchIndices.empty(2, total_rows=8, num_output_rows=8, max_seq_len=32, device=device)
+    for tensor in asdict(out).values():
+        assert tensor is not None
+    for tensor in vars(out).values():
+        tensor.fill_(77)
+    arguments = make_batch([3, 2], [11, 2], [ALL, LAST], 16, device)
+    options = {"page_size": 16, "total_rows": 8, "num_output_rows": 8, "max_seq_len": 32}
+    assert batching.prepare_batch(**arguments, **options, out=out) is out
+    check(out, reference.prepare_batch(**arguments, **options))
+
+
+GOOD: dict[str, Any] = {
+    "qo_lens": [3, 2],
+    "kv_lens": [20, 2],
+    "output_modes": [2, 1],
+    "kv_indptr": [0, 2, 3],
+    "kv_indices": [5, 1, 0],
+    "page_size": 16,
+    "total_rows": 5,
+    "num_output_rows": 4,
+    "max_seq_len": 32,
+}
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"qo_lens": [3, -1]}, r"qo_lens\[1\] must be at least 0, got -1"),
+        ({"kv_lens": [2, 2]}, r"kv_lens\[0\] must be at least qo_lens\[0\] = 3 .*got 2"),
+        ({"kv_lens": [20, -5]}, r"kv_lens\[1\] must be .*got -5"),
+        ({"output_modes": [2, 3]}, r"output_modes\[1\] must be 0 \(none\).*got 3"),
+        ({"output_modes": [-1, 1]}, r"output_modes\[0\] must be .*got -1"),
+        ({"kv_lens": [33, 2]}, r"kv_indptr must be wide enough for 3 pages .* got 2 pages"),
+        ({"kv_indptr": [0, 2, 4]}, r"kv_indptr must be non-decreasing .*kv_indptr\[2\] = 4"),
+        ({"kv_indptr": [0, 2, 1]}, r"kv_indptr must be non-decreasing .*kv_indptr\[2\] = 1"),
+        ({"kv_indptr": [-1, 2, 3]}, r"kv_indptr must be non-decreasing .*kv_indptr\[0\] = -1"),
+        ({"kv_indices": [5, -1, 0]}, r"kv_indices\[1\] must be a page id, at least 0, got -1"),
+        ({"total_rows": 4}, r"total_rows must be at least 5, the sum of qo_lens, got 4"),
+        ({"num_output_rows": 3}, r"num_output_rows must be at least 4, .*got 3"),
+        ({"max_seq_len": 2}, r"max_seq_len must be at least the 3 output rows .*got 2"),
+        ({"max_seq_len": 0}, r"max_seq_len must be at least 1, got 0"),
+        ({"max_seq_len": 2**31 - 1}, r"max_seq_len must be small enough .*got 2147483647"),
+        ({"page_size": 0}, r"page_size must be at least 1, got 0"),
+    ],
+)
+def test_refusals_leave_out_untouched(device: str, change: dict[str, Any], message: str) -> None:
+    arguments = {**GOOD, **change}
+    out = BatchIndices.empty(
+        2,
+        total_rows=arguments["total_rows"],
+        num_output_rows=arguments["num_output_rows"],
+        max_seq_len=32,
+        device=device,
+    )
+    for tensor in vars(out).values():
+        tensor.fill_(77)
+    arguments = {
+        name: ints(value, device) if isinstance(value, list) else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(ValueError, match="prepare_batch: " + message):
+        batching.prepare_batch(**arguments, out=out)
+    for name, tensor in vars(out).items():
+        assert bool((tensor == 77).all()), name
+
+
+def test_padding_arrays_need_max_seq_len(device: str) -> None:
+    out = BatchIndices.empty(2, total_rows=5, num_output_rows=4, max_seq_len=32, device=device)
+    arguments = {n: ints(v, device) if isinstance(v, list) else v for n, v in GOOD.items()}
+    with pytest.raises(ValueError, match="prepare_batch: max_seq_len must be given when"):
+        batching.prepare_batch(**{**arguments, "max_seq_len": None}, out=out)
+    out.output_cum_offsets = None
+    with pytest.raises(ValueError, match="prepare_batch: output_cum_offsets must be int32"):
+        batching.prepare_batch(**arguments, out=out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows,width,count", [(0, 8, 3), (1, 1, 0), (7, 129, 20), (1600, 64, 1555)])
+def test_gather_output_rows(
+    device: str, isa: str, dtype: torch.dtype, rows: int, width: int, count: int
+) -> None:
+    wide = torch.full((rows, width + 5), float("nan"), dtype=dtype, device=device)
+    wide[:, 2 : width + 2] = torch.randn(rows, width)
+    hidden = wide[:, 2 : width + 2]
+    output_rows = torch.randint(-1, rows, (count,)).int().to(device)
+    want = reference.gather_output_rows(hidden, output_rows)
+    for num_threads in (1, 2, 3):
+        specops.set_num_threads(num_threads)
+        assert torch.equal(batching.gather_output_rows(hidden, output_rows), want)
+    canary = torch.full((count + 1, width), 7.0, dtype=dtype, device=device)
+    batching.gather_output_rows(hidden, output_rows, out=canary[:count])
+    assert torch.equal(canary[:count], want) and bool((canary[count:] == 7).all())
+
+
+@pytest.mark.parametrize("bad", [-2, 4, 2**31 - 1])
+def test_gather_output_rows_refuses_a_row_that_is_not_there(device: str, bad: int) -> None:
+    hidden = torch.randn(4, 8, device=device)
+    out = torch.full((3, 8), 7.0, device=device)
+    with pytest.raises(ValueError, match=rf"output_rows\[2\] must be -1 or a row .*got {bad}"):
+        batching.gather_output_rows(hidden, ints([0, 3, bad], device), out=out)
+    assert bool((out == 7).all())
