@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# Two commands on a fresh machine: `make serve` and `make test`. Every target sets up what it needs
+# in .venv; a second run starts in seconds. PIP_ARGS reaches every pip call, so that a CPU build of
+# torch can be chosen (for example the index that the PyTorch site names for it).
+
+PYTHON ?= python3
+PIP_ARGS ?=
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?=
+SPECULATIVE_CONFIG ?=
+ONLY ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+SOURCES := CMakeLists.txt setup.py $(shell find csrc -type f)
+
+.PHONY: setup serve test prove bench bench-peers lint format clean
+
+setup: $(VENV)/built
+
+# torch first and alone: any other request could pull another build of it.
+$(VENV)/torch: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	touch $@
+
+$(VENV)/serve-deps: $(VENV)/torch pyproject.toml
+	$(PIP) setuptools pybind11 cmake ninja numpy safetensors tokenizers jinja2 \
+	  fastapi uvicorn pydantic prometheus-client
+	$(PIP) --no-build-isolation --no-deps -e .
+	touch $@
+
+$(VENV)/built: $(VENV)/serve-deps $(SOURCES)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+$(VENV)/test-deps: $(VENV)/serve-deps
+	$(PIP) pytest hypothesis httpx openai transformers
+	touch $@
+
+$(VENV)/lint-deps: $(VENV)/serve-deps
+	$(PIP) ruff mypy clang-format
+	touch $@
+
+serve: setup
+	$(BIN)/python -m specops.engine --host $(HOST) --port $(PORT) \
+	  $(if $(MODEL),--model "$(MODEL)") \
+	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
+
+test: setup $(VENV)/test-deps
+	$(BIN)/python -m pytest -m "not prove"
+
+# Longer proofs, run before a release; CI does not.
+prove: setup $(VENV)/test-deps
+	$(BIN)/python -m pytest -m prove
+
+bench: setup
+	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
+
+# The peers' own environment; `make bench` compares with whatever of it is there.
+bench-peers:
+	$(BIN)/python -m bench.peers.setup $(if $(PIP_ARGS),--pip-args "$(PIP_ARGS)")
+
+lint: setup $(VENV)/lint-deps
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' | grep -v common/dlpack.h | \
+	  xargs $(BIN)/clang-format --dry-run --Werror
+
+format: $(VENV)/lint-deps
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' | grep -v common/dlpack.h | xargs $(BIN)/clang-format -i
+
+clean:
+	rm -rf $(VENV) build python/*.egg-info python/specops/_C*.so
