@@ -10,12 +10,12 @@
 namespace specops {
 
 struct SiluMulParams {
-  const void* gate_up;      // [rows, 2 * width], each row: gate, then up; rows gate_up_stride apart
-  void* out;                // [rows, width], contiguous
+  const void* gate_up;  // [rows, 2 * width], each row: gate, then up; rows gate_up_stride apart
+  void* out;            // [rows, width], contiguous
   int64_t rows;
   int64_t width;
-  int64_t gate_up_stride;   // elements between rows
-  DType dtype;              // float32, bfloat16 or float16; of both
+  int64_t gate_up_stride;  // elements between rows
+  DType dtype;             // float32, bfloat16 or float16; of both
 };
 
 SPECOPS_DECLARE_CPU(silu_mul_cpu, SiluMulParams);

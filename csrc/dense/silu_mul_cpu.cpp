@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "dense/silu_mul.h"
-
 #include "common/parallel.h"
 #include "common/simd.h"
+#include "dense/silu_mul.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {

@@ -36,6 +36,19 @@ def gather_output_rows(hidden: Tensor, output_rows: Tensor, out: Tensor) -> None
 
 # dense
 def silu_mul(gate_up: Tensor, out: Tensor) -> None: ...
+def pack_weight(weight: Tensor, packed: Tensor) -> None: ...
+def linear(
+    x: Tensor,
+    packed: Tensor,
+    packed_outputs: int,
+    packed_inputs: int,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None: ...
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor
+) -> None: ...
+def embedding(token_ids: Tensor, weight: Tensor, out: Tensor) -> None: ...
 
 # sampling
 

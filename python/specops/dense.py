@@ -1,14 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row-identical dense layers of a transformer block.
 
-Every output row is computed with a reduction order that depends on the layer's shape alone, so a row
-has the same bits alone, in a batch, or in the middle of a prefill chunk.
+Every output row is computed with a reduction order that depends on the shape of the layer alone: a
+row has the same bits alone, in a batch, or in the middle of a prefill chunk.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specops import _C
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight in the layout `linear` reads; made by `pack_weight`, opaque to everyone else.
+
+    Attributes:
+        data: the packed numbers; their layout is `linear`'s own and may change.
+        num_outputs: rows of the original weight.
+        num_inputs: columns of the original weight.
+        dtype: dtype of the original weight, and of the `x` it is multiplied with.
+    """
+
+    data: Tensor
+    num_outputs: int
+    num_inputs: int
+    dtype: torch.dtype
+
+
+def pack_weight(weight: Tensor) -> PackedWeight:
+    """Copies a weight into the layout `linear` reads.
+
+    Args:
+        weight: [num_outputs, num_inputs], bfloat16 or float32. Rows may be strided.
+
+    Returns:
+        The packed copy. It takes the bytes of `weight`, with num_outputs rounded up to 16 and, for
+        bfloat16, num_inputs to 2. `weight` may be freed.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+
+    Note:
+        A permutation: no number changes.
+    """
+    if weight.dim() != 2:
+        raise ValueError(
+            "pack_weight: weight must be [num_outputs, num_inputs], got " + str(list(weight.shape))
+        )
+    num_outputs, num_inputs = weight.shape
+    inputs_per_word = 2 if weight.dtype == torch.bfloat16 else 1
+    data = torch.empty(
+        (num_outputs + 15) // 16,
+        (num_inputs + inputs_per_word - 1) // inputs_per_word,
+        16 * inputs_per_word,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    _C.pack_weight(weight, data)
+    return PackedWeight(data, num_outputs, num_inputs, weight.dtype)
+
+
+def linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiplies rows with a packed weight: `x @ weight.T + bias`.
+
+    Same as `reference.linear` on the weight before packing: products summed in fp32, bias added
+    last, rounded once.
+
+    Args:
+        x: [rows, num_inputs], dtype of the weight. Rows may be strided.
+        weight: [num_outputs, num_inputs], packed by `pack_weight`.
+        bias: [num_outputs], dtype of the weight; or None.
+        out: [rows, num_outputs], dtype of the weight, or float32. Allocated when absent.
+        out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+
+    Note:
+        Deterministic. Each output element is one chain of additions over the inputs in order: its
+        bits do not depend on the number of rows, on which row it is, or on threads.
+    """
+    if out is None:
+        out = torch.empty(
+            x.shape[0], weight.num_outputs, dtype=out_dtype or x.dtype, device=x.device
+        )
+    elif out_dtype is not None and out.dtype != out_dtype:
+        raise ValueError(f"linear: out_dtype must be that of out, {out.dtype}, got {out_dtype}")
+    _C.linear(x, weight.data, weight.num_outputs, weight.num_inputs, bias, out)
+    return out
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalises rows by their root mean square; with `residual`, first adds `x` to it IN PLACE.
+
+    Same as `reference.rms_norm`, with its roundings, which are those of Llama and Qwen3 in
+    transformers:
+
+        hidden = residual = residual + x   # or x, without a residual; rounded to the dtype
+        out = (hidden / sqrt(mean(hidden ** 2) + eps)).to(dtype) * weight
+
+    Args:
+        x: [rows, width], float32, bfloat16 or float16. Rows may be strided.
+        weight: [width], dtype of `x`.
+        eps: added to the mean square; at least 0.
+        residual: [rows, width], dtype of `x`; becomes `residual + x`. Or None.
+        out: [rows, width], dtype of `x`; may be `x` itself. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+
+    Note:
+        Mutates `residual`. Deterministic; a row is summed by one fixed tree.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _C.rms_norm(x, weight, eps, residual, out)
+    return out
+
+
+def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Gathers one row of `weight` per token id.
+
+    Same as `reference.embedding`.
+
+    Args:
+        token_ids: [rows], int32.
+        weight: [vocab, width], float32, bfloat16 or float16.
+        out: [rows, width], dtype of `weight`. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or an id is outside
+            [0, vocab), -1 included; nothing is written then.
+
+    Note:
+        Deterministic; a copy.
+    """
+    if out is None:
+        out = torch.empty(
+            token_ids.shape[0], weight.shape[1], dtype=weight.dtype, device=weight.device
+        )
+    _C.embedding(token_ids, weight, out)
+    return out
 
 
 def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -87,6 +87,39 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias` in fp32 (fp64 for fp64 input), rounded once to out_dtype."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = x.to(wide) @ weight.to(wide).T
+    if bias is not None:
+        out = out + bias.to(wide)
+    return out.to(out_dtype or x.dtype)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (the normalised rows, the new residual, which is x where there was none).
+
+    hidden = residual + x, in the dtype; hidden / sqrt(mean(hidden^2) + eps) in fp32 (fp64 for fp64
+    input), rounded to the dtype, then times weight in the dtype.
+    """
+    hidden = x if residual is None else residual + x
+    wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype), hidden
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Row token_ids[i] of weight."""
+    return weight[token_ids.long()]
+
+
 # ---- sampling ----
 
 # ---- suffix_tree ----

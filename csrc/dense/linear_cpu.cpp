@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/parallel.h"
+#include "common/simd.h"
+#include "dense/linear.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Where part `index` of `count` nearly equal parts of [0, size) begins.
+inline int64_t part_begin(int64_t size, int64_t count, int64_t index) {
+  return size / count * index + min64(index, size % count);
+}
+
+// What one step is for each dtype: the words of 16 outputs, the same inputs of one row, their sum.
+template <typename T>
+struct Step;
+
+template <>
+struct Step<bfloat16> {
+  using Word = BF16x32;
+  static constexpr int kInputs = 2;
+  static Word weights(const uint32_t* p) { return load_pairs(p); }
+  static Word inputs(const bfloat16* p) { return broadcast_pair(p); }
+  static F32x16 dot(F32x16 acc, Word w, Word x) { return dot_pairs(acc, w, x); }
+};
+
+template <>
+struct Step<float> {
+  using Word = F32x16;
+  static constexpr int kInputs = 1;
+  static Word weights(const uint32_t* p) { return load(reinterpret_cast<const float*>(p)); }
+  static Word inputs(const float* p) { return set1(*p); }
+  static F32x16 dot(F32x16 acc, Word w, Word x) { return fma(w, x, acc); }
+};
+
+// How many rows a tile holds at most, and how many blocks fit the registers beside them.
+#if defined(SPECOPS_AVX512)
+constexpr int kMaxRows = 8;
+constexpr int kMaxBlocks[kMaxRows + 1] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
+#elif defined(SPECOPS_AVX2)
+constexpr int kMaxRows = 6;
+constexpr int kMaxBlocks[kMaxRows + 1] = {0, 6, 3, 2, 1, 1, 1};
+#else
+constexpr int kMaxRows = 4;
+constexpr int kMaxBlocks[kMaxRows + 1] = {0, 4, 2, 1, 1};
+#endif
+
+// The only place an output element is finished: bias in fp32, then one rounding.
+template <typename T>
+void finish(const LinearParams& params, int64_t row, int64_t block, F32x16 acc) {
+  int64_t first = block * kLinearBlock;
+  int n = static_cast<int>(min64(params.num_outputs - first, kLinearBlock));
+  if (params.bias != nullptr) {
+    acc = add(acc, load_partial(static_cast<const T*>(params.bias) + first, n));
+  }
+  int64_t at = row * params.num_outputs + first;
+  if (params.out_dtype == DType::kBFloat16) {
+    store_partial(static_cast<bfloat16*>(params.out) + at, acc, n);
+  } else {
+    store_partial(static_cast<float*>(params.out) + at, acc, n);
+  }
+}
+
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for a tile of kRows rows and kBlocks
+// blocks. Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products a
+// step. Assumes: weights packed by pack_weight; any alignment. Order:   one accumulator chain per
+// output over the steps in order, whatever the tile's shape: a
+//          row's bits depend neither on the other rows nor on how rows and blocks were cut.
+// Source:  register-tiled outer-product GEMM (Goto and van de Geijn 2008), without its split of K.
+// Threads: none here; linear_cpu hands out ranges of blocks and rows.
+template <typename T, int kRows, int kBlocks>
+void tile(const LinearParams& params, int64_t row, int64_t block) {
+  using S = Step<T>;
+  int64_t steps = linear_steps(params.num_inputs, params.dtype);
+  int64_t full_steps = params.num_inputs / S::kInputs;
+  const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
+  const auto* w = static_cast<const uint32_t*>(params.packed) + block * steps * kLinearBlock;
+  F32x16 acc[kRows][kBlocks];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int b = 0; b < kBlocks; ++b) acc[r][b] = zero();
+  }
+  for (int64_t step = 0; step < full_steps; ++step) {
+    typename S::Word words[kBlocks];
+#pragma GCC unroll 8
+    for (int b = 0; b < kBlocks; ++b) words[b] = S::weights(w + (b * steps + step) * kLinearBlock);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      typename S::Word inputs = S::inputs(x + r * params.x_stride + step * S::kInputs);
+#pragma GCC unroll 8
+      for (int b = 0; b < kBlocks; ++b) acc[r][b] = S::dot(acc[r][b], words[b], inputs);
+    }
+  }
+  if (full_steps < steps) {
+    // An odd last input: its partner in the packed weight is zero, and must not be read from x.
+    for (int r = 0; r < kRows; ++r) {
+      T last[S::kInputs] = {};
+      last[0] = x[r * params.x_stride + params.num_inputs - 1];
+      typename S::Word inputs = S::inputs(last);
+      for (int b = 0; b < kBlocks; ++b) {
+        auto words = S::weights(w + (b * steps + full_steps) * kLinearBlock);
+        acc[r][b] = S::dot(acc[r][b], words, inputs);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int b = 0; b < kBlocks; ++b) finish<T>(params, row + r, block + b, acc[r][b]);
+  }
+}
+
+template <typename T, int kRows, int kBlocks>
+void tile_of_blocks(const LinearParams& params, int64_t row, int64_t block, int blocks) {
+  if (blocks == kBlocks) return tile<T, kRows, kBlocks>(params, row, block);
+  if constexpr (kBlocks > 1) tile_of_blocks<T, kRows, kBlocks - 1>(params, row, block, blocks);
+}
+
+template <typename T, int kRows>
+void tile_of(const LinearParams& params, int64_t row, int64_t block, int rows, int blocks) {
+  if (rows == kRows) {
+    return tile_of_blocks<T, kRows, kMaxBlocks[kRows]>(params, row, block, blocks);
+  }
+  if constexpr (kRows > 1) tile_of<T, kRows - 1>(params, row, block, rows, blocks);
+}
+
+// A panel is the blocks that stay in the second-level cache while every row tile passes over them.
+constexpr int64_t kPanelBytes = 384 << 10;
+
+template <typename T>
+void run_range(const LinearParams& params,
+               int64_t row_begin,
+               int64_t row_end,
+               int64_t block_begin,
+               int64_t block_end) {
+  int64_t rows = row_end - row_begin;
+  int64_t row_tiles = ceil_div(rows, kMaxRows);
+  int max_blocks = kMaxBlocks[ceil_div(rows, row_tiles)];
+  int64_t block_bytes = max64(1, linear_steps(params.num_inputs, params.dtype) * 64);
+  int64_t panel = max64(kPanelBytes / block_bytes / max_blocks, 1) * max_blocks;
+  int64_t panels = ceil_div(block_end - block_begin, panel);
+  for (int64_t p = 0; p < panels; ++p) {
+    int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
+    int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
+    int64_t groups = ceil_div(last - first, max_blocks);
+    for (int64_t t = 0; t < row_tiles; ++t) {
+      int64_t row = row_begin + part_begin(rows, row_tiles, t);
+      int64_t next_row = row_begin + part_begin(rows, row_tiles, t + 1);
+      for (int64_t g = 0; g < groups; ++g) {
+        int64_t block = first + part_begin(last - first, groups, g);
+        int64_t next = first + part_begin(last - first, groups, g + 1);
+        tile_of<T, kMaxRows>(
+            params, row, block, static_cast<int>(next_row - row), static_cast<int>(next - block));
+      }
+    }
+  }
+}
+
+// Cuts the output into ranges of blocks, and of rows where there are too few blocks: one range for
+// work not worth waking a thread, one a thread for small work, several for large work.
+template <typename T>
+void run(const LinearParams& params) {
+  int64_t blocks = linear_blocks(params.num_outputs);
+  int64_t row_tiles = ceil_div(params.rows, kMaxRows);
+  int64_t bytes = blocks * linear_steps(params.num_inputs, params.dtype) * 64 * row_tiles;
+  int64_t threads = num_threads();
+  constexpr int64_t kInlineBytes = 96 << 10, kChunkBytes = 512 << 10;
+  int64_t chunks = 1;
+  if (bytes > kInlineBytes) {
+    chunks = max64(1, min64(8, bytes / kChunkBytes / threads)) * threads;
+  }
+  int max_blocks = kMaxBlocks[ceil_div(params.rows, row_tiles)];
+  int64_t columns = min64(chunks, ceil_div(blocks, (max_blocks + 1) / 2));
+  int64_t row_ranges = min64(row_tiles, ceil_div(chunks, columns));
+  parallel_for(columns * row_ranges, 1, [&](int64_t index, int64_t) {
+    int64_t c = index / row_ranges, r = index % row_ranges;
+    run_range<T>(params,
+                 part_begin(params.rows, row_ranges, r),
+                 part_begin(params.rows, row_ranges, r + 1),
+                 part_begin(blocks, columns, c),
+                 part_begin(blocks, columns, c + 1));
+  });
+}
+
+// packed[block][step][i] = the word of inputs `step` of output 16 * block + i, zero where missing.
+// Cost:    the weight read and written once.
+// Assumes: rows of weight contiguous.
+// Order:   a permutation.
+// Source:  the layout vdpbf16ps asks for: pairs of inputs side by side.
+// Threads: one block a chunk.
+template <typename T>
+void pack(const PackWeightParams& params) {
+  constexpr int kInputs = Step<T>::kInputs;
+  constexpr int64_t kStrip = 64;  // steps whose 4 KiB stay in cache while 16 rows are read
+  int64_t steps = linear_steps(params.num_inputs, params.dtype);
+  int64_t full_steps = params.num_inputs / kInputs;
+  parallel_for(linear_blocks(params.num_outputs), 1, [&](int64_t block, int64_t) {
+    auto* packed = static_cast<uint32_t*>(params.packed) + block * steps * kLinearBlock;
+    for (int64_t strip = 0; strip < steps; strip += kStrip) {
+      int64_t end = min64(strip + kStrip, steps);
+      for (int64_t i = 0; i < kLinearBlock; ++i) {
+        int64_t output = block * kLinearBlock + i;
+        bool present = output < params.num_outputs;
+        const T* src =
+            static_cast<const T*>(params.weight) + (present ? output * params.weight_stride : 0);
+        for (int64_t step = strip; step < end; ++step) {
+          uint32_t word = 0;
+          if (present && step < full_steps) {
+            std::memcpy(&word, src + step * kInputs, 4);
+          } else if (present) {
+            std::memcpy(&word, src + params.num_inputs - 1, sizeof(T));
+          }
+          packed[step * kLinearBlock + i] = word;
+        }
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void pack_weight_cpu(const PackWeightParams& params) {
+  return params.dtype == DType::kBFloat16 ? pack<bfloat16>(params) : pack<float>(params);
+}
+
+void linear_cpu(const LinearParams& params) {
+  return params.dtype == DType::kBFloat16 ? run<bfloat16>(params) : run<float>(params);
+}
+
+}  // namespace specops::SPECOPS_ISA
