@@ -37,7 +37,7 @@ struct PrepareBatchParams {
   int64_t max_seq_len;  // row length of the padded view; unused without it
 };
 
-// How many of a request's rows produce logits. Internal linkage: each instruction set keeps its own.
+// How many of a request's rows produce logits; static: no instruction set borrows another's code.
 static inline int32_t num_outputs(OutputMode mode, int32_t qo_len) {
   if (mode == OutputMode::kNone || qo_len == 0) return 0;
   return mode == OutputMode::kLast ? 1 : qo_len;

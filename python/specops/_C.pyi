@@ -53,3 +53,12 @@ def embedding(token_ids: Tensor, weight: Tensor, out: Tensor) -> None: ...
 # sampling
 
 # suffix_tree
+def ngram_propose(
+    token_ids: Tensor,
+    lens: Tensor,
+    max_draft_tokens: Tensor,
+    min_ngram_size: int | Tensor,
+    max_ngram_size: int | Tensor,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+) -> None: ...

@@ -123,3 +123,33 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 # ---- sampling ----
 
 # ---- suffix_tree ----
+
+
+def ngram_propose(
+    token_ids: Tensor,
+    lens: Tensor,
+    max_draft_tokens: Tensor,
+    *,
+    k: int,
+    min_ngram_size: int | Tensor,
+    max_ngram_size: int | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Every size, longest first, against every earlier start, latest first."""
+    batch = len(token_ids)
+    draft_token_ids = torch.full((batch, k), -1, dtype=torch.int32)
+    num_draft_tokens = torch.zeros(batch, dtype=torch.int32)
+    for b in range(batch):
+        tokens = token_ids[b, : int(lens[b])].tolist()
+        low = int(min_ngram_size[b] if isinstance(min_ngram_size, Tensor) else min_ngram_size)
+        high = int(max_ngram_size[b] if isinstance(max_ngram_size, Tensor) else max_ngram_size)
+        matches = (
+            start + size
+            for size in range(high, low - 1, -1)
+            for start in range(len(tokens) - size - 1, -1, -1)
+            if tokens[start : start + size] == tokens[-size:]
+        )
+        end = next(matches, len(tokens))
+        drafts = tokens[end : end + min(int(max_draft_tokens[b]), k)]
+        draft_token_ids[b, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+        num_draft_tokens[b] = len(drafts)
+    return draft_token_ids, num_draft_tokens
