@@ -1,2 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A minimal decoding engine composed of the specops ops."""
+"""A minimal decoding engine composed of the specops ops; `python -m specops.engine` serves it."""
+
+from specops.engine.config import EngineConfig
+from specops.engine.engine import Engine
+from specops.engine.errors import ContextOverflow, ModelError, QueueFull
+from specops.engine.outputs import Completion, RequestOutput, SpeculativeStats, TokenLogprob
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+
+__all__ = [
+    "Completion",
+    "ContextOverflow",
+    "Engine",
+    "EngineConfig",
+    "ModelError",
+    "QueueFull",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "SpeculativeStats",
+    "TokenLogprob",
+]

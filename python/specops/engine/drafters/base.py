@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol between the engine and whatever proposes draft tokens.
+
+A drafter sees requests by slot. It may keep state per slot between `start` and `stop`, and looks at
+the target's hidden states in `observe` (model-based drafters); model-free ones leave these empty.
+Proposals are only ever proposals: nothing a drafter does can change a token that is emitted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specops.engine.request import Request
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Per-slot tensors; slots that do not draft in this step have max_draft_tokens 0.
+
+    `draft_token_ids` (-1 padded) and `num_draft_tokens` are the drafter's to fill, in the rows of
+    its own slots only. Tree drafts will add `parents` beside them.
+    """
+
+    requests: Sequence[Request]  # those to draft for, all of this drafter's method
+    token_ids: Tensor  # int32 [slots, max_model_len], prompt and output of each request
+    lens: Tensor  # int32 [slots], how many of them are there
+    max_draft_tokens: Tensor  # int32 [slots]
+    draft_token_ids: Tensor  # int32 [slots, k]
+    num_draft_tokens: Tensor  # int32 [slots]
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens for the requests of one method."""
+
+    def start(self, request: Request) -> None:
+        """A request got its slot (again, after a preemption)."""
+
+    def propose(self, batch: DraftBatch) -> None:
+        """Fills the drafts of `batch`."""
+
+    def observe(self, requests: Sequence[Request], hidden: Tensor, row_indptr: Sequence[int]) -> None:
+        """Sees the target's state after its final norm for all rows of a step.
+
+        Request i's rows are hidden[row_indptr[i]:row_indptr[i + 1]], as they were before the
+        step's tokens were accepted; called after acceptance, so request.token_ids is up to date.
+        """
+
+    def stop(self, request: Request) -> None:
+        """A request gave its slot back: finished, aborted or preempted."""

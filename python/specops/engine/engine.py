@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: requests in, tokens out. One step drafts, verifies, accepts and commits."""
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import specops
+from specops.engine.config import EngineConfig
+from specops.engine.drafters import RUNNABLE_METHODS
+from specops.engine.errors import ContextOverflow, ModelError, QueueFull
+from specops.engine.kv_cache import PagePool
+from specops.engine.models import load_model
+from specops.engine.outputs import Completion, RequestOutput, SpeculativeStats, TokenLogprob
+from specops.engine.request import Request
+from specops.engine.runner import Emitted, Runner
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.scheduler import Scheduler
+from specops.engine.tokenizer import TextStream, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EngineStats:
+    """Counters over the engine's life; they only ever grow."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # of these, found
+    speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
+
+
+class Engine:
+    """Runs requests on one model. Not thread-safe: one thread owns it.
+
+    Args:
+        config: how it is set up; the default serves the bundled model.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        ValueError: the configuration contradicts itself or the model.
+    """
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self.config = config = config or EngineConfig()
+        config.speculative_config.require_runnable(RUNNABLE_METHODS)
+        if config.num_threads is not None:
+            specops.set_num_threads(config.num_threads)
+        model = load_model(
+            config.model_dir, dtype=config.dtype, max_model_len=config.max_model_len
+        )
+        self.model_name = config.model_name
+        self.max_model_len = model.max_model_len
+        self.vocab_size = model.config.vocab_size
+        self.tokenizer = Tokenizer.from_dir(config.model_dir)
+        if self.tokenizer.vocab_size > self.vocab_size:
+            raise ModelError(
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model {self.vocab_size}"
+            )
+        self.num_pages = self._choose_num_pages(model.kv_bytes_per_token())
+        self._pool = PagePool(
+            self.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        self._scheduler = Scheduler(
+            self._pool,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._runner = Runner(
+            model,
+            num_pages=self.num_pages,
+            page_size=config.page_size,
+            slots=config.max_num_seqs,
+        )
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self.stats = EngineStats()
+
+    @property
+    def runnable_methods(self) -> tuple[str, ...]:
+        """The methods a request's own speculative_config may name."""
+        return RUNNABLE_METHODS
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot or for pages."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_free_pages(self) -> int:
+        """KV pages that no request holds."""
+        return self._pool.num_available
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        choice_index: int = 0,
+        speculative_config: Mapping[str, object] | None = None,
+    ) -> str:
+        """Queues one choice of one prompt.
+
+        Args:
+            prompt: text, or token ids.
+            params: its sampling parameters; `n` is the caller's affair (one call per choice).
+            request_id: a name for it; made up when absent.
+            choice_index: which of `n` choices this is; part of the key of its random numbers.
+            speculative_config: the request's own method, k, steps, strategy or policy.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ContextOverflow: prompt and max_tokens do not fit the context.
+            QueueFull: as many requests wait as the engine may hold.
+            ValueError: an argument is invalid.
+        """
+        if self.num_waiting >= self.config.max_waiting:
+            raise QueueFull(f"{self.num_waiting} requests are waiting already")
+        token_ids = self._prompt_token_ids(prompt)
+        room = self.max_model_len - len(token_ids)
+        if room < 1 or (params.max_tokens or 1) > room:
+            asked = "" if params.max_tokens is None else f" and max_tokens {params.max_tokens}"
+            raise ContextOverflow(
+                f"a prompt of {len(token_ids)} tokens{asked} exceed the context of "
+                f"{self.max_model_len} tokens"
+            )
+        speculative = self.config.speculative_config
+        if speculative_config is not None:
+            speculative = speculative.override(speculative_config)
+            speculative.require_runnable(RUNNABLE_METHODS)
+        if request_id is None:
+            request_id = f"request-{self._arrivals}"
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        request = Request(
+            request_id=request_id,
+            arrival=self._arrivals,
+            params=params,
+            speculative=speculative,
+            seed=_signed64(seed),
+            choice_index=choice_index,
+            prompt_len=len(token_ids),
+            max_len=len(token_ids) + (params.max_tokens or room),
+            token_ids=token_ids,
+            stream=TextStream(self.tokenizer, params.stop),
+        )
+        self._arrivals += 1
+        self._requests[request_id] = request
+        self._scheduler.waiting.append(request)
+        self.stats.prompt_tokens += len(token_ids)
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        """Drops a request at once, whatever it is doing; False if there is none of that name."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        self._leave(request)
+        return True
+
+    def has_unfinished(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def step(self) -> list[RequestOutput]:
+        """Drafts, verifies, accepts and commits once; returns what it added to each request."""
+        decoding, room = self._scheduler.draft_room()
+        self._runner.propose(decoding, room)
+        before = self._scheduler.num_preemptions
+        plan = self._scheduler.schedule(
+            self._runner.num_drafts, on_start=self._start, on_stop=self._runner.stop
+        )
+        self.stats.num_preemptions += self._scheduler.num_preemptions - before
+        if not plan:
+            return []
+        emitted = self._runner.execute(plan)
+        self.stats.num_steps += 1
+        outputs = []
+        for part, result in zip(plan, emitted):
+            request = part.request
+            request.num_computed += part.num_rows - part.num_drafts + result.num_accepted
+            if part.emits:
+                self._count(request, part.num_drafts, result.num_accepted)
+                outputs.append(self._commit(request, result))
+            self._scheduler.register_full_pages(request)
+            if request.finish_reason is not None:
+                self._leave(request)
+        return outputs
+
+    def completion(self, request_id: str) -> Completion:
+        """Returns a finished request as a whole, and forgets it."""
+        request = self._requests[request_id]
+        if request.finish_reason is None:
+            raise ValueError(f"request {request_id!r} is not finished")
+        del self._requests[request_id]
+        return Completion(
+            request_id=request_id,
+            index=request.choice_index,
+            prompt_token_ids=request.token_ids[: request.prompt_len],
+            token_ids=request.output_token_ids,
+            text=request.stream.text,
+            logprobs=request.logprobs,
+            finish_reason=request.finish_reason,
+            seed=request.seed,
+            num_cached_tokens=request.num_cached_tokens,
+            stats=request.stats,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        speculative_config: Mapping[str, object] | None = None,
+    ) -> list[Completion]:
+        """Completes prompts and waits for all of them.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            params: one for all prompts, or one per prompt.
+            speculative_config: overrides the engine's for these requests.
+
+        Returns:
+            `n` completions per prompt, in the order of the prompts, then of the choices.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"params must be one or {len(prompts)}, got {len(each)}")
+        pending = [
+            (prompt, one, index) for prompt, one in zip(prompts, each) for index in range(one.n)
+        ]
+        ids: list[str] = []
+        try:
+            for prompt, one, index in pending:
+                while self.num_waiting >= self.config.max_waiting:
+                    self.step()
+                ids.append(
+                    self.add_request(
+                        prompt, one, choice_index=index, speculative_config=speculative_config
+                    )
+                )
+            while any(self._requests[name].finish_reason is None for name in ids):
+                self.step()
+        except BaseException:
+            for name in ids:
+                self.abort(name)
+            raise
+        return [self.completion(name) for name in ids]
+
+    def _commit(self, request: Request, result: Emitted) -> RequestOutput:
+        """Appends the emitted tokens one by one until a stop condition cuts the rest."""
+        kept: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        params = request.params
+        for index, token_id in enumerate(result.token_ids):
+            request.token_ids.append(token_id)
+            kept.append(token_id)
+            if result.logprobs:
+                logprobs.append(result.logprobs[index])
+            ends = token_id in params.stop_token_ids or (
+                not params.ignore_eos and token_id in self.tokenizer.eos_token_ids
+            )
+            if ends or request.stream.push(token_id):
+                request.finish_reason = "stop"
+            elif len(request.token_ids) >= request.max_len:
+                request.finish_reason = "length"
+            if request.finish_reason is not None:
+                break
+        request.logprobs.extend(logprobs)
+        self._runner.commit(request)
+        self.stats.generation_tokens += len(kept)
+        text = request.stream.take()
+        if request.finish_reason is not None:
+            text += request.stream.finish()
+            # Keys and values of tokens that were cut are never read again.
+            request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
+        return RequestOutput(request.request_id, kept, text, logprobs, request.finish_reason)
+
+    def _count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        for stats in (request.stats, self.stats.speculative):
+            stats.num_steps += 1
+            if num_drafts:
+                stats.num_drafts += 1
+                stats.num_draft_tokens += num_drafts
+                stats.num_accepted_tokens += num_accepted
+                per_pos = stats.num_accepted_tokens_per_pos
+                per_pos.extend([0] * (num_drafts - len(per_pos)))
+                for position in range(num_accepted):
+                    per_pos[position] += 1
+
+    def _start(self, request: Request) -> None:
+        self._runner.start(request)
+        if not request.was_preempted:
+            self.stats.prefix_cache_queries += request.prompt_len
+            self.stats.prefix_cache_hits += request.num_cached_tokens
+
+    def _leave(self, request: Request) -> None:
+        if request.slot >= 0:
+            self._runner.stop(request)
+        self._scheduler.finish(request)
+
+    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+            for token_id in token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int):
+                    raise ValueError(f"prompt must be text or token ids, got {token_id!r} in it")
+                if not 0 <= token_id < self.vocab_size:
+                    raise ValueError(
+                        f"prompt: token id {token_id} is outside the vocabulary of {self.vocab_size}"
+                    )
+        if not token_ids:
+            raise ValueError("prompt must hold at least one token, got none")
+        return token_ids
+
+    def _choose_num_pages(self, bytes_per_token: int) -> int:
+        config = self.config
+        per_request = -(-self.max_model_len // config.page_size)
+        if config.num_pages is not None:
+            pages = config.num_pages
+        else:
+            affordable = config.kv_cache_bytes // (bytes_per_token * config.page_size)
+            pages = min(per_request * config.max_num_seqs, affordable)
+        if pages < per_request:
+            raise ValueError(
+                f"num_pages must be at least {per_request} so that one request of max_model_len="
+                f"{self.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
+            )
+        return pages
+
+
+def _signed64(seed: int) -> int:
+    """The signed integer with the same 64 bits."""
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the config.json of a Hugging Face directory into the one shape the transformer needs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specops.engine.errors import ModelError
+
+# What differs between the families: where biases sit, and whether q and k are normalised per head.
+_FAMILIES: dict[str, dict[str, bool]] = {
+    "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
+    "MistralForCausalLM": {"qkv_bias": False, "qk_norm": False},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
+    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The hyperparameters of a Llama-like decoder."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    rotary_dim: int
+    max_model_len: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]  # one per layer
+    dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
+
+    @classmethod
+    def from_dir(cls, directory: str | Path) -> "ModelConfig":
+        """Reads `directory/config.json`.
+
+        Raises:
+            ModelError: the file is missing or unreadable, or the architecture, activation,
+                quantization or adapter it names is not supported.
+        """
+        path = Path(directory) / "config.json"
+        if (Path(directory) / "adapter_config.json").exists():
+            raise ModelError(f"{directory}: LoRA adapters are not supported; merge it into its base")
+        if not path.is_file():
+            raise ModelError(f"{directory}: config.json is missing; expected a Hugging Face directory")
+        try:
+            raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{path}: not valid JSON: {error}") from error
+        try:
+            return cls._from_json(raw)
+        except KeyError as error:
+            raise ModelError(f"{path}: {error} is missing") from error
+
+    @classmethod
+    def _from_json(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        names = raw.get("architectures") or ["none"]
+        family = _FAMILIES.get(names[0])
+        if family is None:
+            known = ", ".join(_FAMILIES)
+            raise ModelError(f"architecture {names[0]} is not supported; supported: {known}")
+        if raw.get("quantization_config"):
+            raise ModelError("quantized checkpoints (quantization_config) are not supported")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ModelError(f"hidden_act must be silu, got {raw['hidden_act']}")
+        heads = raw["num_attention_heads"]
+        head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+        # transformers 5 keeps RoPE in one mapping, older files in two keys.
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        theta = rope.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        partial = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+        attention_bias = bool(raw.get("attention_bias", False))
+        return cls(
+            architecture=names[0],
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_qo_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=float(theta),
+            rope_scaling=None if kind == "default" else rope,
+            rotary_dim=int(head_dim * partial),
+            max_model_len=raw.get("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=family["qkv_bias"] or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=family["qk_norm"],
+            sliding_windows=_sliding_windows(raw, names[0]),
+            dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        )
+
+
+def _sliding_windows(raw: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
+    layers = raw["num_hidden_layers"]
+    window = raw.get("sliding_window")
+    if architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
+        window = None
+    if architecture.startswith("Llama"):
+        window = None
+    if window is None:
+        return (None,) * layers
+    if raw.get("layer_types"):
+        return tuple(window if t == "sliding_attention" else None for t in raw["layer_types"])
+    if architecture.startswith("Qwen"):
+        first = raw.get("max_window_layers", layers)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    return (window,) * layers

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a Hugging Face directory: config.json and safetensors files, into packed weights."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from specops import dense
+from specops.engine.errors import ModelError
+from specops.engine.models.config import ModelConfig
+from specops.engine.models.transformer import Layer, Transformer
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Checkpoint:
+    """The tensors of a directory by name, read on demand from the files that hold them."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted(set(weight_map.values()))
+        elif (directory / "model.safetensors").is_file():
+            files = ["model.safetensors"]
+        else:
+            raise ModelError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
+        self._where: dict[str, Any] = {}
+        for name in files:
+            if not (directory / name).is_file():
+                raise ModelError(f"{directory}: {name} is named in the index but missing")
+            try:
+                handle = stack.enter_context(safe_open(directory / name, framework="pt"))
+            except Exception as error:  # safetensors raises its own error type for damaged files
+                raise ModelError(f"{directory / name}: not a safetensors file: {error}") from error
+            self._where.update(dict.fromkeys(handle.keys(), handle))
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns one tensor in `dtype`; its presence and shape are checked."""
+        if name not in self._where:
+            raise ModelError(f"tensor {name} is missing from the checkpoint")
+        tensor: Tensor = self._where[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} must be {list(shape)}, got {list(tensor.shape)}")
+        return tensor.to(dtype).contiguous()
+
+
+def load_model(
+    directory: str | Path, *, dtype: str = "auto", max_model_len: int | None = None
+) -> Transformer:
+    """Loads a Llama, Mistral, Qwen2 or Qwen3 checkpoint.
+
+    Args:
+        directory: a Hugging Face directory with config.json and safetensors files.
+        dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
+        max_model_len: positions to prepare; the model's own limit when absent.
+
+    Raises:
+        ModelError: a file or tensor is missing, damaged or misshapen, or the kind is unsupported.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory")
+    config = ModelConfig.from_dir(directory)
+    chosen = config.dtype if dtype == "auto" else dtype
+    if chosen not in _DTYPES:
+        raise ModelError(
+            f"dtype must be bfloat16 or float32, got {chosen}; pass dtype to convert the checkpoint"
+        )
+    if max_model_len is not None and max_model_len > config.max_model_len:
+        raise ModelError(
+            f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
+        )
+    kind = _DTYPES[chosen]
+    with ExitStack() as stack:
+        checkpoint = Checkpoint(directory, stack)
+        hidden, vocab = config.hidden_size, config.vocab_size
+        embedding = checkpoint.get("model.embed_tokens.weight", (vocab, hidden), kind)
+        head = embedding
+        if not config.tie_word_embeddings:
+            head = checkpoint.get("lm_head.weight", (vocab, hidden), kind)
+        return Transformer(
+            config=config,
+            dtype=kind,
+            max_model_len=max_model_len or config.max_model_len,
+            embedding=embedding,
+            layers=list(_layers(config, checkpoint, kind)),
+            final_norm=checkpoint.get("model.norm.weight", (hidden,), kind),
+            lm_head=dense.pack_weight(head),
+        )
+
+
+def _layers(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[Layer]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size = config.num_qo_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+
+    def get(name: str, *shape: int) -> Tensor:
+        return checkpoint.get(name, shape, dtype)
+
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        attn, mlp = prefix + "self_attn.", prefix + "mlp."
+        sizes = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+        qkv = torch.cat([get(f"{attn}{name}.weight", size, hidden) for name, size in sizes])
+        gate_up = torch.cat([get(f"{mlp}{n}.weight", inner, hidden) for n in ("gate_proj", "up_proj")])
+        qkv_bias = gate_up_bias = None
+        if config.qkv_bias:
+            qkv_bias = torch.cat([get(f"{attn}{name}.bias", size) for name, size in sizes])
+        if config.mlp_bias:
+            gate_up_bias = torch.cat([get(f"{mlp}{n}.bias", inner) for n in ("gate_proj", "up_proj")])
+        norm_shape = (config.head_dim,)
+        yield Layer(
+            input_norm=get(f"{prefix}input_layernorm.weight", hidden),
+            qkv=dense.pack_weight(qkv),
+            qkv_bias=qkv_bias,
+            q_norm=get(f"{attn}q_norm.weight", *norm_shape) if config.qk_norm else None,
+            k_norm=get(f"{attn}k_norm.weight", *norm_shape) if config.qk_norm else None,
+            o=dense.pack_weight(get(f"{attn}o_proj.weight", hidden, q_size)),
+            o_bias=get(f"{attn}o_proj.bias", hidden) if config.o_bias else None,
+            post_norm=get(f"{prefix}post_attention_layernorm.weight", hidden),
+            gate_up=dense.pack_weight(gate_up),
+            gate_up_bias=gate_up_bias,
+            down=dense.pack_weight(get(f"{mlp}down_proj.weight", hidden, inner)),
+            down_bias=get(f"{mlp}down_proj.bias", hidden) if config.mlp_bias else None,
+            sliding_window=config.sliding_windows[index],
+        )

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request inside the engine: its tokens, its pages, and how far it has come."""
+
+from dataclasses import dataclass, field
+
+from specops.engine.outputs import SpeculativeStats, TokenLogprob
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.tokenizer import TextStream
+
+
+@dataclass(eq=False)
+class Request:
+    """The state of one choice of one prompt.
+
+    Invariant: keys and values of `token_ids[:num_computed]` are in `pages`. While decoding,
+    num_computed is len(token_ids) - 1: the newest token is the next step's first row.
+    """
+
+    request_id: str
+    arrival: int  # order of arrival; the latest is preempted first
+    params: SamplingParams
+    speculative: SpeculativeConfig
+    seed: int  # as the signed 64-bit integer that carries the bits
+    choice_index: int
+    prompt_len: int
+    max_len: int  # len(token_ids) at which the request ends
+    token_ids: list[int]
+    stream: TextStream
+
+    slot: int = -1  # row of the engine's per-request arrays while running
+    pages: list[int] = field(default_factory=list)
+    num_registered_pages: int = 0  # leading pages that the prefix cache knows
+    num_computed: int = 0
+    num_cached_tokens: int = 0
+    was_preempted: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
+    finish_reason: str | None = None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether everything but the newest token has been computed."""
+        return self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
+
+    @property
+    def draft_limit(self) -> int:
+        """Drafts that could still be emitted: the step's own token takes the last place."""
+        return self.max_len - len(self.token_ids) - 1
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.token_ids[self.prompt_len :]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random Hugging Face checkpoints, made with transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BASE: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+
+def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
+    """Saves a random fp32 model of a family ("Llama", "Mistral", "Qwen2", "Qwen3"); returns it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # The default init is so flat that wrong attention would hardly show.
+            scale = 0.2 if parameter.dim() == 2 else 0.1
+            offset = 1.0 if "norm" in name else 0.0
+            parameter.copy_(offset + scale * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return model
+
+
+def write_tokenizer(directory: Path, vocab_size: int = 160) -> None:
+    """Saves a byte-level tokenizer whose ids are bytes (plus unused ones), token 0 being the end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|endoftext|>": 0}
+    for symbol in alphabet[: vocab_size - 1]:
+        vocab[symbol] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on a tiny random model: limits, stops, seeds, choices, aborts, prefix cache, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, write_tokenizer
+from specops.engine import (
+    ContextOverflow,
+    Engine,
+    EngineConfig,
+    ModelError,
+    QueueFull,
+    SamplingParams,
+    SpeculativeConfig,
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "Qwen3", num_hidden_layers=2)
+    write_tokenizer(directory)
+    return directory
+
+
+def make(model_dir: Path, **config: Any) -> Engine:
+    config.setdefault("speculative_config", SpeculativeConfig(method="naive"))
+    return Engine(EngineConfig(model=str(model_dir), dtype="float32", **config))
+
+
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, min_ngram_size=1)
+PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
+
+
+def test_max_tokens_and_usage(model_dir: Path) -> None:
+    for speculative in (SpeculativeConfig(method="naive"), NGRAM):
+        engine = make(model_dir, speculative_config=speculative)
+        done = engine.generate(
+            [PROMPT] * 3,
+            [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 2, 50)],
+        )
+        assert [len(c.token_ids) for c in done] == [1, 2, 50]
+        assert [c.finish_reason for c in done] == ["length"] * 3
+        assert done[2].token_ids[:2] == done[1].token_ids
+        assert engine.stats.generation_tokens == 53
+        assert engine.stats.prompt_tokens == 24
+
+
+def test_a_request_ends_at_the_context(model_dir: Path) -> None:
+    for speculative in (SpeculativeConfig(method="naive"), NGRAM):
+        engine = make(model_dir, speculative_config=speculative, max_model_len=40)
+        (done,) = engine.generate([PROMPT], SamplingParams(max_tokens=None, ignore_eos=True))
+        assert len(done.token_ids) == 32 and done.finish_reason == "length"
+
+
+def test_stop_tokens_and_eos_cut_a_burst(model_dir: Path) -> None:
+    base = make(model_dir)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    (plain,) = base.generate([PROMPT], params)
+    stop = plain.token_ids[20]
+    first = plain.token_ids.index(stop)
+    for policy in ("normal", "accept_all"):
+        speculative = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=5, accept_policy=policy, min_ngram_size=1
+        )
+        engine = make(model_dir, speculative_config=speculative)
+        cut = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
+        (done,) = engine.generate([PROMPT], cut)
+        if policy == "normal":
+            assert done.token_ids == plain.token_ids[: first + 1]
+        assert done.finish_reason == "stop" or len(done.token_ids) == 40
+        assert engine.num_free_pages == engine.num_pages
+
+
+def test_stop_strings_cut_text_tokens_and_logprobs(model_dir: Path) -> None:
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, logprobs=0)
+    (plain,) = make(model_dir).generate([PROMPT], params)
+    stop = plain.text[10:13]
+    for speculative in (SpeculativeConfig(method="naive"), NGRAM):
+        engine = make(model_dir, speculative_config=speculative)
+        (done,) = engine.generate(
+            [PROMPT],
+            SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, logprobs=0, stop=(stop,)),
+        )
+        assert done.text == plain.text[: plain.text.index(stop)]
+        assert done.finish_reason == "stop"
+        assert done.token_ids == plain.token_ids[: len(done.token_ids)]
+        assert done.logprobs == plain.logprobs[: len(done.token_ids)]
+
+
+def test_seeds(model_dir: Path) -> None:
+    engine = make(model_dir)
+    params = SamplingParams(max_tokens=30, seed=7, ignore_eos=True)
+    first, second = engine.generate([PROMPT, PROMPT], params)
+    assert first.token_ids == second.token_ids and first.seed == 7
+    (other,) = engine.generate([PROMPT], SamplingParams(max_tokens=30, seed=8, ignore_eos=True))
+    assert other.token_ids != first.token_ids
+    (drawn,) = engine.generate([PROMPT], SamplingParams(max_tokens=30, ignore_eos=True))
+    (again,) = engine.generate(
+        [PROMPT], SamplingParams(max_tokens=30, seed=drawn.seed, ignore_eos=True)
+    )
+    assert again.token_ids == drawn.token_ids
+
+
+def test_choices_differ_and_are_reproducible(model_dir: Path) -> None:
+    engine = make(model_dir)
+    params = SamplingParams(max_tokens=20, seed=3, n=3, ignore_eos=True)
+    done = engine.generate([PROMPT, [9, 9]], params)
+    assert [c.index for c in done] == [0, 1, 2, 0, 1, 2]
+    assert len({tuple(c.token_ids) for c in done[:3]}) == 3
+    again = make(model_dir, max_num_seqs=2).generate([PROMPT], params)
+    assert [c.token_ids for c in again] == [c.token_ids for c in done[:3]]
+
+
+def test_prefix_cache_hits_change_nothing(model_dir: Path) -> None:
+    prompt = [(3 * i) % 150 + 1 for i in range(100)]
+    params = SamplingParams(max_tokens=20, temperature=0.7, seed=1, logprobs=1, ignore_eos=True)
+    engine = make(model_dir, speculative_config=NGRAM)
+    (cold,) = engine.generate([prompt], params)
+    (warm,) = engine.generate([prompt], params)
+    assert cold.num_cached_tokens == 0 and warm.num_cached_tokens == 96
+    assert warm.token_ids == cold.token_ids and warm.logprobs == cold.logprobs
+    (longer,) = engine.generate([prompt + cold.token_ids], params)
+    assert longer.num_cached_tokens >= 112
+    assert engine.stats.prefix_cache_hits == 96 + longer.num_cached_tokens
+    off = make(model_dir, enable_prefix_caching=False)
+    off.generate([prompt], params)
+    (again,) = off.generate([prompt], params)
+    assert again.num_cached_tokens == 0 and again.logprobs == cold.logprobs
+
+
+def test_abort_frees_pages_in_every_state(model_dir: Path) -> None:
+    engine = make(model_dir, max_num_seqs=1, max_num_batched_tokens=16)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    running = engine.add_request(list(range(1, 60)), params)
+    waiting = engine.add_request(PROMPT, params)
+    engine.step()
+    assert engine.num_running == 1 and engine.num_waiting == 1
+    assert engine.abort(running) and engine.abort(waiting)
+    assert not engine.abort(running)
+    assert not engine.has_unfinished()
+    assert engine.num_free_pages == engine.num_pages
+    assert engine.step() == []
+
+
+def test_deltas_add_up_to_the_completion(model_dir: Path) -> None:
+    engine = make(model_dir, speculative_config=NGRAM)
+    name = engine.add_request(PROMPT, SamplingParams(max_tokens=40, temperature=0, logprobs=1))
+    token_ids, text, logprobs = [], "", []
+    while engine.has_unfinished():
+        for output in engine.step():
+            token_ids += output.token_ids
+            text += output.text
+            logprobs += output.logprobs
+    done = engine.completion(name)
+    assert (done.token_ids, done.text, done.logprobs) == (token_ids, text, logprobs)
+    with pytest.raises(KeyError):
+        engine.completion(name)
+
+
+def test_refusals(model_dir: Path) -> None:
+    engine = make(model_dir, max_waiting=1, max_model_len=64)
+    params = SamplingParams(max_tokens=10)
+    with pytest.raises(ContextOverflow, match="prompt of 60 tokens and max_tokens 10"):
+        engine.add_request([1] * 60, params)
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.add_request([], params)
+    with pytest.raises(ValueError, match="token id 160 is outside"):
+        engine.add_request([160], params)
+    with pytest.raises(ValueError, match="text or token ids"):
+        engine.add_request([1, "a"], params)  # type: ignore[list-item]
+    engine.add_request(PROMPT, params, request_id="one")
+    with pytest.raises(QueueFull):
+        engine.add_request(PROMPT, params)
+    engine.step()
+    with pytest.raises(ValueError, match="in use"):
+        engine.add_request(PROMPT, params, request_id="one")
+    with pytest.raises(ValueError, match="mtp"):
+        engine.add_request(PROMPT, params, speculative_config={"method": "mtp"})
+    with pytest.raises(ValueError, match="num_pages must be at least 4"):
+        make(model_dir, max_model_len=64, num_pages=3)
+    with pytest.raises(ValueError, match="every running request needs a row"):
+        EngineConfig(max_num_seqs=8, max_num_batched_tokens=4)
+    with pytest.raises(ModelError, match="no such directory"):
+        Engine(EngineConfig(model="/nowhere/at/all"))
+    with pytest.raises(ValueError, match="cannot run|not"):
+        make(model_dir, speculative_config=SpeculativeConfig(method="mtp"))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 2.0},
+        {"n": 0},
+        {"seed": 2**64},
+        {"stop": ("",)},
+        {"logprobs": -1},
+        {"max_tokens": 1.5},
+        {"stop_token_ids": ("a",)},
+    ],
+)
+def test_sampling_params_refuse_by_name(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+def test_pages_survive_mixed_traffic(model_dir: Path) -> None:
+    import random
+
+    rng = random.Random(0)
+    engine = make(
+        model_dir, speculative_config=NGRAM, num_pages=20, max_model_len=128, max_num_seqs=6
+    )
+    names: list[str] = []
+    for step in range(400):
+        if len(names) < 120 and rng.random() < 0.5:
+            prompt = [rng.randrange(1, 5) for _ in range(rng.randrange(1, 60))]
+            params = SamplingParams(max_tokens=rng.randrange(1, 60), temperature=rng.choice([0, 1]))
+            names.append(engine.add_request(prompt, params, request_id=f"r{step}"))
+        if names and rng.random() < 0.1:
+            engine.abort(rng.choice(names))
+        engine.step()
+        engine._pool.check_integrity()
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats.num_preemptions > 0
+    assert engine.num_free_pages == engine.num_pages
+    engine._pool.check_integrity()

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformer against Hugging Face's own code, and its rows against themselves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from specops import batching
+from specops.batching import OutputMode
+from specops.engine.errors import ModelError
+from specops.engine.models import KvCache, StepBatch, Transformer, load_model
+from torch import Tensor
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
+    (
+        "Llama",
+        {
+            "head_dim": 64,
+            "num_attention_heads": 6,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    ("Mistral", {"sliding_window": 24}),
+    ("Qwen2", {}),
+    (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+            "num_attention_heads": 2,
+        },
+    ),
+    ("Qwen3", {}),
+    (
+        "Qwen3",
+        {
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+]
+
+
+class Runner:
+    """Feeds one or more sequences to a model in given pieces and collects every row's logits."""
+
+    def __init__(self, model: Transformer, page_size: int = 16, shuffle: bool = False) -> None:
+        self.model = model
+        self.page_size = page_size
+        self.pages_each = -(-model.max_model_len // page_size)
+        self.shuffle = shuffle
+        self.cache: KvCache | None = None
+
+    def run(self, sequences: list[list[int]], steps: list[list[int]]) -> list[Tensor]:
+        """`steps[s][i]` rows of sequence i go into step s. Returns the logits of each sequence."""
+        count = len(sequences)
+        cache = self.model.new_kv_cache(self.pages_each * count + 3, self.page_size)
+        for tensor in [*cache.k, *cache.v]:
+            tensor.fill_(float("nan"))
+        order = torch.arange(self.pages_each * count)
+        if self.shuffle:
+            order = torch.randperm(self.pages_each * count)
+        table = order.view(count, self.pages_each).int() + 3
+        done = [0] * count
+        logits: list[list[Tensor]] = [[] for _ in sequences]
+        for rows in steps:
+            ends = [d + r for d, r in zip(done, rows, strict=True)]
+            kv_lens = torch.tensor(ends, dtype=torch.int32)
+            used = [-(-end // self.page_size) for end in ends]
+            kv_indptr = torch.tensor([0, *torch.tensor(used).cumsum(0).tolist()]).int()
+            kv_indices = torch.cat([table[i, : used[i]] for i in range(count)])
+            indices = batching.prepare_batch(
+                torch.tensor(rows, dtype=torch.int32),
+                kv_lens,
+                torch.full((count,), OutputMode.ALL, dtype=torch.int32),
+                kv_indptr,
+                kv_indices,
+                page_size=self.page_size,
+                total_rows=sum(rows),
+                num_output_rows=sum(rows),
+            )
+            ids = [sequences[i][done[i] : ends[i]] for i in range(count)]
+            batch = StepBatch(
+                token_ids=torch.tensor(sum(ids, []), dtype=torch.int32),
+                positions=indices.positions,
+                cache_slots=indices.cache_slots,
+                qo_indptr=indices.qo_indptr,
+                kv_indptr=kv_indptr,
+                kv_indices=kv_indices,
+                kv_lens=kv_lens,
+            )
+            out = self.model.logits(self.model.forward(batch, cache))
+            for i, piece in enumerate(out.split(rows)):
+                logits[i].append(piece.clone())
+            done = ends
+        return [torch.cat(pieces) for pieces in logits]
+
+
+def random_ids(length: int, vocab: int = 160) -> list[int]:
+    return torch.randint(0, vocab, (length,)).tolist()
+
+
+@pytest.mark.parametrize("family,changes", FAMILIES)
+def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    theirs = make_checkpoint(tmp_path, family, **changes)
+    ours = load_model(tmp_path)
+    ids = random_ids(120)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    for steps in ([[120]], [[50], [1], [1], [5], [63]]):
+        got = Runner(ours).run([ids], steps)[0]
+        assert (got - expected).abs().max().item() <= 1e-4
+    assert expected.std().item() > 0.5  # the comparison is about something
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["Mistral", "Qwen3"])
+def test_a_row_has_the_same_bits_however_it_is_computed(
+    tmp_path: Path, isa: str, family: str, dtype: str
+) -> None:
+    import specops
+
+    make_checkpoint(tmp_path, family, **({"sliding_window": 24} if family == "Mistral" else {}))
+    model = load_model(tmp_path, dtype=dtype)
+    ids = random_ids(100)
+    alone = Runner(model).run([ids], [[90]] + [[1]] * 10)[0]
+    verified = Runner(model).run([ids], [[85], [5], [5], [5]])[0]
+    chunked = Runner(model, page_size=32).run([ids], [[16]] * 6 + [[4]])[0]
+    assert torch.equal(alone, verified)
+    assert torch.equal(alone, chunked)
+    others = [random_ids(100) for _ in range(31)]
+    batch = Runner(model, page_size=64, shuffle=True).run(
+        [*others[:3], ids, *others[3:]], [[80, 7, 33, 60] + [20] * 28, [0, 3, 0, 40] + [5] * 28]
+    )[3]
+    assert torch.equal(alone, batch)
+    for threads in (1, 2):
+        specops.set_num_threads(threads)
+        assert torch.equal(alone, Runner(model).run([ids], [[37], [63]])[0])
+
+
+def test_refusals(tmp_path: Path) -> None:
+    import json
+
+    with pytest.raises(ModelError, match="no such directory"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        load_model(tmp_path)
+    make_checkpoint(tmp_path, "Qwen3")
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def save(**changes: object) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+
+    save(architectures=["GPT2LMHeadModel"])
+    with pytest.raises(ModelError, match="GPT2LMHeadModel is not supported"):
+        load_model(tmp_path)
+    save(quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ModelError, match="quantized"):
+        load_model(tmp_path)
+    save(vocab_size=161)
+    with pytest.raises(ModelError, match=r"must be \[161, 64\], got \[160, 64\]"):
+        load_model(tmp_path)
+    save(num_hidden_layers=4)
+    with pytest.raises(ModelError, match=r"model\.layers\.3\..* is missing"):
+        load_model(tmp_path)
+    save(dtype="float16")
+    with pytest.raises(ModelError, match="float16"):
+        load_model(tmp_path)
+    save()
+    with pytest.raises(ModelError, match="at most the model's 256, got 257"):
+        load_model(tmp_path, max_model_len=257)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="LoRA"):
+        load_model(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ModelError, match="not a safetensors file"):
+        load_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load_model(tmp_path)
