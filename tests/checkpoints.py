@@ -39,7 +39,7 @@ def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
 
 
 def write_tokenizer(directory: Path, vocab_size: int = 160) -> None:
-    """Saves a byte-level tokenizer whose ids are bytes (plus unused ones), token 0 being the end."""
+    """Saves a byte-level tokenizer of bytes alone, token 0 being the end."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

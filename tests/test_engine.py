@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine on a tiny random model: limits, stops, seeds, choices, aborts, prefix cache, refusals."""
+"""The engine on a tiny random model: limits, stops, seeds, choices, aborts, prefix cache."""
 
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ def test_refusals(model_dir: Path) -> None:
         EngineConfig(max_num_seqs=8, max_num_batched_tokens=4)
     with pytest.raises(ModelError, match="no such directory"):
         Engine(EngineConfig(model="/nowhere/at/all"))
-    with pytest.raises(ValueError, match="cannot run|not"):
+    with pytest.raises(ValueError, match=r"mtp"):
         make(model_dir, speculative_config=SpeculativeConfig(method="mtp"))
 
 

@@ -92,7 +92,9 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["alone", "chunks of 16", "32 at once", "preempted"])
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=["alone", "chunks of 16", "32 at once", "preempted"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_ngram_gives_what_naive_gives(temperature: float, config: dict[str, Any]) -> None:
     expected = plain(temperature)

@@ -101,7 +101,7 @@ class Runner:
             )
             ids = [sequences[i][done[i] : ends[i]] for i in range(count)]
             batch = StepBatch(
-                token_ids=torch.tensor(sum(ids, []), dtype=torch.int32),
+                token_ids=torch.tensor([one for piece in ids for one in piece], dtype=torch.int32),
                 positions=indices.positions,
                 cache_slots=indices.cache_slots,
                 qo_indptr=indices.qo_indptr,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Types of the compiled module. Private and positional: the documented functions are in the families.
+# Types of the compiled module. Private and positional: the documented functions are in the family
+# modules.
 from torch import Tensor
 
 # runtime

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding kernels: one documented module per family of ops.
 
-Every op takes torch tensors, runs on the device they live on, and keeps the row-identity contract of
-docs/exactness.md: the bits of an output row depend only on that row's own request.
+Every op takes torch tensors, runs on the device they live on, and keeps the row-identity contract
+of docs/exactness.md: the bits of an output row depend only on that row's own request.
 """
 
 from specops.runtime import get_isa, get_num_threads, set_isa, set_num_threads, supported_isas

@@ -7,7 +7,6 @@ Nothing in the package imports this module, and it imports nothing but torch.
 import torch
 from torch import Tensor
 
-
 # ---- batching ----
 
 

@@ -51,9 +51,7 @@ class Engine:
         config.speculative_config.require_runnable(RUNNABLE_METHODS)
         if config.num_threads is not None:
             specops.set_num_threads(config.num_threads)
-        model = load_model(
-            config.model_dir, dtype=config.dtype, max_model_len=config.max_model_len
-        )
+        model = load_model(config.model_dir, dtype=config.dtype, max_model_len=config.max_model_len)
         self.model_name = config.model_name
         self.max_model_len = model.max_model_len
         self.vocab_size = model.config.vocab_size
@@ -79,7 +77,9 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self._random = (
+            random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        )
         self.stats = EngineStats()
 
     @property
@@ -191,7 +191,7 @@ class Engine:
         emitted = self._runner.execute(plan)
         self.stats.num_steps += 1
         outputs = []
-        for part, result in zip(plan, emitted):
+        for part, result in zip(plan, emitted, strict=True):
             request = part.request
             request.num_computed += part.num_rows - part.num_drafts + result.num_accepted
             if part.emits:
@@ -242,7 +242,9 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"params must be one or {len(prompts)}, got {len(each)}")
         pending = [
-            (prompt, one, index) for prompt, one in zip(prompts, each) for index in range(one.n)
+            (prompt, one, index)
+            for prompt, one in zip(prompts, each, strict=True)
+            for index in range(one.n)
         ]
         ids: list[str] = []
         try:
@@ -324,7 +326,8 @@ class Engine:
                     raise ValueError(f"prompt must be text or token ids, got {token_id!r} in it")
                 if not 0 <= token_id < self.vocab_size:
                     raise ValueError(
-                        f"prompt: token id {token_id} is outside the vocabulary of {self.vocab_size}"
+                        f"prompt: token id {token_id} is outside the vocabulary of "
+                        f"{self.vocab_size}"
                     )
         if not token_ids:
             raise ValueError("prompt must hold at least one token, got none")

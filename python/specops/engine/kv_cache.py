@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of the KV cache: who holds them, and which hold a prefix that another request can use.
 
-A page is in exactly one of three states: held (reference count > 0), cached (count 0, content known,
-least recently used first), or free. Content is identified exactly, not by hash: a page's key is its
-parent's identity and its own tokens, so two prefixes can never be taken for one another.
+A page is in exactly one of three states: held (reference count > 0), cached (count 0, content
+known, least recently used first), or free. Content is identified exactly, not by hash: a page's key
+is its parent's identity and its own tokens, so two prefixes can never be taken for one another.
 """
 
 import heapq

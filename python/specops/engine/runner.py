@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specops import batching, sampling
 from specops.batching import OutputMode
-from specops.engine.drafters import Drafter, DraftBatch, make_drafter
+from specops.engine.drafters import DraftBatch, Drafter, make_drafter
 from specops.engine.models import StepBatch, Transformer
 from specops.engine.outputs import TokenLogprob
 from specops.engine.request import Request
@@ -45,6 +45,23 @@ class _Column:
         self.array: NDArray[np.generic] = self.tensor.numpy()
 
 
+class _Proposals:
+    """A drafter and what it proposed for the coming step."""
+
+    def __init__(self, drafter: Drafter, slots: int, width: int) -> None:
+        self.drafter = drafter
+        self.max_drafts = _Column(slots, torch.int32)
+        self.counts = _Column(slots, torch.int32)
+        self.drafts = _Column(slots, torch.int32, width)
+
+    def widen(self, width: int) -> None:
+        """Makes room for a request with more drafts; those already proposed are kept."""
+        old = self.drafts.array
+        if width > old.shape[1]:
+            self.drafts = _Column(old.shape[0], torch.int32, width)
+            self.drafts.array[:, : old.shape[1]] = old
+
+
 class Runner:
     """Owns the model, its cache and the per-slot arrays."""
 
@@ -53,13 +70,10 @@ class Runner:
         self._cache = model.new_kv_cache(num_pages, page_size)
         self._page_size = page_size
         self._slots = slots
-        self._drafters: dict[str, Drafter] = {}
+        self._proposals: dict[str, _Proposals] = {}  # by method
         self._history = _Column(slots, torch.int32, model.max_model_len)
         self._lens = _Column(slots, torch.int32)
         self._pages = np.zeros((slots, -(-model.max_model_len // page_size)), dtype=np.int32)
-        self._max_drafts = _Column(slots, torch.int32)
-        self._num_drafts = _Column(slots, torch.int32)
-        self._drafts = _Column(slots, torch.int32, 1)
         self._temperature = _Column(slots, torch.float32)
         self._top_k = _Column(slots, torch.int32)
         self._top_p = _Column(slots, torch.float32)
@@ -82,46 +96,48 @@ class Runner:
         self._strategy.array[slot] = _STRATEGIES[config.verify_strategy]
         self._policy.array[slot] = _POLICIES[config.accept_policy]
         self._lens.array[slot] = len(request.token_ids)
-        if config.num_speculative_tokens > self._drafts.tensor.shape[1]:
-            self._widen_drafts(config.num_speculative_tokens)
-        drafter = self._drafter_of(request)
-        if drafter is not None:
-            drafter.start(request)
+        if config.method != "naive":
+            if config.method not in self._proposals:
+                drafter = make_drafter(config.method, self._slots)
+                self._proposals[config.method] = _Proposals(drafter, self._slots, 1)
+            proposals = self._proposals[config.method]
+            proposals.widen(config.num_speculative_tokens)
+            proposals.drafter.start(request)
 
     def stop(self, request: Request) -> None:
         """Forgets a request that loses its slot."""
-        self._num_drafts.array[request.slot] = 0
         self._lens.array[request.slot] = 0
-        drafter = self._drafter_of(request)
-        if drafter is not None:
-            drafter.stop(request)
+        if request.speculative.method != "naive":
+            proposals = self._proposals[request.speculative.method]
+            proposals.counts.array[request.slot] = 0
+            proposals.drafter.stop(request)
 
     def propose(self, requests: Sequence[Request], room: int) -> None:
         """Drafts for the decoding requests, at most `room` tokens each."""
-        self._max_drafts.array[:] = 0
-        self._num_drafts.array[:] = 0
-        by_method: dict[str, list[Request]] = {}
-        for request in requests:
-            config = request.speculative
-            wanted = min(config.num_speculative_tokens, room, request.draft_limit)
-            if config.method != "naive" and wanted > 0:
-                self._max_drafts.array[request.slot] = wanted
-                by_method.setdefault(config.method, []).append(request)
-        for method, members in by_method.items():
-            self._drafters[method].propose(
-                DraftBatch(
-                    requests=members,
-                    token_ids=self._history.tensor,
-                    lens=self._lens.tensor,
-                    max_draft_tokens=self._max_drafts.tensor,
-                    draft_token_ids=self._drafts.tensor,
-                    num_draft_tokens=self._num_drafts.tensor,
+        for method, proposals in self._proposals.items():
+            limits = proposals.max_drafts.array
+            limits[:] = 0
+            proposals.counts.array[:] = 0
+            members = [r for r in requests if r.speculative.method == method]
+            for request in members:
+                wanted = min(request.speculative.num_speculative_tokens, request.draft_limit)
+                limits[request.slot] = max(min(wanted, room), 0)
+            if limits.any():
+                proposals.drafter.propose(
+                    DraftBatch(
+                        requests=members,
+                        token_ids=self._history.tensor,
+                        lens=self._lens.tensor,
+                        max_draft_tokens=proposals.max_drafts.tensor,
+                        draft_token_ids=proposals.drafts.tensor,
+                        num_draft_tokens=proposals.counts.tensor,
+                    )
                 )
-            )
 
     def num_drafts(self, request: Request) -> int:
         """How many drafts the last `propose` found for a request."""
-        return int(self._num_drafts.array[request.slot])
+        proposals = self._proposals.get(request.speculative.method)
+        return 0 if proposals is None else int(proposals.counts.array[request.slot])
 
     def execute(self, plan: Sequence[Scheduled]) -> list[Emitted]:
         """Computes the rows of a step and returns what each request emitted, in plan order."""
@@ -135,9 +151,7 @@ class Runner:
             request, slot = part.request, slots[index]
             known = len(request.token_ids)
             if part.num_drafts:
-                history[slot, known : known + part.num_drafts] = self._drafts.array[
-                    slot, : part.num_drafts
-                ]
+                history[slot, known : known + part.num_drafts] = self._drafts_of(part)
             end = request.num_computed + part.num_rows
             pieces.append(history[slot, request.num_computed : end])
             mode = OutputMode.ALL if part.num_drafts else OutputMode.LAST
@@ -184,7 +198,8 @@ class Runner:
         chosen = np.array(slots)
         drafts = np.full((len(plan), width), -1, dtype=np.int32)
         for index, part in enumerate(plan):
-            drafts[index, : part.num_drafts] = self._drafts.array[slots[index], : part.num_drafts]
+            if part.num_drafts:
+                drafts[index, : part.num_drafts] = self._drafts_of(part)
         wanted = max(
             (p.request.params.logprobs for p in plan if p.request.params.logprobs is not None),
             default=None,
@@ -227,20 +242,10 @@ class Runner:
         self._history.array[slot, known:total] = request.token_ids[known:]
         self._lens.array[slot] = total
 
-    def _widen_drafts(self, width: int) -> None:
-        """Makes room for a request with more drafts; this step's drafts are kept."""
-        wider = _Column(self._slots, torch.int32, width)
-        wider.array[:, : self._drafts.array.shape[1]] = self._drafts.array
-        self._drafts = wider
-
-    def _drafter_of(self, request: Request) -> Drafter | None:
-        method = request.speculative.method
-        if method not in self._drafters:
-            drafter = make_drafter(method)
-            if drafter is None:
-                return None
-            self._drafters[method] = drafter
-        return self._drafters[method]
+    def _drafts_of(self, part: Scheduled) -> NDArray[np.generic]:
+        drafts = self._proposals[part.request.speculative.method].drafts.array
+        row: NDArray[np.generic] = drafts[part.request.slot, : part.num_drafts]
+        return row
 
 
 def _attach_logprobs(
@@ -264,5 +269,7 @@ def _attach_logprobs(
             continue
         for column, token_id in enumerate(part.token_ids):
             row = starts[index] + column
-            alternatives = tuple(zip(ids[row][:count], values[row][:count])) if count else ()
+            alternatives = (
+                tuple(zip(ids[row][:count], values[row][:count], strict=True)) if count else ()
+            )
             part.logprobs.append(TokenLogprob(token_id, chosen[index][column], alternatives))

@@ -17,10 +17,10 @@ from specops.engine.request import Request
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Per-slot tensors; slots that do not draft in this step have max_draft_tokens 0.
+    """Per-slot tensors; slots that this drafter has nothing to do with have max_draft_tokens 0.
 
-    `draft_token_ids` (-1 padded) and `num_draft_tokens` are the drafter's to fill, in the rows of
-    its own slots only. Tree drafts will add `parents` beside them.
+    `draft_token_ids` (-1 padded) and `num_draft_tokens` are this drafter's own, for it to fill.
+    Tree drafts will add `parents` beside them.
     """
 
     requests: Sequence[Request]  # those to draft for, all of this drafter's method
@@ -40,7 +40,9 @@ class Drafter(Protocol):
     def propose(self, batch: DraftBatch) -> None:
         """Fills the drafts of `batch`."""
 
-    def observe(self, requests: Sequence[Request], hidden: Tensor, row_indptr: Sequence[int]) -> None:
+    def observe(
+        self, requests: Sequence[Request], hidden: Tensor, row_indptr: Sequence[int]
+    ) -> None:
         """Sees the target's state after its final norm for all rows of a step.
 
         Request i's rows are hidden[row_indptr[i]:row_indptr[i + 1]], as they were before the

@@ -53,9 +53,13 @@ class ModelConfig:
         """
         path = Path(directory) / "config.json"
         if (Path(directory) / "adapter_config.json").exists():
-            raise ModelError(f"{directory}: LoRA adapters are not supported; merge it into its base")
+            raise ModelError(
+                f"{directory}: LoRA adapters are not supported; merge it into its base"
+            )
         if not path.is_file():
-            raise ModelError(f"{directory}: config.json is missing; expected a Hugging Face directory")
+            raise ModelError(
+                f"{directory}: config.json is missing; expected a Hugging Face directory"
+            )
         try:
             raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:

@@ -30,7 +30,9 @@ class Checkpoint:
         elif (directory / "model.safetensors").is_file():
             files = ["model.safetensors"]
         else:
-            raise ModelError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
+            raise ModelError(
+                f"{directory}: no model.safetensors and no model.safetensors.index.json"
+            )
         self._where: dict[str, Any] = {}
         for name in files:
             if not (directory / name).is_file():
@@ -109,12 +111,16 @@ def _layers(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> 
         attn, mlp = prefix + "self_attn.", prefix + "mlp."
         sizes = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
         qkv = torch.cat([get(f"{attn}{name}.weight", size, hidden) for name, size in sizes])
-        gate_up = torch.cat([get(f"{mlp}{n}.weight", inner, hidden) for n in ("gate_proj", "up_proj")])
+        gate_up = torch.cat(
+            [get(f"{mlp}{n}.weight", inner, hidden) for n in ("gate_proj", "up_proj")]
+        )
         qkv_bias = gate_up_bias = None
         if config.qkv_bias:
             qkv_bias = torch.cat([get(f"{attn}{name}.bias", size) for name, size in sizes])
         if config.mlp_bias:
-            gate_up_bias = torch.cat([get(f"{mlp}{n}.bias", inner) for n in ("gate_proj", "up_proj")])
+            gate_up_bias = torch.cat(
+                [get(f"{mlp}{n}.bias", inner) for n in ("gate_proj", "up_proj")]
+            )
         norm_shape = (config.head_dim,)
         yield Layer(
             input_norm=get(f"{prefix}input_layernorm.weight", hidden),
