@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back, exactly, one token at a time.
+
+A token stands for bytes, and the text of a sequence is the UTF-8 reading of its tokens' bytes laid
+end to end. That makes streaming exact: `TextStream` gives the same text however the tokens arrive.
+"""
+
+import codecs
+import datetime
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face model directory.
+
+    Attributes:
+        vocab_size: one more than the largest token id the tokenizer knows.
+        eos_token_ids: ids that end an output, of the model and of its chat format.
+        bos_token_id: id that starts a text, if the model has one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        bos_token_id: int | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        # A truncated or padded prompt would be silently another prompt.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._token_to_bytes = _bytes_of_tokens(json.loads(tokenizer.to_str())["decoder"])
+        self._bytes: dict[int, bytes] = {}
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_template = None if chat_template is None else _compile_template(chat_template)
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.bos_token_id = bos_token_id
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> "Tokenizer":
+        """Reads tokenizer.json, and from the files beside it the special tokens and chat format.
+
+        Raises:
+            ValueError: tokenizer.json is missing or broken, or decodes by rules not known here.
+        """
+        path = Path(path)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"no tokenizer: {file} does not exist")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{file} is not a tokenizer: {error}") from None
+
+        config = _read_json(path / "tokenizer_config.json")
+        specials = {
+            name: _token_text(value)
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        # What ends an output is said in up to three places; chat models add their own to the first.
+        files = [_read_json(path / name) for name in ("generation_config.json", "config.json")]
+        eos = _id_list(_first(file.get("eos_token_id") for file in files))
+        if "eos_token" in specials:
+            eos += _id_list(tokenizer.token_to_id(specials["eos_token"]))
+        bos = _first(file.get("bos_token_id") for file in files)
+        if "bos_token" in specials:
+            bos = tokenizer.token_to_id(specials["bos_token"])
+
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several named templates
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if (path / "chat_template.jinja").is_file():
+            template = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        return cls(
+            tokenizer,
+            eos_token_ids=eos,
+            bos_token_id=bos,
+            special_tokens=specials,
+            chat_template=template,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model comes with a chat format."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: special tokens spelt out in it are read as such.
+            add_special_tokens: add what the tokenizer puts around a text; not for a rendered chat.
+
+        Raises:
+            ValueError: the text holds half a surrogate pair, which no tokenizer can spell.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text is not valid Unicode: {error.reason}") from None
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a sequence: its bytes read as UTF-8, every broken character as U+FFFD.
+
+        No space is stripped from the beginning: this is how the tokens read inside a text.
+        """
+        skip: frozenset[int] = self._special_ids if skip_special_tokens else frozenset()
+        data = b"".join(self.token_bytes(token) for token in token_ids if token not in skip)
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; none for an id the tokenizer does not know."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
+            known = b"" if token is None else self._token_to_bytes(token)
+            self._bytes[token_id] = known
+        return known
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is a control token that does not show in the text."""
+        return token_id in self._special_ids
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Renders messages as the model was trained to read them.
+
+        Raises:
+            ValueError: the model has no chat template, or the template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise ValueError("the model has no chat template; send a prompt to /v1/completions")
+        try:
+            return self._chat_template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template may fail in any way Python can
+            raise ValueError(f"the chat template refused the messages: {error}") from None
+
+
+class TextStream:
+    """The text of one request, released as its tokens arrive.
+
+    What may still change is held back: the beginning of a character, and what may become a stop
+    string. The text ends before the stop string that is complete first, character by character; of
+    several complete at the same character, the longest counts. So neither the cut of the text into
+    tokens nor their arrival in bursts matters, and without a match the text is
+    `tokenizer.decode` of all tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = [_StopMatcher(text) for text in stop]
+        self._held = ""  # may become a stop string
+        self._released: list[str] = []
+        self._num_taken = 0  # entries of _released that take() has handed out
+        self._stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        return "".join(self._released)
+
+    def push(self, token_id: int) -> bool:
+        """Adds one token.
+
+        Returns:
+            Whether a stop string is complete: the text is cut before it and takes no more tokens.
+        """
+        if not self._stopped and not self._tokenizer.is_special(token_id):
+            self._add(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        return self._stopped
+
+    def take(self) -> str:
+        """The text released since the last take."""
+        text = "".join(self._released[self._num_taken :])
+        self._num_taken = len(self._released)
+        return text
+
+    def finish(self) -> str:
+        """Releases what was held back: no more tokens will come. Returns what was not yet taken."""
+        if not self._stopped:
+            self._add(self._utf8.decode(b"", final=True))
+        if not self._stopped:
+            self._release(self._held)
+        self._held = ""
+        return self.take()
+
+    def _add(self, fresh: str) -> None:
+        if not self._stops:
+            self._release(fresh)
+            return
+        text = self._held + fresh
+        for end, char in enumerate(fresh, start=len(self._held) + 1):
+            matched = [stop.length for stop in self._stops if stop.feed(char)]
+            if matched:
+                self._release(text[: end - max(matched)])
+                self._held = ""
+                self._stopped = True
+                return
+        keep = len(text) - max(stop.state for stop in self._stops)
+        self._release(text[:keep])
+        self._held = text[keep:]
+
+    def _release(self, text: str) -> None:
+        if text:
+            self._released.append(text)
+
+
+class _StopMatcher:
+    """Finds one string in a stream of characters (Knuth, Morris, Pratt)."""
+
+    def __init__(self, text: str) -> None:
+        if not text:
+            raise ValueError("a stop string must not be empty")
+        self.length = len(text)
+        self.state = 0  # length of the longest beginning of `text` that the stream ends with
+        self._text = text
+        self._fallback = [0] * len(text)
+        for i in range(1, len(text)):
+            k = self._fallback[i - 1]
+            while k and text[i] != text[k]:
+                k = self._fallback[k - 1]
+            self._fallback[i] = k + (text[i] == text[k])
+
+    def feed(self, char: str) -> bool:
+        """Takes one character; True when the stream now ends with the string."""
+        k = self.state
+        while k and self._text[k] != char:
+            k = self._fallback[k - 1]
+        self.state = k + (self._text[k] == char)
+        return self.state == self.length
+
+
+def _bytes_of_tokens(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
+    """How tokens are spelt, from the decoder section of tokenizer.json."""
+    steps = _flatten(decoder)
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level
+    known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    if not steps or not set(kinds) <= known:
+        raise ValueError(
+            "tokenizer.json: the decoder must be ByteLevel, or made of "
+            f"{', '.join(sorted(known))}; got {' + '.join(kinds) or 'none'}"
+        )
+    replacements = []
+    for step in steps:
+        if step["type"] == "Metaspace":
+            replacements.append((step["replacement"], " "))
+        elif step["type"] == "Replace":
+            if "String" not in step["pattern"]:
+                raise ValueError("tokenizer.json: the decoder replaces a regular expression")
+            replacements.append((step["pattern"]["String"], step["content"]))
+    # Fuse joins, and Strip trims the beginning of a whole text: neither changes what a token says.
+    has_byte_tokens = "ByteFallback" in kinds
+
+    def spell(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token) if has_byte_tokens else None
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        for old, new in replacements:
+            token = token.replace(old, new)
+        return token.encode("utf-8")
+
+    return spell
+
+
+def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [step for part in decoder["decoders"] for step in _flatten(part)]
+    return [decoder]
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable bytes are themselves, the others follow U+00FF."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in token)
+    except KeyError:  # an added token outside the alphabet is plain text
+        return token.encode("utf-8")
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks the assistant's part for training, is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class says what this is)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile_template(source: str) -> jinja2.Template:
+    # The environment that chat templates are written for; sandboxed, since they come with weights.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+
+    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the model's chat template is broken: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _token_text(value: str | Mapping[str, Any]) -> str:
+    return value if isinstance(value, str) else str(value["content"])
+
+
+def _first(values: Iterable[Any]) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _id_list(value: int | Sequence[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
