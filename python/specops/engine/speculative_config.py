@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the engine speculates: the server's configuration, and the little of it a request may change.
+
+The field names are FastDeploy's, so that a configuration can move over; docs/engine.md lists each
+field, and each difference. Every refusal is a ValueError that says what would have been right.
+"""
+
+import difflib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+METHODS = ("naive", "ngram", "suffix", "mtp")
+METHOD_ALIASES = {"ngram_match": "ngram"}
+MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
+VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
+ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
+
+# Names FastDeploy has and this engine refuses, each with the reason.
+REFUSED_FIELDS = {
+    "max_candidate_len": "topp looks at the whole top-p set, not at a list of candidates",
+    "verify_window": "a rejected draft is never let through by the drafts behind it",
+    "quantization": "quantised drafter weights are not supported yet",
+    "num_gpu_block_expand_ratio": "the drafter's pages come from the engine's own page pool",
+    "model_type": "the engine knows which model is the drafter",
+    "sharing_model": "the drafter always shares the target's embedding and LM head",
+    "benchmark_mode": 'say accept_policy "reject_all" to measure verification without acceptance',
+    "enf_gen_phase_tag": "reasoning phases are not supported yet",
+    "enable_draft_logprob": "logprobs of drafts are not supported yet",
+}
+
+_MAX_INT = 2**31 - 1
+_UNSET = cast(int, None)  # replaced in __post_init__, so that readers see plain integers
+
+
+def _choice(name: str, value: object, choices: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _integer(name: str, value: object, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if not lowest <= value <= _MAX_INT:
+        raise ValueError(f"{name} must be at least {lowest} and fit 32 bits, got {value}")
+
+
+def _number(name: str, value: object, lowest: float, highest: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not lowest <= value <= highest:
+        raise ValueError(f"{name} must be in [{lowest:g}, {highest:g}], got {value!r}")
+
+
+def _method(value: object) -> str:
+    """The method's one spelling: lower case, aliases resolved."""
+    if isinstance(value, str):
+        value = METHOD_ALIASES.get(value.lower(), value.lower())
+    _choice("method", value, METHODS)
+    return cast(str, value)
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The JSON object in `text`; a key given twice is an error, not the last one's win."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(items)
+        if len(out) < len(items):
+            names = [name for name, _ in items]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"speculative_config names {', '.join(twice)} more than once")
+        return out
+
+    try:
+        value = json.loads(text, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"speculative_config is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"speculative_config must be a JSON object, got {text.strip()!r}")
+    return value
+
+
+def _refuse_unknown(key: object, known: Iterable[str]) -> None:
+    if not isinstance(key, str):
+        raise ValueError(f"speculative_config has a key that is not a string: {key!r}")
+    if key in REFUSED_FIELDS:
+        raise ValueError(f"speculative_config.{key} is refused: {REFUSED_FIELDS[key]}")
+    if "lora" in key.lower() or "adapter" in key.lower():
+        raise ValueError(f"speculative_config.{key} is refused: LoRA is not supported yet")
+    nearest = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]}?" if nearest else f"; known: {', '.join(known)}"
+    raise ValueError(f"speculative_config has no field {key!r}{hint}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSpeculativeConfig:
+    """The part of the configuration that one request may set for itself; None leaves it alone.
+
+    Whatever names a path or a resource is the server's alone. The values are checked when
+    `SpeculativeConfig.override` combines them with the server's.
+
+    Attributes:
+        method: drafting method; "naive" turns speculation off for this request.
+        num_speculative_tokens: drafts per step.
+        num_model_steps: forward passes of the drafter per step.
+        verify_strategy: how drafts are verified.
+        accept_policy: "accept_all" and "reject_all" are for measuring.
+        min_ngram_size: shortest match of n-gram drafting.
+        max_ngram_size: longest match of n-gram drafting.
+    """
+
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+    num_model_steps: int | None = None
+    verify_strategy: str | None = None
+    accept_policy: str | None = None
+    min_ngram_size: int | None = None
+    max_ngram_size: int | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RequestSpeculativeConfig":
+        """Reads a request's own `speculative_config` object.
+
+        Raises:
+            ValueError: a key is unknown, refused, or the server's alone.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"speculative_config must be an object, got {values!r}")
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key in known:
+                continue
+            if any(field.name == key for field in fields(SpeculativeConfig)):
+                raise ValueError(
+                    f"speculative_config.{key} is the server's alone; a request may set "
+                    f"{', '.join(known)}"
+                )
+            _refuse_unknown(key, known)
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How the engine drafts and verifies; valid from the moment it exists.
+
+    Attributes:
+        method: "naive" (no drafts), "ngram" (alias "ngram_match"), "suffix" or "mtp", in any letter
+            case. Which of them an engine can run is another question: `require_runnable`.
+        num_speculative_tokens: drafts per step, k. None gives 1, and 0 for naive, which takes no
+            other value. There is no upper limit.
+        num_model_steps: forward passes of a drafting model per step, at most k. None gives k,
+            and 1 when mtp_strategy is a hybrid.
+        mtp_strategy: what continues the drafting model's tokens: "default" (itself),
+            "with_ngram" or "with_suffix".
+        verify_strategy: "target_match", "greedy", "rejection" or "topp"; docs/exactness.md says
+            what each promises.
+        accept_policy: "normal"; "accept_all" and "reject_all" measure the two extremes, and the
+            first of them does not produce the target's text.
+        min_ngram_size: shortest match that n-gram drafting uses.
+        max_ngram_size: longest match that n-gram drafting looks for.
+        suffix_decoding_max_tree_depth: longest context the suffix tree holds.
+        suffix_decoding_max_cached_requests: finished requests kept in the shared tree; 0 keeps
+            none, -1 all.
+        suffix_decoding_max_spec_factor: drafts per matched token.
+        suffix_decoding_min_token_prob: least estimated probability of a drafted path.
+        model: path of the drafting model's weights. None takes them from the target's checkpoint.
+
+    Raises:
+        ValueError: a value is out of range, or two contradict each other.
+    """
+
+    method: str = "naive"
+    num_speculative_tokens: int = _UNSET
+    num_model_steps: int = _UNSET
+    mtp_strategy: str = "default"
+    verify_strategy: str = "target_match"
+    accept_policy: str = "normal"
+    min_ngram_size: int = 2
+    max_ngram_size: int = 5
+    suffix_decoding_max_tree_depth: int = 64
+    suffix_decoding_max_cached_requests: int = -1
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", _method(self.method))
+        _choice("mtp_strategy", self.mtp_strategy, MTP_STRATEGIES)
+        _choice("verify_strategy", self.verify_strategy, VERIFY_STRATEGIES)
+        _choice("accept_policy", self.accept_policy, ACCEPT_POLICIES)
+        if self.mtp_strategy != "default" and self.method != "mtp":
+            raise ValueError(
+                f'mtp_strategy {self.mtp_strategy!r} needs method "mtp", got {self.method!r}'
+            )
+        self._resolve_lengths()
+        _integer("min_ngram_size", self.min_ngram_size, 1)
+        _integer("max_ngram_size", self.max_ngram_size, 1)
+        if self.max_ngram_size < self.min_ngram_size:
+            raise ValueError(
+                f"max_ngram_size must be at least min_ngram_size = {self.min_ngram_size}, "
+                f"got {self.max_ngram_size}"
+            )
+        _integer("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1)
+        _integer(
+            "suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, -1
+        )
+        _number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 1e6)
+        _number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ValueError(f"model must be a path or null, got {self.model!r}")
+
+    def _resolve_lengths(self) -> None:
+        tokens, steps = self.num_speculative_tokens, self.num_model_steps
+        if self.method == "naive":
+            for name, value in (("num_speculative_tokens", tokens), ("num_model_steps", steps)):
+                if value is not None and (isinstance(value, bool) or value != 0):
+                    drafting = ", ".join(METHODS[1:])
+                    raise ValueError(
+                        f'{name} must be 0 or absent with method "naive", which drafts nothing; '
+                        f"got {value!r} (methods that draft: {drafting})"
+                    )
+            tokens = steps = 0
+        else:
+            if tokens is None:
+                tokens = 1
+            _integer("num_speculative_tokens", tokens, 1)
+            if steps is None:
+                steps = tokens if self.mtp_strategy == "default" else 1
+            _integer("num_model_steps", steps, 1)
+            if steps > tokens:
+                raise ValueError(
+                    "num_model_steps must be at most num_speculative_tokens = "
+                    f"{tokens}, got {steps}"
+                )
+        object.__setattr__(self, "num_speculative_tokens", tokens)
+        object.__setattr__(self, "num_model_steps", steps)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SpeculativeConfig":
+        """Reads the server's configuration.
+
+        Raises:
+            ValueError: a key is unknown (the message names the nearest one) or refused, or a value
+                is invalid.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"speculative_config must be an object, got {values!r}")
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                _refuse_unknown(key, known)
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str) -> "SpeculativeConfig":
+        """Reads the server's configuration from a JSON object, as `from_dict` does."""
+        return cls.from_dict(_object(text))
+
+    def override(
+        self,
+        request: RequestSpeculativeConfig | Mapping[str, Any],
+        *,
+        max_num_speculative_tokens: int | None = None,
+    ) -> "SpeculativeConfig":
+        """Returns this configuration with a request's own choices put in.
+
+        A request that changes the method or the number of drafts without saying more gets the
+        lengths that follow from it: 0 drafts for "naive", otherwise the server's number (1 where
+        the server has none), and the default number of model steps.
+
+        Args:
+            request: the request's choices, or the object it sent.
+            max_num_speculative_tokens: most drafts the engine has room for. None sets no limit.
+
+        Raises:
+            ValueError: the object has a key a request may not set, a value is invalid, or the
+                request asks for more drafts than there is room for.
+        """
+        if not isinstance(request, RequestSpeculativeConfig):
+            request = RequestSpeculativeConfig.from_dict(request)
+        asked: dict[str, Any] = {
+            field.name: getattr(request, field.name)
+            for field in fields(request)
+            if getattr(request, field.name) is not None
+        }
+        if "method" in asked:
+            asked["method"] = _method(asked["method"])
+            if asked["method"] != self.method:
+                asked.setdefault("mtp_strategy", "default")
+                keep = asked["method"] != "naive" and self.method != "naive"
+                asked.setdefault(
+                    "num_speculative_tokens", self.num_speculative_tokens if keep else None
+                )
+        if "num_speculative_tokens" in asked:
+            asked.setdefault("num_model_steps", None)
+        config = replace(self, **asked)
+        limit = max_num_speculative_tokens
+        if limit is not None and config.num_speculative_tokens > limit:
+            raise ValueError(
+                f"num_speculative_tokens must be at most {limit} on this server, "
+                f"got {config.num_speculative_tokens}"
+            )
+        return config
+
+    def require_runnable(
+        self,
+        available: Collection[str],
+        strategies: Collection[str] = ("target_match", "greedy"),
+    ) -> None:
+        """Refuses a valid configuration that this engine cannot carry out.
+
+        Args:
+            available: the methods it can run.
+            strategies: the verification strategies it can run.
+
+        Raises:
+            ValueError: the method or the strategy is not among them.
+        """
+        if self.method not in available:
+            raise ValueError(
+                f'method "{self.method}" cannot run in this engine, which has '
+                f"{', '.join(available)}"
+            )
+        if self.verify_strategy not in strategies:
+            raise ValueError(
+                f'verify_strategy "{self.verify_strategy}" cannot run in this engine, which has '
+                f"{', '.join(strategies)}"
+            )

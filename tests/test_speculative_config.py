@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SpeculativeConfig: its defaults and their table, every refusal, and what a request may change."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from specops.engine.speculative_config import (
+    METHODS,
+    REFUSED_FIELDS,
+    RequestSpeculativeConfig,
+    SpeculativeConfig,
+)
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "engine.md"
+FASTDEPLOY_FIELDS = {
+    "method", "mtp_strategy", "num_speculative_tokens", "num_model_steps", "max_candidate_len",
+    "verify_window", "max_ngram_size", "min_ngram_size", "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob", "model", "quantization", "num_gpu_block_expand_ratio",
+    "model_type", "sharing_model", "benchmark_mode", "enf_gen_phase_tag", "enable_draft_logprob",
+    "verify_strategy", "accept_policy",
+}  # fmt: skip
+
+
+def make(**values: Any) -> SpeculativeConfig:
+    return SpeculativeConfig.from_dict(values)
+
+
+def table(first_column: str) -> list[list[str]]:
+    """The cells of the table in docs/engine.md whose header starts with `first_column`."""
+    lines = DOCS.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_the_table_in_the_docs_has_every_field_and_its_default() -> None:
+    written = {row[0].strip("`"): json.loads(row[1].strip("`")) for row in table("field")}
+    defaults = {field.name: field.default for field in dataclasses.fields(SpeculativeConfig)}
+    assert written == defaults
+    assert list(written) == list(defaults), "in the same order"
+
+
+def test_the_refused_names_in_the_docs() -> None:
+    assert {row[0].strip("`") for row in table("refused field")} == set(REFUSED_FIELDS)
+
+
+def test_the_request_fields_in_the_docs() -> None:
+    section = DOCS.read_text().split("### In a request")[1]
+    first = section.split(";")[0]
+    names = [field.name for field in dataclasses.fields(RequestSpeculativeConfig)]
+    assert re.findall(r"`(\w+)`", first) == ["speculative_config", *names]
+
+
+def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
+    accepted = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    assert accepted | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
+    assert not accepted & set(REFUSED_FIELDS)
+
+
+@pytest.mark.parametrize(
+    "values,tokens,steps",
+    [
+        ({}, 0, 0),
+        ({"method": "naive"}, 0, 0),
+        ({"method": "naive", "num_speculative_tokens": 0}, 0, 0),
+        ({"method": "ngram"}, 1, 1),
+        ({"method": "ngram", "num_speculative_tokens": 40}, 40, 40),
+        ({"method": "mtp", "num_speculative_tokens": 3}, 3, 3),
+        ({"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 2}, 3, 2),
+        ({"method": "mtp", "num_speculative_tokens": 3, "mtp_strategy": "with_ngram"}, 3, 1),
+        ({"method": "mtp", "num_speculative_tokens": 3, "mtp_strategy": "with_suffix"}, 3, 1),
+        ({"method": "suffix", "num_speculative_tokens": None}, 1, 1),
+    ],
+)
+def test_lengths(values: dict[str, Any], tokens: int, steps: int) -> None:
+    config = make(**values)
+    assert (config.num_speculative_tokens, config.num_model_steps) == (tokens, steps)
+    assert make(**dataclasses.asdict(config)) == config
+
+
+@pytest.mark.parametrize("name", ["ngram", "NGRAM", "Ngram", "ngram_match", "NGram_Match"])
+def test_method_names(name: str) -> None:
+    assert make(method=name).method == "ngram"
+
+
+@pytest.mark.parametrize(
+    "values,message",
+    [
+        ({"method": "eagle"}, r"method must be one of naive, ngram, suffix, mtp; got 'eagle'"),
+        ({"method": None}, r"method must be one of .* got None"),
+        ({"method": 3}, r"method must be one of .* got 3"),
+        (
+            {"num_speculative_tokens": 5},
+            r'num_speculative_tokens must be 0 or absent .*"naive".* 5',
+        ),
+        ({"num_speculative_tokens": False}, r"num_speculative_tokens must be 0 or absent .*False"),
+        ({"num_model_steps": 1}, r"num_model_steps must be 0 or absent .* got 1"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 0},
+            r"num_speculative_tokens .* least 1.* 0",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": "5"},
+            r"_tokens must be an integer, got '5'",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2.0},
+            r"_tokens must be an integer, got 2.0",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": True}, r"must be an integer, got True"),
+        ({"method": "mtp", "num_model_steps": 2}, r"num_model_steps must be at most .* = 1, got 2"),
+        ({"method": "ngram", "mtp_strategy": "with_ngram"}, r'needs method "mtp", got \'ngram\''),
+        ({"method": "mtp", "mtp_strategy": "both"}, r"mtp_strategy must be one of .* got 'both'"),
+        ({"verify_strategy": "top_p"}, r"verify_strategy must be one of target_match.* 'top_p'"),
+        ({"accept_policy": "some"}, r"accept_policy must be one of normal, .* got 'some'"),
+        ({"min_ngram_size": 0}, r"min_ngram_size must be at least 1 .* got 0"),
+        ({"max_ngram_size": 1}, r"max_ngram_size must be at least min_ngram_size = 2, got 1"),
+        ({"max_ngram_size": 2**31}, r"max_ngram_size must .* fit 32 bits, got 2147483648"),
+        ({"suffix_decoding_max_tree_depth": 0}, r"max_tree_depth must be at least 1 .* got 0"),
+        ({"suffix_decoding_max_cached_requests": -2}, r"cached_requests must be at least -1.* -2"),
+        ({"suffix_decoding_max_spec_factor": float("nan")}, r"max_spec_factor must be in .* nan"),
+        ({"suffix_decoding_min_token_prob": 1.5}, r"min_token_prob must be in \[0, 1\], got 1.5"),
+        ({"suffix_decoding_min_token_prob": "x"}, r"min_token_prob must be a number, got 'x'"),
+        ({"model": ""}, r"model must be a path or null, got ''"),
+        ({"model": 1}, r"model must be a path or null, got 1"),
+    ],
+)
+def test_invalid_values(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**values)
+
+
+@pytest.mark.parametrize(
+    "key,message",
+    [
+        (
+            "num_speculative_token",
+            r"'num_speculative_token'; did you mean num_speculative_tokens\?",
+        ),
+        ("methods", r"did you mean method\?"),
+        ("Method", r"did you mean method\?"),
+        ("ngram_max_size", r"did you mean m\w+_ngram_size\?"),
+        ("qqq", r"no field 'qqq'; known: method, num_speculative_tokens, "),
+        ("lora_path", r"lora_path is refused: LoRA is not supported yet"),
+        ("draft_adapter", r"draft_adapter is refused: LoRA"),
+        (3, r"a key that is not a string: 3"),
+        *((name, rf"speculative_config\.{name} is refused: ") for name in REFUSED_FIELDS),
+    ],
+)
+def test_unknown_and_refused_keys(key: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig.from_dict({"method": "ngram", key: 2})
+    with pytest.raises(ValueError, match=message):
+        RequestSpeculativeConfig.from_dict({key: 2})
+
+
+def test_json() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 5}'
+    assert SpeculativeConfig.from_json(text) == make(method="ngram", num_speculative_tokens=5)
+    for bad, message in (
+        ("{", "not valid JSON"),
+        ("[1]", r"must be a JSON object, got '\[1\]'"),
+        ('{"method": "ngram", "method": "naive"}', "names method more than once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SpeculativeConfig.from_json(bad)
+    with pytest.raises(ValueError, match=r"must be an object, got \[1\]"):
+        SpeculativeConfig.from_dict([1])  # type: ignore[arg-type]
+
+
+def test_it_cannot_change_once_made() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make(method="ngram").method = "mtp"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "request_values,expected",
+    [
+        ({}, {"method": "ngram", "num_speculative_tokens": 5, "num_model_steps": 5}),
+        ({"method": None}, {"method": "ngram", "num_speculative_tokens": 5}),
+        ({"method": "naive"}, {"method": "naive", "num_speculative_tokens": 0}),
+        ({"method": "NGRAM_match"}, {"method": "ngram", "num_speculative_tokens": 5}),
+        ({"method": "suffix"}, {"method": "suffix", "num_speculative_tokens": 5}),
+        ({"num_speculative_tokens": 2}, {"num_speculative_tokens": 2, "num_model_steps": 2}),
+        ({"num_speculative_tokens": 9}, {"num_speculative_tokens": 9, "num_model_steps": 9}),
+        ({"num_model_steps": 2}, {"num_speculative_tokens": 5, "num_model_steps": 2}),
+        ({"verify_strategy": "greedy"}, {"verify_strategy": "greedy", "method": "ngram"}),
+        ({"accept_policy": "reject_all"}, {"accept_policy": "reject_all"}),
+        ({"min_ngram_size": 4}, {"min_ngram_size": 4, "max_ngram_size": 7}),
+    ],
+)
+def test_a_request_may_choose(request_values: dict[str, Any], expected: dict[str, Any]) -> None:
+    server = make(method="ngram", num_speculative_tokens=5, max_ngram_size=7)
+    config = server.override(request_values)
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert config == server.override(RequestSpeculativeConfig(**request_values))
+
+
+def test_a_request_of_a_server_without_speculation() -> None:
+    config = SpeculativeConfig().override({"method": "ngram"})
+    assert (config.method, config.num_speculative_tokens) == ("ngram", 1)
+    with pytest.raises(ValueError, match='with method "naive"'):
+        SpeculativeConfig().override({"num_speculative_tokens": 3})
+
+
+def test_a_request_leaves_a_hybrid() -> None:
+    server = make(method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=4)
+    config = server.override({"method": "ngram"})
+    assert (config.mtp_strategy, config.num_speculative_tokens) == ("default", 4)
+    assert server.override({"num_speculative_tokens": 2}).num_model_steps == 1
+
+
+@pytest.mark.parametrize(
+    "key",
+    sorted(
+        {field.name for field in dataclasses.fields(SpeculativeConfig)}
+        - {field.name for field in dataclasses.fields(RequestSpeculativeConfig)}
+    ),
+)
+def test_the_rest_is_the_servers_alone(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"speculative_config\.{key} is the server's alone"):
+        make(method="ngram").override({key: "/etc/passwd"})
+
+
+def test_a_request_cannot_outgrow_the_server() -> None:
+    server = make(method="ngram", num_speculative_tokens=5)
+    assert server.override({"num_speculative_tokens": 8}, max_num_speculative_tokens=8)
+    with pytest.raises(ValueError, match=r"must be at most 8 on this server, got 9"):
+        server.override({"num_speculative_tokens": 9}, max_num_speculative_tokens=8)
+    with pytest.raises(ValueError, match="num_speculative_tokens must be an integer"):
+        server.override({"num_speculative_tokens": "9"}, max_num_speculative_tokens=8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_this_version_runs(method: str) -> None:
+    config = make(method=method)
+    if method in ("naive", "ngram"):
+        config.require_runnable(("naive", "ngram"))
+    else:
+        with pytest.raises(ValueError, match=f'method "{method}" cannot run .* naive, ngram$'):
+            config.require_runnable(("naive", "ngram"))
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "topp"])
+def test_strategies_this_version_does_not_run(strategy: str) -> None:
+    config = make(method="ngram", verify_strategy=strategy)
+    with pytest.raises(ValueError, match=f'"{strategy}" cannot run .* target_match, greedy$'):
+        config.require_runnable(("naive", "ngram"))
