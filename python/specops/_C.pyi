@@ -52,6 +52,37 @@ def rms_norm(
 def embedding(token_ids: Tensor, weight: Tensor, out: Tensor) -> None: ...
 
 # sampling
+def sample(
+    logits: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    choice_index: Tensor | None,
+    logprobs: Tensor | None,
+    out: Tensor,
+) -> None: ...
+def verify(
+    logits: Tensor,
+    output_indptr: Tensor,
+    draft_token_ids: Tensor,
+    positions: Tensor,
+    strategy: Tensor,
+    policy: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    choice_index: Tensor | None,
+    output_token_ids: Tensor,
+    num_accepted_tokens: Tensor,
+    logprobs: Tensor | None,
+) -> None: ...
+def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, lse: Tensor) -> None: ...
+def philox4x32(seed: int, counter: list[int]) -> list[int]: ...
 
 # suffix_tree
 def ngram_propose(

@@ -121,6 +121,159 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 # ---- sampling ----
 
+
+def philox4x32(seed: int, counter: list[int]) -> list[int]:
+    """One block of Philox4x32-10: four 32-bit words from a 64-bit seed and four counter words."""
+    mask = 0xFFFFFFFF
+    k0, k1 = seed & mask, seed >> 32 & mask
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & mask, (p0 >> 32) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return [c0, c1, c2, c3]
+
+
+def philox_uniform(
+    seed: int,
+    position: int,
+    purpose: int,
+    choice_index: int = 0,
+    sub_index: int = 0,
+    anchor: int = 0,
+) -> float:
+    """The uniform in [0, 1) of one decision. Purposes: 0 draft, 1 accept, 2 residual, 3 target."""
+    word = philox4x32(seed, [position, purpose | sub_index << 8, choice_index, anchor])[0]
+    return (word >> 8) * 2.0**-24
+
+
+def _clean_logits(logits: Tensor) -> Tensor:
+    """Widened to float64; NaN as -inf, +inf as the largest finite float32."""
+    top = torch.finfo(torch.float32).max
+    return logits.double().nan_to_num(nan=-torch.inf, posinf=top, neginf=-torch.inf)
+
+
+def kept_tokens(
+    row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor]:
+    """The weights of one row (the largest is 1), and which tokens the filters keep."""
+    x = _clean_logits(row)
+    order = torch.sort(x, descending=True, stable=True).indices
+    weights = ((x - x.max()) / temperature).exp()
+    kept = torch.zeros_like(x, dtype=torch.bool)
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1.0:
+        running = weights[order].cumsum(0)
+        short = int((running < top_p * running[-1]).sum())
+        order = order[: short + 1]
+    kept[order] = True
+    return weights, kept & (weights >= min_p)
+
+
+def sample(
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    choice_index: Tensor | None = None,
+    logprobs: Tensor | None = None,
+) -> Tensor:
+    """Filters, then inverse CDF in token-id order with the row's own uniform, in float64."""
+    out = torch.zeros(logits.shape[0], dtype=torch.int32)
+    for i, row in enumerate(logits):
+        x = _clean_logits(row)
+        if x.max() > -torch.inf:
+            if temperature[i] == 0:
+                out[i] = int((x == x.max()).nonzero()[0])
+            else:
+                weights, kept = kept_tokens(
+                    row, float(temperature[i]), int(top_k[i]), float(top_p[i]), float(min_p[i])
+                )
+                running = (weights * kept).cumsum(0)
+                choice = 0 if choice_index is None else int(choice_index[i])
+                u = philox_uniform(int(seeds[i]), int(positions[i]), 3, choice)
+                out[i] = int((running > u * running[-1]).nonzero()[0])
+        if logprobs is not None:
+            logprobs[i] = _log_softmax(row)[out[i]]
+    return out
+
+
+def _log_softmax(row: Tensor) -> Tensor:
+    x = _clean_logits(row)
+    if x.max() == -torch.inf:
+        return x
+    shifted = x - x.max()
+    return shifted - shifted.exp().sum().log()
+
+
+def verify(
+    logits: Tensor,
+    output_indptr: Tensor,
+    draft_token_ids: Tensor,
+    *,
+    positions: Tensor,
+    strategy: Tensor,
+    policy: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    choice_index: Tensor | None = None,
+    logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Per request: sample every row, emit choices up to the first that differs from its draft."""
+    batch, k = draft_token_ids.shape
+    output_token_ids = torch.full((batch, k + 1), -1, dtype=torch.int32)
+    num_accepted_tokens = torch.zeros(batch, dtype=torch.int32)
+    if logprobs is not None:
+        logprobs.zero_()
+    for b in range(batch):
+        begin, end = int(output_indptr[b]), int(output_indptr[b + 1])
+        n = end - begin
+        for i in range(n):
+            own = slice(b, b + 1)
+            choice = int(
+                sample(
+                    logits[begin + i : begin + i + 1],
+                    positions[own] + i,
+                    temperature=temperature[own] * (strategy[own] != 0),
+                    top_k=top_k[own],
+                    top_p=top_p[own],
+                    min_p=min_p[own],
+                    seeds=seeds[own],
+                    choice_index=None if choice_index is None else choice_index[own],
+                )
+            )
+            draft = int(draft_token_ids[b, i]) if i < n - 1 else -1
+            if policy[b] == 1 and draft >= 0:
+                choice = draft
+            output_token_ids[b, i] = choice
+            if logprobs is not None:
+                logprobs[b, i] = _log_softmax(logits[begin + i])[choice]
+            if policy[b] == 2 or draft < 0 or draft != choice:
+                break
+            num_accepted_tokens[b] += 1
+    return output_token_ids, num_accepted_tokens
+
+
+def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first n tokens by (logit descending, id ascending), their log-softmax, and the LSE."""
+    x = _clean_logits(logits)
+    token_ids = torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :n]
+    logprobs = torch.stack([_log_softmax(row) for row in logits]) if len(logits) else x
+    return (
+        token_ids.int(),
+        logprobs.gather(1, token_ids).float(),
+        torch.logsumexp(x, dim=-1).float(),
+    )
+
+
 # ---- suffix_tree ----
 
 

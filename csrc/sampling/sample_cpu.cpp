@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/parallel.h"
+#include "common/philox.h"
+#include "sampling/row_cpu.h"
+#include "sampling/sample.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// token = inverse CDF of filtered softmax(logits / temperature) at the row's own uniform.
+// Cost:    one read of rows * vocab_size logits; with top-p a few passes over the row in L2.
+// Assumes: rows contiguous, positions >= 0, parameters in range.
+// Order:   row_cpu.h; a row depends on nothing but itself.
+// Source:  inverse transform sampling; filters in the order of transformers' logits warpers.
+// Threads: rows.
+template <typename T>
+void run(const SampleParams& params) {
+  const T* logits = static_cast<const T*>(params.logits);
+  parallel_for(params.rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      SamplingParams row_params{
+          params.temperature[row], params.top_k[row], params.top_p[row], params.min_p[row]};
+      UniformKey key{static_cast<uint64_t>(params.seeds[row]),
+                     static_cast<uint32_t>(params.positions[row]),
+                     params.choice_index ? static_cast<uint32_t>(params.choice_index[row]) : 0u};
+      RowChoice choice = choose_token(logits + row * params.logits_stride,
+                                      params.vocab_size,
+                                      row_params,
+                                      params.logprobs != nullptr,
+                                      [&] { return philox_uniform(key, Purpose::kTarget); });
+      params.token_ids[row] = choice.token_id;
+      if (params.logprobs) params.logprobs[row] = choice.logprob;
+    }
+  });
+}
+
+}  // namespace
+
+void sample_cpu(const SampleParams& params) {
+  return params.dtype == DType::kBFloat16 ? run<bfloat16>(params) : run<float>(params);
+}
+
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/parallel.h"
+#include "common/philox.h"
+#include "sampling/accept_walk.h"
+#include "sampling/row_cpu.h"
+#include "sampling/verify.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// Each output row's own choice, exactly as sample makes it, then the walk along the drafts.
+// Cost:    one read of num_output_rows * vocab_size logits; with top-p a few passes in L2.
+// Assumes: output_indptr ascending within the rows, at most max_draft_tokens + 1 rows a request.
+// Order:   row_cpu.h; a row depends on its request's parameters and position alone.
+// Source:  Leviathan et al. 2023 with a deterministic drafter; the row's own choice is the coin.
+// Threads: output rows, then the walk on the caller.
+template <typename T>
+void run(const VerifyParams& params) {
+  const T* logits = static_cast<const T*>(params.logits);
+  int64_t capacity = params.max_draft_tokens + 1;
+  // The walk's arrays hold the choices meanwhile: request b's row i is at [b, i].
+  parallel_for(params.batch * capacity, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      int64_t batch_idx = item / capacity;
+      int idx = static_cast<int>(item % capacity);
+      int64_t first = params.output_indptr[batch_idx];
+      int num_rows = static_cast<int>(params.output_indptr[batch_idx + 1] - first);
+      auto policy = static_cast<AcceptPolicy>(params.policy[batch_idx]);
+      if (idx >= (policy == AcceptPolicy::kRejectAll && num_rows > 0 ? 1 : num_rows)) continue;
+      const T* row = logits + (first + idx) * params.logits_stride;
+      const int32_t* drafts = params.draft_token_ids + batch_idx * params.max_draft_tokens;
+      bool greedy = params.strategy[batch_idx] == static_cast<int32_t>(VerifyStrategy::kGreedy);
+      SamplingParams row_params{greedy ? 0.0f : params.temperature[batch_idx],
+                                params.top_k[batch_idx],
+                                params.top_p[batch_idx],
+                                params.min_p[batch_idx]};
+      RowChoice choice{-1, 0.0f};
+      if (takes_draft(policy, drafts, num_rows, idx)) {
+        choice = score_token(row, params.vocab_size, drafts[idx], params.logprobs != nullptr);
+      } else {
+        uint32_t choice_index =
+            params.choice_index ? static_cast<uint32_t>(params.choice_index[batch_idx]) : 0u;
+        UniformKey key{static_cast<uint64_t>(params.seeds[batch_idx]),
+                       static_cast<uint32_t>(params.positions[batch_idx] + idx),
+                       choice_index};
+        choice = choose_token(row, params.vocab_size, row_params, params.logprobs != nullptr, [&] {
+          return philox_uniform(key, Purpose::kTarget);
+        });
+      }
+      params.output_token_ids[item] = choice.token_id;
+      if (params.logprobs) params.logprobs[item] = choice.logprob;
+    }
+  });
+  for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
+    params.num_accepted_tokens[batch_idx] =
+        accept_walk(static_cast<AcceptPolicy>(params.policy[batch_idx]),
+                    params.draft_token_ids + batch_idx * params.max_draft_tokens,
+                    params.output_indptr[batch_idx + 1] - params.output_indptr[batch_idx],
+                    static_cast<int>(capacity),
+                    params.output_token_ids + batch_idx * capacity,
+                    params.logprobs ? params.logprobs + batch_idx * capacity : nullptr);
+  }
+}
+
+}  // namespace
+
+void verify_cpu(const VerifyParams& params) {
+  return params.dtype == DType::kBFloat16 ? run<bfloat16>(params) : run<float>(params);
+}
+
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing tokens: one sampled token per row, verification of drafts, and the most probable tokens.
+
+Every choice is a function of its own row, its request's parameters, and the absolute position of
+the token being chosen. `verify` and `sample` share one row function, so speculation changes no bit.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from specops import _C
+
+
+class VerifyStrategy(IntEnum):
+    """What `verify` compares a draft with; values of its `strategy` argument."""
+
+    GREEDY = 0
+    """The row's argmax, whatever the sampling parameters: the tokens of greedy decoding."""
+    TARGET_MATCH = 1
+    """The token `sample` chooses for the row: the tokens of seeded sampling without speculation."""
+
+
+class AcceptPolicy(IntEnum):
+    """How `verify` treats a request's drafts; values of its `policy` argument."""
+
+    NORMAL = 0
+    """Accept while the strategy agrees."""
+    ACCEPT_ALL = 1
+    """Emit every draft, then the bonus token. For measurements: the text is not the target's."""
+    REJECT_ALL = 2
+    """Emit the first row's token only: the text is the target's, and speculation gains nothing."""
+
+
+def sample(
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    choice_index: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Chooses one token per row.
+
+    Same as `reference.sample`. With tokens ordered by (logit descending, id ascending):
+
+        weight = exp((logit - max) / temperature)            temperature 0: the first token, done
+        keep the first top_k tokens
+        keep the smallest prefix whose weight is at least top_p of what is kept
+        keep weights of at least min_p
+        token = the first kept id, ascending, at which the running weight exceeds u * kept weight
+
+    u is the first word of Philox4x32-10 under the row's seed at the counter
+    (position, 3 = target, choice_index, 0), its upper 24 bits times 2^-24.
+
+    Args:
+        logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
+            +inf as the largest finite float.
+        positions: [rows], int32. Absolute position of the token being chosen.
+        temperature: [rows], float32. 0 is greedy.
+        top_k: [rows], int32. 0 or -1 is off.
+        top_p: [rows], float32, within [0, 1]. 1 is off; 0 keeps the first token.
+        min_p: [rows], float32, within [0, 1]. 0 is off.
+        seeds: [rows], int64. The bits of an unsigned 64-bit seed.
+        choice_index: [rows], int32. Which of a prompt's completions the row belongs to; absent: 0.
+        logprobs: [rows], float32. Receives the log-softmax of the untouched logits at the chosen
+            token.
+        out: [rows], int32. Allocated when absent.
+
+    Returns:
+        `out`. A row without a finite logit or +inf yields token 0 with logprob -inf.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or a parameter is out
+            of its range; nothing has been written.
+
+    Note:
+        Deterministic. A row's token depends on that row's arguments alone. Sums run over leaves of
+        1024 ids, each in fp32 in a fixed order, folded left in fp64.
+
+    Source: inverse transform sampling; Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p),
+        Salmon et al. 2011 (Philox).
+    """
+    if out is None:
+        out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    _C.sample(
+        logits, positions, temperature, top_k, top_p, min_p, seeds, choice_index, logprobs, out
+    )
+    return out
+
+
+def verify(
+    logits: Tensor,
+    output_indptr: Tensor,
+    draft_token_ids: Tensor,
+    *,
+    positions: Tensor,
+    strategy: Tensor,
+    policy: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    choice_index: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    output_token_ids: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Emits the drafts that agree with the target, and one token more.
+
+    Same as `reference.verify`. Request b owns rows output_indptr[b] .. output_indptr[b + 1]; with n
+    rows it has n - 1 drafts, and with none it is idle and emits nothing. For a request:
+
+        choice[i] = sample(row i, position positions[b] + i)         strategy GREEDY: temperature 0
+        accepted  = how many leading i < n - 1 have draft[i] == choice[i]
+        emitted   = choice[0 .. accepted]
+
+    Under ACCEPT_ALL choice[i] of a row with a draft is the draft; under REJECT_ALL accepted is 0. A
+    draft of -1 is never accepted and ends the walk.
+
+    Args:
+        logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided. Rows from
+            output_indptr[batch] on are not read.
+        output_indptr: [batch + 1], int32. Starts at 0, ascends by at most k + 1.
+        draft_token_ids: [batch, k], int32. -1 padded; entries past a request's drafts are not read.
+        positions: [batch], int32. Absolute position of the first token chosen for the request.
+        strategy: [batch], int32. `VerifyStrategy`.
+        policy: [batch], int32. `AcceptPolicy`.
+        temperature: [batch], float32. As in `sample`; so are the next five.
+        top_k: [batch], int32.
+        top_p: [batch], float32.
+        min_p: [batch], float32.
+        seeds: [batch], int64.
+        choice_index: [batch], int32.
+        logprobs: [batch, k + 1], float32. Receives the log-softmax of the untouched logits at every
+            emitted token, and 0 elsewhere.
+        output_token_ids: [batch, k + 1], int32. Allocated when absent.
+        num_accepted_tokens: [batch], int32. Allocated when absent.
+
+    Returns:
+        (`output_token_ids`, `num_accepted_tokens`): the emitted tokens, then -1; and how many
+        drafts were accepted, the bonus token not counted.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or a value of a request
+            that is not idle is out of its range; nothing has been written.
+
+    Note:
+        Deterministic. A row's choice is bit for bit what `sample` gives for that row. Parameters of
+        idle requests are not read.
+
+    Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
+    """
+    batch, k = draft_token_ids.shape
+    device = logits.device
+    if output_token_ids is None:
+        output_token_ids = torch.empty(batch, k + 1, dtype=torch.int32, device=device)
+    if num_accepted_tokens is None:
+        num_accepted_tokens = torch.empty(batch, dtype=torch.int32, device=device)
+    _C.verify(
+        logits,
+        output_indptr,
+        draft_token_ids,
+        positions,
+        strategy,
+        policy,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        choice_index,
+        output_token_ids,
+        num_accepted_tokens,
+        logprobs,
+    )
+    return output_token_ids, num_accepted_tokens
+
+
+def top_logprobs(
+    logits: Tensor,
+    n: int,
+    *,
+    token_ids: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Finds the n most probable tokens of every row.
+
+    Same as `reference.top_logprobs`: tokens by (logit descending, id ascending), with
+    `log_softmax(logits)`.
+
+    Args:
+        logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
+            +inf as the largest finite float.
+        n: 0 to vocab_size.
+        token_ids: [rows, n], int32. Allocated when absent.
+        logprobs: [rows, n], float32. Allocated when absent.
+        lse: [rows], float32. Allocated when absent.
+
+    Returns:
+        (`token_ids`, `logprobs`, `lse`): lse is the natural log of the sum of exp(logits). Where no
+        logit is finite or +inf, ids ascend from 0 and everything else is -inf.
+
+    Raises:
+        ValueError: n is out of range, or a shape, dtype, layout or device differs from the above.
+
+    Note:
+        Deterministic. A logprob is bit for bit what `sample` and `verify` report for that token.
+    """
+    rows, device = logits.shape[0], logits.device
+    if token_ids is None:
+        token_ids = torch.empty(rows, n, dtype=torch.int32, device=device)
+    if logprobs is None:
+        logprobs = torch.empty(rows, n, dtype=torch.float32, device=device)
+    if lse is None:
+        lse = torch.empty(rows, dtype=torch.float32, device=device)
+    _C.top_logprobs(logits, token_ids, logprobs, lse)
+    return token_ids, logprobs, lse

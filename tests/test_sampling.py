@@ -1,0 +1,506 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampling family against its reference; verify rows are sample rows, bit for bit."""
+
+import math
+from typing import Any
+
+import pytest
+import specops
+import torch
+from specops import _C, reference, sampling
+from specops.sampling import AcceptPolicy, VerifyStrategy
+from torch import Tensor
+
+INF = math.inf
+
+
+def row_params(rows: int, **overrides: Any) -> dict[str, Tensor]:
+    """Per-row parameters: filters off and temperature 1 unless overridden by number or list."""
+    columns: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seeds": list(range(rows)),
+        **overrides,
+    }
+    dtypes = {"top_k": torch.int32, "seeds": torch.int64, "choice_index": torch.int32}
+    return {
+        name: torch.tensor(
+            value if isinstance(value, list) else [value] * rows,
+            dtype=dtypes.get(name, torch.float32),
+        )
+        for name, value in columns.items()
+    }
+
+
+def mixed_params(rows: int) -> dict[str, Tensor]:
+    """Every combination of filters turns up somewhere in a few dozen rows."""
+
+    def pick(values: list[Any]) -> list[Any]:
+        return [values[int(i)] for i in torch.randint(len(values), (rows,))]
+
+    return row_params(
+        rows,
+        temperature=pick([0.0, 0.3, 0.8, 1.0, 2.5]),
+        top_k=pick([-1, 0, 1, 3, 40, 100_000]),
+        top_p=pick([0.0, 0.2, 0.9, 1.0, 1.0]),
+        min_p=pick([0.0, 0.0, 0.02, 0.5, 1.0]),
+        seeds=torch.randint(-(2**63), 2**63 - 1, (rows,)).tolist(),
+        choice_index=pick([0, 1, 7]),
+    )
+
+
+def positions_from(start: int, rows: int) -> Tensor:
+    return torch.arange(start, start + rows, dtype=torch.int32)
+
+
+def with_logprobs(logits: Tensor, positions: Tensor, params: dict[str, Tensor]) -> list[Tensor]:
+    logprobs = torch.full((len(logits),), 7.0)
+    return [sampling.sample(logits, positions, logprobs=logprobs, **params), logprobs]
+
+
+# Known answers published with Random123 (kat_vectors, philox4x32 10).
+@pytest.mark.parametrize(
+    "seed,counter,expected",
+    [
+        (0, [0] * 4, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (2**64 - 1, [2**32 - 1] * 4, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            0x299F31D0A4093822,
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_known_answers(seed: int, counter: list[int], expected: list[int]) -> None:
+    assert reference.philox4x32(seed, counter) == expected
+    assert _C.philox4x32(seed, counter) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rows,vocab", [(0, 32), (1, 1), (1, 4096), (60, 77), (1500, 40), (24, 5000)]
+)
+def test_sample(device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int) -> None:
+    logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
+    positions = positions_from(5, rows)
+    params = mixed_params(rows)
+    expected_logprobs = torch.zeros(rows, dtype=torch.float64)
+    expected = reference.sample(logits, positions, logprobs=expected_logprobs, **params)
+    token_ids, logprobs = with_logprobs(logits, positions, params)
+    assert torch.equal(token_ids, expected)
+    assert (logprobs - expected_logprobs).abs().max() < 1e-5 if rows else True
+
+
+def test_sample_strided_rows_with_poisoned_slack(device: str, isa: str) -> None:
+    wide = torch.full((9, 3000), 1e30, device=device)
+    wide[:, 100:2133] = torch.randn(9, 2033)
+    view = wide[:, 100:2133]
+    positions, params = positions_from(0, 9), mixed_params(9)
+    got = with_logprobs(view, positions, params)
+    for a, b in zip(got, with_logprobs(view.contiguous(), positions, params), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("start,step", [(0, 1), (9000, 1), (7, 40_000)])
+def test_row_identity(device: str, isa: str, start: int, step: int) -> None:
+    """A row alone, in another slot, in a batch, and on one to three threads: the same bits."""
+    rows, vocab = 13, 9001
+    logits = torch.randn(rows, vocab, device=device)
+    positions = torch.arange(rows, dtype=torch.int32) * step + start
+    params = mixed_params(rows)
+    expected = with_logprobs(logits, positions, params)
+    for threads in (1, 2, 3):
+        specops.set_num_threads(threads)
+        for got, want in zip(with_logprobs(logits, positions, params), expected, strict=True):
+            assert torch.equal(got, want)
+        for row in range(rows):
+            alone = {name: column[row : row + 1] for name, column in params.items()}
+            got = with_logprobs(logits[row : row + 1], positions[row : row + 1], alone)
+            assert torch.equal(torch.cat(got), torch.cat([x[row : row + 1] for x in expected]))
+        order = torch.randperm(rows)
+        shuffled = {name: column[order] for name, column in params.items()}
+        for got, want in zip(
+            with_logprobs(logits[order], positions[order], shuffled), expected, strict=True
+        ):
+            assert torch.equal(got, want[order])
+
+
+def kept_by_sampling(row: Tensor, draws: int = 4000, **filters: Any) -> set[int]:
+    """The tokens that sampling one row at many positions ever yields."""
+    logits = row.expand(draws, -1).contiguous()
+    params = row_params(draws, seeds=5, **filters)
+    return set(sampling.sample(logits, positions_from(0, draws), **params).tolist())
+
+
+def test_top_k_keeps_exactly_k_with_ties_to_the_lower_id(device: str, isa: str) -> None:
+    row = torch.tensor([1.0, 2.0, 2.0, 0.5, 2.0, 2.0, 1.0], device=device)
+    assert kept_by_sampling(row, top_k=3) == {1, 2, 4}
+    assert kept_by_sampling(row, top_k=5) == {0, 1, 2, 4, 5}
+    assert kept_by_sampling(row, top_k=7) == set(range(7))
+    flat = torch.zeros(3000, device=device)
+    assert kept_by_sampling(flat, top_k=4) == {0, 1, 2, 3}
+
+
+def test_top_p_keeps_the_smallest_prefix(device: str, isa: str) -> None:
+    probs = torch.tensor([0.05, 0.25, 0.25, 0.05, 0.25, 0.15], device=device)
+    row = probs.log()
+    assert kept_by_sampling(row, top_p=0.0) == {1}
+    assert kept_by_sampling(row, top_p=0.2) == {1}
+    assert kept_by_sampling(row, top_p=0.45) == {1, 2}
+    assert kept_by_sampling(row, top_p=0.7) == {1, 2, 4}
+    assert kept_by_sampling(row, top_p=0.8) == {1, 2, 4, 5}
+    assert kept_by_sampling(row, top_p=0.92) == {0, 1, 2, 4, 5}
+    assert kept_by_sampling(row, top_p=1.0) == set(range(6))
+    # a quarter of a flat row, rounded up, and across leaves
+    flat = torch.zeros(2100, device=device)
+    assert max(kept_by_sampling(flat, draws=20_000, top_p=1050.5 / 2100)) <= 1050
+
+
+def test_top_p_is_renormalised_after_top_k(device: str, isa: str) -> None:
+    row = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).log()
+    assert kept_by_sampling(row, top_p=0.5) == {0, 1}
+    assert kept_by_sampling(row, top_k=2, top_p=0.5) == {0}
+
+
+def test_min_p(device: str, isa: str) -> None:
+    row = torch.tensor([0.1, 0.5, 0.3, 0.1], device=device).log()
+    assert kept_by_sampling(row, min_p=0.5) == {1, 2}
+    assert kept_by_sampling(row, min_p=1.0) == {1}
+    assert kept_by_sampling(row, min_p=0.1) == {0, 1, 2, 3}
+
+
+def test_greedy_ties_go_to_the_lowest_id(device: str, isa: str) -> None:
+    logits = torch.full((3, 5000), -1.0, device=device)
+    logits[0, [4999, 70, 1500]] = 2.0
+    logits[1, [1030, 1029]] = 2.0
+    params = row_params(3, temperature=0.0)
+    assert sampling.sample(logits, positions_from(0, 3), **params).tolist() == [70, 1029, 0]
+
+
+def test_temperature_extremes(device: str, isa: str) -> None:
+    row = torch.linspace(-3, 3, 64, device=device)
+    for temperature in (1e-45, 1e-30, 1e-4):
+        assert kept_by_sampling(row, draws=50, temperature=temperature) == {63}
+    hot = kept_by_sampling(row, temperature=3.4e38)
+    assert hot == set(range(64))
+
+
+def test_nan_and_infinite_logits(device: str, isa: str) -> None:
+    nan = math.nan
+    logits = torch.tensor(
+        [
+            [nan, -INF, nan, -INF, nan],
+            [-INF] * 5,
+            [nan, 1.0, -INF, nan, -INF],
+            [0.0, INF, nan, INF, 5.0],
+            [nan, -INF, 2.0, 2.0, nan],
+        ],
+        device=device,
+    )
+    for temperature in (0.0, 1.0):
+        for filters in (
+            {},
+            {"top_k": 2},
+            {"top_p": 0.7},
+            {"min_p": 0.1},
+            {"top_k": 4, "top_p": 0.4},
+        ):
+            params = row_params(5, temperature=temperature, seeds=11, **filters)
+            expected_logprobs = torch.zeros(5, dtype=torch.float64)
+            expected = reference.sample(
+                logits, positions_from(0, 5), logprobs=expected_logprobs, **params
+            )
+            token_ids, logprobs = with_logprobs(logits, positions_from(0, 5), params)
+            assert torch.equal(token_ids, expected)
+            assert token_ids[:3].tolist() == [0, 0, 1]
+            assert logprobs[:2].tolist() == [-INF, -INF]
+            torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=0, atol=1e-6)
+
+
+def test_seeds_are_unsigned_bit_patterns(device: str) -> None:
+    seed = 2**64 - 3
+    logits = torch.zeros(1, 4096, device=device)
+    params = row_params(1, seeds=[seed - 2**64])
+    token = sampling.sample(logits, torch.tensor([17], dtype=torch.int32), **params)
+    assert int(token) == int(reference.philox_uniform(seed, 17, 3) * 4096)
+
+
+def test_choices_and_positions_draw_apart(device: str) -> None:
+    logits = torch.zeros(64, 4096, device=device)
+    same = torch.zeros(64, dtype=torch.int32)
+    params = row_params(64, seeds=3, choice_index=list(range(64)))
+    assert len(set(sampling.sample(logits, same, **params).tolist())) > 55
+    params = row_params(64, seeds=3)
+    assert len(set(sampling.sample(logits, positions_from(0, 64), **params).tolist())) > 55
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 9}, {"top_p": 0.8}, {"temperature": 0.5}])
+def test_sampled_tokens_follow_the_distribution(
+    device: str, isa: str, filters: dict[str, Any]
+) -> None:
+    row = torch.randn(24, device=device)
+    draws = 20_000
+    params = row_params(draws, seeds=123, **filters)
+    tokens = sampling.sample(row.expand(draws, -1).contiguous(), positions_from(0, draws), **params)
+    weights, kept = reference.kept_tokens(
+        row,
+        filters.get("temperature", 1.0),
+        filters.get("top_k", 0),
+        filters.get("top_p", 1.0),
+        0.0,
+    )
+    expected = draws * (weights * kept) / (weights * kept).sum()
+    counts = torch.bincount(tokens.long(), minlength=24).double()
+    assert (counts[~kept] == 0).all()
+    chi_square = float((((counts - expected) ** 2) / expected)[kept].sum())
+    freedom = int(kept.sum()) - 1
+    assert freedom >= 5
+    # five standard deviations above a chi-square's mean
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+# ---- verify ----
+
+
+def ragged_step(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
+    """Requests with 0 (idle) to k + 1 rows; most drafts are right, so that walks end anywhere."""
+    num_rows = torch.randint(0, k + 2, (batch,))
+    output_indptr = torch.zeros(batch + 1, dtype=torch.int32)
+    output_indptr[1:] = num_rows.cumsum(0)
+    step = {
+        "logits": 2 * torch.randn(int(output_indptr[-1]) + 2, vocab),
+        "output_indptr": output_indptr,
+        "positions": torch.randint(0, 5000, (batch,), dtype=torch.int32),
+        "strategy": torch.randint(0, 2, (batch,), dtype=torch.int32),
+        "policy": torch.randint(0, 12, (batch,), dtype=torch.int32).clamp(9) - 9,
+        **mixed_params(batch),
+    }
+    step["logits"][int(output_indptr[-1]) :] = math.nan
+    # the tokens that greedy or sampling would choose, then a few made wrong or missing
+    draft_token_ids = torch.full((batch, k), 10**9, dtype=torch.int32)
+    for b in range(batch):
+        for i in range(int(num_rows[b]) - 1):
+            row = int(output_indptr[b]) + i
+            own = {
+                name: step[name][b : b + 1]
+                for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "choice_index")
+            }
+            own["temperature"] = own["temperature"] * (step["strategy"][b] != 0)
+            position = step["positions"][b : b + 1] + i
+            draft_token_ids[b, i] = reference.sample(
+                step["logits"][row : row + 1], position, **own
+            )[0]
+            if torch.rand(()) < 0.2:
+                draft_token_ids[b, i] = torch.randint(-1, vocab, ())
+    step["draft_token_ids"] = draft_token_ids
+    return step
+
+
+def run_verify(step: dict[str, Tensor]) -> list[Tensor]:
+    batch, k = step["draft_token_ids"].shape
+    logprobs = torch.full((batch, k + 1), 7.0)
+    tokens = torch.full((batch, k + 1), 7, dtype=torch.int32)
+    accepted = torch.full((batch,), 7, dtype=torch.int32)
+    got = sampling.verify(
+        **step, logprobs=logprobs, output_token_ids=tokens, num_accepted_tokens=accepted
+    )
+    assert got[0] is tokens and got[1] is accepted
+    return [tokens, accepted, logprobs]
+
+
+@pytest.mark.parametrize("batch,k,vocab", [(0, 3, 50), (5, 0, 50), (300, 4, 50), (12, 6, 3000)])
+def test_verify(device: str, isa: str, batch: int, k: int, vocab: int) -> None:
+    step = ragged_step(batch, k, vocab)
+    tokens, accepted, logprobs = run_verify(step)
+    expected_logprobs = torch.zeros(batch, k + 1, dtype=torch.float64)
+    expected = reference.verify(**step, logprobs=expected_logprobs)
+    assert torch.equal(tokens, expected[0])
+    assert torch.equal(accepted, expected[1])
+    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=0, atol=1e-5)
+    if batch == 300:
+        assert set(accepted.tolist()) == set(range(k + 1))
+        idle = step["output_indptr"].diff() == 0
+        assert idle.any() and (tokens[idle] == -1).all() and (accepted[idle] == 0).all()
+
+
+def test_verify_rows_are_sample_rows(device: str, isa: str) -> None:
+    """The bits that plain decoding, one row at a time, would give."""
+    step = ragged_step(40, 5, 5000)
+    step["policy"].zero_()
+    for threads in (1, 2, 3):
+        specops.set_num_threads(threads)
+        tokens, accepted, logprobs = run_verify(step)
+        for b in range(40):
+            for i in range(int(accepted[b]) + 1 if step["output_indptr"].diff()[b] else 0):
+                row = int(step["output_indptr"][b]) + i
+                own = {
+                    name: step[name][b : b + 1]
+                    for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "choice_index")
+                }
+                own["temperature"] = own["temperature"] * (step["strategy"][b] != 0)
+                token, logprob = with_logprobs(
+                    step["logits"][row : row + 1], step["positions"][b : b + 1] + i, own
+                )
+                assert int(token) == int(tokens[b, i])
+                assert torch.equal(logprob[0], logprobs[b, i])
+    assert (accepted > 0).any() and (accepted < step["output_indptr"].diff() - 1).any()
+
+
+def test_verify_policies(device: str, isa: str) -> None:
+    """One request each: normal, accept all, reject all, accept all with a hole in its drafts."""
+    k, vocab = 3, 20
+    logits = torch.randn(16, vocab, device=device)
+    best = logits.argmax(dim=-1).int().view(4, 4)
+    wrong = (best[:, :3] + 1) % vocab
+    drafts = torch.stack([best[0, :3], wrong[1], best[2, :3], wrong[3]])
+    drafts[3, 1] = -1
+    policy = [
+        AcceptPolicy.NORMAL,
+        AcceptPolicy.ACCEPT_ALL,
+        AcceptPolicy.REJECT_ALL,
+        AcceptPolicy.ACCEPT_ALL,
+    ]
+    tokens, accepted, logprobs = run_verify(
+        {
+            "logits": logits,
+            "output_indptr": torch.arange(0, 17, 4, dtype=torch.int32),
+            "draft_token_ids": drafts,
+            "positions": torch.zeros(4, dtype=torch.int32),
+            "strategy": torch.full((4,), VerifyStrategy.GREEDY, dtype=torch.int32),
+            "policy": torch.tensor(policy, dtype=torch.int32),
+            **row_params(4),
+        }
+    )
+    assert accepted.tolist() == [k, k, 0, 1]
+    assert torch.equal(tokens[0], best[0])
+    assert torch.equal(tokens[1], torch.cat([wrong[1], best[1, 3:]]))
+    assert tokens[2].tolist() == [int(best[2, 0]), -1, -1, -1]
+    assert tokens[3].tolist() == [int(wrong[3, 0]), int(best[3, 1]), -1, -1]
+    emitted = tokens >= 0
+    scores = logits.log_softmax(-1).view(4, 4, vocab)
+    expected = scores.gather(2, tokens.clamp(min=0).long().unsqueeze(2)).squeeze(2) * emitted
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_verify_does_not_read_the_drafts_of_other_rows(device: str) -> None:
+    """A request with two rows has one draft, whatever stands behind it."""
+    logits = torch.zeros(2, 10, device=device)
+    logits[:, 4] = 1.0
+    tokens, accepted, _ = run_verify(
+        {
+            "logits": logits,
+            "output_indptr": torch.tensor([0, 2], dtype=torch.int32),
+            "draft_token_ids": torch.tensor([[4, 4, 999]], dtype=torch.int32),
+            "positions": torch.zeros(1, dtype=torch.int32),
+            "strategy": torch.zeros(1, dtype=torch.int32),
+            "policy": torch.zeros(1, dtype=torch.int32),
+            **row_params(1),
+        }
+    )
+    assert tokens.tolist() == [[4, 4, -1, -1]]
+    assert accepted.tolist() == [1]
+
+
+# ---- top_logprobs ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rows,vocab,n", [(0, 9, 2), (3, 9, 0), (3, 9, 9), (7, 5000, 20), (1500, 70, 5)]
+)
+def test_top_logprobs(
+    device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int, n: int
+) -> None:
+    logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
+    token_ids, logprobs, lse = sampling.top_logprobs(logits, n)
+    expected = reference.top_logprobs(logits, n)
+    assert torch.equal(token_ids, expected[0])
+    torch.testing.assert_close(logprobs, expected[1], rtol=0, atol=4e-6)
+    torch.testing.assert_close(lse, expected[2], rtol=0, atol=4e-6)
+
+
+def test_top_logprobs_ties_and_odd_rows(device: str, isa: str) -> None:
+    logits = torch.zeros(4, 3000, device=device)
+    logits[1, [2999, 40, 1700]] = 1.0
+    logits[2] = math.nan
+    logits[3] = math.nan
+    logits[3, 6] = INF
+    token_ids, logprobs, lse = sampling.top_logprobs(logits, 4)
+    assert token_ids.tolist() == [[0, 1, 2, 3], [40, 1700, 2999, 0], [0, 1, 2, 3], [6, 0, 1, 2]]
+    assert logprobs[2].tolist() == [-INF] * 4 and float(lse[2]) == -INF
+    assert logprobs[3].tolist() == [0.0, -INF, -INF, -INF]
+
+
+def test_top_logprobs_has_the_bits_of_sample(device: str, isa: str) -> None:
+    logits = torch.randn(6, 2000, device=device)
+    token_ids, logprobs, _ = sampling.top_logprobs(logits, 1)
+    got = with_logprobs(logits, positions_from(0, 6), row_params(6, temperature=0.0))
+    assert torch.equal(token_ids[:, 0], got[0])
+    assert torch.equal(logprobs[:, 0], got[1])
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"temperature": -0.5}, r"sample: temperature\[0\] must be finite and at least 0"),
+        ({"temperature": math.nan}, r"temperature\[0\] must be finite"),
+        ({"top_k": -2}, r"top_k\[0\] must be at least 1, or 0 or -1 for off, got -2"),
+        ({"top_p": 1.5}, r"top_p\[0\] must be within \[0, 1\], got 1.5"),
+        ({"min_p": math.nan}, r"min_p\[0\] must be within \[0, 1\], got -?nan"),
+    ],
+)
+def test_sample_refuses_values(device: str, change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampling.sample(torch.zeros(2, 5), positions_from(0, 2), **row_params(2, **change))
+
+
+def test_sample_refuses_shapes_and_dtypes(device: str) -> None:
+    params = row_params(2)
+    with pytest.raises(ValueError, match=r"positions must be int32 \[rows=2\], got int64 \[2\]"):
+        sampling.sample(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), **params)
+    with pytest.raises(ValueError, match=r"logits must be float32\|bfloat16"):
+        sampling.sample(torch.zeros(2, 5).half(), positions_from(0, 2), **params)
+    with pytest.raises(ValueError, match="between 1 and"):
+        sampling.sample(torch.zeros(2, 0), positions_from(0, 2), **params)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"output_indptr": [0, 4]}, r"output_indptr\[1\] must be ascending by at most k \+ 1 = 3"),
+        ({"output_indptr": [0, -1]}, r"output_indptr\[1\] must be ascending"),
+        ({"output_indptr": [1, 2]}, r"output_indptr\[0\] must be 0, got 1"),
+        ({"strategy": [2]}, r"strategy\[0\] must be 0 \(GREEDY\) or 1 \(TARGET_MATCH\), got 2"),
+        ({"policy": [-1]}, r"policy\[0\] must be 0 \(NORMAL\)"),
+        ({"draft_token_ids": [[5, 0]]}, r"draft_token_ids\[0, 0\] must be -1 or below"),
+        ({"draft_token_ids": [[0, -2]]}, r"draft_token_ids\[0, 1\] must be -1 or below"),
+    ],
+)
+def test_verify_refuses_values(device: str, change: dict[str, Any], message: str) -> None:
+    step = {
+        "logits": torch.zeros(3, 5),
+        "output_indptr": [0, 3],
+        "draft_token_ids": [[0, 0]],
+        "positions": [0],
+        "strategy": [0],
+        "policy": [0],
+        **change,
+    }
+    step = {
+        name: torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value
+        for name, value in step.items()
+    }
+    tokens = torch.full((1, 3), 7, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        sampling.verify(**step, **row_params(1), output_token_ids=tokens)
+    assert tokens.tolist() == [[7, 7, 7]]
+
+
+def test_top_logprobs_refuses_more_than_the_vocabulary(device: str) -> None:
+    with pytest.raises(ValueError, match="n must be at most vocab_size = 5, got 6"):
+        sampling.top_logprobs(torch.zeros(2, 5), 6)
