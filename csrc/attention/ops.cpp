@@ -2,10 +2,255 @@
 // Argument checks and registration of the attention family.
 #include "attention/ops.h"
 
+#include "attention/append_attention.h"
+#include "attention/merge_states.h"
+#include "attention/rope_append_kv.h"
 #include "common/tensor_view.h"
 
 namespace specops {
+namespace {
 
-void register_attention(pybind11::module_& m) { (void)m; }
+constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+// Above this many elements of work an op takes more than about 50 us and lets go of the GIL.
+constexpr int64_t kGilElements = int64_t{1} << 18;
+
+template <typename Fn>
+void launch(int64_t elements, Fn&& fn) {
+  if (elements < kGilElements) return fn();
+  pybind11::gil_scoped_release release;
+  fn();
+}
+
+std::string at(const char* name, int64_t index) {
+  return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+void rope_append_kv(const TensorView& q,
+                    const TensorView& k,
+                    const TensorView& v,
+                    const TensorView& k_cache,
+                    const TensorView& v_cache,
+                    const TensorView& cache_slots,
+                    const TensorView& positions,
+                    const TensorView& cos_sin,
+                    bool interleaved,
+                    const TensorView& q_norm_weight,
+                    const TensorView& k_norm_weight,
+                    double norm_eps,
+                    const TensorView& q_out) {
+  Checker check("rope_append_kv");
+  Dim rows{"rows"}, qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, head_dim{"head_dim"};
+  Dim num_pages{"num_pages"}, page_size{"page_size"};
+  Dim max_positions{"max_positions"}, rotary_dim{"rotary_dim"};
+  check.tensor("q", q, kFloats, {&rows, &qo_heads, &head_dim}, Layout::kRows);
+  DType dtype = q.dtype();
+  check.tensor("k", k, {dtype}, {&rows, &kv_heads, &head_dim}, Layout::kRows);
+  check.tensor("v", v, {dtype}, {&rows, &kv_heads, &head_dim}, Layout::kRows);
+  check.tensor("k_cache", k_cache, {dtype}, {&num_pages, &page_size, &kv_heads, &head_dim});
+  check.tensor("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &kv_heads, &head_dim});
+  check.tensor("cache_slots", cache_slots, {DType::kInt64}, {&rows});
+  check.tensor("positions", positions, {DType::kInt32}, {&rows});
+  check.tensor("cos_sin", cos_sin, {DType::kFloat32}, {&max_positions, &rotary_dim});
+  check.optional("q_norm_weight", q_norm_weight, {dtype}, {&head_dim});
+  check.optional("k_norm_weight", k_norm_weight, {dtype}, {&head_dim});
+  check.tensor("q_out", q_out, {dtype}, {&rows, &qo_heads, &head_dim});
+  check.that(head_dim <= 256, "head_dim", "at most 256", head_dim.value);
+  check.that(rotary_dim % 2 == 0 && rotary_dim <= head_dim, "rotary_dim",
+             "even and at most head_dim=" + std::to_string(head_dim), rotary_dim.value);
+  if (rows == 0) return;
+
+  // Every index is read before anything is written.
+  const auto* slots = cache_slots.data<int64_t>();
+  const auto* places = positions.data<int32_t>();
+  int64_t num_slots = num_pages * page_size;
+  for (int64_t row = 0; row < rows; ++row) {
+    if (slots[row] < -1 || slots[row] >= num_slots) {
+      check.fail(at("cache_slots", row), "-1 or in [0, " + std::to_string(num_slots) + ")",
+                 std::to_string(slots[row]));
+    }
+    if (places[row] < (slots[row] < 0 ? -1 : 0) || places[row] >= max_positions) {
+      check.fail(at("positions", row),
+                 "in [0, max_positions=" + std::to_string(max_positions) +
+                     "), or -1 where cache_slots is -1",
+                 std::to_string(places[row]));
+    }
+  }
+  launch(rows * (qo_heads + 2 * kv_heads) * head_dim, [&] {
+    rope_append_kv_cpu({
+        .q = q.raw(),
+        .k = k.raw(),
+        .v = v.raw(),
+        .q_out = q_out.raw(),
+        .k_cache = k_cache.raw(),
+        .v_cache = v_cache.raw(),
+        .cache_slots = slots,
+        .positions = places,
+        .cos_sin = cos_sin.data<float>(),
+        .q_norm_weight = q_norm_weight.data<void>(),
+        .k_norm_weight = k_norm_weight.data<void>(),
+        .rows = rows,
+        .num_qo_heads = qo_heads,
+        .num_kv_heads = kv_heads,
+        .head_dim = head_dim,
+        .rotary_dim = rotary_dim,
+        .q_stride = q.stride(0),
+        .k_stride = k.stride(0),
+        .v_stride = v.stride(0),
+        .norm_eps = static_cast<float>(norm_eps),
+        .interleaved = interleaved,
+        .dtype = dtype,
+    });
+  });
+}
+
+// Checks what the index arrays hold, once over the batch and the pages in use; returns how many
+// tokens of KV, summed over rows, the launch will look at.
+int64_t check_paged_batch(Checker& check,
+                          const AppendAttentionParams& params,
+                          int64_t num_indices,
+                          int64_t num_pages) {
+  int64_t work = 0;
+  const int32_t* qo_indptr = params.qo_indptr;
+  const int32_t* kv_indptr = params.kv_indptr;
+  check.that(qo_indptr[0] == 0, "qo_indptr[0]", "0", qo_indptr[0]);
+  check.that(kv_indptr[0] >= 0, "kv_indptr[0]", "at least 0", kv_indptr[0]);
+  for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
+    int64_t qo_len = int64_t{qo_indptr[batch_idx + 1]} - qo_indptr[batch_idx];
+    int64_t pages = int64_t{kv_indptr[batch_idx + 1]} - kv_indptr[batch_idx];
+    if (qo_len < 0 || qo_indptr[batch_idx + 1] > params.rows) {
+      check.fail(at("qo_indptr", batch_idx + 1),
+                 "at least the entry before it and at most rows=" + std::to_string(params.rows),
+                 std::to_string(qo_indptr[batch_idx + 1]));
+    }
+    if (pages < 0 || kv_indptr[batch_idx + 1] > num_indices) {
+      check.fail(at("kv_indptr", batch_idx + 1),
+                 "at least the entry before it and at most the pages of kv_indices=" +
+                     std::to_string(num_indices),
+                 std::to_string(kv_indptr[batch_idx + 1]));
+    }
+    if (qo_len == 0) continue;
+    int64_t kv_len = params.kv_lens[batch_idx];
+    if (kv_len < qo_len || kv_len > pages * params.page_size) {
+      check.fail(at("kv_lens", batch_idx),
+                 "at least the request's rows=" + std::to_string(qo_len) +
+                     " and at most the slots of its pages=" +
+                     std::to_string(pages * params.page_size),
+                 std::to_string(kv_len));
+    }
+    // Pages that lie before every row's window are never read and may have been given back.
+    int64_t first = params.sliding_window > 0 ? kv_len - qo_len - params.sliding_window + 1 : 0;
+    int64_t page = first > 0 ? first / params.page_size : 0;
+    int64_t last = (kv_len - 1) / params.page_size;
+    const int32_t* ids = params.kv_indices + kv_indptr[batch_idx];
+    for (; page <= last; ++page) {
+      if (ids[page] < 0 || ids[page] >= num_pages) {
+        check.fail("page " + std::to_string(page) + " of request " + std::to_string(batch_idx) +
+                       " in kv_indices",
+                   "in [0, num_pages=" + std::to_string(num_pages) + ")",
+                   std::to_string(ids[page]));
+      }
+    }
+    work += qo_len * kv_len;
+  }
+  return work;
+}
+
+void append_attention(const TensorView& q,
+                      const TensorView& k_cache,
+                      const TensorView& v_cache,
+                      const TensorView& qo_indptr,
+                      const TensorView& kv_indptr,
+                      const TensorView& kv_indices,
+                      const TensorView& kv_lens,
+                      double sm_scale,
+                      int64_t sliding_window,
+                      const TensorView& out,
+                      const TensorView& lse,
+                      const TensorView& workspace) {
+  Checker check("append_attention");
+  Dim rows{"rows"}, qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, head_dim{"head_dim"};
+  Dim num_pages{"num_pages"}, page_size{"page_size"}, batch{"batch"}, batch_plus_1{"batch + 1"};
+  Dim num_indices{"pages"}, workspace_size{"floats"};
+  check.tensor("q", q, kFloats, {&rows, &qo_heads, &head_dim}, Layout::kRows);
+  DType dtype = q.dtype();
+  check.tensor("k_cache", k_cache, {dtype}, {&num_pages, &page_size, &kv_heads, &head_dim});
+  check.tensor("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &kv_heads, &head_dim});
+  check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
+  batch_plus_1.value = batch + 1;
+  check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&num_indices});
+  check.tensor("out", out, {dtype}, {&rows, &qo_heads, &head_dim});
+  check.optional("lse", lse, {DType::kFloat32}, {&rows, &qo_heads});
+  check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
+  check.that(head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256, "head_dim",
+             "64, 96, 128 or 256", head_dim.value);
+  check.that(page_size == 16 || page_size == 32 || page_size == 64, "page_size", "16, 32 or 64",
+             page_size.value);
+  check.that(kv_heads > 0 && qo_heads % kv_heads == 0 && qo_heads / kv_heads <= 64,
+             "num_qo_heads", "1 to 64 times num_kv_heads=" + std::to_string(kv_heads),
+             qo_heads.value);
+  check.that(sliding_window >= 0, "sliding_window", "at least 1, or None", sliding_window);
+  AppendAttentionParams params{
+      .q = q.raw(),
+      .k_cache = k_cache.raw(),
+      .v_cache = v_cache.raw(),
+      .qo_indptr = qo_indptr.data<int32_t>(),
+      .kv_indptr = kv_indptr.data<int32_t>(),
+      .kv_indices = kv_indices.data<int32_t>(),
+      .kv_lens = kv_lens.data<int32_t>(),
+      .out = out.raw(),
+      .lse = lse.data<float>(),
+      .workspace = workspace.data<float>(),
+      .workspace_size = workspace.defined() ? workspace_size.value : 0,
+      .rows = rows,
+      .batch = batch,
+      .num_qo_heads = qo_heads,
+      .num_kv_heads = kv_heads,
+      .head_dim = head_dim,
+      .page_size = page_size,
+      .q_stride = q.stride(0),
+      .sliding_window = sliding_window,
+      .sm_scale = static_cast<float>(sm_scale),
+      .dtype = dtype,
+  };
+  int64_t tokens = check_paged_batch(check, params, num_indices, num_pages);
+  if (rows == 0) return;
+  launch(tokens * qo_heads * head_dim / 16, [&] { append_attention_cpu(params); });
+}
+
+void merge_states(const TensorView& outs,
+                  const TensorView& lses,
+                  const TensorView& out,
+                  const TensorView& lse) {
+  Checker check("merge_states");
+  Dim states{"states"}, rows{"rows"}, heads{"num_heads"}, head_dim{"head_dim"};
+  check.tensor("outs", outs, kFloats, {&states, &rows, &heads, &head_dim});
+  check.tensor("lses", lses, {DType::kFloat32}, {&states, &rows, &heads});
+  check.tensor("out", out, {outs.dtype()}, {&rows, &heads, &head_dim});
+  check.tensor("lse", lse, {DType::kFloat32}, {&rows, &heads});
+  if (rows == 0) return;
+  launch(states * rows * heads * head_dim, [&] {
+    merge_states_cpu({
+        .outs = outs.raw(),
+        .lses = lses.data<float>(),
+        .out = out.raw(),
+        .lse = lse.data<float>(),
+        .num_states = states,
+        .num_items = rows * heads,
+        .head_dim = head_dim,
+        .dtype = outs.dtype(),
+    });
+  });
+}
+
+}  // namespace
+
+void register_attention(pybind11::module_& m) {
+  m.def("rope_append_kv", &rope_append_kv);
+  m.def("append_attention", &append_attention);
+  m.def("merge_states", &merge_states);
+}
 
 }  // namespace specops

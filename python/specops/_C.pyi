@@ -34,6 +34,36 @@ def prepare_batch(
 def gather_output_rows(hidden: Tensor, output_rows: Tensor, out: Tensor) -> None: ...
 
 # attention
+def rope_append_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    norm_eps: float,
+    q_out: Tensor,
+) -> None: ...
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    sm_scale: float,
+    sliding_window: int,
+    out: Tensor,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+) -> None: ...
+def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None: ...
 
 # dense
 def silu_mul(gate_up: Tensor, out: Tensor) -> None: ...

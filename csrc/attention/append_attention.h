@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// append_attention: the last rows of each request attend causally to its paged KV cache.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/isa.h"
+
+namespace specops {
+
+// The reduction over KV: leaves at fixed absolute positions, folded left into chunks of leaves, and
+// those into the result. Part of what an output bit means: changing either changes bits.
+constexpr int64_t kAttentionLeaf = 64;
+constexpr int64_t kAttentionChunk = 8 * kAttentionLeaf;
+
+struct AppendAttentionParams {
+  const void* q;              // [rows, num_qo_heads, head_dim], rows q_stride apart
+  const void* k_cache;        // [num_pages, page_size, num_kv_heads, head_dim]
+  const void* v_cache;        // as k_cache
+  const int32_t* qo_indptr;   // [batch + 1]
+  const int32_t* kv_indptr;   // [batch + 1], in pages
+  const int32_t* kv_indices;  // [pages]
+  const int32_t* kv_lens;     // [batch], this step's rows included
+  void* out;                  // [rows, num_qo_heads, head_dim], contiguous
+  float* lse;                 // [rows, num_qo_heads], natural log; may be nullptr
+  float* workspace;           // partial states of split requests; may be nullptr
+  int64_t workspace_size;     // floats; too few: less is split
+  int64_t rows;
+  int64_t batch;
+  int64_t num_qo_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;           // 64, 96, 128 or 256
+  int64_t page_size;          // 16, 32 or 64
+  int64_t q_stride;
+  int64_t sliding_window;     // a row sees this many positions, its own included; 0: all
+  float sm_scale;
+  DType dtype;                // float32, bfloat16 or float16; of q, caches and out
+};
+
+SPECOPS_DECLARE_CPU(append_attention_cpu, AppendAttentionParams);
+
+}  // namespace specops

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/rope_append_kv.h"
+
+#include "common/parallel.h"
+#include "common/simd.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 256;
+
+// x / rms(x) rounded to T, times the weight, rounded to T again, as checkpoints were trained.
+template <typename T>
+void normalise(float* head, const T* weight, int64_t head_dim, float eps) {
+  F32x16 squares = zero();
+  for (int64_t i = 0; i < head_dim; i += kLanes) {
+    F32x16 x = load_partial(head + i, static_cast<int>(head_dim - i));
+    squares = fma(x, x, squares);
+  }
+  float mean = reduce_add(squares) / static_cast<float>(head_dim);
+  F32x16 scale = set1(1.0f / std::sqrt(mean + eps));
+  for (int64_t i = 0; i < head_dim; i += kLanes) {
+    int n = static_cast<int>(head_dim - i);
+    T rounded[kLanes];
+    store(rounded, mul(load_partial(head + i, n), scale));
+    store(rounded, mul(load_partial(weight + i, n), load(rounded)));
+    store_partial(head + i, load(rounded), n);
+  }
+}
+
+// Pairs (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved, turned by the angle of pair i.
+inline void rotate(float* head, const float* cos_sin, int64_t rotary_dim, bool interleaved) {
+  int64_t half = rotary_dim / 2;
+  const float* cos = cos_sin;
+  const float* sin = cos_sin + half;
+  if (interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      float a = head[2 * i], b = head[2 * i + 1];
+      head[2 * i] = a * cos[i] - b * sin[i];
+      head[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+    return;
+  }
+  for (int64_t i = 0; i < half; i += kLanes) {
+    int n = static_cast<int>(half - i);
+    F32x16 a = load_partial(head + i, n), b = load_partial(head + half + i, n);
+    F32x16 c = load_partial(cos + i, n), s = load_partial(sin + i, n);
+    store_partial(head + i, sub(mul(a, c), mul(b, s)), n);
+    store_partial(head + half + i, add(mul(b, c), mul(a, s)), n);
+  }
+}
+
+template <typename T>
+void turn_heads(const T* src,
+                T* dst,
+                int64_t num_heads,
+                const void* norm_weight,
+                const float* cos_sin,
+                const RopeAppendKvParams& params) {
+  int64_t head_dim = params.head_dim;
+  float head[kMaxHeadDim + kLanes];
+  for (int64_t head_idx = 0; head_idx < num_heads; ++head_idx) {
+    const T* x = src + head_idx * head_dim;
+    T* y = dst + head_idx * head_dim;
+    for (int64_t i = 0; i < head_dim; i += kLanes) {
+      int n = static_cast<int>(head_dim - i);
+      store_partial(head + i, load_partial(x + i, n), n);
+    }
+    if (norm_weight != nullptr) {
+      normalise(head, static_cast<const T*>(norm_weight), head_dim, params.norm_eps);
+    }
+    rotate(head, cos_sin, params.rotary_dim, params.interleaved);
+    for (int64_t i = 0; i < head_dim; i += kLanes) {
+      int n = static_cast<int>(head_dim - i);
+      store_partial(y + i, load_partial(head + i, n), n);
+    }
+  }
+}
+
+// q_out = rope(norm(q)); cache[slot] = rope(norm(k)), v: one pass over a row of q, k and v.
+// Cost:    each element read and written once; memory-bound.
+// Assumes: each row contiguous; slots and positions in range; q_out may be q itself.
+// Order:   elementwise but for the norm's sum of squares: 16 lane sums, then one tree.
+// Source:  Su et al. 2021 (RoPE); per-head norm as in Qwen3.
+// Threads: groups of rows of about 16,384 elements, so a decode step stays on the calling thread.
+template <typename T>
+void run(const RopeAppendKvParams& params) {
+  int64_t q_width = params.num_qo_heads * params.head_dim;
+  int64_t kv_width = params.num_kv_heads * params.head_dim;
+  int64_t grain = 16384 / (q_width + 2 * kv_width) + 1;
+  parallel_for(params.rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* q_out = static_cast<T*>(params.q_out) + row * q_width;
+      int64_t position = params.positions[row];
+      if (position < 0) {
+        std::memset(static_cast<void*>(q_out), 0, q_width * sizeof(T));
+        continue;
+      }
+      const float* cos_sin = params.cos_sin + position * params.rotary_dim;
+      turn_heads(static_cast<const T*>(params.q) + row * params.q_stride, q_out,
+                 params.num_qo_heads, params.q_norm_weight, cos_sin, params);
+      int64_t slot = params.cache_slots[row];
+      if (slot < 0) continue;
+      turn_heads(static_cast<const T*>(params.k) + row * params.k_stride,
+                 static_cast<T*>(params.k_cache) + slot * kv_width, params.num_kv_heads,
+                 params.k_norm_weight, cos_sin, params);
+      std::memcpy(static_cast<T*>(params.v_cache) + slot * kv_width,
+                  static_cast<const T*>(params.v) + row * params.v_stride,
+                  kv_width * sizeof(T));
+    }
+  });
+}
+
+}  // namespace
+
+void rope_append_kv_cpu(const RopeAppendKvParams& params) {
+  switch (params.dtype) {
+    case DType::kBFloat16:
+      return run<bfloat16>(params);
+    case DType::kFloat16:
+      return run<float16>(params);
+    default:
+      return run<float>(params);
+  }
+}
+
+}  // namespace specops::SPECOPS_ISA

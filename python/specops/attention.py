@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a paged KV cache: rotary embedding with cache append, attention, state merging.
+
+The bits of an output row depend on that row's request alone: KV is reduced in leaves at fixed
+positions, folded in one fixed order, so a verified row equals the row plain decoding would compute.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specops import _C
+
+_SCALING_KEYS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+# What a checkpoint's rope_parameters may hold beside the scaling itself.
+_COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def rope_cos_sin(
+    max_positions: int,
+    rotary_dim: int,
+    theta: float,
+    scaling: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Tabulates the cosines and sines of the rotary embedding.
+
+    Position p and pair i have the angle p * theta^(-2i / rotary_dim), its frequency changed by
+    `scaling`: same as `reference.rope_cos_sin`.
+
+    Args:
+        max_positions: number of positions.
+        rotary_dim: number of rotated elements of a head, even.
+        theta: base of the frequencies.
+        scaling: the rope_scaling or rope_parameters mapping of a checkpoint's config: rope_type
+            "default", "linear", "llama3" or "yarn" with its keys. None: default.
+
+    Returns:
+        [max_positions, rotary_dim], float32: the cosine of every pair, then the sine, both times
+        the attention factor of yarn.
+
+    Raises:
+        ValueError: the rope_type is unknown, a key is missing or unknown, or the sizes are wrong.
+
+    Source: Su et al. 2021 (RoPE), Peng et al. 2023 (YaRN), Llama 3.1.
+    """
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rope_cos_sin: rotary_dim must be even and at least 2, got {rotary_dim}")
+    if max_positions < 0:
+        raise ValueError(f"rope_cos_sin: max_positions must be at least 0, got {max_positions}")
+    options = dict(scaling or {})
+    kind = options.get("rope_type", options.get("type", "default"))
+    if kind not in _SCALING_KEYS:
+        names = ", ".join(sorted(_SCALING_KEYS))
+        raise ValueError(f"rope_cos_sin: rope_type must be one of {names}, got {kind!r}")
+    unknown = sorted(set(options) - _SCALING_KEYS[kind] - _COMMON_KEYS)
+    if unknown:
+        raise ValueError(f"rope_cos_sin: rope_type {kind!r} has no key {unknown[0]!r}")
+    if options.get("rope_theta", theta) != theta:
+        raise ValueError(
+            f"rope_cos_sin: theta must be the rope_theta={options['rope_theta']} of scaling, "
+            f"got {theta}"
+        )
+
+    def option(key: str) -> float:
+        if options.get(key) is None:
+            raise ValueError(f"rope_cos_sin: rope_type {kind!r} needs the key {key!r}")
+        return float(options[key])
+
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    inv_freq = 1.0 / theta**exponents
+    attention_factor = 1.0
+    if kind == "linear":
+        inv_freq = inv_freq / option("factor")
+    elif kind == "llama3":
+        inv_freq = _llama3_frequencies(
+            inv_freq,
+            option("factor"),
+            option("low_freq_factor"),
+            option("high_freq_factor"),
+            option("original_max_position_embeddings"),
+        )
+    elif kind == "yarn":
+        factor = option("factor")
+        inv_freq = _yarn_frequencies(
+            theta**exponents,
+            theta,
+            factor,
+            option("original_max_position_embeddings"),
+            float(options.get("beta_fast") or 32),
+            float(options.get("beta_slow") or 1),
+            bool(options.get("truncate", True)),
+        )
+        attention_factor = _yarn_attention_factor(factor, options)
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
+    return torch.cat([angles.cos() * attention_factor, angles.sin() * attention_factor], dim=1)
+
+
+def _llama3_frequencies(
+    inv_freq: Tensor, factor: float, low_factor: float, high_factor: float, old_len: float
+) -> Tensor:
+    """Long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (old_len / wavelength - low_factor) / (high_factor - low_factor)
+    between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    kept_or_between = torch.where(wavelength < old_len / high_factor, inv_freq, between)
+    return torch.where(wavelength > old_len / low_factor, inv_freq / factor, kept_or_between)
+
+
+def _yarn_frequencies(
+    freq: Tensor,
+    theta: float,
+    factor: float,
+    old_len: float,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+) -> Tensor:
+    """Pairs that turn often in the old context are kept, the slow ones slowed by `factor`."""
+    rotary_dim = 2 * freq.numel()
+
+    def pair_with(rotations: float) -> float:
+        turns = math.log(old_len / (rotations * 2 * math.pi))
+        return rotary_dim * turns / (2 * math.log(theta))
+
+    low, high = pair_with(beta_fast), pair_with(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    index = torch.arange(freq.numel(), dtype=torch.float32)
+    slowed = ((index - low) / (high - low)).clamp(0, 1)
+    kept = 1 - slowed
+    return 1.0 / (factor * freq) * (1 - kept) + 1.0 / freq * kept
+
+
+def _yarn_attention_factor(factor: float, options: Mapping[str, Any]) -> float:
+    """The scale of the cosines and sines: given, or from the length factor."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if options.get("attention_factor") is not None:
+        return float(options["attention_factor"])
+    if options.get("mscale") and options.get("mscale_all_dim"):
+        return mscale(options["mscale"]) / mscale(options["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def rope_append_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    interleaved: bool = False,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    q_out: Tensor | None = None,
+) -> Tensor:
+    """Rotates q and k by their positions and writes k and v INTO THE CACHE, in one pass.
+
+    Same as `reference.rope_append_kv`. Per head: optional RMSNorm (rounded to the dtype, times the
+    weight, rounded), then RoPE of the first rotary_dim elements in fp32, rounded once.
+
+    Args:
+        q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided, as in
+            views of one packed qkv; each row is contiguous. head_dim is at most 256.
+        k: [rows, num_kv_heads, head_dim], dtype of `q`.
+        v: [rows, num_kv_heads, head_dim], dtype of `q`.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`. Written.
+        v_cache: as `k_cache`. Written.
+        cache_slots: [rows], int64. Slot page * page_size + offset of each row; -1 writes nothing.
+        positions: [rows], int32. Absolute position of each row; -1 is a padding row: its q_out is
+            zero.
+        cos_sin: [max_positions, rotary_dim], float32, from `rope_cos_sin`.
+        interleaved: rotate neighbours (2i, 2i + 1) instead of halves (i, i + rotary_dim / 2).
+        q_norm_weight: [head_dim], dtype of `q`. None: q is not normalised.
+        k_norm_weight: [head_dim], dtype of `q`. None: k is not normalised.
+        norm_eps: added to the mean square of a head.
+        q_out: [rows, num_qo_heads, head_dim], dtype of `q`. May be `q`. Allocated when absent.
+
+    Returns:
+        `q_out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or a slot or a position
+            is out of range; nothing has been written then.
+
+    Note:
+        Deterministic; a row depends on nothing but itself. Two rows with one slot: either wins.
+
+    Source: Su et al. 2021, "RoFormer".
+    """
+    if q_out is None:
+        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _C.rope_append_kv(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        cache_slots,
+        positions,
+        cos_sin,
+        interleaved,
+        q_norm_weight,
+        k_norm_weight,
+        norm_eps,
+        q_out,
+    )
+    return q_out
+
+
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    *,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    workspace: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attends causally from the last rows of each request to its whole paged KV cache.
+
+    Same as `reference.append_attention`. Row i of a request with qo_len rows sits at position
+    kv_len - qo_len + i and sees the positions up to its own, at most `sliding_window` of them. One
+    call serves decoding (qo_len 1), verification (k + 1), prefill chunks and any mixture.
+
+    Args:
+        q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided.
+            head_dim is 64, 96, 128 or 256.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`. page_size is 16, 32
+            or 64; num_kv_heads divides num_qo_heads.
+        v_cache: as `k_cache`.
+        qo_indptr: [batch + 1], int32. Rows qo_indptr[b] to qo_indptr[b + 1] belong to request b;
+            a request may have none. Rows past the last entry yield zeros and an lse of -inf.
+        kv_indptr: [batch + 1], int32. Where each request's pages begin in `kv_indices`.
+        kv_indices: [pages], int32. Page ids, in order of position.
+        kv_lens: [batch], int32. Length of each request, its rows of this call included.
+        sm_scale: scale of the scores. None: 1 / sqrt(head_dim).
+        sliding_window: positions a row sees, its own included. None: all. Pages before every row's
+            window are not read; their ids may be anything.
+        out: [rows, num_qo_heads, head_dim], dtype of `q`. Allocated when absent.
+        lse: [rows, num_qo_heads], float32. Written when given: natural log-sum-exp of the scores.
+        return_lse: return the lse too, allocated when absent.
+        workspace: [floats], float32, for partial results when few requests are split among threads;
+            see `attention_workspace_size`. Allocated when absent; a short one means less splitting.
+
+    Returns:
+        `out`, or (`out`, `lse`) when `lse` is given or `return_lse` is set.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a length is below
+            its rows or above its pages; a page id in use is out of range.
+
+    Note:
+        The bits of a row depend only on its own query, its request's KV up to its position, the
+        scale and the window: not on the other rows, the batch, page size, page order or threads.
+
+    Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV).
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if lse is None and return_lse:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    _C.append_attention(
+        q,
+        k_cache,
+        v_cache,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_lens,
+        1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
+        _window(sliding_window),
+        out,
+        lse,
+        workspace,
+    )
+    return out if lse is None else (out, lse)
+
+
+def _window(sliding_window: int | None) -> int:
+    if sliding_window is None:
+        return 0
+    if sliding_window < 1:
+        raise ValueError(
+            f"append_attention: sliding_window must be at least 1, or None, got {sliding_window}"
+        )
+    return sliding_window
+
+
+def merge_states(
+    outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Combines attention results over disjoint parts of the KV cache into one.
+
+    Same as `reference.merge_states`: weights e^lse, states folded left in fp32, rounded once.
+
+    Args:
+        outs: [states, rows, num_heads, head_dim], float32, bfloat16 or float16.
+        lses: [states, rows, num_heads], float32. Natural log; -inf marks an empty state, which
+            contributes exactly nothing, whatever its `outs` hold.
+        out: [rows, num_heads, head_dim], dtype of `outs`. Allocated when absent.
+        lse: [rows, num_heads], float32. Allocated when absent.
+
+    Returns:
+        (`out`, `lse`). Where every state is empty: zero and -inf.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+
+    Note:
+        Deterministic; a row and head depends on its own states alone.
+
+    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+    """
+    if out is None:
+        out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    if lse is None:
+        lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=lses.device)
+    _C.merge_states(outs, lses, out, lse)
+    return out, lse

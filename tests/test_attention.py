@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention family against its reference, and row identity."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import specops
+import torch
+from conftest import assert_close
+from specops import attention, reference
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCALINGS = [
+    None,
+    {"rope_type": "linear", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    {
+        "type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "truncate": False,
+    },
+]
+
+
+@dataclass
+class Batch:
+    """Ragged requests over a poisoned cache: every slot that no request holds is NaN."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_lens: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.qo_indptr,
+            self.kv_indptr,
+            self.kv_indices,
+            self.kv_lens,
+        )
+
+
+def lengths_to_indptr(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def make_batch(
+    keys: list[Tensor], values: list[Tensor], queries: list[Tensor], page_size: int, shuffle: bool
+) -> Batch:
+    """Pages the KV of each request: [kv_len, num_kv_heads, head_dim] each."""
+    counts = [-(-k.shape[0] // page_size) for k in keys]
+    num_pages = sum(counts) + 3
+    order = torch.randperm(num_pages) if shuffle else torch.arange(num_pages)
+    indptr = lengths_to_indptr(counts)
+    heads, dtype = keys[0].shape[1:], keys[0].dtype
+    k_cache = torch.full((num_pages, page_size, *heads), torch.nan, dtype=dtype)
+    v_cache = k_cache.clone()
+    indices = order[: sum(counts)]
+    for request, (k, v) in enumerate(zip(keys, values, strict=True)):
+        position = torch.arange(k.shape[0])
+        pages = indices[indptr[request] + position // page_size]
+        k_cache[pages, position % page_size] = k
+        v_cache[pages, position % page_size] = v
+    return Batch(
+        q=torch.cat(queries),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        qo_indptr=lengths_to_indptr([q.shape[0] for q in queries]),
+        kv_indptr=indptr,
+        # The tail of the index array is not a page.
+        kv_indices=torch.cat([indices, torch.tensor([2**30, -7])]).int(),
+        kv_lens=torch.tensor([k.shape[0] for k in keys], dtype=torch.int32),
+    )
+
+
+def random_batch(
+    kv_lens: list[int],
+    qo_lens: list[int],
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    page_size: int = 16,
+) -> Batch:
+    def draw(length: int, count: int) -> Tensor:
+        return torch.randn(length, count, head_dim).to(dtype)
+
+    keys = [draw(n, heads[1]) for n in kv_lens]
+    values = [draw(n, heads[1]) for n in kv_lens]
+    return make_batch(keys, values, [draw(n, heads[0]) for n in qo_lens], page_size, True)
+
+
+def check_against_reference(batch: Batch, window: int | None = None) -> None:
+    out, lse = attention.append_attention(*batch.tensors(), sliding_window=window, return_lse=True)
+
+    def twin(*tensors: Tensor) -> Tensor:
+        return reference.append_attention(*tensors, sliding_window=window)[0]
+
+    assert_close(twin, out, *batch.tensors())
+    wide = [x.double() if x.is_floating_point() else x for x in batch.tensors()]
+    truth = reference.append_attention(*wide, sliding_window=window)[1]
+    used = int(batch.qo_indptr[-1])
+    assert (lse[used:] == -torch.inf).all()
+    assert (lse[:used] - truth[:used]).abs().max().item() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_append_attention(device: str, isa: str, dtype: torch.dtype, page_size: int) -> None:
+    batch = random_batch(
+        [1, 5, 17, 64, 130, 700, 65, 1100],
+        [1, 5, 0, 64, 3, 5, 1, 40],
+        dtype,
+        page_size=page_size,
+    )
+    check_against_reference(batch)
+    check_against_reference(batch, window=1)
+    check_against_reference(batch, window=100)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (6, 2), (8, 2), (16, 2)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_append_attention_shapes(
+    device: str, isa: str, dtype: torch.dtype, heads: tuple[int, int], head_dim: int
+) -> None:
+    batch = random_batch([90, 20, 3], [6, 1, 2], dtype, heads, head_dim)
+    check_against_reference(batch)
+
+
+def test_append_attention_padding_and_empty(device: str, isa: str) -> None:
+    batch = random_batch([40, 30], [2, 1], torch.bfloat16)
+    padded = replace(batch, q=torch.cat([batch.q, torch.full_like(batch.q, torch.nan)]))
+    out, lse = attention.append_attention(*padded.tensors(), return_lse=True)
+    assert torch.equal(out[:3], attention.append_attention(*batch.tensors()))
+    assert (out[3:] == 0).all() and (lse[3:] == -torch.inf).all()
+
+    none = random_batch([40], [0], torch.bfloat16)
+    assert attention.append_attention(*none.tensors()).shape == (0, 4, 64)
+    empty = replace(
+        none,
+        qo_indptr=torch.zeros(1, dtype=torch.int32),
+        kv_indptr=torch.zeros(1, dtype=torch.int32),
+        kv_lens=torch.zeros(0, dtype=torch.int32),
+    )
+    assert attention.append_attention(*empty.tensors()).shape == (0, 4, 64)
+
+
+def attend_one(
+    k: Tensor, v: Tensor, q: Tensor, page_size: int, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    batch = make_batch([k], [v], [q], page_size, shuffle=True)
+    out, lse = attention.append_attention(*batch.tensors(), sliding_window=window, return_lse=True)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 77, 600])
+@pytest.mark.parametrize(
+    "heads,head_dim", [((1, 1), 64), ((4, 2), 96), ((3, 1), 128), ((8, 2), 64), ((8, 1), 256)]
+)
+def test_append_attention_rows_are_decode_rows(
+    device: str,
+    isa: str,
+    dtype: torch.dtype,
+    window: int | None,
+    heads: tuple[int, int],
+    head_dim: int,
+) -> None:
+    length = 1170
+    q = torch.randn(length, heads[0], head_dim).to(dtype)
+    k, v = (torch.randn(length, heads[1], head_dim).to(dtype) for _ in range(2))
+    # A later token must not reach an earlier row, not even as zero times NaN.
+    k[-1], v[-1] = torch.nan, torch.inf
+    whole, whole_lse = attend_one(k, v, q, 16, window)
+    assert not whole[:-1].isnan().any()
+
+    def check(end: int, rows: int, page_size: int) -> None:
+        out, lse = attend_one(k[:end], v[:end], q[end - rows : end], page_size, window)
+        assert torch.equal(
+            out.view(torch.uint8), whole[end - rows : end].contiguous().view(torch.uint8)
+        )
+        assert torch.equal(lse, whole_lse[end - rows : end])
+
+    for end in [1, 2, 15, 16, 17, 63, 64, 65, 128, 300, 511, 512, 513, 1025, length - 1]:
+        for threads, page_size, rows in [(1, 16, 1), (2, 32, 5), (3, 64, 1), (2, 16, 13)]:
+            specops.set_num_threads(threads)
+            check(end, min(rows, end), page_size)
+    for begin in range(0, length - 1, 253):  # prefill in chunks
+        check(min(begin + 253, length - 1), min(begin + 253, length - 1) - begin, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_append_attention_alone_and_in_a_batch(device: str, isa: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    kv_lens = torch.randint(5, 1300, (32,)).tolist()
+    keys = [torch.randn(n, 2, 64).to(dtype) for n in kv_lens]
+    values = [torch.randn(n, 2, 64).to(dtype) for n in kv_lens]
+    queries = [torch.randn(5, 4, 64).to(dtype) for _ in kv_lens]
+    alone = [attend_one(*kvq, 16)[0] for kvq in zip(keys, values, queries, strict=True)]
+    for threads, page_size in [(1, 16), (2, 64), (3, 32)]:
+        specops.set_num_threads(threads)
+        batch = make_batch(keys, values, queries, page_size, shuffle=True)
+        assert torch.equal(attention.append_attention(*batch.tensors()), torch.cat(alone))
+        last = [q[-1:] for q in queries]
+        batch = make_batch(keys, values, last, page_size, shuffle=False)
+        got = attention.append_attention(*batch.tensors())
+        assert torch.equal(got, torch.stack([x[-1] for x in alone]))
+
+
+def test_append_attention_window_pages_may_be_gone(device: str, isa: str) -> None:
+    batch = random_batch([300], [3], torch.bfloat16)
+    expected = attention.append_attention(*batch.tensors(), sliding_window=100)
+    batch.kv_indices[: (297 - 99) // 16] = -1
+    assert torch.equal(attention.append_attention(*batch.tensors(), sliding_window=100), expected)
+
+
+def test_append_attention_refuses(device: str) -> None:
+    batch = random_batch([40, 50], [2, 1], torch.bfloat16)
+
+    def refused(message: str, window: int | None = None, **changes: Tensor) -> None:
+        changed = replace(batch, **changes)
+        with pytest.raises(ValueError, match=message):
+            attention.append_attention(*changed.tensors(), sliding_window=window)
+
+    gone = batch.kv_indices.clone()
+    gone[4] = 99
+    refused(
+        r"append_attention: page 1 of request 1 in kv_indices must be in \[0, num_pages=10\), "
+        "got 99",
+        kv_indices=gone,
+    )
+    refused(
+        r"kv_lens\[1\] must be at least the request's rows=1 and at most the slots of its "
+        "pages=64, got 0",
+        kv_lens=torch.tensor([40, 0], dtype=torch.int32),
+    )
+    refused(r"kv_lens\[0\].*got 49", kv_lens=torch.tensor([49, 50], dtype=torch.int32))
+    refused(r"qo_indptr\[2\].*got 1", qo_indptr=torch.tensor([0, 2, 1], dtype=torch.int32))
+    refused(r"kv_indptr\[2\].*got 2", kv_indptr=torch.tensor([0, 3, 2], dtype=torch.int32))
+    refused("k_cache must be float32", q=batch.q.float())
+    refused("q must be float32|bfloat16|float16", q=batch.q.double())
+    refused("sliding_window must be at least 1", window=0)
+    refused("num_qo_heads must be 1 to 64 times num_kv_heads=2, got 3", q=batch.q[:, :3].clone())
+    wide = random_batch([4], [1], torch.float32, head_dim=80)
+    with pytest.raises(ValueError, match="head_dim must be 64, 96, 128 or 256, got 80"):
+        attention.append_attention(*wide.tensors())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("head_dim,rotary_dim", [(64, 64), (96, 24), (128, 128), (256, 64)])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_rope_append_kv(
+    device: str,
+    isa: str,
+    dtype: torch.dtype,
+    interleaved: bool,
+    head_dim: int,
+    rotary_dim: int,
+    norm: bool,
+    rows: int,
+) -> None:
+    qkv = torch.randn(rows, 4 + 2 + 2, head_dim).to(dtype)
+    q, k, v = qkv.split([4, 2, 2], dim=1)
+    cache = torch.full((40, 16, 2, head_dim), 7.0, dtype=dtype)
+    slots = torch.randperm(640)[:rows]
+    positions = torch.randint(0, 500, (rows,), dtype=torch.int32)
+    if rows > 2:
+        slots[1] = slots[2] = -1
+        positions[2] = -1
+    cos_sin = attention.rope_cos_sin(500, rotary_dim, 1e4)
+    weights = [torch.randn(head_dim).to(dtype) for _ in range(2)] if norm else [None, None]
+
+    def twin(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> Tensor:
+        caches = [cache.to(q.dtype).clone() for _ in range(2)]
+        kw = dict(zip(["q_norm_weight", "k_norm_weight"], weights, strict=False))
+        out = reference.rope_append_kv(
+            q, k, v, *caches, slots, positions, cos_sin, interleaved=interleaved, **kw
+        )
+        return torch.cat([out.flatten(), *(c.flatten() for c in caches)])
+
+    k_cache, v_cache = cache.clone(), cache.clone()
+    out = attention.rope_append_kv(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        positions,
+        cos_sin,
+        interleaved=interleaved,
+        q_norm_weight=weights[0],
+        k_norm_weight=weights[1],
+    )
+    got = torch.cat([out.flatten(), k_cache.flatten(), v_cache.flatten()])
+    assert_close(twin, got, q, k, v, *([w for w in weights if w is not None]))
+    # Every row alone, in place, with one thread.
+    specops.set_num_threads(1)
+    for row in {0, rows // 2, rows - 1}:
+        k_one, v_one = cache.clone(), cache.clone()
+        q_one = q[row : row + 1].clone()
+        attention.rope_append_kv(
+            q_one,
+            k[row : row + 1],
+            v[row : row + 1],
+            k_one,
+            v_one,
+            slots[row : row + 1],
+            positions[row : row + 1],
+            cos_sin,
+            interleaved=interleaved,
+            q_norm_weight=weights[0],
+            k_norm_weight=weights[1],
+            q_out=q_one,
+        )
+        assert torch.equal(q_one[0], out[row])
+        if slots[row] >= 0:
+            assert torch.equal(k_one.flatten(0, 1)[slots[row]], k_cache.flatten(0, 1)[slots[row]])
+            assert torch.equal(v_one.flatten(0, 1)[slots[row]], v[row])
+
+
+def test_rope_append_kv_refuses_before_writing(device: str) -> None:
+    q, k = torch.randn(2, 4, 64), torch.randn(2, 2, 64)
+    k_cache, v_cache = torch.zeros(2, 16, 2, 64), torch.zeros(2, 16, 2, 64)
+    cos_sin = attention.rope_cos_sin(8, 64, 1e4)
+    q_out = torch.zeros_like(q)
+
+    def refused(message: str, slots: list[int], positions: list[int]) -> None:
+        with pytest.raises(ValueError, match=message):
+            attention.rope_append_kv(
+                q,
+                k,
+                k,
+                k_cache,
+                v_cache,
+                torch.tensor(slots),
+                torch.tensor(positions, dtype=torch.int32),
+                cos_sin,
+                q_out=q_out,
+            )
+
+    refused(r"cache_slots\[1\] must be -1 or in \[0, 32\), got 32", [0, 32], [0, 1])
+    refused(r"cache_slots\[1\].*got -2", [0, -2], [0, 1])
+    refused(r"positions\[1\].*got 8", [0, 1], [0, 8])
+    refused(r"positions\[1\].*got -1", [0, 1], [0, -1])
+    assert (k_cache == 0).all() and (q_out == 0).all()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rope_cos_sin(device: str, scaling: dict[str, object] | None) -> None:
+    got = attention.rope_cos_sin(512, 64, 1e6, scaling)
+    assert got.shape == (512, 64) and got.dtype == torch.float32
+    # A float32 angle of 512 radians is off by up to 3e-5; below 8 radians the table is tight.
+    torch.testing.assert_close(
+        got, reference.rope_cos_sin(512, 64, 1e6, scaling), rtol=0, atol=1e-4
+    )
+    torch.testing.assert_close(
+        got[:8], reference.rope_cos_sin(8, 64, 1e6, scaling), rtol=0, atol=1e-6
+    )
+
+
+def test_rope_cos_sin_refuses(device: str) -> None:
+    for scaling, message in [
+        ({"rope_type": "dynamic", "factor": 2.0}, "got 'dynamic'"),
+        ({"rope_type": "linear"}, "'linear' needs the key 'factor'"),
+        ({"rope_type": "linear", "factor": 2.0, "betas": 1}, "'linear' has no key 'betas'"),
+        ({"rope_type": "default", "rope_theta": 5e5}, "must be the rope_theta=500000.0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            attention.rope_cos_sin(4, 64, 1e4, scaling)
+    with pytest.raises(ValueError, match="rotary_dim must be even"):
+        attention.rope_cos_sin(4, 63, 1e4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("states,rows", [(1, 3), (2, 1), (7, 1500)])
+def test_merge_states(device: str, isa: str, dtype: torch.dtype, states: int, rows: int) -> None:
+    outs, lses = torch.randn(states, rows, 3, 64).to(dtype), 5 * torch.randn(states, rows, 3)
+    lses[torch.rand(lses.shape) < 0.3] = -torch.inf
+    outs[lses == -torch.inf] = torch.nan
+    out, lse = attention.merge_states(outs, lses)
+    assert_close(lambda o, x: reference.merge_states(o, x)[0], out, outs, lses)
+    torch.testing.assert_close(lse, reference.merge_states(outs, lses)[1], rtol=0, atol=1e-5)
+    row = rows // 2
+    alone = attention.merge_states(outs[:, row : row + 1].clone(), lses[:, row : row + 1].clone())
+    assert torch.equal(alone[0][0], out[row]) and torch.equal(alone[1][0], lse[row])
+
+
+def test_merge_states_empty_changes_nothing(device: str, isa: str) -> None:
+    outs, lses = torch.randn(3, 4, 2, 64), torch.randn(3, 4, 2)
+    expected = attention.merge_states(outs, lses)
+    poison = torch.full((1, 4, 2, 64), torch.nan)
+    nothing = torch.full((1, 4, 2), -torch.inf)
+    got = attention.merge_states(
+        torch.cat([poison, outs, poison]), torch.cat([nothing, lses, nothing])
+    )
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
