@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The papers of an exported model: model card, metrics, licence and notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tools.train.export import psf_licence, write_text
+
+_CARD = """\
+---
+license: other
+license_name: psf-2.0
+language: code
+pipeline_tag: text-generation
+---
+<!-- Written by tools/train; run that instead of editing this file. -->
+
+# The bundled model
+
+A small language model of Python source code, {parameters:.1f} M parameters, that continues code.
+It exists so that `python -m specops.engine` can show, test and measure speculative decoding
+on any machine without a download. It is not a coding assistant: it knows the shape of Python and
+the idioms of the standard library, and it reasons about nothing.
+
+| | |
+| --- | --- |
+| architecture | `Qwen3ForCausalLM`: hidden {hidden_size}, {num_hidden_layers} layers, \
+{num_attention_heads} query and {num_key_value_heads} key/value heads of {head_dim}, MLP \
+{intermediate_size}, tied embeddings, context {max_position_embeddings} |
+| MTP | one DeepSeek-V3-style module, `model.layers.{num_hidden_layers}.*`, \
+`num_nextn_predict_layers: 1` |
+| tokenizer | byte-level BPE, {vocab_size} entries, `<|endoftext|>` before every document |
+| weights | bf16, {megabytes:.1f} MB |
+
+`transformers` loads the directory as `Qwen3ForCausalLM` and ignores the MTP tensors.
+
+## The MTP module
+
+Row i takes `eh_proj(concat(enorm(Emb(t[i+1])), hnorm(h[i])))`, in that order, where h[i] is the
+target's hidden state after its final norm; it runs one decoder layer at position i and predicts
+t[i+2] through `shared_head.norm` and the target's LM head. To draft further, feed the output of
+`shared_head.norm` back as h. Checkpoints of this family usually repeat the embedding and the head
+inside the module (`embed_tokens`, `shared_head.head`); here they are shared and **not stored
+twice**.
+
+## Corpus
+
+{corpus}
+
+## Training
+
+{steps} steps of {batch_tokens} tokens, {million_tokens:.1f} M tokens in all, in {hours} on
+{machine}.
+The corpus has {unique:.1f} M tokens to train on; library modules come {library_repeats} times for \
+every time a test comes once.
+Muon (lr {matrix_lr}) for matrices, AdamW (lr {vector_lr}) for the embedding and the norms; bf16
+autocast; sequences of {length} tokens, of {long_length} for the last {long_percent} % of the steps;
+{warmup_steps} steps of warm-up, constant, linear down over the last {decay_percent} %. The MTP
+loss has weight {mtp_weight}, {mtp_weight_in_decay} from the start of the warm-down.
+`python -m tools.train` repeats all of it; `--resume` continues from this directory.
+
+## Held-out figures
+
+Measured in fp32 with the shipped weights, on files that training never saw:
+
+| | library modules | tests |
+| --- | --- | --- |
+| files | {library[documents]} | {tests[documents]} |
+| tokens | {library[tokens]} | {tests[tokens]} |
+| loss, nats per token | **{library[nats_per_token]:.3f}** | {tests[nats_per_token]:.3f} |
+| bits per byte | **{library[bits_per_byte]:.3f}** | {tests[bits_per_byte]:.3f} |
+| greedy token is the true one | {library[greedy_accuracy]:.3f} | {tests[greedy_accuracy]:.3f} |
+| first MTP draft accepted | **{library[mtp_first_draft_acceptance]:.3f}** | \
+{tests[mtp_first_draft_acceptance]:.3f} |
+
+"First MTP draft accepted": over every position of the text, how often the argmax of MTP row i,
+given the true tokens 0..i+1, equals the target's own greedy token at row i+1, given the same
+tokens.
+
+On the model's own greedy continuations ({own[prompts]} prompts of {own[prompt_tokens]} tokens cut
+from held-out library modules, {own[new_tokens]} tokens each) the first draft is kept
+{own[mtp_first_draft_acceptance]:.3f} of the time, and after it the second, made from the module's
+own output, {own[mtp_second_draft_acceptance]:.3f}. Small models repeat themselves when they are
+decoded greedily, and repetition is easy to draft: read these two as upper figures.
+
+## Limits and licence
+
+The model was trained on code under the PSF licence, and **its output may repeat that code**: treat
+long verbatim passages as what they are. The licence is in `LICENSE.PSF`, what was taken from where
+in `NOTICE`. The model knows one code base of one language, English comments only; it has had no
+instruction tuning and no safety tuning, and its code must not be run unread.
+"""
+
+_PINNED = """\
+The pure-Python standard library of CPython {python} with its test suite: {files} files, \
+{million_bytes:.1f} MB,
+listed with their hashes in `tools/train/manifest.json` (sha256 of the list:
+`{manifest_sha256}`).
+Left out: files with any copyright holder or licence that is not plainly Python's own, idlelib,
+lib2to3, demos, fixtures, generated text and tables of data. {held_out_files} files, chosen by a \
+hash of their path
+and listed in `tools/train/held_out.json`, were held out."""
+
+_OTHER = """\
+A directory given by `--corpus`, not the pinned one: {files} files, {million_bytes:.1f} MB, of
+which {held_out_files}, chosen by a hash of their path, were held out."""
+
+_NOTICE = """\
+The model in this directory
+===========================
+
+The tokenizer and the weights (tokenizer.json, model.safetensors) were made by training on
+source code of the Python standard library, CPython {python}:
+
+    Copyright (c) 2001-2023 Python Software Foundation; All Rights Reserved
+
+used under the PSF License Agreement, which LICENSE.PSF reproduces together with the older
+agreements that it rests on. Changes made: the source files listed in tools/train/manifest.json
+were tokenised and used as training data for the network described in README.md; no file
+of the library is distributed here, but the network's output may repeat passages of it.
+
+Everything else in this directory is covered by the licence of the project.
+"""
+
+
+def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
+    """Writes metrics.json, the model card, and, for the pinned corpus, licence and notice."""
+    write_text(directory / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+    corpus, recipe = metrics["corpus"], metrics["recipe"]
+    pinned = corpus["manifest_sha256"] is not None
+    minutes = round(metrics["training"]["seconds"] / 60)
+    card = _CARD.format(
+        **metrics["model"],
+        **recipe,
+        corpus=(_PINNED if pinned else _OTHER).format(
+            **corpus, million_bytes=corpus["bytes"] / 1e6
+        ),
+        steps=metrics["training"]["steps"],
+        million_tokens=metrics["training"]["tokens"] / 1e6,
+        unique=corpus["training_tokens"] / 1e6,
+        hours=f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min",
+        machine=metrics["training"]["machine"],
+        long_percent=round(100 * recipe["long_fraction"]),
+        decay_percent=round(100 * recipe["decay_fraction"]),
+        library=metrics["held_out"]["library"],
+        tests=metrics["held_out"]["tests"],
+        own=metrics["held_out"]["own_continuations"],
+    )
+    write_text(directory / "README.md", card)
+    if pinned:
+        write_text(directory / "LICENSE.PSF", psf_licence())
+        write_text(directory / "NOTICE", _NOTICE.format(**corpus))

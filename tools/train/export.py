@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes and reads model directories in the Hugging Face layout.
+
+A checkpoint and the shipped model are the same thing: bf16 weights, the tokenizer, and the step
+count in the safetensors header. Whatever can be loaded can be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from tools.train.model import Model, ModelConfig
+from tools.train.tokenizer import EOS, EOS_ID
+
+# A code model has no turns: messages are joined by newlines and the answer continues the text.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if not loop.first -%}{{ '\\n' }}{%- endif -%}"
+    "{{- message['content'] -}}"
+    "{%- endfor -%}"
+)
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of the model: Qwen3's fields and the number of MTP modules."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_nextn_predict_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.initializer_range,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "bos_token_id": EOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": EOS_ID,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file in one step, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def psf_licence() -> str:
+    """The licence text that comes with this Python."""
+    text = (Path(sysconfig.get_paths()["stdlib"]) / "LICENSE.txt").read_text(encoding="utf-8")
+    if "PYTHON SOFTWARE FOUNDATION LICENSE" not in text:
+        raise ValueError("this Python's LICENSE.txt is not the PSF licence")
+    return text
+
+
+def save_model(directory: Path, model: Model, tokenizer: Tokenizer, step: int) -> None:
+    """Writes config, tokenizer and bf16 weights. Each file is replaced in one step."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = model.config
+    _write_json(directory / "config.json", config_json(config))
+    _write_json(
+        directory / "generation_config.json",
+        {"bos_token_id": EOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID},
+    )
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config.max_position_embeddings,
+            "bos_token": EOS,
+            "eos_token": EOS,
+            "pad_token": EOS,
+            "add_bos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    _write_json(
+        directory / "special_tokens_map.json",
+        {"bos_token": EOS, "eos_token": EOS, "pad_token": EOS},
+    )
+    write_text(directory / "tokenizer.json", tokenizer.to_str())
+    tensors = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, value in model.state_dict().items()
+    }
+    temporary = directory / ".model.safetensors.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt", "step": str(step)})
+    temporary.chmod(0o644)  # safetensors writes for the owner alone
+    os.replace(temporary, directory / "model.safetensors")
+
+
+def load_model(directory: Path) -> tuple[Model, Tokenizer, int]:
+    """Reads a directory written by `save_model`: the model in fp32, its tokenizer, its step."""
+    fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    names = ModelConfig.__dataclass_fields__
+    model = Model(ModelConfig(**{name: fields[name] for name in names}))
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        step = int(file.metadata()["step"])
+        state = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    model.load_state_dict(state)
+    return model, Tokenizer.from_file(str(directory / "tokenizer.json")), step

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model in plain PyTorch: a Qwen3-shaped decoder and one DeepSeek-V3-style MTP module.
+
+Module and parameter names are those of the exported file, so `state_dict()` is the checkpoint.
+Row i of the MTP module takes (Emb(t[i+1]), h[i]), with h[i] the target's hidden state *after* its
+final norm, runs at position i and predicts t[i+2]. Embedding and LM head are the target's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the model; field names follow the Hugging Face `config.json`."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 768
+    max_position_embeddings: int = 1024
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+
+
+class RMSNorm(nn.Module):
+    """Normalises in fp32, rounds to the input's type, then scales: Qwen3's order."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * wide.to(x.dtype)
+
+
+def rope_cos_sin(length: int, config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tables [length, head_dim] for rotate_half: the frequencies are laid out twice."""
+    half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    inverse = config.rope_theta ** (-half / config.head_dim)
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), inverse)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with a norm on every query and key head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, head_dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, width, bias=False)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        head_dim, heads = self.config.head_dim, self.config.num_key_value_heads
+        group = self.config.num_attention_heads // heads
+        shape = (batch, length, -1, head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), cos, sin)
+        v = self.v_proj(x).view(shape).transpose(1, 2)
+        if x.is_cuda:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            # Written out: at these lengths a quarter faster under torch.compile than the CPU's
+            # fused attention, whose backward pass does not use bf16 dot products. The query heads
+            # of a group share their keys, so they are stacked into one matrix product.
+            q = (q * head_dim**-0.5).reshape(batch * heads, group * length, head_dim)
+            k = k.reshape(batch * heads, length, head_dim)
+            scores = torch.bmm(q, k.transpose(1, 2)).view(-1, group, length, length)
+            future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            weights = scores.float().masked_fill(future, -torch.inf).softmax(-1).to(v.dtype)
+            weights = weights.view(batch * heads, group * length, length)
+            y = torch.bmm(weights, v.reshape(batch * heads, length, head_dim))
+            y = y.view(batch, heads * group, length, head_dim)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind its norm, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MTPLayer(DecoderLayer):
+    """A decoder layer behind the projection of (embedding, hidden), with its own last norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
+
+    def draft(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Hidden states that the LM head (or the next draft step) reads, already normalised."""
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        y: Tensor = self.shared_head["norm"](self(x, cos, sin))
+        return y
+
+
+class Trunk(nn.Module):
+    """Embedding, decoder layers with the MTP layer last, final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers: list[nn.Module] = [DecoderLayer(config) for _ in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList([*layers, MTPLayer(config)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Model(nn.Module):
+    """The language model and its MTP module, with tied embeddings."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+
+    def reset(self, seed: int) -> None:
+        """Draws fresh weights; projections back into the residual stream start smaller."""
+        generator = torch.Generator().manual_seed(seed)
+        shrink = (2 * self.config.num_hidden_layers) ** -0.5
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.ndim < 2:
+                    parameter.fill_(1.0)
+                    continue
+                std = self.config.initializer_range
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    std *= shrink
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+    def mtp(self) -> MTPLayer:
+        """The MTP layer."""
+        layer = self.model.layers[self.config.num_hidden_layers]
+        assert isinstance(layer, MTPLayer)
+        return layer
+
+    def hidden(self, token_ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The target's hidden states after the final norm."""
+        x = self.model.embed_tokens(token_ids)
+        for layer in self.model.layers[: self.config.num_hidden_layers]:
+            x = layer(x, cos, sin)
+        y: Tensor = self.model.norm(x)
+        return y
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The shared LM head."""
+        return F.linear(hidden, self.model.embed_tokens.weight)
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean losses in nats of the target and of the MTP module on tokens [batch, length + 2].
+
+        Row i of the target predicts tokens[:, i + 1]; row i of the module predicts
+        tokens[:, i + 2] from the embedding of tokens[:, i + 1].
+        """
+        here, after, beyond = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
+        hidden = self.hidden(here, cos, sin)
+        loss = F.cross_entropy(self.logits(hidden).flatten(0, 1).float(), after.flatten())
+        drafted = self.mtp().draft(self.model.embed_tokens(after), hidden, cos, sin)
+        mtp_loss = F.cross_entropy(self.logits(drafted).flatten(0, 1).float(), beyond.flatten())
+        return loss, mtp_loss
