@@ -15,12 +15,13 @@
 namespace specops {
 namespace {
 
+constexpr int kMaxThreads = 1024;
 constexpr Isa kAllIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16};
 
 void set_threads(int count) {
-  if (count < 1) {
-    throw std::invalid_argument("set_num_threads: num_threads must be at least 1, got " +
-                                std::to_string(count));
+  if (count < 1 || count > kMaxThreads) {
+    throw std::invalid_argument("set_num_threads: num_threads must be at least 1 and at most " +
+                                std::to_string(kMaxThreads) + ", got " + std::to_string(count));
   }
   pybind11::gil_scoped_release release;
   set_num_threads(count);

@@ -43,7 +43,7 @@ thread_local bool tls_inside_chunk = false;
 
 class Pool {
  public:
-  ~Pool() { stop(); }
+  explicit Pool(int num_threads) : size_(num_threads) {}
 
   int size() const { return size_.load(std::memory_order_relaxed); }
 
@@ -69,12 +69,6 @@ class Pool {
       work();
       while (done_.load(std::memory_order_acquire) != count) cpu_relax();
     }
-  }
-
-  // After fork() only the calling thread exists in the child: forget the workers there.
-  void forget_workers() {
-    for (std::thread& worker : workers_) worker.detach();
-    workers_.clear();
   }
 
  private:
@@ -158,7 +152,7 @@ class Pool {
     workers_.clear();
   }
 
-  std::atomic<int> size_{usable_cpus()};
+  std::atomic<int> size_;
   std::vector<std::thread> workers_;
   std::mutex busy_;  // held by the host thread whose job is running
 
@@ -176,25 +170,26 @@ class Pool {
 };
 
 // Never destroyed: worker threads may outlive static destruction order.
-Pool& pool() {
+Pool*& pool() {
   static Pool* instance = [] {
-    auto* fresh = new Pool;
 #ifdef __linux__
-    pthread_atfork(nullptr, nullptr, [] { pool().forget_workers(); });
+    // A forked child has neither the workers nor a way to open locks that other threads held: it
+    // starts over, and leaves the parent's pool behind as it is.
+    pthread_atfork(nullptr, nullptr, [] { pool() = new Pool(pool()->size()); });
 #endif
-    return fresh;
+    return new Pool(usable_cpus());
   }();
-  return *instance;
+  return instance;
 }
 
 }  // namespace
 
-void set_num_threads(int num_threads) { pool().resize(num_threads); }
-int num_threads() { return pool().size(); }
+void set_num_threads(int num_threads) { pool()->resize(num_threads); }
+int num_threads() { return pool()->size(); }
 int thread_index() { return tls_thread_index; }
 
 void parallel_chunks(int64_t num_chunks, void (*fn)(void*, int64_t), void* context) {
-  pool().run(num_chunks, fn, context);
+  pool()->run(num_chunks, fn, context);
 }
 
 }  // namespace specops

@@ -12,10 +12,10 @@ def set_num_threads(num_threads: int) -> None:
     """Sets how many threads a CPU op may use, the calling thread included.
 
     Args:
-        num_threads: at least 1. The default is the number of CPUs this process may run on.
+        num_threads: 1 to 1024. The default is the number of CPUs this process may run on.
 
     Raises:
-        ValueError: num_threads is below 1.
+        ValueError: num_threads is out of range.
     """
     _C.set_num_threads(num_threads)
 
