@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may include or import whom, held by reading the include and import lines."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "python" / "specops"
+
+FAMILIES = ("batching", "attention", "dense", "sampling", "suffix_tree")
+SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette")
+
+# Modules of the engine, lowest first: a module imports from its own group and those before.
+ENGINE_GROUPS = (
+    {"errors", "outputs", "sampling_params", "speculative_config", "tokenizer"},
+    {"config", "request"},
+    {"kv_cache", "models", "drafters"},
+    {"scheduler", "runner"},
+    {"engine"},
+    {"", "metrics"},
+    {"server"},
+    {"__main__"},
+)
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s+["<]([^">]+)[">]', path.read_text(), re.MULTILINE)
+
+
+def imports(path: Path) -> set[str]:
+    """Every module a file imports, at the top or inside a function; `from a import b` is a.b."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def sources(folder: Path, *suffixes: str) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+CPP = sources(CSRC, ".h", ".cpp", ".cuh", ".cu")
+PYTHON = sources(PACKAGE, ".py")
+
+
+def test_the_files_are_found() -> None:
+    assert len(CPP) > 20 and len(PYTHON) > 10
+
+
+@pytest.mark.parametrize("path", CPP, ids=relative)
+def test_includes(path: Path) -> None:
+    area = path.relative_to(CSRC).parts[0]
+    binds = path.name in ("ops.cpp", "ops.h", "tensor_view.h", "bindings.cpp")
+    for name in includes(path):
+        other = name.split("/")[0]
+        if other in FAMILIES:
+            assert (CSRC / name).is_file(), f"{name} is not a file of csrc"
+            assert area == other or path.name == "bindings.cpp", "families never include each other"
+        if other == "pybind11" or name.endswith("dlpack.h"):
+            assert binds, f"{name} belongs to tensor_view.h, ops.cpp, ops.h and bindings.cpp"
+        if name == "common/tensor_view.h":
+            assert path.name == "ops.cpp", "only the checks see tensors"
+        assert other not in ("torch", "ATen", "c10"), "no libtorch"
+
+
+# One definition of an inline standard function survives linking, and it may be the one compiled for
+# AVX-512: so the files compiled once per instruction set use none.
+KERNEL_HEADERS = {
+    "algorithm",
+    "array",
+    "string",
+    "vector",
+    "map",
+    "memory",
+    "functional",
+    "numeric",
+}
+
+
+@pytest.mark.parametrize("path", [path for path in CPP if "_cpu" in path.name], ids=relative)
+def test_kernel_files_use_no_standard_templates(path: Path) -> None:
+    assert not KERNEL_HEADERS & set(includes(path))
+    assert "std::sort" not in path.read_text()
+
+
+OBJECTS = sorted(ROOT.glob(f"build/cmake-{sys.implementation.cache_tag}/CMakeFiles/specops_*.dir"))
+
+
+@pytest.mark.parametrize("folder", OBJECTS, ids=lambda path: str(path.stem))
+def test_no_instruction_set_lends_code_to_another(folder: Path) -> None:
+    """What the linker may merge across files lies in the namespace of its instruction set."""
+    if shutil.which("nm") is None:
+        pytest.skip("nm is not installed")
+    objects = [str(path) for path in folder.rglob("*.o")]
+    command = ["nm", "-C", "--defined-only", *objects]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    isa = folder.stem.removeprefix("specops_")
+    for kind, name in re.findall(r"^[0-9a-f]+ (\w) (.*)$", done.stdout, re.MULTILINE):
+        assert kind not in "WVu" or f"specops::{isa}::" in name, name
+
+
+@pytest.mark.parametrize("path", CPP + PYTHON + sources(ROOT / "tests", ".py"), ids=relative)
+def test_spdx_line(path: Path) -> None:
+    head = path.read_text()[:400]
+    assert "SPDX-License-Identifier: Apache-2.0" in head or path.name == "dlpack.h"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=relative)
+def test_imports(path: Path) -> None:
+    inside = path.relative_to(PACKAGE)
+    names = imports(path)
+    ours = {name for name in names if name.split(".")[0] == "specops"}
+    top = {name.split(".")[0] for name in names}
+    assert not top & {"tests", "bench", "conftest"}
+    assert not any(name.startswith("specops.reference") for name in ours), "only tests and benches"
+    if inside.parts[0] == "engine":
+        assert not any(name.startswith("specops._C") for name in ours), "engine never touches _C"
+        return
+    assert not any(name.startswith("specops.engine") for name in ours), "ops do not know the engine"
+    if inside.name == "reference.py":
+        assert not ours and top - set(sys.stdlib_module_names) == {"torch"}
+    else:
+        assert not top & {"numpy", *SERVER_STACK}
+
+
+def engine_module(path: Path) -> str:
+    first = path.relative_to(PACKAGE / "engine").parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+@pytest.mark.parametrize("path", sources(PACKAGE / "engine", ".py"), ids=relative)
+def test_engine_groups(path: Path) -> None:
+    group_of = {name: i for i, group in enumerate(ENGINE_GROUPS) for name in group}
+    module = engine_module(path)
+    assert module in group_of, "a new module of the engine needs its place in ENGINE_GROUPS"
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] in SERVER_STACK:
+            assert group_of[module] >= group_of["metrics"], f"{name} comes with specops[server]"
+        if parts[:2] != ["specops", "engine"]:
+            continue
+        other = parts[2] if len(parts) > 2 and parts[2] in group_of else ""
+        assert group_of[other] <= group_of[module], f"{name} stands above {module}"
+
+
+def test_config_is_standard_library_only() -> None:
+    for name in imports(PACKAGE / "engine" / "speculative_config.py"):
+        assert name.split(".")[0] in sys.stdlib_module_names, name
+
+
+def test_the_engine_imports_without_the_server_stack() -> None:
+    code = f"""
+import sys
+for name in {SERVER_STACK!r}:
+    sys.modules[name] = None  # an import of it now fails
+import specops.engine
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
