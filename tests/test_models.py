@@ -19,7 +19,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
         "Llama",
         {
             "head_dim": 64,
-            "num_attention_heads": 6,
+            "num_attention_heads": 8,
             "tie_word_embeddings": True,
             "attention_bias": True,
             "mlp_bias": True,

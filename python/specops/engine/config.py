@@ -71,6 +71,13 @@ class EngineConfig:
                 f"(every running request needs a row), got {self.max_num_batched_tokens}"
             )
 
+        drafts = self.speculative_config.num_speculative_tokens
+        if drafts >= self.max_num_batched_tokens:
+            raise ValueError(
+                f"num_speculative_tokens must be below max_num_batched_tokens="
+                f"{self.max_num_batched_tokens}, got {drafts}"
+            )
+
     @property
     def model_dir(self) -> Path:
         """The directory to load."""

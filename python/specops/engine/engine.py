@@ -140,7 +140,10 @@ class Engine:
             )
         speculative = self.config.speculative_config
         if speculative_config is not None:
-            speculative = speculative.override(speculative_config)
+            speculative = speculative.override(
+                speculative_config,
+                max_num_speculative_tokens=self.config.max_num_batched_tokens - 1,
+            )
             speculative.require_runnable(RUNNABLE_METHODS)
         if request_id is None:
             request_id = f"request-{self._arrivals}"
