@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every bench shares: alternating timings with a read line, figures with bars, one table.
+
+A figure's `ratio` is read as its `bar` says: `ratio >= x` counts how many times better than the
+peer (or which share of a limit), `ratio <= x` how many times the peer's value ours is, and
+`value <= x` judges the value alone. Memory bandwidth drifts on shared machines, so cases alternate,
+each beside its own read line, and a share of bandwidth is taken round by round.
+"""
+
+import ctypes
+import json
+import operator
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parent
+WORK = BENCH / "work"
+RESULTS = BENCH / "results" / "local.json"
+PEER_PYTHON = BENCH / ".venv" / "bin" / "python"
+
+READ_BYTES = 256 << 20
+Result = TypeVar("Result")
+BAR = re.compile(r"(value|ratio) (<=|>=|==) ([0-9.]+)")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table and one object of the JSON file; later figures and plots keep to it."""
+
+    id: str
+    what: str
+    value: float
+    unit: str
+    peer: str | None = None
+    peer_value: float | None = None
+    ratio: float | None = None
+    bar: str | None = None
+    met: bool | None = None
+    threads: int = 1
+    read_gb_s: float | None = None
+
+
+@dataclass
+class Timing:
+    """Seconds per call of each case, round by round, with the read line just before each."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    reads: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, case: str) -> float:
+        """Median seconds of one call."""
+        return median(self.seconds[case])
+
+    def read_gb_s(self, *cases: str) -> float:
+        """Median read line beside these cases (all of them by default)."""
+        return median([x for case in cases or self.reads for x in self.reads[case]])
+
+    def share(self, case: str, num_bytes: float) -> float:
+        """Median over rounds of (bytes moved per second / read line of that round)."""
+        pairs = zip(self.seconds[case], self.reads[case], strict=True)
+        return median([num_bytes * 1e-9 / seconds / read for seconds, read in pairs])
+
+    def ratio(self, case: str, other: str) -> float:
+        """Median over rounds of `case`'s time over `other`'s in the same round."""
+        pairs = zip(self.seconds[case], self.seconds[other], strict=True)
+        return median([a / b for a, b in pairs])
+
+
+class Bench:
+    """One run: its threads, its read line, its figures."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self.cpus = sorted(os.sched_getaffinity(0))
+        self.figures: list[Figure] = []
+        self.disturbed_windows = 0
+        self.windows = 0
+        self._peers: list[Peer] = []
+        self._read = _read_line()
+
+    def read_gb_s(self) -> float:
+        """Reads 256 MiB once with the run's threads; GB/s (10^9)."""
+        return self._read(self.num_threads)
+
+    def alternate(
+        self,
+        cases: Mapping[str, Callable[[], object]],
+        *,
+        rounds: int = 9,
+        window_s: float = 0.05,
+    ) -> Timing:
+        """Times the cases in turn, `rounds` times; each window runs a case for about `window_s`.
+
+        A window in which other processes took over 5 % of this run's cores is repeated, up to
+        three times, then kept and counted.
+        """
+        calls: dict[str, int] = {}
+        for case, function in cases.items():
+            function()
+            seconds = _timed(function, 1)
+            calls[case] = max(1, min(1_000_000, round(window_s / max(seconds, 1e-7))))
+            if calls[case] > 1000:
+                calls[case] = max(1, round(window_s / _timed(function, 1000)))
+        timing = Timing({case: [] for case in cases}, {case: [] for case in cases})
+        for _ in range(rounds):
+            for case, function in cases.items():
+                timing.reads[case].append(self.read_gb_s())
+                timing.seconds[case].append(
+                    self.undisturbed(lambda f=function, n=calls[case]: _timed(f, n))
+                )
+        return timing
+
+    def undisturbed(self, window: Callable[[], Result]) -> Result:
+        """Runs `window`, again if other processes took over 5 % of the cores meanwhile."""
+        for _ in range(3):
+            self.windows += 1
+            before, started = self._foreign_seconds(), time.perf_counter()
+            result = window()
+            elapsed = time.perf_counter() - started
+            foreign = self._foreign_seconds() - before
+            # /proc counts in steps of 10 ms, so less than three of them is noise.
+            if foreign < max(0.03, 0.05 * elapsed * len(self.cpus)):
+                return result
+        self.disturbed_windows += 1
+        return result
+
+    def _foreign_seconds(self) -> float:
+        """Busy seconds of this run's cores that are neither ours nor our peers'."""
+        wanted = {f"cpu{cpu}" for cpu in self.cpus}
+        busy = 0
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *ticks = line.split()
+            if name in wanted:
+                user, nice, system, _, _, irq, softirq, steal = map(int, ticks[:8])
+                busy += user + nice + system + irq + softirq + steal
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = busy / os.sysconf("SC_CLK_TCK") - own.ru_utime - own.ru_stime
+        return seconds - sum(peer.cpu_seconds() for peer in self._peers)
+
+    def peer(self, name: str) -> "Peer | None":
+        """Starts bench/peers/`name`.py in the peers' environment; None where it cannot run."""
+        try:
+            peer = Peer(name, self.num_threads)
+        except PeerError as error:
+            print(f"  no {name}: {error}", flush=True)
+            return None
+        self._peers.append(peer)
+        return peer
+
+    def peer_versions(self) -> dict[str, str]:
+        """Versions of the peers this run has started."""
+        return {peer.name: peer.version for peer in self._peers}
+
+    def add(self, figure: Figure) -> None:
+        """Judges a figure against its bar, keeps and prints it."""
+        self.figures.append(judged(figure))
+        print(format_row(self.figures[-1]), flush=True)
+
+    def close(self) -> None:
+        """Ends the peers that are still running."""
+        for peer in self._peers:
+            peer.close()
+
+
+def judged(figure: Figure) -> Figure:
+    """The figure with `met` filled in from its bar."""
+    if figure.bar is None:
+        return figure
+    match = BAR.match(figure.bar)
+    assert match, f"{figure.id}: bar {figure.bar!r} does not start with `value|ratio <=|>=|== x`"
+    subject = figure.value if match[1] == "value" else figure.ratio
+    limit = float(match[3])
+    compare = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}[match[2]]
+    met = subject is not None and compare(subject, limit)
+    return Figure(**{**asdict(figure), "met": met})
+
+
+class PeerError(Exception):
+    """A peer is not installed, or failed at a request."""
+
+
+class Peer:
+    """A peer in a process of its own: a JSON request per line in, a JSON answer per line out."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.name = name
+        if not PEER_PYTHON.exists():
+            raise PeerError("bench/.venv is missing; `make bench-peers` makes it")
+        WORK.mkdir(exist_ok=True)
+        self._log = (WORK / f"{name}.log").open("w")
+        self._process = subprocess.Popen(
+            [PEER_PYTHON, BENCH / "peers" / f"{name}.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": ""},
+        )
+        self.version: str = self.ask("start", threads=num_threads)["version"]
+
+    def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """Sends one request and waits for its answer."""
+        assert self._process.stdin and self._process.stdout
+        try:
+            self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise PeerError(f"ended early, see {self._log.name}") from None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerError(f"ended early, see {self._log.name}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer
+
+    def cpu_seconds(self) -> float:
+        """CPU time the peer has used so far (0 once it has ended)."""
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        except (OSError, IndexError):
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """Ends the peer's process."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        self._log.close()
+
+
+def _timed(function: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - start) / calls
+
+
+def _read_line() -> Callable[[int], float]:
+    """Compiles and loads read_bandwidth.cpp and fills the memory it reads."""
+    WORK.mkdir(exist_ok=True)
+    source, library = BENCH / "read_bandwidth.cpp", WORK / "read_bandwidth.so"
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        flags = ["-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-pthread"]
+        subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
+    function = ctypes.CDLL(str(library)).read_gb_s
+    function.restype = ctypes.c_double
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
+    memory = ctypes.create_string_buffer(READ_BYTES)
+    ctypes.memset(memory, 1, READ_BYTES)
+    sink = ctypes.c_uint64()
+    return lambda num_threads: float(function(memory, READ_BYTES, num_threads, ctypes.byref(sink)))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+HEADER = (
+    f"{'figure':34} {'value':>8} {'unit':9} {'peer':22} {'value':>8} {'ratio':>6}  "
+    f"{'bar':16} {'met':4} {'thr':>3} {'read GB/s':>9}"
+)
+
+
+def format_row(figure: Figure) -> str:
+    """One line of the table."""
+    met = {None: "", True: "yes", False: "NO"}[figure.met]
+    bar = (figure.bar or "").split(",")[0]
+    return (
+        f"{figure.id:34} {_number(figure.value):>8} {figure.unit:9} {figure.peer or '':22} "
+        f"{_number(figure.peer_value):>8} {_number(figure.ratio):>6}  {bar:16} {met:4} "
+        f"{figure.threads:>3} {_number(figure.read_gb_s):>9}"
+    )
+
+
+def machine() -> dict[str, Any]:
+    """The machine in words that name the kind, not the instance."""
+    cpu = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
+
+
+def commit() -> str:
+    """The commit that is measured, with a mark when the tree differs from it."""
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
+    result = subprocess.run(describe, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"
+
+
+def save(
+    figures: Sequence[Figure],
+    *,
+    family: str,
+    minutes: float,
+    versions: Mapping[str, str],
+    disturbed: str,
+    path: Path = RESULTS,
+) -> None:
+    """Merges one family's figures into the results: by id, and the family's vanished ids go."""
+    saved: dict[str, Any] = {"machine": {}, "runs": {}, "figures": []}
+    if path.exists():
+        saved = json.loads(path.read_text())
+    saved["machine"] = machine()
+    saved["runs"][family] = {
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": f"make bench ONLY={family}",
+        "minutes": round(minutes, 1),
+        "disturbed_windows": disturbed,
+        "versions": dict(versions),
+    }
+    fresh = {figure.id: asdict(figure) for figure in figures}
+    old = {row["id"]: row for row in saved["figures"] if not row["id"].startswith(f"{family}.")}
+    saved["figures"] = sorted({**old, **fresh}.values(), key=lambda row: row["id"])
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(saved, indent=1) + "\n")
+
+
+def versions(*modules: str) -> dict[str, str]:
+    """Versions of Python and of imported modules."""
+    found = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in modules}
+    return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a Qwen3-shaped checkpoint as a bf16 GGUF file: `write_gguf.py CHECKPOINT OUT.gguf`."""
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors import safe_open
+
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a checkpoint tensor."""
+    stem = name.removesuffix(".weight")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.weight"
+    layer, rest = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{LAYER_NAMES[rest]}.weight"
+
+
+def main(checkpoint: Path, out: str) -> None:
+    """Copies the weights as they are; norms become fp32, as llama.cpp wants them."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    writer = gguf.GGUFWriter(out, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("none")
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_tensor(name)
+            if tensor.ndim == 1:
+                writer.add_tensor(gguf_name(name), tensor.float().numpy())
+                continue
+            data = tensor.bfloat16().contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
