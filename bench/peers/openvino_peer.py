@@ -41,9 +41,15 @@ def prepare(batch: int, kv_len: int, rows: int) -> Answer:
     generator = np.random.default_rng(0)
     if rows == 1:
         _state["pipeline"] = pipeline = _pipeline(lookup=0)
-        for request in range(batch):
-            prompt = generator.integers(0, _vocab_size(), (1, kv_len))
-            pipeline.add_request(request, openvino.Tensor(prompt), _greedy(100_000, 0))
+        # A request whose handle is gone is dropped.
+        _state["handles"] = [
+            pipeline.add_request(
+                request,
+                openvino.Tensor(generator.integers(0, _vocab_size(), (1, kv_len))),
+                _greedy(100_000, 0),
+            )
+            for request in range(batch)
+        ]
         for _ in range(10):
             pipeline.step()
     else:
@@ -130,7 +136,7 @@ def _paged(batch: int, kv_len: int, rows: int, generator: np.random.Generator) -
         "block_indices": np.arange(batch * pages, dtype=np.int32),
     }
     for name, value in values.items():
-        infer.set_tensor(name, openvino.Tensor(np.ascontiguousarray(value)))
+        infer.set_tensor(name, openvino.Tensor(value))
     return infer
 
 

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two models of the engine figures, and their copies in each peer's format (bench/work/).
+
+Every copy holds the same bf16 weights. Copies are made once and again when the source changes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from bench.common import BENCH, PEER_PYTHON, ROOT, WORK
+
+BUNDLED = ROOT / "python" / "specops" / "assets"
+QWEN06 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-06,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model: the directory that specops reads, and where the peers' copies live."""
+
+    name: str
+    path: Path
+
+    @property
+    def config(self) -> dict[str, int]:
+        """The model's config.json."""
+        config: dict[str, int] = json.loads((self.path / "config.json").read_text())
+        return config
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: all but the MTP layer, head shared."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._weights().values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of bf16 KV per position."""
+        config = self.config
+        heads = config["num_key_value_heads"] * config["head_dim"]
+        return 2 * 2 * config["num_hidden_layers"] * heads
+
+    def for_peer(self, peer: str) -> Path:
+        """The copy that `peer` loads; raises CalledProcessError where it cannot be made."""
+        plain = self._copy("plain", self._write_plain)
+        if peer == "llama_cpp_peer":
+            script = BENCH / "peers" / "write_gguf.py"
+            return self._copy("model.gguf", lambda out: _run(script, plain, out))
+        if peer == "openvino_peer":
+            script = BENCH / "peers" / "openvino_export.py"
+            return self._copy("openvino", lambda out: _run(script, plain, out))
+        return plain
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        last = self.config["num_hidden_layers"]
+        with safe_open(self.path / "model.safetensors", framework="pt") as file:
+            names = [name for name in file.keys() if f"layers.{last}." not in name]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
+
+    def _write_plain(self, out: Path) -> None:
+        """The checkpoint without its MTP layer, which no peer reads."""
+        out.mkdir()
+        config = {k: v for k, v in self.config.items() if k != "num_nextn_predict_layers"}
+        (out / "config.json").write_text(json.dumps(config, indent=1))
+        save_file(self._weights(), out / "model.safetensors", metadata={"format": "pt"})
+
+    def _copy(self, name: str, make: Callable[[Path], None]) -> Path:
+        source = (self.path / "model.safetensors").stat()
+        key = hashlib.sha256(f"{source.st_size} {source.st_mtime_ns}".encode()).hexdigest()[:12]
+        folder = WORK / f"{self.name}-{key}"
+        folder.mkdir(parents=True, exist_ok=True)
+        done = folder / name
+        if not done.exists():
+            unfinished = folder / f"unfinished-{name}"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.unlink(missing_ok=True)
+            make(unfinished)
+            unfinished.rename(done)
+        return done
+
+
+def bundled() -> Checkpoint:
+    """The model in the package."""
+    return Checkpoint("bundled", BUNDLED)
+
+
+def qwen06() -> Checkpoint:
+    """Random weights in the shape of Qwen3-0.6B: speeds do not depend on values."""
+    path = WORK / "qwen06"
+    if not (path / "model.safetensors").exists():
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(_random_weights(), path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(QWEN06, indent=1))
+    return Checkpoint("qwen06", path)
+
+
+def _random_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16()
+
+    width, wide, head_dim = 1024, 3072, 128
+    weights = {
+        "model.embed_tokens.weight": matrix(151936, width),
+        "model.norm.weight": torch.ones(width).bfloat16(),
+    }
+    for layer in range(28):
+        shapes = {
+            "self_attn.q_proj": (16 * head_dim, width),
+            "self_attn.k_proj": (8 * head_dim, width),
+            "self_attn.v_proj": (8 * head_dim, width),
+            "self_attn.o_proj": (width, 16 * head_dim),
+            "mlp.gate_proj": (wide, width),
+            "mlp.up_proj": (wide, width),
+            "mlp.down_proj": (width, wide),
+        }
+        norms = {
+            "input_layernorm": width,
+            "post_attention_layernorm": width,
+            "self_attn.q_norm": head_dim,
+            "self_attn.k_norm": head_dim,
+        }
+        prefix = f"model.layers.{layer}"
+        for name, shape in shapes.items():
+            weights[f"{prefix}.{name}.weight"] = matrix(*shape)
+        for name, size in norms.items():
+            weights[f"{prefix}.{name}.weight"] = torch.ones(size).bfloat16()
+    return weights
+
+
+def _run(script: Path, source: Path, out: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(PEER_PYTHON.parents[1] / "export")}
+    command = [str(PEER_PYTHON), str(script), str(source), str(out)]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
