@@ -4,8 +4,8 @@
 `python bench/prompts/make_prompts.py` rewrites edits.json and completions.json from the running
 Python's standard library, whose files must be those of tools/train/manifest.json.
 
-* An edit is a module's first lines, then the same lines again with two or three identifiers renamed, cut
-  in the middle: what a model sees while it rewrites a file.
+* An edit is a module's first lines, then the same lines again with two or three identifiers
+  renamed, cut in the middle: what a model sees while it rewrites a file.
 * A completion is the text before and including a function's first line in the middle of a module.
 """
 
