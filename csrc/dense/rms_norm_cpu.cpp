@@ -30,6 +30,8 @@ inline F32x16 round_to<float>(F32x16 x) {
 template <typename T>
 void run(const RmsNormParams& params) {
   const auto* weight = static_cast<const T*>(params.weight);
+  int64_t whole = params.width / kLanes * kLanes;
+  int rest = static_cast<int>(params.width - whole);
   // A chunk should be worth waking a thread: about 8192 elements.
   int64_t grain = 8192 / params.width + 1;
   parallel_for(params.rows, grain, [&](int64_t begin, int64_t end) {
@@ -41,23 +43,25 @@ void run(const RmsNormParams& params) {
         residual = static_cast<T*>(params.residual) + row * params.width;
       }
       F32x16 squares = zero();
-      for (int64_t col = 0; col < params.width; col += kLanes) {
-        int n = static_cast<int>(params.width - col < kLanes ? params.width - col : kLanes);
+      auto add_squares = [&](int64_t col, int n) {
         F32x16 h = load_partial(x + col, n);
         if (residual != nullptr) {
           h = round_to<T>(add(load_partial(residual + col, n), h));
           store_partial(residual + col, h, n);
         }
         squares = fma(h, h, squares);
-      }
+      };
+      for (int64_t col = 0; col < whole; col += kLanes) add_squares(col, kLanes);
+      if (rest > 0) add_squares(whole, rest);
       float mean = reduce_add(squares) / static_cast<float>(params.width);
       F32x16 scale = set1(1.0f / __builtin_sqrtf(mean + params.eps));
       const T* hidden = residual != nullptr ? residual : x;
-      for (int64_t col = 0; col < params.width; col += kLanes) {
-        int n = static_cast<int>(params.width - col < kLanes ? params.width - col : kLanes);
+      auto normalise = [&](int64_t col, int n) {
         F32x16 normed = round_to<T>(mul(load_partial(hidden + col, n), scale));
         store_partial(out + col, mul(normed, load_partial(weight + col, n)), n);
-      }
+      };
+      for (int64_t col = 0; col < whole; col += kLanes) normalise(col, kLanes);
+      if (rest > 0) normalise(whole, rest);
     }
   });
 }

@@ -94,9 +94,7 @@ def linear(
         bits do not depend on the number of rows, on which row it is, or on threads.
     """
     if out is None:
-        out = torch.empty(
-            x.shape[0], weight.num_outputs, dtype=out_dtype or x.dtype, device=x.device
-        )
+        out = x.new_empty(x.shape[0], weight.num_outputs, dtype=out_dtype)
     elif out_dtype is not None and out.dtype != out_dtype:
         raise ValueError(f"linear: out_dtype must be that of out, {out.dtype}, got {out_dtype}")
     _C.linear(x, weight.data, weight.num_outputs, weight.num_inputs, bias, out)
@@ -138,7 +136,7 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x)
     _C.rms_norm(x, weight, eps, residual, out)
     return out
 
@@ -164,9 +162,7 @@ def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -
         Deterministic; a copy.
     """
     if out is None:
-        out = torch.empty(
-            token_ids.shape[0], weight.shape[1], dtype=weight.dtype, device=weight.device
-        )
+        out = weight.new_empty(token_ids.shape[0], weight.shape[-1])
     _C.embedding(token_ids, weight, out)
     return out
 
@@ -193,8 +189,6 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     Source: Shazeer 2020, "GLU Variants Improve Transformer".
     """
     if out is None:
-        out = torch.empty(
-            gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device
-        )
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[-1] // 2)
     _C.silu_mul(gate_up, out)
     return out
