@@ -113,8 +113,8 @@ class ModelConfig:
 
 
 def _sliding_windows(raw: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
-    layers = raw["num_hidden_layers"]
-    window = raw.get("sliding_window")
+    layers: int = raw["num_hidden_layers"]
+    window: int | None = raw.get("sliding_window")
     if architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
         window = None
     if architecture.startswith("Llama"):

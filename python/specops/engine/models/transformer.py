@@ -68,10 +68,10 @@ class _Buffers:
         self.normed = torch.empty_like(self.residual)
         self.branch = torch.empty_like(self.residual)
         self.qkv = torch.empty(rows, (qo_heads + 2 * kv_heads) * dim, dtype=dtype)
-        q, k, v = self.qkv.split([qo_heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
-        self.q = q.view(rows, qo_heads, dim)
-        self.k = k.view(rows, kv_heads, dim)
-        self.v = v.view(rows, kv_heads, dim)
+        heads = self.qkv.view(rows, qo_heads + 2 * kv_heads, dim)
+        self.q = heads[:, :qo_heads]
+        self.k = heads[:, qo_heads : qo_heads + kv_heads]
+        self.v = heads[:, qo_heads + kv_heads :]
         self.q_rotated = torch.empty(rows, qo_heads, dim, dtype=dtype)
         self.attended = torch.empty_like(self.q_rotated)
         self.attended_rows = self.attended.view(rows, qo_heads * dim)
