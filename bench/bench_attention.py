@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`append_attention` over a paged cache in bf16: batch 8, 16 query and 8 KV heads of 128, kv 4,096.
+
+Bytes are those of the keys and values, 128 MiB, which no cache of this kind of machine holds.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from specops.attention import append_attention
+from torch import Tensor
+
+from bench.common import Bench, Figure
+
+BATCH, QO_HEADS, KV_HEADS, HEAD_DIM, KV_LEN, PAGE_SIZE = 8, 16, 8, 128, 4096, 16
+
+
+def run_attention(bench: Bench) -> None:
+    """q_len 1 and 5 with pages ascending and shuffled; torch SDPA on the same lengths."""
+    pages = BATCH * KV_LEN // PAGE_SIZE
+    generator = torch.Generator().manual_seed(0)
+    caches = [
+        torch.randn(pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, generator=generator).bfloat16()
+        for _ in range(2)
+    ]
+    orders = {
+        "ascending": torch.arange(pages, dtype=torch.int32),
+        "shuffled": torch.randperm(pages, generator=generator).to(torch.int32),
+    }
+    dense = [
+        cache.view(BATCH, KV_LEN, KV_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+        for cache in caches
+    ]
+    num_bytes = sum(cache.numel() * cache.element_size() for cache in caches)
+    for q_len in (1, 5):
+        q = torch.randn(BATCH * q_len, QO_HEADS, HEAD_DIM, generator=generator).bfloat16()
+        cases = {order: _ours(q, q_len, caches, kv_indices) for order, kv_indices in orders.items()}
+        cases["torch"] = _torch(q, q_len, dense)
+        with torch.inference_mode():
+            timing = bench.alternate(cases, rounds=9, window_s=0.1)
+        for order in orders:
+            limit = {"ascending": "ratio >= 0.75", "shuffled": "ratio >= 0.65"}[order]
+            bench.add(
+                Figure(
+                    f"attention.bf16.q{q_len}.{order}",
+                    f"append_attention bf16 kv 4,096, q_len {q_len}, pages {order}: share of read",
+                    num_bytes * 1e-9 / timing.median(order),
+                    "GB/s",
+                    "read bandwidth",
+                    timing.read_gb_s(order),
+                    timing.share(order, num_bytes),
+                    limit if q_len == 1 else None,
+                    threads=bench.num_threads,
+                    read_gb_s=timing.read_gb_s(order),
+                )
+            )
+        bench.add(
+            Figure(
+                f"attention.bf16.q{q_len}.vs_torch",
+                f"append_attention bf16 kv 4,096, q_len {q_len}: times faster than torch SDPA",
+                timing.median("ascending") * 1e3,
+                "ms",
+                "torch SDPA, GQA",
+                timing.median("torch") * 1e3,
+                timing.ratio("torch", "ascending"),
+                "ratio >= 3.3" if q_len == 5 else None,
+                threads=bench.num_threads,
+                read_gb_s=timing.read_gb_s(),
+            )
+        )
+
+
+def _ours(q: Tensor, q_len: int, caches: list[Tensor], kv_indices: Tensor) -> Callable[[], object]:
+    qo_indptr = torch.arange(BATCH + 1, dtype=torch.int32) * q_len
+    kv_indptr = torch.arange(BATCH + 1, dtype=torch.int32) * (KV_LEN // PAGE_SIZE)
+    kv_lens = torch.full((BATCH,), KV_LEN, dtype=torch.int32)
+    out = torch.empty_like(q)
+    return lambda: append_attention(q, *caches, qo_indptr, kv_indptr, kv_indices, kv_lens, out=out)
+
+
+def _torch(q: Tensor, q_len: int, dense: list[Tensor]) -> Callable[[], object]:
+    query = q.view(BATCH, q_len, QO_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+    # At one row everything is visible, and torch is asked for its path without a mask.
+    mask = None
+    if q_len > 1:
+        mask = torch.ones(q_len, KV_LEN, dtype=torch.bool).tril(KV_LEN - q_len)
+    return lambda: F.scaled_dot_product_attention(query, *dense, attn_mask=mask, enable_gqa=True)

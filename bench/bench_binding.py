@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call into specops costs before any work: binding, checks and the Python function."""
+
+import torch
+from specops import _C, sampling
+
+from bench.common import Bench, Figure
+
+
+def run_binding(bench: Bench) -> None:
+    """`sample` on no rows takes ten tensors, is checked in full, and then has nothing to do."""
+    real, whole = torch.empty(0), torch.empty(0, dtype=torch.int32)
+    logits, seeds = torch.empty(0, 16), torch.empty(0, dtype=torch.int64)
+    call = (logits, whole, real, whole, real, real, seeds, whole, real, whole)
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "choice_index", "logprobs", "out")
+    keywords = dict(zip(names, call[2:], strict=True))
+    timing = bench.alternate(
+        {
+            "binding": lambda: _C.sample(*call),
+            "python": lambda: sampling.sample(logits, whole, **keywords),
+        }
+    )
+    for case, what, bar in (
+        ("binding", "a call of _C.sample with ten tensors and no rows", "value <= 3"),
+        ("python", "the same through specops.sampling.sample", None),
+    ):
+        bench.add(
+            Figure(
+                f"binding.{case}",
+                what,
+                timing.median(case) * 1e6,
+                "us",
+                bar=bar,
+                read_gb_s=timing.read_gb_s(case),
+            )
+        )
