@@ -102,7 +102,9 @@ def _second_step(model: Model, embedded: Tensor, first: Tensor, hidden: Tensor) 
     group = config.num_attention_heads // config.num_key_value_heads
 
     def project(embedding: Tensor, state: Tensor) -> Tensor:
-        return layer.eh_proj(torch.cat((layer.enorm(embedding), layer.hnorm(state)), dim=-1))
+        pair = torch.cat((layer.enorm(embedding), layer.hnorm(state)), dim=-1)
+        projected: Tensor = layer.eh_proj(pair)
+        return projected
 
     def heads(x: Tensor) -> Tensor:
         return x.view(batch, rows, -1, config.head_dim).transpose(1, 2)
@@ -126,8 +128,8 @@ def _second_step(model: Model, embedded: Tensor, first: Tensor, hidden: Tensor) 
     y = weights[..., :-1] @ old_v + weights[..., -1:] * own_v
     x = x + attention.o_proj(y.transpose(1, 2).reshape(batch, rows, -1))
     x = x + layer.mlp(layer.post_attention_layernorm(x))
-    y = layer.shared_head["norm"](x)
-    return y
+    normed_out: Tensor = layer.shared_head["norm"](x)
+    return normed_out
 
 
 @torch.no_grad()

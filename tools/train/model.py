@@ -97,7 +97,8 @@ class Attention(nn.Module):
             weights = weights.view(batch * heads, group * length, length)
             y = torch.bmm(weights, v.reshape(batch * heads, length, head_dim))
             y = y.view(batch, heads * group, length, head_dim)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
 
 
 class MLP(nn.Module):
@@ -110,7 +111,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -125,7 +127,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class MTPLayer(DecoderLayer):

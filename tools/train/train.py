@@ -105,7 +105,8 @@ class Batches:
 
 
 def _optimizers(model: Model, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    matrices, vectors = [], []
+    matrices: list[torch.nn.Parameter] = []
+    vectors: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         # The embedding is also the LM head: its rows are looked up, so Adam, not Muon.
         is_matrix = parameter.ndim == 2 and "embed_tokens" not in name

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bundled model: complete, well-formed, what its card says, and the same in transformers."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT / "python" / "specops" / "assets"
+TRAIN = ROOT / "tools" / "train"
+
+TEXT = '''"""Helpers for reading settings."""
+
+import os
+import sys
+
+
+class Settings:
+    """A set of named values."""
+
+    def __init__(self, values=None):
+        self._values = dict(values or {})
+
+    def get(self, name, default=None):
+        """Return the value of *name*, or *default* if it is not set."""
+        try:
+            return self._values[name]
+        except KeyError:
+            return default
+
+    def __repr__(self):
+        return "%s(%r)" % (self.__class__.__name__, self._values)
+
+
+class SettingsTest(unittest.TestCase):
+    def test_get(self):
+        settings = Settings({"a": 1})
+        self.assertEqual(settings.get("a"), 1)
+        self.assertEqual(settings.get("b"), None)
+'''
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes `tools.train` importable: it is part of the repository, not of the package."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    yield
+    for name in [name for name in sys.modules if name == "tools" or name.startswith("tools.")]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    """The model's config.json."""
+    return dict(_json(ASSETS / "config.json"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """The model's tokenizer."""
+    return Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+
+
+def test_files_are_complete_and_small() -> None:
+    """All the papers are there, and the weights stay within what a repository can carry."""
+    names = {path.name for path in ASSETS.iterdir() if not path.name.startswith(".")}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "LICENSE.PSF",
+        "metrics.json",
+        "model.safetensors",
+        "NOTICE",
+        "README.md",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert os.path.getsize(ASSETS / "model.safetensors") <= 24e6
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE" in (ASSETS / "LICENSE.PSF").read_text()
+    assert "Python Software Foundation" in (ASSETS / "NOTICE").read_text()
+
+
+def test_tensor_names_shapes_and_dtype(config: dict[str, Any]) -> None:
+    """Exactly Qwen3's tensors and one MTP module's; nothing is stored twice."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    q = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    wide = config["intermediate_size"]
+    block = {
+        "self_attn.q_proj": [q, hidden],
+        "self_attn.k_proj": [kv, hidden],
+        "self_attn.v_proj": [kv, hidden],
+        "self_attn.o_proj": [hidden, q],
+        "self_attn.q_norm": [config["head_dim"]],
+        "self_attn.k_norm": [config["head_dim"]],
+        "mlp.gate_proj": [wide, hidden],
+        "mlp.up_proj": [wide, hidden],
+        "mlp.down_proj": [hidden, wide],
+        "input_layernorm": [hidden],
+        "post_attention_layernorm": [hidden],
+    }
+    module = {
+        "enorm": [hidden],
+        "hnorm": [hidden],
+        "eh_proj": [hidden, 2 * hidden],
+        "shared_head.norm": [hidden],
+    }
+    wanted = {
+        "model.embed_tokens.weight": [config["vocab_size"], hidden],
+        "model.norm.weight": [hidden],
+    }
+    for layer in range(layers + config["num_nextn_predict_layers"]):
+        parts = block if layer < layers else {**block, **module}
+        wanted.update(
+            {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
+        )
+    with safe_open(ASSETS / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+        found = {name: file.get_slice(name).get_shape() for name in names}
+        assert {file.get_slice(name).get_dtype() for name in names} == {"BF16"}
+        assert all(file.get_tensor(name).isfinite().all() for name in names)
+        assert int(file.metadata()["step"]) == _json(ASSETS / "metrics.json")["training"]["steps"]
+    assert found == wanted
+
+
+def test_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Any text survives a round trip; EOS is one token; digits come two at a time."""
+    assert tokenizer.get_vocab_size() == config["vocab_size"] == 4096
+    assert tokenizer.token_to_id("<|endoftext|>") == config["eos_token_id"]
+    assert _json(ASSETS / "generation_config.json")["eos_token_id"] == config["eos_token_id"]
+    for text in (
+        TEXT,
+        "x = 'grüße, 日本, 🙂'\r\n\t\tif\ty:\n\n\n  pass  \n",
+        "\n",
+        " ",
+        "\x00\xff",
+    ):
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    assert tokenizer.encode("a<|endoftext|>b").ids[1] == config["eos_token_id"]
+    pieces = tokenizer.encode("n = 1234567").tokens
+    assert max(sum(character.isdigit() for character in piece) for piece in pieces) == 2
+    assert len(TEXT) / len(tokenizer.encode(TEXT).ids) > 2.5
+
+
+def test_chat_template_joins_messages() -> None:
+    """Messages become text as they are: a code model has no turns."""
+    jinja2 = pytest.importorskip("jinja2")
+    template = jinja2.Template(_json(ASSETS / "tokenizer_config.json")["chat_template"])
+    messages = [
+        {"role": "system", "content": "# helpers"},
+        {"role": "user", "content": "def add(a, b):"},
+    ]
+    assert template.render(messages=messages) == "# helpers\ndef add(a, b):"
+
+
+def test_manifest_and_split(tools: None) -> None:
+    """The manifest is path -> sha256; the held-out list is a part of it, large enough."""
+    from tools.train import corpus
+
+    manifest = _json(TRAIN / "manifest.json")
+    split = _json(TRAIN / "held_out.json")
+    assert manifest["python"] == corpus.PYTHON_VERSION
+    files = manifest["files"]
+    assert list(files) == sorted(files)
+    assert all(re.fullmatch(r"[0-9a-f]{64}", digest) for digest in files.values())
+    assert not any(path.startswith(("/", "site-packages", "idlelib", "lib2to3")) for path in files)
+    assert set(split["modules"]) | set(split["tests"]) <= set(files)
+    assert all(corpus.is_test(path) for path in split["tests"])
+    assert not any(corpus.is_test(path) for path in split["modules"])
+    assert len(split["modules"]) >= corpus.MIN_HELD_OUT_MODULES
+    metrics = _json(ASSETS / "metrics.json")["corpus"]
+    assert metrics["manifest_sha256"] == corpus.manifest_sha256()
+    assert metrics["files"] == len(files)
+    assert metrics["held_out_files"] == len(split["modules"]) + len(split["tests"])
+
+
+def test_card_gives_the_measured_figures() -> None:
+    """The card and metrics.json agree, and a model worth shipping is behind them."""
+    card = (ASSETS / "README.md").read_text(encoding="utf-8")
+    metrics = _json(ASSETS / "metrics.json")
+    library, own = metrics["held_out"]["library"], metrics["held_out"]["own_continuations"]
+    figures = [
+        *(library[key] for key in ("nats_per_token", "bits_per_byte", "greedy_accuracy")),
+        library["mtp_first_draft_acceptance"],
+        metrics["held_out"]["tests"]["nats_per_token"],
+        own["mtp_first_draft_acceptance"],
+        own["mtp_second_draft_acceptance"],
+    ]
+    for figure in figures:
+        assert f"{figure:.3f}" in card
+    assert metrics["corpus"]["manifest_sha256"] in card
+    assert "may repeat" in card and "not stored" in card
+    assert library["nats_per_token"] < 2.6
+    assert library["mtp_first_draft_acceptance"] > 0.5
+
+
+def test_loss_and_draft_alignment(tools: None, tokenizer: Tokenizer) -> None:
+    """On code it has not seen the model is far from chance, and its drafts are aligned.
+
+    One position off, the module would agree with the target about as often as chance has it.
+    """
+    from tools.train.export import load_model
+    from tools.train.model import rope_cos_sin
+
+    model, _, _ = load_model(ASSETS)
+    tokens = torch.tensor([0, *tokenizer.encode(TEXT).ids])
+    rows = len(tokens)
+    cos, sin = rope_cos_sin(rows, model.config, tokens.device)
+    with torch.no_grad():
+        hidden = model.hidden(tokens[None], cos, sin)
+        logits = model.logits(hidden)[0]
+        embedded = model.model.embed_tokens(tokens[None, 1:])
+        drafted = model.mtp().draft(embedded, hidden[:, :-1], cos[:-1], sin[:-1])
+        drafts = model.logits(drafted)[0].argmax(-1)
+    loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:]).item()
+    greedy = logits.argmax(-1)
+    accepted = (drafts == greedy[1:]).float().mean().item()
+    one_early = (drafts == greedy[:-1]).float().mean().item()
+    assert loss < 3.0
+    assert accepted > 0.5
+    assert one_early < 0.3
+
+
+def test_transformers_gives_the_same_logits(tools: None, tokenizer: Tokenizer) -> None:
+    """`transformers` loads the directory as Qwen3ForCausalLM and agrees with the training code."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from tools.train.export import load_model
+    from tools.train.model import rope_cos_sin
+
+    peer, notes = transformers.AutoModelForCausalLM.from_pretrained(
+        ASSETS, dtype=torch.float32, output_loading_info=True
+    )
+    assert type(peer).__name__ == "Qwen3ForCausalLM"
+    assert not notes["missing_keys"] and not notes["mismatched_keys"]
+    layers = peer.config.num_hidden_layers
+    assert all(key.startswith(f"model.layers.{layers}.") for key in notes["unexpected_keys"])
+    peer_tokenizer = transformers.AutoTokenizer.from_pretrained(ASSETS)
+    ids = tokenizer.encode(TEXT).ids
+    assert peer_tokenizer(TEXT)["input_ids"] == ids
+    assert peer_tokenizer.eos_token_id == peer.generation_config.eos_token_id == 0
+
+    model, _, _ = load_model(ASSETS)
+    # Over the whole context: the far positions are the ones where two RoPEs would come apart.
+    tokens = torch.tensor([[0, *(ids * 8)][: model.config.max_position_embeddings]])
+    cos, sin = rope_cos_sin(tokens.shape[1], model.config, tokens.device)
+    with torch.no_grad():
+        mine = model.logits(model.hidden(tokens, cos, sin))
+        theirs = peer(tokens).logits
+    torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-3)
+    assert (mine.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.998
+
+
+def test_batches_are_windows_with_both_targets(tools: None) -> None:
+    """Every row is a piece of the packed stream; an epoch covers a token at most once."""
+    import numpy as np
+
+    from tools.train.train import Batches
+
+    documents = [np.arange(start, start + 50, dtype=np.uint16) for start in range(0, 1000, 50)]
+    batches = Batches(documents, length=16, batch_tokens=64, seed=3)
+    first = torch.cat([batches[k] for k in range(batches.per_epoch)])
+    assert first.shape == (batches.per_epoch * 4, 18)
+    inputs = first[:, :16].flatten().tolist()
+    assert len(set(inputs)) == len(inputs) and len(inputs) > 900
+    steps = first[:, 1:] - first[:, :-1]
+    assert (steps == 1).float().mean() > 0.9  # the rest are document borders
+    again = Batches(documents, length=16, batch_tokens=64, seed=3)
+    assert torch.equal(again[batches.per_epoch + 1], batches[batches.per_epoch + 1])
+
+
+def test_schedule(tools: None) -> None:
+    """Warm-up, constant, linear down; the MTP weight and the length change where they should."""
+    from tools.train.train import Recipe
+
+    recipe = Recipe(steps=1000)
+    scales = [recipe.lr_scale(step) for step in range(1000)]
+    assert scales[0] < 0.05 and scales[100] == scales[400] == 1.0
+    assert scales[500:] == sorted(scales[500:], reverse=True) and scales[-1] < 0.03
+    assert [recipe.mtp_scale(step) for step in (499, 500)] == [0.3, 0.1]
+    assert [recipe.length_at(step) for step in (849, 850)] == [512, 1024]
+
+
+@pytest.mark.parametrize(
+    ("text", "foreign"),
+    [
+        ("x = 1\n", False),
+        ("# Copyright (C) 2001 Python Software Foundation\n", False),
+        ("# Copyright 2007 A. N. Other\n# Licensed to PSF under a Contributor Agreement.\n", False),
+        ("# Copyright 2007 A. N. Other. All rights reserved.\n", True),
+        ("# SPDX-License-Identifier: MIT\n", True),
+        ("parser.add_option('--licence')\nprint('copyright')\n", False),
+    ],
+)
+def test_licence_filter(tools: None, text: str, foreign: bool) -> None:
+    """Other people's headers keep a file out of the corpus; the bare words do not."""
+    from tools.train.corpus import carries_other_licence
+
+    assert carries_other_licence(text) is foreign
