@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m specops.engine`: serves a model over HTTP. Without arguments: the bundled model."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from specops.engine.config import EngineConfig
+from specops.engine.engine import Engine
+from specops.engine.speculative_config import SpeculativeConfig
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m specops.engine",
+        description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "
+        "a page to try it in the browser.",
+    )
+    default = EngineConfig
+    # Absent means EngineConfig's default, so that every default is written down once.
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
+    add("--served-model-name", metavar="NAME", help="name clients use (default: the directory's)")
+    add(
+        "--speculative-config",
+        metavar="JSON",
+        help='for requests that do not choose, e.g. \'{"method": "ngram", '
+        '"num_speculative_tokens": 4}\' (default: the fastest method on the bundled model)',
+    )
+    add("--dtype", choices=("auto", "bfloat16", "float32"), help="(default: the checkpoint's)")
+    add("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
+    add("--max-num-seqs", type=int, metavar="N", help=f"(default: {default.max_num_seqs})")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help=f"rows of one step (default: {default.max_num_batched_tokens})",
+    )
+    add("--page-size", type=int, choices=(16, 32, 64), help=f"(default: {default.page_size})")
+    add("--num-pages", type=int, metavar="N", help="KV pages (default: what the requests need)")
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="share the pages of equal prefixes (default: yes)",
+    )
+    add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
+    add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
+    add(
+        "--max-waiting",
+        type=int,
+        metavar="N",
+        help=f"requests that may wait, further ones get 429 (default: {default.max_waiting})",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="(default: %(default)s)")
+    add("--api-key", metavar="KEY", help="bearer token that requests below /v1 must carry")
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=4 << 20,
+        metavar="N",
+        help="longest request body (default: %(default)s)",
+    )
+    add(
+        "--drain-timeout",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="time that running requests get after SIGTERM (default: %(default)s)",
+    )
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="(default: %(default)s)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until it is told to stop; returns the exit code, 2 for a mistake in the arguments."""
+    args = _parser().parse_args(arguments)
+    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        from specops.engine import server
+    except ModuleNotFoundError as error:
+        return _fail(
+            f"the server needs {error.name}, which is not installed: pip install 'specops[server]'"
+        )
+    try:
+        given: dict[str, Any] = {
+            field.name: getattr(args, field.name)
+            for field in fields(EngineConfig)
+            if getattr(args, field.name, None) is not None
+        }
+        if args.speculative_config is not None:
+            given["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
+        for name in ("max_body_bytes", "drain_timeout"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+        engine = Engine(EngineConfig(**given))
+    except ValueError as error:
+        return _fail(str(error))
+    speculative = engine.config.speculative_config
+    logging.getLogger(__name__).info(
+        "%s with method %s, k = %d; the page is at http://%s:%d/",
+        engine.model_name,
+        speculative.method,
+        speculative.num_speculative_tokens,
+        args.host,
+        args.port,
+    )
+    app = server.make_app(engine, api_key=args.api_key, max_body_bytes=args.max_body_bytes)
+    server.serve(
+        app,
+        host=args.host,
+        port=args.port,
+        drain_timeout=args.drain_timeout,
+        log_level=args.log_level,
+    )
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"specops: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

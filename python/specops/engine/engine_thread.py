@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one thread that owns the engine, and the jobs that a server's event loop gives it.
+
+Commands travel through one queue; results come back in one callback per step, so a step costs the
+event loop one wake-up however many requests it served.
+"""
+
+import asyncio
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from specops.engine.engine import Engine
+from specops.engine.errors import QueueFull
+from specops.engine.metrics import Metrics
+from specops.engine.outputs import Completion, RequestOutput
+from specops.engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Drawn seeds stay exact in JavaScript, so that a browser can send back the one it was told.
+_SEED_BITS = 53
+
+
+@dataclass(frozen=True)
+class ChoiceOutput:
+    """What one step added to one choice of a job."""
+
+    index: int  # over all prompts: prompt index * n + choice index
+    output: RequestOutput
+    completion: Completion | None  # once the choice is finished
+    seed: int  # as the client sent it or as it was drawn
+
+
+class JobFailed(Exception):
+    """The engine could not finish a job; the reason is in the log."""
+
+
+class Job:
+    """One HTTP request: some prompts, `n` choices of each. Lives on the event loop.
+
+    Args:
+        prompts: token ids.
+        params: for all of them.
+        speculative_config: the request's own, or None.
+        streaming: hand out every step's output, rather than finished choices only.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        speculative_config: Mapping[str, object] | None,
+        *,
+        streaming: bool,
+    ) -> None:
+        self.prompts = prompts
+        self.params = params
+        self.speculative_config = speculative_config
+        self.streaming = streaming
+        self.arrival = time.perf_counter()
+        self.num_unfinished = len(prompts) * params.n
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._events: asyncio.Queue[ChoiceOutput | Exception] = asyncio.Queue()
+
+    async def next_outputs(self) -> list[ChoiceOutput]:
+        """Waits for outputs and returns all that are there.
+
+        Raises:
+            JobFailed: the engine gave the job up.
+        """
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        outputs = []
+        for event in events:
+            if isinstance(event, Exception):
+                raise event
+            outputs.append(event)
+            self.num_unfinished -= event.completion is not None
+        return outputs
+
+    def put(self, event: ChoiceOutput | Exception | None) -> None:
+        """Called on the event loop: an output, a failure, or None for "accepted"."""
+        if self.accepted.done():
+            if event is not None:
+                self._events.put_nowait(event)
+        elif isinstance(event, Exception):
+            self.accepted.set_exception(event)
+        else:
+            self.accepted.set_result(None)
+
+
+@dataclass(eq=False)
+class _Choice:
+    """A choice inside the engine thread."""
+
+    job: Job
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    # Choices that wait for this one's prefill, to find its pages in the prefix cache.
+    siblings: "list[_Choice]"
+    last_time: float = 0.0  # when its last tokens arrived; 0 before the first
+
+
+class EngineThread:
+    """Runs an engine in a thread of its own."""
+
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="specops-engine", daemon=True)
+        # Everything below belongs to the thread.
+        self._choices: dict[str, _Choice] = {}  # in the engine, by request id
+        self._held: list[_Choice] = []  # ready to be added, but the engine's queue is full
+        self._events: list[tuple[Job, ChoiceOutput | Exception | None]] = []
+        self._num_requests = 0
+        seed = engine.config.seed
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def start(self) -> None:
+        """Starts the thread; called on the event loop that will get the results."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Drops what is left and waits for the thread to end."""
+        self._commands.put(("stop", None))
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    async def submit(self, job: Job) -> None:
+        """Queues a job.
+
+        Raises:
+            QueueFull, ValueError: the engine refuses it, wholly.
+        """
+        self._commands.put(("add", job))
+        try:
+            await job.accepted
+        except asyncio.CancelledError:
+            self.abort(job)
+            raise
+
+    def abort(self, job: Job) -> None:
+        """Drops what is unfinished of a job and frees its pages; harmless for a finished one."""
+        self._commands.put(("abort", job))
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if not self._take_commands():
+                    break
+                if self._engine.has_unfinished():
+                    self._step()
+            except Exception:
+                logger.exception("a step failed; every running request is given up")
+                self._give_up(JobFailed("the engine failed; its log says why"))
+            self._deliver()
+        self._give_up(JobFailed("the server is shutting down"))
+        self._deliver()
+
+    def _take_commands(self) -> bool:
+        """Carries out what is queued, waiting for it when there is nothing else to do."""
+        wait = not self._engine.has_unfinished() and not self._held
+        while wait or not self._commands.empty():
+            command, job = self._commands.get()
+            wait = False
+            if job is None:
+                return False
+            if command == "add":
+                self._add_job(job)
+            else:
+                self._abort_job(job)
+        if self._held:
+            self._add_held()
+        return True
+
+    def _add_job(self, job: Job) -> None:
+        total = len(job.prompts) * job.params.n
+        limit = self._engine.config.max_waiting
+        added: list[str] = []
+        try:
+            if total > limit:
+                raise ValueError(
+                    f"n and the number of prompts make {total} choices, more than the {limit} "
+                    "that may wait"
+                )
+            if self.num_waiting + total > limit:
+                raise QueueFull(f"{self.num_waiting} requests are waiting already")
+            for position, prompt in enumerate(job.prompts):
+                added.append(self._add_choice(self._first_choice(job, position, prompt)))
+                siblings = self._choices[added[-1]].siblings
+                # A prompt without a full page has nothing to share.
+                if len(prompt) <= self._engine.config.page_size:
+                    added += [self._add_choice(sibling) for sibling in siblings]
+                    siblings.clear()
+        except Exception as error:
+            for request_id in added:
+                self._engine.abort(request_id)
+                del self._choices[request_id]
+            if not isinstance(error, (ValueError, QueueFull)):
+                logger.exception("a request could not be added")
+                error = JobFailed("the engine failed; its log says why")
+            self._events.append((job, error))
+        else:
+            self._events.append((job, None))
+
+    def _first_choice(self, job: Job, position: int, prompt: list[int]) -> _Choice:
+        """The first choice of a prompt, with the others as its siblings."""
+        params = job.params
+        seed = self._random.getrandbits(_SEED_BITS) if params.seed is None else params.seed
+        # The choices of a prompt share the seed: their index tells their random numbers apart.
+        params = replace(params, seed=seed)
+        choices = [
+            _Choice(job, position * params.n + i, prompt, params, seed, siblings=[])
+            for i in range(params.n)
+        ]
+        choices[0].siblings = choices[1:]
+        return choices[0]
+
+    def _add_choice(self, choice: _Choice) -> str:
+        request_id = self._engine.add_request(
+            choice.prompt,
+            choice.params,
+            request_id=f"http-{self._num_requests}",
+            choice_index=choice.index % choice.params.n,
+            speculative_config=choice.job.speculative_config,
+        )
+        self._num_requests += 1
+        self._choices[request_id] = choice
+        return request_id
+
+    def _add_held(self) -> None:
+        while self._held:
+            try:
+                self._add_choice(self._held[0])
+            except QueueFull:  # its place was taken by preempted requests: try after the next step
+                return
+            except Exception as error:
+                logger.exception("a choice could not be added")
+                self._abort_job(self._held[0].job)
+                self._events.append((self._held[0].job, JobFailed(str(error))))
+                return
+            self._held.pop(0)
+
+    def _abort_job(self, job: Job) -> None:
+        self._held = [choice for choice in self._held if choice.job is not job]
+        for request_id in [name for name, one in self._choices.items() if one.job is job]:
+            self._engine.abort(request_id)
+            del self._choices[request_id]
+            self._metrics.finished("abort")
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None:
+                continue
+            job = choice.job
+            if choice.siblings:
+                self._held += choice.siblings
+                choice.siblings = []
+            if output.token_ids:
+                self._metrics.tokens(
+                    len(output.token_ids),
+                    now,
+                    choice.last_time or job.arrival,
+                    first=not choice.last_time,
+                )
+                choice.last_time = now
+            completion = None
+            if output.finish_reason is not None:
+                completion = self._engine.completion(output.request_id)
+                del self._choices[output.request_id]
+                self._metrics.finished(output.finish_reason, completion, now - job.arrival)
+            if output.finish_reason == "error":
+                self._abort_job(job)
+                self._events.append((job, JobFailed("the request failed; the log says why")))
+            elif job.streaming or completion is not None:
+                event = ChoiceOutput(choice.index, output, completion, choice.seed)
+                self._events.append((job, event))
+
+    def _give_up(self, reason: JobFailed) -> None:
+        """Fails every job."""
+        jobs = {id(one.job): one.job for one in (*self._choices.values(), *self._held)}
+        for job in jobs.values():
+            try:
+                self._abort_job(job)
+            except Exception:
+                logger.exception("a request could not be dropped")
+            self._events.append((job, reason))
+        self._choices.clear()
+
+    def _deliver(self) -> None:
+        if not self._events or self._loop is None:
+            return
+        events, self._events = self._events, []
+
+        def put() -> None:
+            for job, event in events:
+                job.put(event)
+
+        try:
+            self._loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the event loop has ended: nobody waits for this
+            logger.debug("results after the end of the event loop", exc_info=True)
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices that wait, in the engine's queue or for a sibling."""
+        siblings = sum(len(choice.siblings) for choice in list(self._choices.values()))
+        return self._engine.num_waiting + len(self._held) + siblings

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics: vLLM's names and meanings under the prefix `specops:`.
+
+Counters are read from the engine's own at every scrape, so that there is one truth; only what a
+scrape cannot read back, the distributions of times and lengths, is observed as it happens.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specops.engine.engine import Engine
+from specops.engine.outputs import Completion
+
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_LABELS = ("model_name",)
+
+
+class Metrics:
+    """The metrics of one engine.
+
+    Args:
+        engine: whose counters are read. Its integers may be read from any thread.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._model = engine.model_name
+        self._registry = CollectorRegistry()
+        self._engine_collector = _EngineCollector(engine)
+        self._registry.register(self._engine_collector)
+        self._success = Counter(
+            "specops:request_success",
+            "Finished choices by the reason they ended",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        for reason in ("stop", "length", "abort"):
+            self._success.labels(self._model, reason)
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
+        )
+        self._between_tokens = self._histogram(
+            "inter_token_latency_seconds",
+            "Time per output token; a step's time is shared by the tokens it emitted",
+            _SECONDS,
+        )
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the end of a choice", _SECONDS
+        )
+        self._prompt = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of finished choices", _TOKENS
+        )
+        self._generated = self._histogram(
+            "request_generation_tokens", "Output tokens of finished choices", _TOKENS
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"specops:{name}", text, _LABELS, registry=self._registry, buckets=buckets
+        )
+        labelled: Histogram = histogram.labels(self._model)
+        return labelled
+
+    def count_waiting(self, num_waiting: Callable[[], int]) -> None:
+        """Lets the server say how many wait, when it holds some back itself."""
+        self._engine_collector.num_waiting = num_waiting
+
+    def tokens(self, count: int, now: float, before: float, *, first: bool) -> None:
+        """A choice got `count` tokens in one step; `before` is when it got its last, or arrived."""
+        if first:
+            self._first_token.observe(now - before)
+            # What came with the first token took no time of its own, as a client sees it.
+            for _ in range(count - 1):
+                self._between_tokens.observe(0.0)
+        else:
+            for _ in range(count):
+                self._between_tokens.observe((now - before) / count)
+
+    def finished(
+        self, reason: str, completion: Completion | None = None, seconds: float = 0.0
+    ) -> None:
+        """A choice ended."""
+        self._success.labels(self._model, reason).inc()
+        if completion is not None:
+            self._whole.observe(seconds)
+            self._prompt.observe(len(completion.prompt_token_ids))
+            self._generated.observe(len(completion.token_ids))
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's counters when Prometheus asks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.num_waiting: Callable[[], int] = lambda: engine.num_waiting
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        stats, speculative = engine.stats, engine.stats.speculative
+        used = 1 - engine.num_free_pages / engine.num_pages
+        for name, text, value in (
+            ("num_requests_running", "Choices that run", engine.num_running),
+            ("num_requests_waiting", "Choices that wait", self.num_waiting()),
+            ("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1", used),
+        ):
+            gauge = GaugeMetricFamily(f"specops:{name}", text, labels=_LABELS)
+            gauge.add_metric([engine.model_name], value)
+            yield gauge
+        for name, text, count in (
+            ("num_steps", "Engine steps", stats.num_steps),
+            (
+                "num_preemptions",
+                "Choices that lost their pages and began anew",
+                stats.num_preemptions,
+            ),
+            ("prompt_tokens", "Prompt tokens of accepted choices", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated", stats.generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found", stats.prefix_cache_hits),
+            ("spec_decode_num_drafts", "Steps with drafts, per choice", speculative.num_drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens", speculative.num_draft_tokens),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Draft tokens accepted",
+                speculative.num_accepted_tokens,
+            ),
+        ):
+            counter = CounterMetricFamily(f"specops:{name}", text, labels=_LABELS)
+            counter.add_metric([engine.model_name], count)
+            yield counter
+        per_pos = CounterMetricFamily(
+            "specops:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted at each position of a draft",
+            labels=(*_LABELS, "position"),
+        )
+        for position, count in enumerate(list(speculative.num_accepted_tokens_per_pos)):
+            per_pos.add_metric([engine.model_name, str(position)], count)
+        yield per_pos

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI protocol at the edge: what a body may hold, and how an answer is spelt.
+
+Bodies are checked by pydantic and turned into what the engine takes; answers are plain dicts, since
+one is built per step. A field is either honoured or refused by name, never ignored.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from specops.engine.outputs import Completion, SpeculativeStats, TokenLogprob
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.tokenizer import Tokenizer
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+MAX_PROMPTS = 256
+
+# Steps into a union, as pydantic calls them; no part of the path a client knows.
+_UNION_BRANCHES = ("str", "list[str]", "list[TextPart]")
+
+# Fields of OpenAI's API, and of engines like this one, that ask for what is not there; with these
+# values they ask for nothing and are let through. A client library sends many of them unasked.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_a": (0,),
+    "typical_p": (1,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class ApiError(Exception):
+    """A refusal in OpenAI's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(_Strict):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # usage so far in every chunk
+
+
+class _Request(_Strict):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    speculative_config: dict[str, Any] | None = None
+    user: str | None = None  # says who asks; nothing depends on it
+
+    def sampling_params(self) -> SamplingParams:
+        """The request's parameters as the engine takes them.
+
+        Raises:
+            ApiError: one is out of range.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(stop) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in stop):
+            raise ApiError(
+                400,
+                f"stop must hold at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} "
+                "characters",
+                param="stop",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream", param="stream_options")
+        try:
+            return SamplingParams(
+                max_tokens=self._max_tokens(),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 is off, too
+                min_p=self.min_p,
+                n=self.n,
+                seed=self.seed,
+                stop=stop,
+                stop_token_ids=tuple(self.stop_token_ids),
+                ignore_eos=self.ignore_eos,
+                logprobs=self._num_logprobs(),
+            )
+        except ValueError as error:
+            raise bad_value(error, type(self)) from None
+
+    def _max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def _num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+
+class CompletionRequest(_Request):
+    """Body of POST /v1/completions."""
+
+    prompt_field: ClassVar[str] = "prompt"
+    prompt: Any
+    max_tokens: int | None = 16
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: texts and lists of token ids.
+
+        Raises:
+            ApiError: the prompt is none of the four shapes OpenAI allows.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str) or _is_token_ids(prompt):
+            return [prompt]
+        if isinstance(prompt, list) and prompt:
+            if len(prompt) > MAX_PROMPTS:
+                raise ApiError(
+                    400, f"prompt must hold at most {MAX_PROMPTS} prompts", param="prompt"
+                )
+            if all(isinstance(one, str) for one in prompt) or all(map(_is_token_ids, prompt)):
+                return prompt
+        raise ApiError(
+            422,
+            "prompt must be a text, a list of texts, a list of token ids or a list of such lists, "
+            "none of them empty",
+            param="prompt",
+        )
+
+    def sampling_params(self) -> SamplingParams:
+        """As for any request; refuses what only completions have."""
+        if self.best_of is not None and self.best_of != self.n:
+            raise ApiError(400, "best_of is not supported", param="best_of")
+        if self.echo and self.logprobs is not None:
+            raise ApiError(
+                400, "echo with logprobs is not supported: prompts have no logprobs", param="echo"
+            )
+        return super().sampling_params()
+
+    def _num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(_Strict):
+    """A piece of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates expect it."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        # "developer" is OpenAI's newer word; templates know "system".
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": content, **named}
+
+
+class ChatCompletionRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
+    prompt_field: ClassVar[str] = "messages"
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    def _max_tokens(self) -> int | None:
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise ValueError("max_tokens must be absent when max_completion_tokens is given")
+        return self.max_completion_tokens
+
+    def _num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def parse(model: type[CompletionRequest] | type[ChatCompletionRequest], body: bytes) -> Any:
+    """Reads a body.
+
+    Raises:
+        ApiError: 422 if it is not JSON of the right shape, 400 if it asks for what is not there.
+    """
+    try:
+        values = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(422, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise ApiError(422, f"the body must be a JSON object, got {_json_type(values)}")
+    for name in list(values):
+        if name in _NEUTRAL:
+            value = values.pop(name)
+            if value is not None and value not in _NEUTRAL[name]:
+                raise ApiError(
+                    400, f"{name} is not supported", param=name, code="unsupported_parameter"
+                )
+        elif values[name] is None and name in model.model_fields:
+            del values[name]  # null is absent
+    messages = values.get("messages")
+    if isinstance(messages, list):
+        values["messages"] = [_without_nothing(message) for message in messages]
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _from_validation(error) from None
+
+
+def bad_value(error: ValueError, model: type[BaseModel] | None = None) -> ApiError:
+    """A refusal by the engine, whose messages begin with the parameter's name."""
+    message = str(error)
+    found = re.match(r"\w+", message)
+    param = found[0] if found is not None and model and found[0] in model.model_fields else None
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    """One complaint of pydantic, in our words; of a union's branches, the one that got furthest."""
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    kind = first["type"]
+    path = [str(part) for part in first["loc"] if part not in _UNION_BRANCHES]
+    param = ".".join(path)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"unknown field {param}", param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(422, f"{param} is missing", param=param, code="missing_parameter")
+    if kind == "literal_error":
+        got = f"got {first['input']!r}"
+        return ApiError(400, f"{param}: {first['msg']}, {got}", param=param, code="invalid_value")
+    if kind == "string_unicode":
+        return ApiError(422, f"{param or 'the body'} is not valid Unicode", param=param or None)
+    message = first["msg"].removeprefix("Input should be ")
+    got = _json_type(first["input"])
+    return ApiError(422, f"{param} must be {message}, got {got}", param=param, code="invalid_type")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _without_nothing(message: Any) -> Any:
+    """A message as a client library echoes it holds empty fields for tools and the like."""
+    if not isinstance(message, dict):
+        return message
+    return {
+        name: value
+        for name, value in message.items()
+        if name in ("role", "content") or value not in (None, [])
+    }
+
+
+def _is_token_ids(value: Any) -> bool:
+    # Booleans and empty lists are left to the engine's own refusal and to ours.
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    names |= {int: "an integer", float: "a number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+# ---- answers ----
+
+
+def token_text(data: bytes) -> str:
+    """A token on its own: its text, or its bytes where they are no whole characters."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # JSON has no -inf
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Log-probabilities in the shape of chat completions."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": token_text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+    content = []
+    for one in logprobs:
+        top = [entry(token_id, logprob) for token_id, logprob in one.alternatives]
+        content.append({**entry(one.token_id, one.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+class LegacyLogprobs:
+    """Log-probabilities in the shape of completions, whose offsets count through the stream."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = offset
+
+    def build(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The next tokens' log-probabilities."""
+        tokens, offsets, top, raw = [], [], [], []
+        for one in logprobs:
+            data = self._tokenizer.token_bytes(one.token_id)
+            tokens.append(token_text(data))
+            raw.append(list(data))
+            offsets.append(self._offset)
+            if not self._tokenizer.is_special(one.token_id):
+                self._offset += len(self._utf8.decode(data))
+            alternatives: dict[str, float] = {}
+            for token_id, logprob in (*one.alternatives, (one.token_id, one.logprob)):
+                text = token_text(self._tokenizer.token_bytes(token_id))
+                alternatives.setdefault(text, _finite(logprob))
+            top.append(alternatives)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+            "bytes": raw,
+        }
+
+
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, stats: SpeculativeStats
+) -> dict[str, Any]:
+    """The usage object; accepted and rejected drafts are where OpenAI counts predictions."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": stats.num_accepted_tokens,
+            "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+        },
+    }
+
+
+def metrics(stats: SpeculativeStats, num_speculative_tokens: int) -> dict[str, Any]:
+    """What speculation did for one request, in vLLM's shape."""
+    # At least j drafts were accepted in per_pos[j - 1] steps.
+    at_least = [stats.num_drafts, *stats.num_accepted_tokens_per_pos]
+    at_least += [0] * (num_speculative_tokens + 2 - len(at_least))
+    drafts = max(stats.num_drafts, 1)
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + stats.num_accepted_tokens / drafts,
+            "draft_acceptance_rate": stats.num_accepted_tokens / max(stats.num_draft_tokens, 1),
+            "acceptance_histogram": [
+                at_least[j] - at_least[j + 1] for j in range(num_speculative_tokens + 1)
+            ],
+            "num_spec_steps": stats.num_drafts,
+            "num_accepted_draft_tokens": stats.num_accepted_tokens,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_spec_tokens": num_speculative_tokens,
+        }
+    }
+
+
+def add_stats(completions: Sequence[Completion]) -> SpeculativeStats:
+    """The counts of all choices together."""
+    total = SpeculativeStats()
+    for completion in completions:
+        stats = completion.stats
+        total.num_steps += stats.num_steps
+        total.num_drafts += stats.num_drafts
+        total.num_draft_tokens += stats.num_draft_tokens
+        total.num_accepted_tokens += stats.num_accepted_tokens
+        per_pos = total.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (len(stats.num_accepted_tokens_per_pos) - len(per_pos)))
+        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+            per_pos[position] += count
+    return total

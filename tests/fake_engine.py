@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model, for tests of the server: it repeats the prompt, at any speed."""
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specops.engine import (
+    Completion,
+    ContextOverflow,
+    EngineConfig,
+    QueueFull,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeConfig,
+    TokenLogprob,
+)
+from specops.engine.engine import EngineStats
+from specops.engine.outputs import SpeculativeStats
+from specops.engine.tokenizer import TextStream, Tokenizer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as HfTokenizer
+
+CHAT = "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+CHAT += "{{ raise_exception('no such role') }}{% endif %}{{ m.content }}<|end|>{% endfor %}"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, its value plus 1; token 0 is the end."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    printable = sorted(c for c in alphabet if ord(c) < 256)
+    others = iter(sorted(c for c in alphabet if ord(c) >= 256))
+    by_byte = [chr(b) if chr(b) in printable else next(others) for b in range(256)]
+    vocab = {"<|end|>": 0} | {char: byte + 1 for byte, char in enumerate(by_byte)}
+    tokenizer = HfTokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return Tokenizer(tokenizer, eos_token_ids=[0], chat_template=CHAT)
+
+
+class _Request:
+    def __init__(self, **values: Any) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.stats = SpeculativeStats()
+        self.pages = 0
+        self.cached = 0
+        self.reason: str | None = None
+        self.__dict__.update(values)
+
+
+class FakeEngine:
+    """Has the surface of `specops.engine.Engine` that the server uses."""
+
+    def __init__(self, config: EngineConfig | None = None, *, step_seconds: float = 0.0) -> None:
+        self.config = config or EngineConfig(
+            speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=3),
+            served_model_name="fake",
+            max_num_seqs=4,
+            max_waiting=64,
+            max_model_len=256,
+            seed=0,
+        )
+        self.tokenizer = byte_tokenizer()
+        self.model_name = self.config.model_name
+        self.max_model_len = self.config.max_model_len or 256
+        self.vocab_size = 257
+        self.runnable_methods = ("naive", "ngram")
+        self.stats = EngineStats()
+        self.num_pages = 1000
+        self.step_seconds = step_seconds
+        self.fail_next_step = False
+        self._running: list[_Request] = []
+        self._waiting: list[_Request] = []
+        self._done: dict[str, _Request] = {}
+        self._seen: set[tuple[int, ...]] = set()  # prefilled prompts
+        self._owner: int | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.num_pages - sum(request.pages for request in self._running)
+
+    @property
+    def num_uncollected(self) -> int:
+        return len(self._done)
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        choice_index: int = 0,
+        speculative_config: Mapping[str, object] | None = None,
+    ) -> str:
+        self._check_thread()
+        if self.num_waiting >= self.config.max_waiting:
+            raise QueueFull(f"{self.num_waiting} requests are waiting already")
+        assert not isinstance(prompt, str) and request_id is not None and params.seed is not None
+        if not prompt:
+            raise ValueError("prompt must hold at least one token, got none")
+        for token in prompt:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"prompt: token id {token} is outside the vocabulary")
+        room = self.max_model_len - len(prompt)
+        if room < 1 or (params.max_tokens or 1) > room:
+            raise ContextOverflow(f"a prompt of {len(prompt)} tokens exceeds the context")
+        config = self.config.speculative_config
+        if speculative_config is not None:
+            config = config.override(speculative_config)
+        self._waiting.append(
+            _Request(
+                id=request_id,
+                prompt=list(prompt),
+                params=params,
+                index=choice_index,
+                limit=params.max_tokens or room,
+                k=config.num_speculative_tokens,
+                stream=TextStream(self.tokenizer, params.stop),
+            )
+        )
+        self.stats.prompt_tokens += len(prompt)
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        self._check_thread()
+        for where in (self._running, self._waiting):
+            for request in where:
+                if request.id == request_id:
+                    where.remove(request)
+                    return True
+        return self._done.pop(request_id, None) is not None
+
+    def has_unfinished(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def step(self) -> list[RequestOutput]:
+        self._check_thread()
+        time.sleep(self.step_seconds)
+        if self.fail_next_step:
+            self.fail_next_step = False
+            raise RuntimeError("as the test wished")
+        while self._waiting and len(self._running) < self.config.max_num_seqs:
+            request = self._waiting.pop(0)
+            request.pages = math.ceil((len(request.prompt) + request.limit) / 16)
+            key = tuple(request.prompt)
+            request.cached = (len(key) - 1) // 16 * 16 if key in self._seen else 0
+            self._running.append(request)
+        outputs = [self._advance(request) for request in self._running]
+        for request in [one for one in self._running if one.reason is not None]:
+            self._running.remove(request)
+            self._done[request.id] = request
+        self.stats.num_steps += 1
+        return outputs
+
+    def completion(self, request_id: str) -> Completion:
+        request = self._done.pop(request_id)
+        return Completion(
+            request_id=request_id,
+            index=request.index,
+            prompt_token_ids=request.prompt,
+            token_ids=request.token_ids,
+            text=request.stream.text,
+            logprobs=request.logprobs,
+            finish_reason=request.reason,
+            seed=request.params.seed,
+            num_cached_tokens=request.cached,
+            stats=request.stats,
+        )
+
+    def _advance(self, request: _Request) -> RequestOutput:
+        first = not request.token_ids
+        self._seen.add(tuple(request.prompt))
+        drafts = 0 if first else request.k
+        tokens: list[int] = []
+        for _ in range(1 + drafts):
+            # Choices differ by where in the prompt they begin.
+            token = request.prompt[(len(request.token_ids) + request.index) % len(request.prompt)]
+            request.token_ids.append(token)
+            tokens.append(token)
+            ended = token in request.params.stop_token_ids or (
+                not request.params.ignore_eos and token == 0
+            )
+            if ended or request.stream.push(token):
+                request.reason = "stop"
+            elif len(request.token_ids) == request.limit:
+                request.reason = "length"
+            if request.reason is not None:
+                break
+        logprobs = []
+        if request.params.logprobs is not None:
+            count = request.params.logprobs
+            logprobs = [
+                TokenLogprob(t, -0.5, tuple(((t + j) % 257, -0.5 - j) for j in range(count)))
+                for t in tokens
+            ]
+        request.logprobs += logprobs
+        for stats in (request.stats, self.stats.speculative):
+            stats.num_steps += 1
+            if drafts:
+                stats.num_drafts += 1
+                stats.num_draft_tokens += drafts
+                stats.num_accepted_tokens += len(tokens) - 1
+                per_pos = stats.num_accepted_tokens_per_pos
+                per_pos.extend([0] * (drafts - len(per_pos)))
+                for position in range(len(tokens) - 1):
+                    per_pos[position] += 1
+        self.stats.generation_tokens += len(tokens)
+        text = request.stream.take()
+        if request.reason is not None:
+            text += request.stream.finish()
+        return RequestOutput(request.id, tokens, text, logprobs, request.reason)
+
+    def _check_thread(self) -> None:
+        if self._owner is None:
+            self._owner = threading.get_ident()
+        assert self._owner == threading.get_ident(), "one thread owns the engine"

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the server inside a test, on a real socket."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from specops.engine.server import make_app
+
+
+class Served:
+    """A running server and the engine behind it."""
+
+    def __init__(self, engine: Any, url: str) -> None:
+        self.engine = engine
+        self.url = url
+
+    def wait_until_idle(self) -> None:
+        """Returns once nothing runs or waits; fails if a KV page is still held then."""
+        engine = self.engine
+        wait_for(lambda: engine.num_running == engine.num_waiting == 0)
+        wait_for(lambda: engine.num_free_pages == engine.num_pages)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Waits for something another thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def serving(engine: Any, **options: Any) -> Iterator[Served]:
+    """Serves `engine` in a thread until the block ends."""
+    app = make_app(engine, **options)
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
+    config.timeout_graceful_shutdown = 5
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        wait_for(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Served(engine, f"http://127.0.0.1:{port}")
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+        assert not thread.is_alive(), "the server did not stop"

@@ -1,0 +1,891 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""The HTTP server: the protocol over an engine without a model, the rest over a tiny real one."""
+
+import asyncio
+import concurrent.futures
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "httpx", "openai"):
+    pytest.importorskip(name)
+
+import httpx
+import openai
+from checkpoints import make_checkpoint, write_tokenizer
+from fake_engine import FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Served, serving, wait_for
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.__main__ import main
+from specops.engine.config import BUNDLED_MODEL
+
+TESTS = Path(__file__).parent
+HTTP = httpx.Client(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[Served]:
+    with serving(FakeEngine(step_seconds=0.0005)) as served:
+        yield served
+
+
+@pytest.fixture
+def client(fake: Served) -> Iterator[openai.OpenAI]:
+    with connect(fake) as client:
+        yield client
+
+
+def connect(served: Served, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+def post(served: Served, path: str, body: Any, **options: Any) -> httpx.Response:
+    return HTTP.post(f"{served.url}/v1/{path}", json=body, **options)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of a stream's events, having checked their framing."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = response.text.split("\n\n")
+    assert frames[-1] == "" and frames[-2] == "data: [DONE]"
+    assert all(frame.startswith("data: ") for frame in frames[:-1])
+    return [json.loads(frame[6:]) for frame in frames[:-2]]
+
+
+# ---- what is answered ----
+
+
+def test_health_and_models(fake: Served, client: openai.OpenAI) -> None:
+    response = HTTP.get(f"{fake.url}/health")
+    assert response.status_code == 200 and response.json() == {"status": "ok"}
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("fake", "model", "specops")
+    assert model.model_extra is not None
+    assert model.model_extra["methods"] == ["naive", "ngram"]
+    assert model.model_extra["speculative_config"]["num_speculative_tokens"] == 3
+    assert "model" not in model.model_extra["speculative_config"], "a path of the server's"
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("an/other")
+
+
+def test_completion(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="fake", prompt="abcde", max_tokens=9, seed=5)
+    assert done.object == "text_completion" and done.model == "fake" and done.id.startswith("cmpl-")
+    (choice,) = done.choices
+    assert (choice.text, choice.finish_reason, choice.index) == ("abcdeabcd", "length", 0)
+    assert choice.logprobs is None
+    assert choice.model_extra == {"seed": 5}
+    usage = done.usage
+    assert usage is not None and usage.completion_tokens_details is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 9, 14)
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 6
+    assert usage.completion_tokens_details.rejected_prediction_tokens == 0
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_per_request_metrics_have_vllm_s_shape(fake: Served) -> None:
+    # 1 token, then bursts of 4, 4 and 2: the last is cut by max_tokens.
+    body = post(fake, "completions", {"prompt": "abcde", "max_tokens": 11}).json()
+    assert body["metrics"] == {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + 7 / 3,
+            "draft_acceptance_rate": 7 / 9,
+            "acceptance_histogram": [0, 1, 0, 2],
+            "num_spec_steps": 3,
+            "num_accepted_draft_tokens": 7,
+            "num_draft_tokens": 9,
+            "num_spec_tokens": 3,
+        }
+    }
+
+
+def test_prompts_in_all_shapes(client: openai.OpenAI) -> None:
+    create = client.completions.create
+    ids = [98, 99]  # "ab"
+    expected: list[tuple[Any, list[str]]] = [
+        ("ab", ["aba"]),
+        (["ab", "xyz"], ["aba", "xyz"]),
+        (ids, ["aba"]),
+        ([ids, [100]], ["aba", "ccc"]),
+    ]
+    for prompt, texts in expected:
+        done = create(model="fake", prompt=prompt, max_tokens=3)
+        assert [choice.text for choice in done.choices] == texts
+        assert [choice.index for choice in done.choices] == list(range(len(texts)))
+    done = create(model="fake", prompt=["abc", "xy"], max_tokens=3, n=2, echo=True)
+    assert [c.text for c in done.choices] == ["abcabc", "abcbca", "xyxyx", "xyyxy"]
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (5, 12)
+    assert create(model="fake", prompt=ids, max_tokens=1, echo=True).choices[0].text == "aba"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_cut_the_text(fake: Served, stream: bool) -> None:
+    body = {"prompt": "hello STOP ", "max_tokens": 40, "stop": ["STOP", "zzz"], "stream": stream}
+    response = post(fake, "completions", body)
+    choices = (
+        [event["choices"][0] for event in events(response)]
+        if stream
+        else response.json()["choices"]
+    )
+    assert "".join(choice["text"] for choice in choices) == "hello "
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_seeds_are_told_and_exact_in_javascript(client: openai.OpenAI) -> None:
+    def create(**options: Any) -> list[int]:
+        done = client.completions.create(model="fake", prompt=["a", "b"], max_tokens=1, **options)
+        return [(choice.model_extra or {})["seed"] for choice in done.choices]
+
+    assert create(n=2, seed=-7) == [-7] * 4
+    drawn = create(n=2)
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3], "one seed per prompt"
+    assert all(0 <= seed < 2**53 for seed in drawn)
+
+
+def test_logprobs_of_completions(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="fake", prompt="aé", max_tokens=4, logprobs=2)
+    logprobs = done.choices[0].logprobs
+    assert logprobs is not None and logprobs.model_extra is not None
+    assert logprobs.tokens == ["a", "bytes:\\xc3", "bytes:\\xa9", "a"]
+    assert logprobs.model_extra["bytes"] == [[97], [0xC3], [0xA9], [97]]
+    assert logprobs.text_offset == [0, 1, 1, 2]
+    assert logprobs.token_logprobs == [-0.5] * 4
+    assert logprobs.top_logprobs is not None
+    assert logprobs.top_logprobs[0] == {"a": -0.5, "b": -1.5}
+    zero = client.completions.create(model="fake", prompt="a", max_tokens=1, logprobs=0)
+    assert zero.choices[0].logprobs is not None
+    assert zero.choices[0].logprobs.top_logprobs == [{"a": -0.5}], "the chosen token is there"
+
+
+def test_streamed_logprobs_are_those_of_the_whole(fake: Served) -> None:
+    body = {"prompt": "aéz", "max_tokens": 11, "logprobs": 1}
+    whole = post(fake, "completions", body).json()["choices"][0]["logprobs"]
+    parts = [e["choices"][0]["logprobs"] for e in events(post(fake, "completions", body | STREAM))]
+    for name, values in whole.items():
+        assert [value for part in parts if part for value in part[name]] == values
+
+    chat = {"messages": [USER], "max_tokens": 11, "logprobs": True, "top_logprobs": 1}
+    whole = post(fake, "chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    parts = events(post(fake, "chat/completions", chat | STREAM))
+    logprobs = [part["choices"][0]["logprobs"] for part in parts]
+    assert [value for part in logprobs if part for value in part["content"]] == whole
+
+
+STREAM = {"stream": True}
+USER = {"role": "user", "content": "héllo"}
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model="fake",
+        messages=[
+            {"role": "developer", "content": "Be"},
+            {"role": "user", "content": [{"type": "text", "text": "é"}], "name": "me"},
+        ],
+        logprobs=True,
+        top_logprobs=1,
+    )
+    assert done.object == "chat.completion" and done.id.startswith("chatcmpl-")
+    (choice,) = done.choices
+    # The prompt is Be<end>é<end>, and the engine repeats it up to the first end.
+    assert (choice.message.role, choice.message.content) == ("assistant", "Be")
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    tokens = choice.logprobs.content
+    assert [token.token for token in tokens] == ["B", "e", "<|end|>"]
+    assert tokens[0].bytes == [66] and tokens[0].logprob == -0.5
+    assert [top.token for top in tokens[0].top_logprobs] == ["B"]
+    assert done.usage is not None and done.usage.completion_tokens == 3
+    none = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}])
+    assert none.choices[0].logprobs is None
+
+
+def test_a_conversation_can_be_echoed_as_the_client_library_holds_it(client: openai.OpenAI) -> None:
+    create = client.chat.completions.create
+    first: Any = {"role": "user", "content": "x"}
+    reply = create(model="fake", messages=[first]).choices[0].message
+    again: Any = [first, reply, first]  # with all its empty fields
+    assert create(model="fake", messages=again).choices[0].message.content == "x"
+
+
+def test_chat_stream(fake: Served) -> None:
+    body = {"messages": [USER], "max_completion_tokens": 28, "ignore_eos": True, "n": 2}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    parts = events(post(fake, "chat/completions", body))
+    assert len({part["id"] for part in parts}) == 1 and parts[0]["id"].startswith("chatcmpl-")
+    assert len({part["created"] for part in parts}) == 1
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    assert {part["model"] for part in parts} == {"fake"}
+    for index in range(2):
+        mine = [c for part in parts for c in part["choices"] if c["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert mine[-1]["delta"] == {} and isinstance(mine[-1]["seed"], int)
+        text = "".join(c["delta"].get("content", "") for c in mine)
+        assert text == ("héllo" * 4 if index == 0 else "éllo" + "héllo" * 3 + "h")
+    assert all(part["usage"] is None for part in parts[:-1])
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"]["completion_tokens"] == 56
+    assert parts[-1]["usage"]["prompt_tokens"] == 7
+    assert parts[-1]["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
+
+
+def test_chat_stream_with_the_official_client(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": "some words "}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, usage = "", None
+    for chunk in stream:
+        if chunk.choices:
+            text += chunk.choices[0].delta.content or ""
+        usage = chunk.usage
+    assert text == "some words " and usage is not None and usage.completion_tokens == 12
+
+
+def test_async_client(fake: Served) -> None:
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{fake.url}/v1", api_key="none") as client:
+
+            async def one(i: int) -> str:
+                stream = await client.completions.create(
+                    model="fake", prompt=f"<{i}>", max_tokens=20, stream=True
+                )
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*(one(i) for i in range(20)))
+
+    texts = asyncio.run(all_of_them())
+    assert texts == [(f"<{i}>" * 20)[:20] for i in range(20)]
+
+
+def test_completion_stream(fake: Served) -> None:
+    body = {"prompt": "ab", "max_tokens": 6, "echo": True, "stream": True}
+    parts = events(post(fake, "completions", body))
+    assert [part["choices"][0]["text"] for part in parts] == ["ab", "a", "baba", "b", ""]
+    assert all("usage" not in part for part in parts)
+    assert parts[-1]["choices"][0]["finish_reason"] == "length"
+    assert "metrics" in parts[-1]
+    body["stream_options"] = {"continuous_usage_stats": True}
+    parts = events(post(fake, "completions", body))
+    assert [part["usage"]["completion_tokens"] for part in parts] == [0, 1, 5, 6, 6]
+
+
+def test_a_request_s_own_method(fake: Served) -> None:
+    def spec_tokens(config: dict[str, Any] | None) -> Any:
+        body = {"prompt": "abcd", "max_tokens": 20, "speculative_config": config}
+        answer = post(fake, "completions", body).json()
+        assert answer["choices"][0]["text"] == "abcd" * 5
+        counts = answer["metrics"]["speculative_decoding"]
+        return counts["num_spec_tokens"], counts["num_accepted_draft_tokens"] > 0
+
+    assert spec_tokens(None) == spec_tokens({}) == (3, True)
+    assert spec_tokens({"method": "naive"}) == (0, False)
+    assert spec_tokens({"method": "ngram", "num_speculative_tokens": 7}) == (7, True)
+
+
+def test_choices_share_the_prompt_s_pages(fake: Served) -> None:
+    before = time.time_ns()
+    prompt = f"{before} a long prompt of its own, of many pages"
+    body = {"prompt": prompt, "n": 3, "max_tokens": 4}
+    answer = post(fake, "completions", body).json()
+    assert [c["text"] for c in answer["choices"]] == [prompt[i : i + 4] for i in range(3)]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    again = post(fake, "completions", body).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == (len(prompt) - 1) // 16 * 16
+
+
+def test_neutral_values_of_unsupported_fields_pass(fake: Served) -> None:
+    body = {"prompt": "a", "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": None}
+    assert post(fake, "completions", body | {"user": "u", "top_k": -1}).status_code == 200
+    chat = {"messages": [USER], "tools": [], "response_format": {"type": "text"}, "seed": None}
+    assert post(fake, "chat/completions", chat | {"frequency_penalty": 0.0}).status_code == 200
+
+
+# ---- what is refused ----
+
+TEXT: dict[str, Any] = {"prompt": "a"}
+CHAT: dict[str, Any] = {"messages": [USER]}
+REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
+    # values
+    (TEXT | {"temperature": -1}, 400, "temperature", "must be in"),
+    (TEXT | {"top_p": 0}, 400, "top_p", "must be above 0"),
+    (TEXT | {"top_k": -2}, 400, "top_k", "at least 0"),
+    (TEXT | {"min_p": 2}, 400, "min_p", "must be in"),
+    (TEXT | {"n": 0}, 400, "n", "at least 1"),
+    (TEXT | {"n": 100}, 400, "n", "100 choices, more than the 64 that may wait"),
+    (TEXT | {"max_tokens": 0}, 400, "max_tokens", "at least 1"),
+    (TEXT | {"seed": 2**64}, 400, "seed", "at most"),
+    (TEXT | {"logprobs": 101}, 400, "logprobs", "at most 100"),
+    (TEXT | {"stop": [""]}, 400, "stop", "non-empty"),
+    (TEXT | {"stop": ["a"] * 17}, 400, "stop", "at most 16 strings"),
+    (TEXT | {"stop": "a" * 1025}, 400, "stop", "1024 characters"),
+    (TEXT | {"stream_options": {}}, 400, "stream_options", "needs stream"),
+    (TEXT | {"prompt": [5000]}, 400, "prompt", "outside the vocabulary"),
+    (TEXT | {"prompt": [-1]}, 400, "prompt", "outside the vocabulary"),
+    (TEXT | {"prompt": ""}, 400, "prompt", "at least one token"),
+    (TEXT | {"prompt": ["a"] * 257}, 400, "prompt", "at most 256 prompts"),
+    (TEXT | {"prompt": "\ud800"}, 400, "prompt", "not valid Unicode"),
+    (TEXT | {"\ud800": 1}, 422, None, "not valid Unicode"),
+    (TEXT | {"\ud800": 1, "x y": 1, "model": "\ud800"}, 422, None, "not valid Unicode"),
+    (CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
+    (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "must be absent"),
+    (CHAT | {"messages": []}, 400, None, "at least one token"),
+    (CHAT | {"messages": [{"role": "tool", "content": ""}]}, 400, "messages.0.role", "'tool'"),
+    # the request's own method
+    (TEXT | {"speculative_config": {"method": "magic"}}, 400, "speculative_config", "naive, ngram"),
+    (TEXT | {"speculative_config": {"method": "mtp"}}, 400, "speculative_config", "cannot run"),
+    (TEXT | {"speculative_config": {"model": "/x"}}, 400, "speculative_config", "server's alone"),
+    (TEXT | {"speculative_config": {"k": 3}}, 400, "speculative_config", "no field 'k'"),
+    (
+        TEXT | {"speculative_config": {"num_speculative_tokens": 2**31 - 1}},
+        400,
+        "speculative_config",
+        "at most 512",
+    ),
+    (
+        TEXT | {"speculative_config": {"verify_strategy": "topp"}},
+        400,
+        "speculative_config",
+        "cannot run",
+    ),
+    # what is not there
+    (TEXT | {"best_of": 2}, 400, "best_of", "not supported"),
+    (TEXT | {"suffix": "x"}, 400, "suffix", "not supported"),
+    (TEXT | {"echo": True, "logprobs": 1}, 400, "echo", "not supported"),
+    (TEXT | {"logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
+    (TEXT | {"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
+    (TEXT | {"frequency_penalty": 1}, 400, "frequency_penalty", "not supported"),
+    (TEXT | {"repetition_penalty": 1.1}, 400, "repetition_penalty", "not supported"),
+    (CHAT | {"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "not supported"),
+    (CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    (CHAT | {"reasoning_effort": "low"}, 400, "reasoning_effort", "not supported"),
+    (TEXT | {"temprature": 1}, 400, "temprature", "unknown field temprature"),
+    (CHAT | {"prompt": "a"}, 400, "prompt", "unknown field prompt"),
+    (
+        CHAT | {"messages": [USER | {"tool_calls": [{}]}]},
+        400,
+        "messages.0.tool_calls",
+        "unknown field",
+    ),
+    (
+        CHAT
+        | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        400,
+        "messages.0.content.0.type",
+        "'text', got 'image_url'",
+    ),
+    (TEXT | {"not a name": 1}, 400, "not a name", "unknown field not a name"),
+    # shapes
+    ({}, 422, "prompt", "prompt is missing"),
+    (TEXT | {"prompt": None}, 422, "prompt", "prompt is missing"),
+    (TEXT | {"prompt": {"a": 1}}, 422, "prompt", "must be a text"),
+    (TEXT | {"prompt": []}, 422, "prompt", "none of them empty"),
+    (TEXT | {"prompt": [[1], []]}, 422, "prompt", "none of them empty"),
+    (TEXT | {"prompt": ["a", 1]}, 422, "prompt", "must be a text"),
+    (TEXT | {"prompt": [True]}, 422, "prompt", "must be a text"),
+    (TEXT | {"max_tokens": "3"}, 422, "max_tokens", "valid integer, got a string"),
+    (TEXT | {"max_tokens": 3.5}, 422, "max_tokens", "valid integer, got a number"),
+    (TEXT | {"temperature": True}, 422, "temperature", "valid number, got a boolean"),
+    (TEXT | {"stop": [1]}, 422, "stop.0", "valid string, got an integer"),
+    (TEXT | {"stream": "yes"}, 422, "stream", "got a string"),
+    (TEXT | {"speculative_config": "ngram"}, 422, "speculative_config", "got a string"),
+    (CHAT | {"messages": "hello"}, 422, "messages", "valid list, got a string"),
+    (CHAT | {"messages": [{"role": "user"}]}, 422, "messages.0.content", "is missing"),
+    (CHAT | {"messages": ["hello"]}, 422, "messages.0", "got a string"),
+    # elsewhere
+    (TEXT | {"model": "other"}, 404, "model", "does not exist"),
+    (TEXT | {"prompt": "a" * 256}, 413, "prompt", "exceeds the context"),
+    (TEXT | {"max_tokens": 256}, 413, "prompt", "exceeds the context"),
+    (CHAT | {"messages": [USER | {"content": "a" * 256}]}, 413, "messages", "exceeds the context"),
+]
+
+
+@pytest.mark.parametrize("body,status,param,message", REFUSALS)
+def test_refusals(
+    fake: Served, body: dict[str, Any], status: int, param: str | None, message: str
+) -> None:
+    path = "chat/completions" if "messages" in body else "completions"
+    for stream in ({}, STREAM):
+        if "stream_options" in body and stream:
+            continue
+        data = json.dumps(stream | body)
+        response = HTTP.post(f"{fake.url}/v1/{path}", content=data, headers=JSON)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert message in error["message"]
+        if param is not None:
+            assert error["param"] == param
+    fake.wait_until_idle()
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'"prompt"', b"\xff", b'{"prompt": "a", "top_p": NaN}', b"[" * 100_000],
+)
+def test_bodies_that_are_no_json_object(fake: Served, content: bytes) -> None:
+    response = HTTP.post(f"{fake.url}/v1/completions", content=content, headers=JSON)
+    assert response.status_code == 422
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_no_such_route_method_or_type(fake: Served) -> None:
+    for response, status in (
+        (HTTP.get(f"{fake.url}/v1/nothing"), 404),
+        (HTTP.get(f"{fake.url}/v1/completions"), 405),
+        (HTTP.post(f"{fake.url}/v1/completions", content="prompt=a"), 415),
+        (HTTP.post(f"{fake.url}/v1/completions", data={"prompt": "a"}), 415),
+    ):
+        assert response.status_code == status
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_bodies_over_the_limit() -> None:
+    with serving(FakeEngine(), max_body_bytes=1000) as served:
+        fits = json.dumps(TEXT).encode()
+        fits += b" " * (1000 - len(fits))
+        assert send(served, fits).status_code == 200
+        for size in (1001, 8000, 15_000):
+            content = b" " * size
+            for body in (content, iter([content])):  # with and without Content-Length
+                response = send(served, body)
+                assert response.status_code == 413
+                error = response.json()["error"]
+                assert (
+                    error["code"] == "body_too_large" and "at most 1000 bytes" in error["message"]
+                )
+        # Far beyond the limit the server hangs up: the answer may be lost, the server is not.
+        with pytest.raises(httpx.TransportError):
+            raise_for_status = send(served, iter([b" " * 100_000] * 100))
+            raise httpx.TransportError(raise_for_status.text)
+        assert send(served, fits).status_code == 200
+
+
+def send(served: Served, content: Any) -> httpx.Response:
+    return HTTP.post(f"{served.url}/v1/completions", content=content, headers=JSON)
+
+
+def test_api_key() -> None:
+    with serving(FakeEngine(), api_key="geheim ß") as served:
+        for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "geheim"}):
+            for method, path in (("POST", "completions"), ("GET", "models")):
+                response = HTTP.request(method, f"{served.url}/v1/{path}", headers=headers)
+                assert response.status_code == 401
+                error = response.json()["error"]
+                assert error["type"] == "authentication_error"
+                assert error["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
+        for path in ("health", "metrics", ""):
+            assert HTTP.get(f"{served.url}/{path}").status_code == 200
+    with serving(FakeEngine(), api_key="geheim") as served, connect(served, "geheim") as client:
+        assert client.completions.create(model="fake", prompt="a").choices[0].text == "a" * 16
+
+
+def test_a_full_queue() -> None:
+    config = EngineConfig(
+        served_model_name="fake", max_num_seqs=1, max_waiting=2, max_model_len=256
+    )
+    engine = FakeEngine(config, step_seconds=0.003)
+    with serving(engine) as served:
+        long = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            running = pool.submit(post, served, "completions", long)
+            wait_for(lambda: engine.num_running == 1)
+            waiting = [pool.submit(post, served, "completions", long) for _ in range(2)]
+            wait_for(lambda: engine.num_waiting == 2)
+            for stream in ({}, STREAM):
+                refused = post(served, "completions", TEXT | stream)
+                assert refused.status_code == 429
+                assert int(refused.headers["retry-after"]) >= 1
+                error = refused.json()["error"]
+                assert error["type"] == "rate_limit_error" and error["code"] == "queue_full"
+            with pytest.raises(openai.RateLimitError), connect(served) as client:
+                client.completions.create(model="fake", prompt="a")
+            for future in (running, *waiting):
+                assert future.result().status_code == 200
+        assert post(served, "completions", TEXT).status_code == 200
+        # n choices are taken or refused as a whole.
+        assert post(served, "completions", TEXT | {"n": 3}).status_code == 400
+        assert post(served, "completions", TEXT | {"n": 2}).status_code == 200
+        served.wait_until_idle()
+
+
+# ---- clients that leave, engines that fail ----
+
+
+@pytest.fixture
+def slow() -> Iterator[Served]:
+    config = EngineConfig(served_model_name="fake", max_num_seqs=1, max_model_len=100_000)
+    with serving(FakeEngine(config, step_seconds=0.005)) as served:
+        yield served
+
+
+LONG = {"prompt": "abc", "max_tokens": 90_000, "speculative_config": {"method": "naive"}}
+
+
+def hang_up_on(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
+    """Sends a request and returns the open socket."""
+    host, port = served.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_client_that_leaves_frees_its_pages(slow: Served, path: str, stream: bool) -> None:
+    body = dict(LONG) | {"stream": stream, "ignore_eos": True, "n": 2}
+    if path != "completions":
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    running = hang_up_on(slow, path, body)
+    wait_for(lambda: slow.engine.num_running == 1)
+    queued = hang_up_on(slow, path, body)
+    wait_for(lambda: slow.engine.num_waiting == 3)
+    assert slow.engine.num_free_pages < slow.engine.num_pages
+    if stream:
+        assert b"200 OK" in running.recv(100)
+    queued.close()
+    wait_for(lambda: slow.engine.num_waiting == 1)
+    running.close()
+    slow.wait_until_idle()
+    assert slow.engine.num_uncollected == 0
+    assert counters(slow)["specops:request_success_total"]["abort"] == 4
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(slow: Served) -> None:
+    host, port = slow.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b'Content-Length: 100\r\n\r\n{"prompt"'
+        )
+    assert post(slow, "completions", TEXT).status_code == 200
+    slow.wait_until_idle()
+
+
+def test_a_failing_step_fails_requests_but_not_the_server(slow: Served) -> None:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        whole = pool.submit(post, slow, "completions", LONG)
+        stream = pool.submit(post, slow, "chat/completions", CHAT | STREAM | {"ignore_eos": True})
+        wait_for(lambda: slow.engine.num_running + slow.engine.num_waiting == 2)
+        slow.engine.fail_next_step = True
+        assert whole.result().status_code == 500
+        error = whole.result().json()["error"]
+        assert error["type"] == "server_error" and "the engine failed" in error["message"]
+        assert "the engine failed" in events(stream.result())[-1]["error"]["message"]
+    assert post(slow, "completions", TEXT).status_code == 200
+    slow.wait_until_idle()
+    slow.engine.fail_next_step = True
+    with connect(slow) as client, pytest.raises(openai.InternalServerError):
+        client.completions.create(model="fake", prompt="a")
+    assert HTTP.get(f"{slow.url}/health").status_code == 200
+
+
+def counters(served: Served) -> dict[str, dict[str, float]]:
+    """Samples by name, then by the label that tells them apart."""
+    text = HTTP.get(f"{served.url}/metrics").text
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            assert "model_name" in sample.labels
+            found.setdefault(sample.name, {})[",".join(labels.values())] = sample.value
+    return found
+
+
+def test_metrics() -> None:
+    with serving(FakeEngine()) as served:
+        before = counters(served)
+        assert before["specops:generation_tokens_total"] == {"": 0}
+        assert before["specops:request_success_total"] == {"stop": 0, "length": 0, "abort": 0}
+        body = {"prompt": "abcde", "max_tokens": 11}
+        for _ in range(3):
+            assert post(served, "completions", body).status_code == 200
+        after = counters(served)
+        expected = {
+            "prompt_tokens_total": 15,
+            "generation_tokens_total": 33,
+            "spec_decode_num_drafts_total": 9,
+            "spec_decode_num_draft_tokens_total": 27,
+            "spec_decode_num_accepted_tokens_total": 21,
+            "num_requests_running": 0,
+            "num_requests_waiting": 0,
+            "kv_cache_usage_perc": 0,
+            "num_preemptions_total": 0,
+            "time_to_first_token_seconds_count": 3,
+            "inter_token_latency_seconds_count": 30,
+            "e2e_request_latency_seconds_count": 3,
+            "request_prompt_tokens_sum": 15,
+            "request_generation_tokens_sum": 33,
+        }
+        for name, value in expected.items():
+            assert after[f"specops:{name}"] == {"": value}, name
+        assert after["specops:request_success_total"]["length"] == 3
+        per_pos = after["specops:spec_decode_num_accepted_tokens_per_pos_total"]
+        assert per_pos == {"0": 9, "1": 6, "2": 6}
+
+
+def mixed_body(draw: random.Random, prompt: Any) -> dict[str, Any]:
+    """A request that may be good, bad, or abandoned."""
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": draw.choice([1, 3, 20, 40]),
+        "temperature": draw.choice([0, 0.8]),
+        "n": draw.choice([1, 1, 2]),
+        "stream": draw.random() < 0.5,
+        "speculative_config": {"method": draw.choice(["naive", "ngram"])},
+    }
+    broken: list[dict[str, Any]] = [
+        {"max_tokens": 10**6},
+        {"prompt": [10**6]},
+        {"temperature": -1},
+        {"speculative_config": {"method": "mtp"}},
+        {"unknown": 1},
+        {"model": "other"},
+        {"prompt": 5},
+        {"stop": "e", "logprobs": 2},
+        {"n": 64},
+    ]
+    return body | (draw.choice(broken) if draw.random() < 0.4 else {})
+
+
+def assault(served: Served, prompts: list[Any]) -> None:
+    """200 mixed and failing requests, from many clients, some of which leave early."""
+    draw = random.Random(1)
+
+    def one(seed: int) -> int:
+        mine = random.Random(seed)
+        body = mixed_body(mine, mine.choice(prompts))
+        if mine.random() < 0.3:
+            connection = hang_up_on(served, "completions", body)
+            time.sleep(mine.random() * 0.03)
+            connection.close()
+            return 0
+        response = post(served, "completions", body)
+        if response.status_code == 200 and body["stream"]:
+            assert "error" not in events(response)[-1]
+        return response.status_code
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        seen = set(pool.map(one, [draw.getrandbits(32) for _ in range(200)]))
+    assert {0, 200, 400, 404, 413, 422} <= seen <= {0, 200, 400, 404, 413, 422, 429}
+    served.wait_until_idle()
+    assert post(served, "completions", {"prompt": prompts[0]}).status_code == 200
+    served.wait_until_idle()
+
+
+def test_no_page_leaks(fake: Served) -> None:
+    assault(fake, ["abc", "a much longer prompt than the others, for pages", [98, 99], ["x", "y"]])
+    assert fake.engine.num_uncollected == 0
+
+
+# ---- a real engine ----
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "Qwen3", num_hidden_layers=2, vocab_size=257)
+    write_tokenizer(directory, 257)
+    return directory
+
+
+def tiny_engine(model_dir: Path, **options: Any) -> Engine:
+    options.setdefault("speculative_config", NGRAM)
+    return Engine(EngineConfig(model=str(model_dir), served_model_name="tiny", **options))
+
+
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+
+
+@pytest.fixture(scope="module")
+def tiny(model_dir: Path) -> Iterator[Served]:
+    with serving(tiny_engine(model_dir, max_num_seqs=4, max_waiting=64)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_the_text_is_the_engine_s_with_any_method(
+    tiny: Served, model_dir: Path, temperature: float
+) -> None:
+    prompt = "for i in range(3): for i in range"
+    params = SamplingParams(
+        max_tokens=60, temperature=temperature, seed=11, logprobs=2, ignore_eos=True
+    )
+    naive = SpeculativeConfig(method="naive")
+    (expected,) = tiny_engine(model_dir, speculative_config=naive).generate([prompt], params)
+    body = {"prompt": prompt, "max_tokens": 60, "temperature": temperature, "seed": 11}
+    body |= {"logprobs": 2, "ignore_eos": True}
+    for own in (None, {"method": "naive"}, {"method": "ngram", "num_speculative_tokens": 9}):
+        body["speculative_config"] = own
+        whole = post(tiny, "completions", body).json()
+        (choice,) = whole["choices"]
+        assert choice["text"] == expected.text
+        assert choice["logprobs"]["token_logprobs"] == [one.logprob for one in expected.logprobs]
+        assert whole["usage"]["completion_tokens"] == len(expected.token_ids)
+        parts = events(post(tiny, "completions", body | STREAM))
+        assert "".join(part["choices"][0]["text"] for part in parts) == expected.text
+    drafted = counters(tiny)["specops:spec_decode_num_draft_tokens_total"][""]
+    assert drafted > 0, "n-gram drafting had something to draft"
+
+
+def test_choices_share_pages_and_keep_their_tokens(tiny: Served, model_dir: Path) -> None:
+    prompt = "a prompt that fills more than one page of sixteen tokens, so that choices can share"
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3, ignore_eos=True)
+    expected = tiny_engine(model_dir).generate([prompt], params)
+    hits = counters(tiny)["specops:prefix_cache_hits_total"][""]
+    body = {"prompt": prompt, "max_tokens": 12, "seed": 3, "n": 3, "ignore_eos": True}
+    answer = post(tiny, "completions", body).json()
+    assert [choice["text"] for choice in answer["choices"]] == [one.text for one in expected]
+    shared = (len(expected[0].prompt_token_ids) - 1) // 16 * 16
+    assert counters(tiny)["specops:prefix_cache_hits_total"][""] == hits + 2 * shared
+    tiny.wait_until_idle()
+
+
+def test_a_model_without_a_chat_template(tiny: Served) -> None:
+    response = post(tiny, "chat/completions", CHAT)
+    assert response.status_code == 400
+    assert "no chat template" in response.json()["error"]["message"]
+
+
+def test_no_page_leaks_in_the_real_engine(tiny: Served) -> None:
+    assault(tiny, ["abc", "a much longer prompt than the others, for pages", [98, 99], ["x", "y"]])
+    tiny.engine._pool.check_integrity()
+
+
+# ---- the command ----
+
+RUN = """
+import sys
+from fake_engine import FakeEngine
+from specops.engine.server import make_app, serve
+app = make_app(FakeEngine(step_seconds=0.02))
+serve(app, host="127.0.0.1", port=int(sys.argv[1]), drain_timeout=20, log_level="warning")
+"""
+
+
+def test_sigterm_drains() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(port)], env=environment)
+    try:
+
+        def is_up() -> bool:
+            try:
+                return HTTP.get(f"{url}/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_for(is_up, 30)
+        body = {"prompt": "abc", "max_tokens": 40, "speculative_config": {"method": "naive"}}
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body | STREAM) as running:
+            lines = running.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"{url}/health")  # a new connection
+            rest = [first, *lines]
+        parts = [json.loads(line[6:]) for line in rest if line and line != "data: [DONE]"]
+        assert rest[-2] == "data: [DONE]"
+        text = "".join(part["choices"][0]["text"] for part in parts)
+        assert text == ("abc" * 14)[:40], "what ran has finished"
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--model", "/no/such/directory"], "/no/such/directory: no such directory"),
+        (["--speculative-config", "{"], "speculative_config is not valid JSON"),
+        (["--speculative-config", '{"method": "magic"}'], "method must be one of naive, ngram"),
+        (["--speculative-config", '{"method": "mtp"}'], 'method "mtp" cannot run in this engine'),
+        (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["--max-body-bytes", "0"], "max_body_bytes must be at least 1"),
+    ],
+)
+def test_mistakes_in_the_arguments(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.startswith("specops: ") and err.count("\n") == 1
+
+
+def test_missing_weights(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path
+) -> None:
+    for missing in ("model.safetensors", "tokenizer.json"):
+        directory = tmp_path / missing
+        directory.mkdir()
+        for file in model_dir.iterdir():
+            if file.name != missing:
+                (directory / file.name).write_bytes(file.read_bytes())
+        assert main(["--model", str(directory)]) == 2
+        assert str(directory) in capsys.readouterr().err
+
+
+def test_unknown_arguments_exit_with_2() -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--no-such-thing"])
+    assert exit.value.code == 2
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
+def test_without_the_server_s_packages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    for loaded in list(sys.modules):
+        if loaded in ("specops.engine.server", "specops.engine.metrics") or loaded == missing:
+            monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.delattr("specops.engine.server", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main([]) == 2
+    assert capsys.readouterr().err == (
+        f"specops: the server needs {missing}, which is not installed: "
+        "pip install 'specops[server]'\n"
+    )
+
+
+@pytest.mark.skipif(not BUNDLED_MODEL.is_dir(), reason="the bundled model is not there")
+def test_every_default_serves_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specops.engine import server
+
+    seen: dict[str, Any] = {}
+
+    def remember(app: Any, **options: Any) -> None:
+        seen.update(options)
+
+    monkeypatch.setattr(server, "serve", remember)
+    assert main([]) == 0
+    assert (seen["host"], seen["port"]) == ("127.0.0.1", 8000)
