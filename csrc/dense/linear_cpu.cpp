@@ -15,53 +15,131 @@ inline int64_t part_begin(int64_t size, int64_t count, int64_t index) {
   return size / count * index + min64(index, size % count);
 }
 
+// Calls fn(0) to fn(kCount - 1) without a loop, so that arrays indexed by them become registers.
+#define SPECOPS_INLINE __attribute__((always_inline))
+template <int kCount, typename Fn>
+SPECOPS_INLINE inline void unrolled(const Fn& fn) {
+  if constexpr (kCount > 0) {
+    unrolled<kCount - 1>(fn);
+    fn(kCount - 1);
+  }
+}
+
 // What one step is for each dtype: the words of 16 outputs, the same inputs of one row, their sum.
 template <typename T>
 struct Step;
 
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
 template <>
 struct Step<bfloat16> {
-  using Word = BF16x32;
+  using Sum = F32x16;
   static constexpr int kInputs = 2;
-  static Word weights(const uint32_t* p) { return load_pairs(p); }
-  static Word inputs(const bfloat16* p) { return broadcast_pair(p); }
-  static F32x16 dot(F32x16 acc, Word w, Word x) { return dot_pairs(acc, w, x); }
+  static BF16x32 weights(const uint32_t* p) { return load_pairs(p); }
+  static BF16x32 inputs(const bfloat16* p) { return broadcast_pair(p); }
+  static void dot(Sum& sum, BF16x32 w, BF16x32 x) { sum = dot_pairs(sum, w, x); }
 };
 
 template <>
 struct Step<float> {
-  using Word = F32x16;
+  using Sum = F32x16;
   static constexpr int kInputs = 1;
-  static Word weights(const uint32_t* p) { return load(reinterpret_cast<const float*>(p)); }
-  static Word inputs(const float* p) { return set1(*p); }
-  static F32x16 dot(F32x16 acc, Word w, Word x) { return fma(w, x, acc); }
+  static F32x16 weights(const uint32_t* p) { return load(reinterpret_cast<const float*>(p)); }
+  static F32x16 inputs(const float* p) { return set1(*p); }
+  static void dot(Sum& sum, F32x16 w, F32x16 x) { sum = fma(w, x, sum); }
 };
 
-// How many rows a tile holds at most, and how many blocks fit the registers beside them.
-#if defined(SPECOPS_AVX512)
-constexpr int kMaxRows = 8;
-constexpr int kMaxBlocks[kMaxRows + 1] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
-#elif defined(SPECOPS_AVX2)
-constexpr int kMaxRows = 6;
-constexpr int kMaxBlocks[kMaxRows + 1] = {0, 6, 3, 2, 1, 1, 1};
+inline void put(float* p, F32x16 sum) { store(p, sum); }
 #else
-constexpr int kMaxRows = 4;
-constexpr int kMaxBlocks[kMaxRows + 1] = {0, 4, 2, 1, 1};
+// The arrays of simd.h would live in memory here; vectors of four live in registers anywhere.
+using Float4 = float __attribute__((vector_size(16)));
+using Word4 = uint32_t __attribute__((vector_size(16)));
+
+template <typename V>
+struct Quad {
+  V q[4] = {};
+};
+
+template <>
+struct Step<bfloat16> {
+  using Sum = Quad<Float4>;
+  struct Pair {
+    float even, odd;
+  };
+  static constexpr int kInputs = 2;
+  static Quad<Word4> weights(const uint32_t* p) {
+    Quad<Word4> out;
+    unrolled<4>([&](int i) SPECOPS_INLINE { std::memcpy(&out.q[i], p + 4 * i, 16); });
+    return out;
+  }
+  static Pair inputs(const bfloat16* p) { return {to_float(p[0]), to_float(p[1])}; }
+  static void dot(Sum& sum, const Quad<Word4>& w, Pair x) {
+    unrolled<4>([&](int i) SPECOPS_INLINE {
+      sum.q[i] = (Float4)(w.q[i] & 0xffff0000u) * x.odd + sum.q[i];
+      sum.q[i] = (Float4)(w.q[i] << 16) * x.even + sum.q[i];
+    });
+  }
+};
+
+template <>
+struct Step<float> {
+  using Sum = Quad<Float4>;
+  static constexpr int kInputs = 1;
+  static Quad<Float4> weights(const uint32_t* p) {
+    Quad<Float4> out;
+    unrolled<4>([&](int i) SPECOPS_INLINE { std::memcpy(&out.q[i], p + 4 * i, 16); });
+    return out;
+  }
+  static float inputs(const float* p) { return *p; }
+  static void dot(Sum& sum, const Quad<Float4>& w, float x) {
+    unrolled<4>([&](int i) SPECOPS_INLINE { sum.q[i] = w.q[i] * x + sum.q[i]; });
+  }
+};
+
+inline void put(float* p, const Quad<Float4>& sum) {
+  unrolled<4>([&](int i) SPECOPS_INLINE { std::memcpy(p + 4 * i, &sum.q[i], 16); });
+}
 #endif
 
-// The only place an output element is finished: bias in fp32, then one rounding.
+// How many rows a tile of T holds at most, and how many blocks fit the registers beside them.
 template <typename T>
-void finish(const LinearParams& params, int64_t row, int64_t block, F32x16 acc) {
-  int64_t first = block * kLinearBlock;
-  int n = static_cast<int>(min64(params.num_outputs - first, kLinearBlock));
-  if (params.bias != nullptr) {
-    acc = add(acc, load_partial(static_cast<const T*>(params.bias) + first, n));
-  }
-  int64_t at = row * params.num_outputs + first;
-  if (params.out_dtype == DType::kBFloat16) {
-    store_partial(static_cast<bfloat16*>(params.out) + at, acc, n);
-  } else {
-    store_partial(static_cast<float*>(params.out) + at, acc, n);
+struct Shape {
+#if defined(SPECOPS_AVX512)
+  static constexpr int kMaxRows = 8;
+  static constexpr int kMaxBlocks[] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
+#elif defined(SPECOPS_AVX2)
+  // Each bfloat16 word becomes two vectors of floats: fewer registers are left for sums.
+  static constexpr int kMaxRows = Step<T>::kInputs == 2 ? 4 : 6;
+  static constexpr int kMaxBlocks[] = {0, 6, 3, Step<T>::kInputs == 2 ? 1 : 2, 1, 1, 1};
+#else
+  static constexpr int kMaxRows = 3;
+  static constexpr int kMaxBlocks[] = {0, 3, 1, 1};
+#endif
+};
+
+// The only place outputs are finished: bias in fp32, then one rounding. `sums` is [rows, blocks, 16];
+// it comes through memory because gcc keeps accumulators passed by value out of registers on AVX2.
+template <typename T>
+[[gnu::noinline]] void finish(const LinearParams& params,
+                              int64_t row,
+                              int64_t block,
+                              int rows,
+                              int blocks,
+                              const float* sums) {
+  for (int r = 0; r < rows; ++r) {
+    for (int b = 0; b < blocks; ++b, sums += kLinearBlock) {
+      int64_t first = (block + b) * kLinearBlock;
+      int n = static_cast<int>(min64(params.num_outputs - first, kLinearBlock));
+      F32x16 sum = load(sums);
+      if (params.bias != nullptr) {
+        sum = add(sum, load_partial(static_cast<const T*>(params.bias) + first, n));
+      }
+      int64_t at = (row + r) * params.num_outputs + first;
+      if (params.out_dtype == DType::kBFloat16) {
+        store_partial(static_cast<bfloat16*>(params.out) + at, sum, n);
+      } else {
+        store_partial(static_cast<float*>(params.out) + at, sum, n);
+      }
+    }
   }
 }
 
@@ -73,46 +151,39 @@ void finish(const LinearParams& params, int64_t row, int64_t block, F32x16 acc) 
 // Source:  register-tiled outer-product GEMM (Goto and van de Geijn 2008), without its split of K.
 // Threads: none here; linear_cpu hands out ranges of blocks and rows.
 template <typename T, int kRows, int kBlocks>
-void tile(const LinearParams& params, int64_t row, int64_t block) {
+[[gnu::noinline]] void tile(const LinearParams& params, int64_t row, int64_t block) {
   using S = Step<T>;
   int64_t steps = linear_steps(params.num_inputs, params.dtype);
   int64_t full_steps = params.num_inputs / S::kInputs;
   const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
   const auto* w = static_cast<const uint32_t*>(params.packed) + block * steps * kLinearBlock;
-  F32x16 acc[kRows][kBlocks];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int b = 0; b < kBlocks; ++b) acc[r][b] = zero();
-  }
+  typename S::Sum acc[kRows][kBlocks] = {};
   for (int64_t step = 0; step < full_steps; ++step) {
-    typename S::Word words[kBlocks];
-#pragma GCC unroll 8
-    for (int b = 0; b < kBlocks; ++b) words[b] = S::weights(w + (b * steps + step) * kLinearBlock);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      typename S::Word inputs = S::inputs(x + r * params.x_stride + step * S::kInputs);
-#pragma GCC unroll 8
-      for (int b = 0; b < kBlocks; ++b) acc[r][b] = S::dot(acc[r][b], words[b], inputs);
-    }
+    decltype(S::weights(w)) words[kBlocks];
+    unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+      words[b] = S::weights(w + (b * steps + step) * kLinearBlock);
+    });
+    unrolled<kRows>([&](int r) SPECOPS_INLINE {
+      auto inputs = S::inputs(x + r * params.x_stride + step * S::kInputs);
+      unrolled<kBlocks>([&](int b) SPECOPS_INLINE { S::dot(acc[r][b], words[b], inputs); });
+    });
   }
-  if (full_steps < steps) {
+  if (S::kInputs > 1 && full_steps < steps) {
     // An odd last input: its partner in the packed weight is zero, and must not be read from x.
-    for (int r = 0; r < kRows; ++r) {
-      T last[S::kInputs] = {};
-      last[0] = x[r * params.x_stride + params.num_inputs - 1];
-      typename S::Word inputs = S::inputs(last);
-      for (int b = 0; b < kBlocks; ++b) {
-        auto words = S::weights(w + (b * steps + full_steps) * kLinearBlock);
-        acc[r][b] = S::dot(acc[r][b], words, inputs);
-      }
-    }
+    unrolled<kRows>([&](int r) SPECOPS_INLINE {
+      T last[2] = {x[r * params.x_stride + params.num_inputs - 1], T{}};
+      auto inputs = S::inputs(last);
+      unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+        S::dot(acc[r][b], S::weights(w + (b * steps + full_steps) * kLinearBlock), inputs);
+      });
+    });
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int b = 0; b < kBlocks; ++b) finish<T>(params, row + r, block + b, acc[r][b]);
-  }
+  float sums[kRows * kBlocks * kLinearBlock];
+  unrolled<kRows>([&](int r) SPECOPS_INLINE {
+    unrolled<kBlocks>(
+        [&](int b) SPECOPS_INLINE { put(sums + (r * kBlocks + b) * kLinearBlock, acc[r][b]); });
+  });
+  finish<T>(params, row, block, kRows, kBlocks, sums);
 }
 
 template <typename T, int kRows, int kBlocks>
@@ -124,7 +195,7 @@ void tile_of_blocks(const LinearParams& params, int64_t row, int64_t block, int 
 template <typename T, int kRows>
 void tile_of(const LinearParams& params, int64_t row, int64_t block, int rows, int blocks) {
   if (rows == kRows) {
-    return tile_of_blocks<T, kRows, kMaxBlocks[kRows]>(params, row, block, blocks);
+    return tile_of_blocks<T, kRows, Shape<T>::kMaxBlocks[kRows]>(params, row, block, blocks);
   }
   if constexpr (kRows > 1) tile_of<T, kRows - 1>(params, row, block, rows, blocks);
 }
@@ -139,8 +210,8 @@ void run_range(const LinearParams& params,
                int64_t block_begin,
                int64_t block_end) {
   int64_t rows = row_end - row_begin;
-  int64_t row_tiles = ceil_div(rows, kMaxRows);
-  int max_blocks = kMaxBlocks[ceil_div(rows, row_tiles)];
+  int64_t row_tiles = ceil_div(rows, Shape<T>::kMaxRows);
+  int max_blocks = Shape<T>::kMaxBlocks[ceil_div(rows, row_tiles)];
   int64_t block_bytes = max64(1, linear_steps(params.num_inputs, params.dtype) * 64);
   int64_t panel = max64(kPanelBytes / block_bytes / max_blocks, 1) * max_blocks;
   int64_t panels = ceil_div(block_end - block_begin, panel);
@@ -154,7 +225,7 @@ void run_range(const LinearParams& params,
       for (int64_t g = 0; g < groups; ++g) {
         int64_t block = first + part_begin(last - first, groups, g);
         int64_t next = first + part_begin(last - first, groups, g + 1);
-        tile_of<T, kMaxRows>(
+        tile_of<T, Shape<T>::kMaxRows>(
             params, row, block, static_cast<int>(next_row - row), static_cast<int>(next - block));
       }
     }
@@ -166,7 +237,7 @@ void run_range(const LinearParams& params,
 template <typename T>
 void run(const LinearParams& params) {
   int64_t blocks = linear_blocks(params.num_outputs);
-  int64_t row_tiles = ceil_div(params.rows, kMaxRows);
+  int64_t row_tiles = ceil_div(params.rows, Shape<T>::kMaxRows);
   int64_t bytes = blocks * linear_steps(params.num_inputs, params.dtype) * 64 * row_tiles;
   int64_t threads = num_threads();
   constexpr int64_t kInlineBytes = 96 << 10, kChunkBytes = 512 << 10;
@@ -174,7 +245,7 @@ void run(const LinearParams& params) {
   if (bytes > kInlineBytes) {
     chunks = max64(1, min64(8, bytes / kChunkBytes / threads)) * threads;
   }
-  int max_blocks = kMaxBlocks[ceil_div(params.rows, row_tiles)];
+  int max_blocks = Shape<T>::kMaxBlocks[ceil_div(params.rows, row_tiles)];
   int64_t columns = min64(chunks, ceil_div(blocks, (max_blocks + 1) / 2));
   int64_t row_ranges = min64(row_tiles, ceil_div(chunks, columns));
   parallel_for(columns * row_ranges, 1, [&](int64_t index, int64_t) {
