@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 from specops.engine import (
     Completion,
@@ -41,15 +41,21 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(tokenizer, eos_token_ids=[0], chat_template=CHAT)
 
 
+@dataclass(eq=False)
 class _Request:
-    def __init__(self, **values: Any) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.stats = SpeculativeStats()
-        self.pages = 0
-        self.cached = 0
-        self.reason: str | None = None
-        self.__dict__.update(values)
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    index: int
+    limit: int
+    k: int
+    stream: TextStream
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
+    pages: int = 0
+    cached: int = 0
+    reason: str | None = None
 
 
 class FakeEngine:
@@ -166,6 +172,7 @@ class FakeEngine:
 
     def completion(self, request_id: str) -> Completion:
         request = self._done.pop(request_id)
+        assert request.reason is not None and request.params.seed is not None
         return Completion(
             request_id=request_id,
             index=request.index,
