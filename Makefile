@@ -26,10 +26,11 @@ $(VENV)/torch: constraints.txt
 	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	touch $@
 
+# The package is used where it stands: a path file does what an editable install would, at once.
 $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
 	$(PIP) setuptools pybind11 cmake ninja numpy safetensors tokenizers jinja2 \
 	  fastapi uvicorn pydantic prometheus-client
-	$(PIP) --no-build-isolation --no-deps -e .
+	echo "$(abspath python)" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
 	touch $@
 
 $(VENV)/built: $(VENV)/serve-deps $(SOURCES)
