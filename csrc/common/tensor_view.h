@@ -56,7 +56,8 @@ struct TensorView {
   }
 };
 
-// Fills the view from a torch tensor; leaves is_tensor false for anything else.
+// Fills the view from a torch tensor; leaves is_tensor false for anything else, and for tensors that
+// have no plain memory: meta, fake, sparse, nested or quantized ones.
 inline void borrow_tensor(PyObject* object, TensorView& view) {
   static PyTypeObject* cached_type = nullptr;
   static const DLPackExchangeAPI* cached_api = nullptr;
@@ -70,8 +71,8 @@ inline void borrow_tensor(PyObject* object, TensorView& view) {
       PyErr_Clear();
       return;
     }
-    api = static_cast<const DLPackExchangeAPI*>(
-        PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+    api =
+        static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
     Py_DECREF(capsule);
     if (api == nullptr) throw pybind11::error_already_set();
     if (api->header.version.major != DLPACK_MAJOR_VERSION ||
@@ -82,9 +83,15 @@ inline void borrow_tensor(PyObject* object, TensorView& view) {
     cached_api = api;
   }
   if (api->dltensor_from_py_object_no_sync(object, &view.dl) != 0) {
-    throw pybind11::error_already_set();
+    PyErr_Clear();
+    return;
   }
   view.is_tensor = true;
+  if (view.dl.data != nullptr) return;
+  for (int axis = 0; axis < view.ndim(); ++axis) {
+    if (view.size(axis) == 0) return;
+  }
+  view.is_tensor = false;
 }
 
 // A dimension with a name. Unset ones take the first size they meet and must agree after that.
@@ -110,7 +117,7 @@ class Checker {
                            std::initializer_list<Dim*> dims,
                            Layout layout = Layout::kContiguous) {
     if (!view.is_tensor) {
-      fail(name, expected(dtypes, dims), view.object ? type_name(view.object) : "nothing");
+      fail(name, expected(dtypes, dims), describe_object(view.object));
     }
     bool dtype_ok = false;
     for (DType dtype : dtypes) dtype_ok = dtype_ok || view.dtype() == dtype;
@@ -164,8 +171,19 @@ class Checker {
   [[noreturn]] void fail(const std::string& name,
                          const std::string& expected,
                          const std::string& got) const {
-    throw std::invalid_argument(std::string(op_) + ": " + name + " must be " + expected +
-                                ", got " + got);
+    throw std::invalid_argument(std::string(op_) + ": " + name + " must be " + expected + ", got " +
+                                got);
+  }
+
+  // Something that is no tensor, or a tensor without plain memory.
+  static std::string describe_object(PyObject* object) {
+    if (object == nullptr) return "nothing";
+    std::string out = Py_TYPE(object)->tp_name;
+    for (const char* name : {"dtype", "layout", "device"}) {
+      pybind11::object value = pybind11::getattr(object, name, pybind11::none());
+      if (!value.is_none()) out += " " + std::string(pybind11::str(value));
+    }
+    return out;
   }
 
  private:
@@ -206,13 +224,10 @@ class Checker {
     DType dtype = view.dtype();
     std::string name = dtype_name(dtype);
     if (dtype == DType::kOther) {
-      name = "DLPack dtype " + std::to_string(view.dl.dtype.code) + "/" +
-             std::to_string(view.dl.dtype.bits) + " bits";
+      name = pybind11::str(pybind11::getattr(view.object, "dtype"));
     }
     return name + " " + list(view.dl.shape, view.ndim());
   }
-
-  static std::string type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
 
   static std::string device_name(DLDevice device) {
     if (device.device_type == kDLCUDA) return "cuda:" + std::to_string(device.device_id);

@@ -29,7 +29,7 @@ PerRequest per_request(Checker& check, const char* name, const TensorView& view,
     return out;
   }
   if (!view.is_tensor) {
-    check.fail(name, "an int or int32 [batch]", view.object ? Py_TYPE(view.object)->tp_name : "");
+    check.fail(name, "an int or int32 [batch]", Checker::describe_object(view.object));
   }
   check.tensor(name, view, {DType::kInt32}, {batch});
   return {.values = view.data<int32_t>()};
