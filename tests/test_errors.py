@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tensor argument of every op, given wrongly in every way: a ValueError says what is wrong.
+
+The compiled module is called directly, so that no wrapper stands in between; its arguments are read
+from _C.pyi. A new op needs its good call in GOOD_CALLS and nothing else.
+"""
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import specops
+import torch
+from specops import _C, attention, batching, dense, reference, sampling, suffix_tree
+from torch import Tensor
+
+STUB = Path(specops.__file__).with_name("_C.pyi")
+FAMILIES = (attention, batching, dense, sampling, suffix_tree)
+DEFS = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.FunctionDef)]
+OPS = {
+    node.name: {arg.arg: ast.unparse(arg.annotation) for arg in node.args.args if arg.annotation}
+    for node in DEFS
+}
+TENSOR_OPS = {name: args for name, args in OPS.items() if "Tensor" in str(args.values())}
+
+# Where the message speaks of another name than _C.pyi: the one the user knows.
+PUBLIC_NAMES = {("linear", "packed"): "weight"}
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prepare_batch() -> dict[str, Any]:
+    return {
+        "qo_lens": ints(3, 2),
+        "kv_lens": ints(20, 2),
+        "output_modes": ints(2, 1),
+        "kv_indptr": ints(0, 2, 3),
+        "kv_indices": ints(5, 1, 0),
+        "page_size": 16,
+        "total_rows": 5,
+        "num_output_rows": 4,
+        "max_seq_len": 32,
+        **vars(batching.BatchIndices.empty(2, total_rows=5, num_output_rows=4, max_seq_len=32)),
+    }
+
+
+def gather_output_rows() -> dict[str, Any]:
+    return {"hidden": torch.zeros(4, 8), "output_rows": ints(0, -1), "out": torch.zeros(2, 8)}
+
+
+def paged_cache() -> dict[str, Any]:
+    return {"k_cache": torch.zeros(3, 16, 2, 64), "v_cache": torch.zeros(3, 16, 2, 64)}
+
+
+def rope_append_kv() -> dict[str, Any]:
+    return {
+        "q": torch.zeros(3, 4, 64),
+        "k": torch.zeros(3, 2, 64),
+        "v": torch.zeros(3, 2, 64),
+        **paged_cache(),
+        "cache_slots": torch.tensor([0, 17, -1]),
+        "positions": ints(0, 1, 2),
+        "cos_sin": torch.zeros(8, 64),
+        "interleaved": False,
+        "q_norm_weight": torch.ones(64),
+        "k_norm_weight": torch.ones(64),
+        "norm_eps": 1e-6,
+        "q_out": torch.zeros(3, 4, 64),
+    }
+
+
+def append_attention() -> dict[str, Any]:
+    return {
+        "q": torch.zeros(3, 4, 64),
+        **paged_cache(),
+        "qo_indptr": ints(0, 1, 3),
+        "kv_indptr": ints(0, 1, 3),
+        "kv_indices": ints(0, 2, 1),
+        "kv_lens": ints(5, 20),
+        "sm_scale": 0.125,
+        "sliding_window": 0,
+        "out": torch.zeros(3, 4, 64),
+        "lse": torch.zeros(3, 4),
+        "workspace": torch.zeros(4096),
+    }
+
+
+def merge_states() -> dict[str, Any]:
+    return {
+        "outs": torch.zeros(2, 3, 4, 8),
+        "lses": torch.zeros(2, 3, 4),
+        "out": torch.zeros(3, 4, 8),
+        "lse": torch.zeros(3, 4),
+    }
+
+
+def silu_mul() -> dict[str, Any]:
+    return {"gate_up": torch.zeros(3, 8), "out": torch.zeros(3, 4)}
+
+
+def pack_weight() -> dict[str, Any]:
+    return {"weight": torch.zeros(5, 4), "packed": torch.zeros(1, 4, 16)}
+
+
+def linear() -> dict[str, Any]:
+    return {
+        "x": torch.zeros(3, 4),
+        "packed": dense.pack_weight(torch.zeros(5, 4)).data,
+        "packed_outputs": 5,
+        "packed_inputs": 4,
+        "bias": torch.zeros(5),
+        "out": torch.zeros(3, 5),
+    }
+
+
+def rms_norm() -> dict[str, Any]:
+    return {
+        "x": torch.zeros(3, 4),
+        "weight": torch.ones(4),
+        "eps": 1e-6,
+        "residual": torch.zeros(3, 4),
+        "out": torch.zeros(3, 4),
+    }
+
+
+def embedding() -> dict[str, Any]:
+    return {"token_ids": ints(0, 4), "weight": torch.zeros(5, 4), "out": torch.zeros(2, 4)}
+
+
+def sampling_params(count: int) -> dict[str, Any]:
+    return {
+        "temperature": torch.ones(count),
+        "top_k": torch.zeros(count, dtype=torch.int32),
+        "top_p": torch.ones(count),
+        "min_p": torch.zeros(count),
+        "seeds": torch.arange(count),
+        "choice_index": torch.zeros(count, dtype=torch.int32),
+    }
+
+
+def sample() -> dict[str, Any]:
+    return {
+        "logits": torch.zeros(2, 9),
+        "positions": ints(3, 4),
+        **sampling_params(2),
+        "logprobs": torch.zeros(2),
+        "out": ints(0, 0),
+    }
+
+
+def verify() -> dict[str, Any]:
+    return {
+        "logits": torch.zeros(5, 9),
+        "output_indptr": ints(0, 3, 5),
+        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "positions": ints(3, 4),
+        "strategy": ints(0, 1),
+        "policy": ints(0, 0),
+        **sampling_params(2),
+        "output_token_ids": torch.zeros(2, 4, dtype=torch.int32),
+        "num_accepted_tokens": ints(0, 0),
+        "logprobs": torch.zeros(2, 4),
+    }
+
+
+def top_logprobs() -> dict[str, Any]:
+    return {
+        "logits": torch.zeros(2, 9),
+        "token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "logprobs": torch.zeros(2, 3),
+        "lse": torch.zeros(2),
+    }
+
+
+def ngram_propose() -> dict[str, Any]:
+    return {
+        "token_ids": torch.zeros(2, 8, dtype=torch.int32),
+        "lens": ints(8, 3),
+        "max_draft_tokens": ints(2, 2),
+        "min_ngram_size": ints(1, 1),
+        "max_ngram_size": ints(3, 3),
+        "draft_token_ids": torch.zeros(2, 4, dtype=torch.int32),
+        "num_draft_tokens": ints(0, 0),
+    }
+
+
+GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    call.__name__: call
+    for call in (
+        prepare_batch,
+        gather_output_rows,
+        rope_append_kv,
+        append_attention,
+        merge_states,
+        silu_mul,
+        pack_weight,
+        linear,
+        rms_norm,
+        embedding,
+        sample,
+        verify,
+        top_logprobs,
+        ngram_propose,
+    )
+}
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """Equal numbers, but two elements apart in the last dimension."""
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+# What is done to a good argument, and what the message must then hold.
+WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "dtype": (lambda t: t.to(torch.complex64), r"got torch\.complex64 \["),
+    "another integer": (lambda t: t.to(torch.int16), r"got torch\.int16 \["),
+    "rank": (lambda t: t.unsqueeze(0), r"\[.*\], got \w+ \[1, "),
+    "strides": (strided, r"contiguous.*, got strides \["),
+    "device": (lambda t: t.to("meta"), r"got Tensor torch\.\w+ torch\.strided meta"),
+    "sparse": (lambda t: t.to_sparse(), r"got Tensor torch\.\w+ torch\.sparse_coo cpu"),
+    "list": (lambda t: t.tolist(), r"got list"),
+    "numpy": (lambda t: t.numpy(), r"got numpy\.ndarray"),
+    "none": (lambda t: None, r"got NoneType"),
+}
+
+
+def test_every_op_is_here_under_one_name() -> None:
+    compiled = {name for name in dir(_C) if not name.startswith("_")}
+    assert compiled == set(OPS), "the compiled module and its types"
+    assert set(GOOD_CALLS) == set(TENSOR_OPS)
+    for name in TENSOR_OPS:
+        assert sum(hasattr(family, name) for family in FAMILIES) == 1, f"{name} in its family"
+        assert hasattr(reference, name) or name == "pack_weight", f"{name} in the reference"
+
+
+@pytest.mark.parametrize("name", sorted(GOOD_CALLS))
+def test_the_good_calls_are_good(device: str, name: str) -> None:
+    arguments = GOOD_CALLS[name]()
+    assert list(arguments) == list(OPS[name])
+    getattr(_C, name)(*arguments.values())
+    for argument, kind in OPS[name].items():
+        assert ("Tensor" in kind) == isinstance(arguments[argument], Tensor)
+        if kind == "Tensor | None":
+            without = {**GOOD_CALLS[name](), argument: None}
+            if name != "prepare_batch":  # there, two arrays go with max_seq_len
+                getattr(_C, name)(*without.values())
+
+
+CASES = [
+    (name, argument, wrong)
+    for name, arguments in TENSOR_OPS.items()
+    for argument, kind in arguments.items()
+    if "Tensor" in kind
+    for wrong in WRONG
+    if not (wrong == "none" and kind == "Tensor | None")
+]
+
+
+@pytest.mark.parametrize("name,argument,wrong", CASES)
+def test_wrong_argument(device: str, name: str, argument: str, wrong: str) -> None:
+    arguments = GOOD_CALLS[name]()
+    change, got = WRONG[wrong]
+    arguments[argument] = change(arguments[argument])
+    public = PUBLIC_NAMES.get((name, argument), argument)
+    with pytest.raises(ValueError) as caught:
+        getattr(_C, name)(*arguments.values())
+    assert re.search(rf"^{name}: {public} must be .*{got}", str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(GOOD_CALLS))
+def test_dimensions_must_agree(device: str, name: str) -> None:
+    """One more in any dimension of any tensor either is a new good call or names two sizes."""
+    refused = 0
+    for argument, good in GOOD_CALLS[name]().items():
+        for axis in range(good.dim() if isinstance(good, Tensor) else 0):
+            arguments = GOOD_CALLS[name]()
+            arguments[argument] = torch.cat([good, good.narrow(axis, 0, 1)], dim=axis)
+            try:
+                getattr(_C, name)(*arguments.values())
+            except ValueError as error:
+                assert re.match(rf"{name}: \S.* must be .*, got \S", str(error)), str(error)
+                refused += 1
+    assert refused >= 2
+
+
+@pytest.mark.parametrize("name", sorted(GOOD_CALLS))
+def test_an_argument_too_few(name: str) -> None:
+    with pytest.raises(TypeError):
+        getattr(_C, name)(*list(GOOD_CALLS[name]().values())[:-1])
