@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drives the thread pool without Python: test_threads.py compiles this with csrc/common/parallel.cpp.
+// Drives the thread pool without Python: test_threads.py compiles this together with parallel.cpp.
 // Prints what went wrong, and returns 1.
 #include <sys/wait.h>
 #include <unistd.h>

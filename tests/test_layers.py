@@ -24,7 +24,8 @@ ENGINE_GROUPS = (
     {"kv_cache", "models", "drafters"},
     {"scheduler", "runner"},
     {"engine"},
-    {"", "metrics"},
+    {"", "metrics", "protocol"},
+    {"engine_thread"},
     {"server"},
     {"__main__"},
 )

@@ -56,8 +56,8 @@ struct TensorView {
   }
 };
 
-// Fills the view from a torch tensor; leaves is_tensor false for anything else, and for tensors that
-// have no plain memory: meta, fake, sparse, nested or quantized ones.
+// Fills the view from a torch tensor; leaves is_tensor false for anything else, and for tensors
+// without plain memory: meta, fake, sparse, nested or quantized ones.
 inline void borrow_tensor(PyObject* object, TensorView& view) {
   static PyTypeObject* cached_type = nullptr;
   static const DLPackExchangeAPI* cached_api = nullptr;
