@@ -135,3 +135,24 @@ def test_a_request_may_choose_its_own_method_and_greedy_strategy() -> None:
     # `greedy` treats the request as temperature 0.
     assert [bits(c) for c in done] == [bits(plain(0.0)[i]) for i in order]
     assert engine.stats.speculative.num_accepted_tokens > 0
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dtype: str) -> None:
+    """The promise holds on each instruction set, not only on the best one of this machine."""
+    order = list(range(0, NUM_PROMPTS, 5))
+    texts, each = [prompts()[i] for i in order], [params(i, temperature) for i in order]
+    outputs = []
+    for method, config in (
+        ("naive", {"max_num_seqs": 1, "num_threads": 1, "max_num_batched_tokens": 1024}),
+        ("ngram", {"max_num_seqs": 10, "num_threads": 2, "max_num_batched_tokens": 48}),
+        ("ngram", {"max_num_seqs": 4, "num_threads": 3, "page_size": 64}),
+    ):
+        drafting = {"num_speculative_tokens": 5} if method == "ngram" else {}
+        speculative = SpeculativeConfig(method=method, **drafting)
+        engine = Engine(EngineConfig(speculative_config=speculative, dtype=dtype, **config))
+        outputs.append([bits(done) for done in engine.generate(texts, each)])
+    assert outputs[1] == outputs[0]
+    assert outputs[2] == outputs[0]
