@@ -137,8 +137,9 @@ def test_append_attention(device: str, isa: str, dtype: torch.dtype, page_size: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (6, 2), (8, 2), (16, 2)])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "heads,head_dim", [((1, 1), 256), ((2, 1), 96), ((6, 2), 64), ((8, 2), 128), ((16, 2), 64)]
+)
 def test_append_attention_shapes(
     device: str, isa: str, dtype: torch.dtype, heads: tuple[int, int], head_dim: int
 ) -> None:
@@ -164,6 +165,11 @@ def test_append_attention_padding_and_empty(device: str, isa: str) -> None:
     assert attention.append_attention(*empty.tensors()).shape == (0, 4, 64)
 
 
+def as_bits(x: Tensor) -> Tensor:
+    """Tells -0 from 0, unlike torch.equal on floats."""
+    return x.contiguous().view(torch.uint8)
+
+
 def attend_one(
     k: Tensor, v: Tensor, q: Tensor, page_size: int, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -173,9 +179,16 @@ def attend_one(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 1, 77, 600])
 @pytest.mark.parametrize(
-    "heads,head_dim", [((1, 1), 64), ((4, 2), 96), ((3, 1), 128), ((8, 2), 64), ((8, 1), 256)]
+    "window,heads,head_dim",
+    [
+        (None, (2, 2), 64),
+        (77, (2, 1), 64),
+        (600, (6, 2), 96),
+        (None, (4, 1), 128),
+        (1, (8, 1), 64),
+        (None, (2, 1), 256),
+    ],
 )
 def test_append_attention_rows_are_decode_rows(
     device: str,
@@ -185,7 +198,7 @@ def test_append_attention_rows_are_decode_rows(
     heads: tuple[int, int],
     head_dim: int,
 ) -> None:
-    length = 1170
+    length = 1093
     q = torch.randn(length, heads[0], head_dim).to(dtype)
     k, v = (torch.randn(length, heads[1], head_dim).to(dtype) for _ in range(2))
     # A later token must not reach an earlier row, not even as zero times NaN.
@@ -195,13 +208,11 @@ def test_append_attention_rows_are_decode_rows(
 
     def check(end: int, rows: int, page_size: int) -> None:
         out, lse = attend_one(k[:end], v[:end], q[end - rows : end], page_size, window)
-        assert torch.equal(
-            out.view(torch.uint8), whole[end - rows : end].contiguous().view(torch.uint8)
-        )
+        assert torch.equal(as_bits(out), as_bits(whole[end - rows : end]))
         assert torch.equal(lse, whole_lse[end - rows : end])
 
-    for end in [1, 2, 15, 16, 17, 63, 64, 65, 128, 300, 511, 512, 513, 1025, length - 1]:
-        for threads, page_size, rows in [(1, 16, 1), (2, 32, 5), (3, 64, 1), (2, 16, 13)]:
+    for end in [1, 2, 17, 63, 64, 65, 128, 300, 512, 513, 1025, length - 1]:
+        for threads, page_size, rows in [(1, 16, 1), (2, 32, 5), (3, 64, 13)]:
             specops.set_num_threads(threads)
             check(end, min(rows, end), page_size)
     for begin in range(0, length - 1, 253):  # prefill in chunks
@@ -269,7 +280,7 @@ def test_append_attention_refuses(device: str) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("head_dim,rotary_dim", [(64, 64), (96, 24), (128, 128), (256, 64)])
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("rows", [1, 40])
 def test_rope_append_kv(
     device: str,
     isa: str,

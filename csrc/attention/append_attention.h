@@ -30,12 +30,12 @@ struct AppendAttentionParams {
   int64_t batch;
   int64_t num_qo_heads;
   int64_t num_kv_heads;
-  int64_t head_dim;           // 64, 96, 128 or 256
-  int64_t page_size;          // 16, 32 or 64
+  int64_t head_dim;   // 64, 96, 128 or 256
+  int64_t page_size;  // 16, 32 or 64
   int64_t q_stride;
-  int64_t sliding_window;     // a row sees this many positions, its own included; 0: all
+  int64_t sliding_window;  // a row sees this many positions, its own included; 0: all
   float sm_scale;
-  DType dtype;                // float32, bfloat16 or float16; of q, caches and out
+  DType dtype;  // float32, bfloat16 or float16; of q, caches and out
 };
 
 SPECOPS_DECLARE_CPU(append_attention_cpu, AppendAttentionParams);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/merge_states.h"
-
 #include "common/parallel.h"
 #include "common/simd.h"
 
@@ -42,8 +41,8 @@ void run(const MergeStatesParams& params) {
         F32x16 acc = zero();
         for (int64_t state = 0; state < params.num_states; ++state) {
           if (lse_of(state) == -INFINITY) continue;
-          const T* src = static_cast<const T*>(params.outs) +
-                         (state * params.num_items + item) * head_dim + i;
+          const T* src =
+              static_cast<const T*>(params.outs) + (state * params.num_items + item) * head_dim + i;
           F32x16 weight = exp(set1(lse_of(state) - top));
           acc = fma(weight, load_partial(src, n), acc);
         }

@@ -56,8 +56,10 @@ void rope_append_kv(const TensorView& q,
   check.optional("k_norm_weight", k_norm_weight, {dtype}, {&head_dim});
   check.tensor("q_out", q_out, {dtype}, {&rows, &qo_heads, &head_dim});
   check.that(head_dim <= 256, "head_dim", "at most 256", head_dim.value);
-  check.that(rotary_dim % 2 == 0 && rotary_dim <= head_dim, "rotary_dim",
-             "even and at most head_dim=" + std::to_string(head_dim), rotary_dim.value);
+  check.that(rotary_dim % 2 == 0 && rotary_dim <= head_dim,
+             "rotary_dim",
+             "even and at most head_dim=" + std::to_string(head_dim),
+             rotary_dim.value);
   if (rows == 0) return;
 
   // Every index is read before anything is written.
@@ -66,7 +68,8 @@ void rope_append_kv(const TensorView& q,
   int64_t num_slots = num_pages * page_size;
   for (int64_t row = 0; row < rows; ++row) {
     if (slots[row] < -1 || slots[row] >= num_slots) {
-      check.fail(at("cache_slots", row), "-1 or in [0, " + std::to_string(num_slots) + ")",
+      check.fail(at("cache_slots", row),
+                 "-1 or in [0, " + std::to_string(num_slots) + ")",
                  std::to_string(slots[row]));
     }
     if (places[row] < (slots[row] < 0 ? -1 : 0) || places[row] >= max_positions) {
@@ -132,11 +135,11 @@ int64_t check_paged_batch(Checker& check,
     if (qo_len == 0) continue;
     int64_t kv_len = params.kv_lens[batch_idx];
     if (kv_len < qo_len || kv_len > pages * params.page_size) {
-      check.fail(at("kv_lens", batch_idx),
-                 "at least the request's rows=" + std::to_string(qo_len) +
-                     " and at most the slots of its pages=" +
-                     std::to_string(pages * params.page_size),
-                 std::to_string(kv_len));
+      check.fail(
+          at("kv_lens", batch_idx),
+          "at least the request's rows=" + std::to_string(qo_len) +
+              " and at most the slots of its pages=" + std::to_string(pages * params.page_size),
+          std::to_string(kv_len));
     }
     // Pages that lie before every row's window are never read and may have been given back.
     int64_t first = params.sliding_window > 0 ? kv_len - qo_len - params.sliding_window + 1 : 0;
@@ -184,12 +187,17 @@ void append_attention(const TensorView& q,
   check.tensor("out", out, {dtype}, {&rows, &qo_heads, &head_dim});
   check.optional("lse", lse, {DType::kFloat32}, {&rows, &qo_heads});
   check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
-  check.that(head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256, "head_dim",
-             "64, 96, 128 or 256", head_dim.value);
-  check.that(page_size == 16 || page_size == 32 || page_size == 64, "page_size", "16, 32 or 64",
+  check.that(head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256,
+             "head_dim",
+             "64, 96, 128 or 256",
+             head_dim.value);
+  check.that(page_size == 16 || page_size == 32 || page_size == 64,
+             "page_size",
+             "16, 32 or 64",
              page_size.value);
   check.that(kv_heads > 0 && qo_heads % kv_heads == 0 && qo_heads / kv_heads <= 64,
-             "num_qo_heads", "1 to 64 times num_kv_heads=" + std::to_string(kv_heads),
+             "num_qo_heads",
+             "1 to 64 times num_kv_heads=" + std::to_string(kv_heads),
              qo_heads.value);
   check.that(sliding_window >= 0, "sliding_window", "at least 1, or None", sliding_window);
   AppendAttentionParams params{

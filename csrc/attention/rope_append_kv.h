@@ -10,28 +10,28 @@
 namespace specops {
 
 struct RopeAppendKvParams {
-  const void* q;                // [rows, num_qo_heads, head_dim], rows q_stride apart
-  const void* k;                // [rows, num_kv_heads, head_dim], rows k_stride apart
-  const void* v;                // [rows, num_kv_heads, head_dim], rows v_stride apart
-  void* q_out;                  // [rows, num_qo_heads, head_dim], contiguous
-  void* k_cache;                // [num_pages, page_size, num_kv_heads, head_dim]
-  void* v_cache;                // as k_cache
-  const int64_t* cache_slots;   // [rows]; -1: the row's k and v are not written
-  const int32_t* positions;     // [rows]; -1: a padding row
-  const float* cos_sin;         // [max_positions, rotary_dim]: cos of each pair, then sin
-  const void* q_norm_weight;    // [head_dim]; may be nullptr
-  const void* k_norm_weight;    // [head_dim]; may be nullptr
+  const void* q;               // [rows, num_qo_heads, head_dim], rows q_stride apart
+  const void* k;               // [rows, num_kv_heads, head_dim], rows k_stride apart
+  const void* v;               // [rows, num_kv_heads, head_dim], rows v_stride apart
+  void* q_out;                 // [rows, num_qo_heads, head_dim], contiguous
+  void* k_cache;               // [num_pages, page_size, num_kv_heads, head_dim]
+  void* v_cache;               // as k_cache
+  const int64_t* cache_slots;  // [rows]; -1: the row's k and v are not written
+  const int32_t* positions;    // [rows]; -1: a padding row
+  const float* cos_sin;        // [max_positions, rotary_dim]: cos of each pair, then sin
+  const void* q_norm_weight;   // [head_dim]; may be nullptr
+  const void* k_norm_weight;   // [head_dim]; may be nullptr
   int64_t rows;
   int64_t num_qo_heads;
   int64_t num_kv_heads;
-  int64_t head_dim;             // at most 256
-  int64_t rotary_dim;           // even, at most head_dim
+  int64_t head_dim;    // at most 256
+  int64_t rotary_dim;  // even, at most head_dim
   int64_t q_stride;
   int64_t k_stride;
   int64_t v_stride;
   float norm_eps;
-  bool interleaved;             // pairs are neighbours; otherwise the halves of the rotary part
-  DType dtype;                  // float32, bfloat16 or float16; of all but cos_sin
+  bool interleaved;  // pairs are neighbours; otherwise the halves of the rotary part
+  DType dtype;       // float32, bfloat16 or float16; of all but cos_sin
 };
 
 SPECOPS_DECLARE_CPU(rope_append_kv_cpu, RopeAppendKvParams);

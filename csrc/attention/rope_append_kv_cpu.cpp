@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/rope_append_kv.h"
-
 #include "common/parallel.h"
 #include "common/simd.h"
 
@@ -97,13 +96,20 @@ void run(const RopeAppendKvParams& params) {
         continue;
       }
       const float* cos_sin = params.cos_sin + position * params.rotary_dim;
-      turn_heads(static_cast<const T*>(params.q) + row * params.q_stride, q_out,
-                 params.num_qo_heads, params.q_norm_weight, cos_sin, params);
+      turn_heads(static_cast<const T*>(params.q) + row * params.q_stride,
+                 q_out,
+                 params.num_qo_heads,
+                 params.q_norm_weight,
+                 cos_sin,
+                 params);
       int64_t slot = params.cache_slots[row];
       if (slot < 0) continue;
       turn_heads(static_cast<const T*>(params.k) + row * params.k_stride,
-                 static_cast<T*>(params.k_cache) + slot * kv_width, params.num_kv_heads,
-                 params.k_norm_weight, cos_sin, params);
+                 static_cast<T*>(params.k_cache) + slot * kv_width,
+                 params.num_kv_heads,
+                 params.k_norm_weight,
+                 cos_sin,
+                 params);
       std::memcpy(static_cast<T*>(params.v_cache) + slot * kv_width,
                   static_cast<const T*>(params.v) + row * params.v_stride,
                   kv_width * sizeof(T));

@@ -6,13 +6,17 @@ positions, folded in one fixed order, so a verified row equals the row plain dec
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specops import _C
+
+# As in csrc/attention: KV tokens of a chunk, and the most (row, head) pairs per KV head of a tile.
+_CHUNK = 512
+_TILE = 64
 
 _SCALING_KEYS = {
     "default": set(),
@@ -298,6 +302,12 @@ def append_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if workspace is None:
+        floats = attention_workspace_size(
+            q.shape, k_cache.shape, kv_indices.shape[0], kv_lens.shape[0]
+        )
+        if floats:
+            workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
     _C.append_attention(
         q,
         k_cache,
@@ -313,6 +323,30 @@ def append_attention(
         workspace,
     )
     return out if lse is None else (out, lse)
+
+
+def attention_workspace_size(
+    q_shape: Sequence[int], cache_shape: Sequence[int], num_pages: int, batch: int
+) -> int:
+    """Returns a size of workspace, in floats, with which `append_attention` can use all threads.
+
+    Args:
+        q_shape: shape of `q`: [rows, num_qo_heads, head_dim].
+        cache_shape: shape of a cache: [num_pages, page_size, num_kv_heads, head_dim].
+        num_pages: number of entries of `kv_indices`.
+        batch: number of requests.
+
+    Returns:
+        The size; 0 where no request is long enough to be split. It suffices for every call of no
+        larger shapes.
+    """
+    rows, num_qo_heads, head_dim = q_shape
+    tokens = num_pages * cache_shape[1]
+    if tokens <= _CHUNK:
+        return 0
+    # Only requests whose rows form one tile are split, and none in a large batch.
+    split_rows = min(rows * num_qo_heads, _TILE * cache_shape[2])
+    return (tokens // _CHUNK + 2 * min(batch, 16)) * split_rows * (head_dim + 2)
 
 
 def _window(sliding_window: int | None) -> int:
