@@ -44,8 +44,13 @@ def page(served: Served, browser: Any) -> Iterator[Page]:
     page = browser.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda said: said.type == "error" and problems.append(said.text))
-    page.on("request", lambda asked: asked.url.startswith(served.url) or problems.append(asked.url))
+
+    def check(url: str) -> None:
+        if not url.startswith(served.url):
+            problems.append(f"asked for {url}")
+
+    page.on("console", lambda said: problems.extend([said.text] * (said.type == "error")))
+    page.on("request", lambda asked: check(asked.url))
     page.goto(served.url)
     expect(page.locator("#model")).to_contain_text("fake")
     yield page

@@ -30,6 +30,7 @@ from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.__main__ import main
 from specops.engine.config import BUNDLED_MODEL
+from specops.engine.protocol import ChatCompletionRequest, CompletionRequest
 
 TESTS = Path(__file__).parent
 HTTP = httpx.Client(timeout=30)
@@ -335,7 +336,8 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"seed": 2**64}, 400, "seed", "at most"),
     (TEXT | {"logprobs": 101}, 400, "logprobs", "at most 100"),
     (TEXT | {"stop": [""]}, 400, "stop", "non-empty"),
-    (TEXT | {"stop": ["a"] * 17}, 400, "stop", "at most 16 strings"),
+    (TEXT | {"stop": ["a"] * 17}, 400, "stop", "at most 16 elements"),
+    (TEXT | {"stop_token_ids": [1] * 257}, 400, "stop_token_ids", "at most 256 elements"),
     (TEXT | {"stop": "a" * 1025}, 400, "stop", "1024 characters"),
     (TEXT | {"stream_options": {}}, 400, "stream_options", "needs stream"),
     (TEXT | {"prompt": [5000]}, 400, "prompt", "outside the vocabulary"),
@@ -343,8 +345,9 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"prompt": ""}, 400, "prompt", "at least one token"),
     (TEXT | {"prompt": ["a"] * 257}, 400, "prompt", "at most 256 prompts"),
     (TEXT | {"prompt": "\ud800"}, 400, "prompt", "not valid Unicode"),
-    (TEXT | {"\ud800": 1}, 422, None, "not valid Unicode"),
-    (TEXT | {"\ud800": 1, "x y": 1, "model": "\ud800"}, 422, None, "not valid Unicode"),
+    (TEXT | {"\ud800": 1}, 400, "\ud800", "unknown field"),
+    (TEXT | {"model": "\ud800"}, 404, "model", "does not exist"),
+    (CHAT | {"messages": [USER | {"\ud800": 1}]}, 422, "messages.0", "not valid Unicode"),
     (CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
     (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "must be absent"),
     (CHAT | {"messages": []}, 400, None, "at least one token"),
@@ -410,10 +413,14 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"speculative_config": "ngram"}, 422, "speculative_config", "got a string"),
     (CHAT | {"messages": "hello"}, 422, "messages", "valid list, got a string"),
     (CHAT | {"messages": [{"role": "user"}]}, 422, "messages.0.content", "is missing"),
+    (CHAT | {"messages": [USER | {"content": [1] * 1001}]}, 400, "messages", "1000 parts"),
+    (CHAT | {"messages": [1] * 100_000}, 422, "messages.0", "got an integer"),
+    (CHAT | {"messages": [USER | {str(i): 1 for i in range(999)}]}, 422, None, "999 mistakes"),
     (CHAT | {"messages": ["hello"]}, 422, "messages.0", "got a string"),
     # elsewhere
     (TEXT | {"model": "other"}, 404, "model", "does not exist"),
     (TEXT | {"prompt": "a" * 256}, 413, "prompt", "exceeds the context"),
+    (TEXT | {"prompt": "a" * 100_000}, 413, "prompt", "characters exceeds the context"),
     (TEXT | {"max_tokens": 256}, 413, "prompt", "exceeds the context"),
     (CHAT | {"messages": [USER | {"content": "a" * 256}]}, 413, "messages", "exceeds the context"),
 ]
@@ -440,6 +447,23 @@ def test_refusals(
 
 
 JSON = {"Content-Type": "application/json"}
+
+
+ODD: list[Any] = [True, 0, -1, 1.5, 1e308, 10**400, "", "x", [], [[]], [0.5], [None], {}, {"a": 1}]
+ODD += ["\ud800", "0", [10**30], {"type": "text"}, [{"role": "user"}], "x" * 5000]
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
+def test_odd_values_are_refused_or_honoured(fake: Served, model: Any) -> None:
+    path, good = ("completions", TEXT) if model is CompletionRequest else ("chat/completions", CHAT)
+    for name in model.model_fields:
+        for value in ODD:
+            data = json.dumps({"max_tokens": 2} | good | {name: value})
+            response = HTTP.post(f"{fake.url}/v1/{path}", content=data, headers=JSON)
+            assert response.status_code in (200, 400, 404, 413, 422), (data[:200], response.text)
+            if response.status_code != 200:
+                assert 0 < len(response.json()["error"]["message"]) < 1100
+    fake.wait_until_idle()
 
 
 @pytest.mark.parametrize(
@@ -604,6 +628,18 @@ def test_a_failing_step_fails_requests_but_not_the_server(slow: Served) -> None:
     with connect(slow) as client, pytest.raises(openai.InternalServerError):
         client.completions.create(model="fake", prompt="a")
     assert HTTP.get(f"{slow.url}/health").status_code == 200
+
+
+def test_an_engine_that_does_not_recover_is_reported() -> None:
+    class Broken(FakeEngine):
+        def abort(self, request_id: str) -> bool:
+            raise RuntimeError("as the test wished")
+
+    with serving(Broken()) as served:
+        served.engine.fail_next_step = True
+        assert post(served, "completions", TEXT).status_code == 500
+        wait_for(lambda: HTTP.get(f"{served.url}/health").status_code == 503)
+        assert post(served, "completions", TEXT).status_code == 500
 
 
 def counters(served: Served) -> dict[str, dict[str, float]]:

@@ -216,6 +216,14 @@ def test_half_a_surrogate_pair_is_refused() -> None:
         TOKENIZERS["byte level"].encode("a\ud800")
 
 
+@EACH
+def test_long_texts_are_encoded_alike(tokenizer: Tokenizer) -> None:
+    text = "ab 日é " * 1000
+    assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)).removeprefix(" ") == text
+    assert tokenizer.longest_token() >= 3
+
+
 def test_long_prompts_are_not_truncated() -> None:
     library = byte_level()
     library.enable_truncation(4)

@@ -146,7 +146,10 @@ class EngineThread:
 
         Raises:
             QueueFull, ValueError: the engine refuses it, wholly.
+            JobFailed: the engine has failed.
         """
+        if not self.is_alive:
+            raise JobFailed("the engine has stopped")
         self._commands.put(("add", job))
         try:
             await job.accepted
@@ -168,8 +171,11 @@ class EngineThread:
             except Exception:
                 logger.exception("a step failed; every running request is given up")
                 self._give_up(JobFailed("the engine failed; its log says why"))
+                if self._engine.has_unfinished():
+                    logger.critical("the engine does not recover; its thread ends")
+                    break
             self._deliver()
-        self._give_up(JobFailed("the server is shutting down"))
+        self._give_up(JobFailed("the engine has stopped"))
         self._deliver()
 
     def _take_commands(self) -> bool:
@@ -203,8 +209,9 @@ class EngineThread:
             for position, prompt in enumerate(job.prompts):
                 added.append(self._add_choice(self._first_choice(job, position, prompt)))
                 siblings = self._choices[added[-1]].siblings
-                # A prompt without a full page has nothing to share.
-                if len(prompt) <= self._engine.config.page_size:
+                config = self._engine.config
+                # Nothing is shared without a full page.
+                if not config.enable_prefix_caching or len(prompt) <= config.page_size:
                     added += [self._add_choice(sibling) for sibling in siblings]
                     siblings.clear()
         except Exception as error:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specops.engine.outputs import Completion, SpeculativeStats, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
@@ -19,7 +19,10 @@ from specops.engine.tokenizer import Tokenizer
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 256
 MAX_PROMPTS = 256
+MAX_PARTS = 1000  # of one message
+_MAX_MESSAGE = 1000
 
 # Steps into a union, as pydantic calls them; no part of the path a client knows.
 _UNION_BRANCHES = ("str", "list[str]", "list[TextPart]")
@@ -69,6 +72,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
+        if len(message) > _MAX_MESSAGE:  # it may quote what the client sent
+            message = message[:_MAX_MESSAGE] + "..."
         self.status = status
         self.headers = dict(headers or {})
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
@@ -97,7 +102,7 @@ class _Request(_Strict):
     n: int = 1
     seed: int | None = None
     stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field([], fail_fast=True)
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -111,11 +116,10 @@ class _Request(_Strict):
             ApiError: one is out of range.
         """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stop) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in stop):
+        if any(len(text) > MAX_STOP_LENGTH for text in stop):
             raise ApiError(
                 400,
-                f"stop must hold at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} "
-                "characters",
+                f"stop must hold strings of at most {MAX_STOP_LENGTH} characters",
                 param="stop",
             )
         if self.stream_options is not None and not self.stream:
@@ -220,7 +224,7 @@ class ChatCompletionRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
-    messages: list[Message]
+    messages: list[Message] = Field(fail_fast=True)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -257,8 +261,14 @@ def parse(model: type[CompletionRequest] | type[ChatCompletionRequest], body: by
                 raise ApiError(
                     400, f"{name} is not supported", param=name, code="unsupported_parameter"
                 )
-        elif values[name] is None and name in model.model_fields:
+        elif name not in model.model_fields:
+            raise _unknown_field(name)
+        elif values[name] is None:
             del values[name]  # null is absent
+    for name, most in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
+        given = values.get(name)
+        if isinstance(given, list) and len(given) > most:
+            raise ApiError(400, f"{name} must hold at most {most} elements", param=name)
     messages = values.get("messages")
     if isinstance(messages, list):
         values["messages"] = [_without_nothing(message) for message in messages]
@@ -278,12 +288,14 @@ def bad_value(error: ValueError, model: type[BaseModel] | None = None) -> ApiErr
 
 def _from_validation(error: ValidationError) -> ApiError:
     """One complaint of pydantic, in our words; of a union's branches, the one that got furthest."""
+    if error.error_count() > 100:  # it would take long to find out about each
+        return ApiError(422, f"the body has {error.error_count()} mistakes")
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     kind = first["type"]
     path = [str(part) for part in first["loc"] if part not in _UNION_BRANCHES]
     param = ".".join(path)
     if kind == "extra_forbidden":
-        return ApiError(400, f"unknown field {param}", param=param, code="unknown_parameter")
+        return _unknown_field(param)
     if kind == "missing":
         return ApiError(422, f"{param} is missing", param=param, code="missing_parameter")
     if kind == "literal_error":
@@ -296,6 +308,10 @@ def _from_validation(error: ValidationError) -> ApiError:
     return ApiError(422, f"{param} must be {message}, got {got}", param=param, code="invalid_type")
 
 
+def _unknown_field(name: str) -> ApiError:
+    return ApiError(400, f"unknown field {name}", param=name, code="unknown_parameter")
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -304,6 +320,9 @@ def _without_nothing(message: Any) -> Any:
     """A message as a client library echoes it holds empty fields for tools and the like."""
     if not isinstance(message, dict):
         return message
+    content = message.get("content")
+    if isinstance(content, list) and len(content) > MAX_PARTS:
+        raise ApiError(400, f"a message must have at most {MAX_PARTS} parts", param="messages")
     return {
         name: value
         for name, value in message.items()

@@ -174,6 +174,9 @@ class _Server:
         self._thread = thread
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
+        # A longer text cannot fit, and tokenising it for nothing would take seconds. The factor is
+        # for tokenizers that shorten texts before they read them.
+        self._max_characters = 4 * engine.max_model_len * engine.tokenizer.longest_token()
 
     def model_card(self) -> dict[str, Any]:
         """The model as /v1/models lists it, with what a client may choose."""
@@ -231,8 +234,7 @@ class _Server:
                 return _EventStream(answer.chunks(), lambda: self._thread.abort(job))
             return JSONResponse(await until_gone(answer.whole(), http.receive))
         except ContextOverflow as error:
-            code = "context_length_exceeded"
-            raise ApiError(413, str(error), param=request.prompt_field, code=code) from None
+            raise _too_long(str(error), request.prompt_field) from None
         except QueueFull as error:
             raise ApiError(
                 429,
@@ -285,6 +287,13 @@ class _Server:
             prompts: list[str | list[int]] = [text]
         else:
             prompts = request.prompts()
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > self._max_characters:
+                raise _too_long(
+                    f"a prompt of {len(prompt)} characters exceeds the context of "
+                    f"{self._engine.max_model_len} tokens",
+                    request.prompt_field,
+                )
         is_plain = isinstance(request, CompletionRequest)  # a template writes special tokens itself
 
         def encode() -> list[list[int]]:
@@ -556,6 +565,10 @@ class _Text(_Answer[CompletionRequest]):
 
 def _event(body: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return ApiError(413, message, param=param, code="context_length_exceeded")
 
 
 def _server_error(message: str) -> ApiError:

@@ -20,6 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
+_LONG_TEXT = 4096
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -118,7 +119,14 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"text is not valid Unicode: {error.reason}") from None
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) < _LONG_TEXT:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            # The batch call is the one that lets go of the interpreter while it works.
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        return list(encoding.ids)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a sequence: its bytes read as UTF-8, every broken character as U+FFFD.
@@ -137,6 +145,10 @@ class Tokenizer:
             known = b"" if token is None else self._token_to_bytes(token)
             self._bytes[token_id] = known
         return known
+
+    def longest_token(self) -> int:
+        """Bytes of the longest token; looks at all of them."""
+        return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=0)
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a control token that does not show in the text."""
