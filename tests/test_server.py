@@ -913,7 +913,9 @@ def test_without_the_server_s_packages(
     )
 
 
-@pytest.mark.skipif(not BUNDLED_MODEL.is_dir(), reason="the bundled model is not there")
+@pytest.mark.skipif(
+    not (BUNDLED_MODEL / "model.safetensors").is_file(), reason="the bundled model is not there"
+)
 def test_every_default_serves_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from specops.engine import server
 
