@@ -113,13 +113,21 @@ class Bench:
             calls[case] = max(1, min(1_000_000, round(window_s / max(seconds, 1e-7))))
             if calls[case] > 1000:
                 calls[case] = max(1, round(window_s / _timed(function, 1000)))
+        return self.rounds(
+            {case: _window(function, calls[case]) for case, function in cases.items()},
+            rounds=rounds,
+        )
+
+    def rounds(
+        self, cases: Mapping[str, Callable[[], float]], *, rounds: int, guarded: bool = True
+    ) -> Timing:
+        """Runs cases that return their own seconds in turn, each right after a read line."""
         timing = Timing({case: [] for case in cases}, {case: [] for case in cases})
         for _ in range(rounds):
-            for case, function in cases.items():
+            for case, window in cases.items():
                 timing.reads[case].append(self.read_gb_s())
-                timing.seconds[case].append(
-                    self.undisturbed(lambda f=function, n=calls[case]: _timed(f, n))
-                )
+                seconds = self.undisturbed(window) if guarded else window()
+                timing.seconds[case].append(seconds)
         return timing
 
     def undisturbed(self, window: Callable[[], Result]) -> Result:
@@ -240,6 +248,10 @@ class Peer:
             self._process.terminate()
             self._process.wait()
         self._log.close()
+
+
+def _window(function: Callable[[], object], calls: int) -> Callable[[], float]:
+    return lambda: _timed(function, calls)
 
 
 def _timed(function: Callable[[], object], calls: int) -> float:

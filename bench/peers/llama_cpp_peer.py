@@ -77,19 +77,22 @@ def step(steps: int) -> Answer:
 def generate(prompts: list[list[int]], max_tokens: int, lookup: int) -> Answer:
     """Greedy tokens of each prompt, end-of-text ignored; `lookup` drafts by prompt lookup."""
     _new_context(max(map(len, prompts)) + max_tokens + lookup + 1, 1)
-    token_ids, begun = [], time.perf_counter()
-    for prompt in prompts:
-        token_ids.append(_generate(prompt, max_tokens, lookup))
-    return {"token_ids": token_ids, "seconds": time.perf_counter() - begun}
+    done = [_generate(prompt, max_tokens, lookup) for prompt in prompts]
+    return {
+        "token_ids": [token_ids for token_ids, _ in done],
+        "decode_seconds": sum(seconds for _, seconds in done),
+    }
 
 
-def _generate(prompt: list[int], max_tokens: int, lookup: int) -> list[int]:
+def _generate(prompt: list[int], max_tokens: int, lookup: int) -> tuple[list[int], float]:
+    """Tokens, and the seconds from the first of them to the last."""
     memory = llama_cpp.llama_get_memory(_state["context"])
     llama_cpp.llama_memory_clear(memory, False)
     for begin in range(0, len(prompt), 512):
         chunk = prompt[begin : begin + 512]
         logits = _decode([(0, begin + i, token) for i, token in enumerate(chunk)], outputs=1)
     tokens = [*prompt, int(logits[-1].argmax())]
+    begun = time.perf_counter()
     while len(tokens) < len(prompt) + max_tokens:
         drafts: list[int] = []
         if lookup:
@@ -106,7 +109,8 @@ def _generate(prompt: list[int], max_tokens: int, lookup: int) -> list[int]:
         tokens += chosen[: accepted + 1]
         if accepted < len(drafts):
             llama_cpp.llama_memory_seq_rm(memory, 0, len(tokens) - 1, -1)
-    return tokens[len(prompt) : len(prompt) + max_tokens]
+    seconds = time.perf_counter() - begun
+    return tokens[len(prompt) : len(prompt) + max_tokens], seconds
 
 
 def _new_context(length: int, sequences: int) -> None:

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engine steps beside the peers' on the same weights, n-gram speculation, server start.
+
+A peer's step does no more than ours: one forward over the same number of rows and an argmax.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+
+from bench.checkpoints import Checkpoint, bundled, qwen06
+from bench.common import BENCH, Bench, Figure, Peer, PeerError, Timing
+from bench.engine_runs import Decoding, Stepper, decode
+
+PEERS = ("llama_cpp_peer", "openvino_peer", "transformers_peer")
+NAMES = {
+    "llama_cpp_peer": "llama.cpp",
+    "openvino_peer": "OpenVINO GenAI",
+    "transformers_peer": "transformers",
+}
+DRAFTS = 4
+MAX_TOKENS = 128
+NGRAM = {"method": "ngram", "num_speculative_tokens": 8}
+
+
+def run_qwen06(bench: Bench) -> None:
+    """Decoding and verification in the shape of Qwen3-0.6B at kv 1,024."""
+    peers = _load_peers(bench, qwen06(), PEERS)
+    for batch in (1, 8):
+        names = PEERS if batch == 1 else PEERS[:2]
+        _steps(
+            bench,
+            qwen06(),
+            {name: peers[name] for name in names if name in peers},
+            family="qwen06",
+            batch=batch,
+            kv_len=1024,
+            steps=5 if batch == 1 else 2,
+            bars={
+                (1, 1): {
+                    "floor": "ratio <= 1.25",
+                    "llama_cpp_peer": "ratio >= 0.95",
+                    "openvino_peer": "ratio >= 1.3",
+                },
+                (1, 5): {"one_row": "ratio <= 1.2"},
+                (8, 1): {"openvino_peer": "ratio >= 1.15"},
+                (8, 5): {"openvino_peer": "ratio >= 1.3"},
+            },
+        )
+
+
+def run_bundled(bench: Bench) -> None:
+    """Decoding and verification of the bundled model at kv 512; host time; a busy neighbour."""
+    peers = _load_peers(bench, bundled(), PEERS)
+    for batch in (1, 8):
+        _steps(
+            bench,
+            bundled(),
+            peers,
+            family="bundled",
+            batch=batch,
+            kv_len=512,
+            steps=10,
+            bars={
+                (1, 1): {"transformers_peer": "ratio >= 4", "openvino_peer": "ratio >= 1"},
+                (8, 1): {"openvino_peer": "ratio >= 1"},
+            },
+        )
+    stepper = Stepper(bundled(), batch=1, kv_len=512, drafts=0, num_threads=bench.num_threads)
+    reads = [bench.read_gb_s() for _ in range(5)]
+    host = median(bench.undisturbed(lambda: stepper.host_seconds(20)) for _ in range(9))
+    bench.add(
+        Figure(
+            "bundled.b1.host",
+            "bundled model, batch 1: time of a step outside the compiled ops",
+            host * 1e3,
+            "ms",
+            bar="value <= 0.3",
+            threads=bench.num_threads,
+            read_gb_s=median(reads),
+        )
+    )
+    _busy_neighbour(bench, stepper)
+
+
+def run_ngram(bench: Bench) -> None:
+    """The bundled model with n-gram drafts on both kinds of prompts, batch 1, 128 tokens."""
+    checkpoint = bundled()
+    peers = _load_peers(bench, checkpoint, PEERS[:1])
+    engine = Engine(
+        EngineConfig(
+            speculative_config=SpeculativeConfig(method="naive"),
+            enable_prefix_caching=False,
+            num_threads=bench.num_threads,
+        )
+    )
+    for kind in ("edits", "completions"):
+        prompts = prompt_token_ids(engine, kind)
+        for temperature in (0.0, 0.8):
+            _speculation(bench, engine, peers, kind, prompts, temperature)
+
+
+def run_server(bench: Bench) -> None:
+    """From the server's command line to the first token of a streamed answer."""
+    seconds = [bench.undisturbed(_first_token_seconds) for _ in range(3)]
+    bench.add(
+        Figure(
+            "server.first_token",
+            "bundled model: from starting the server to the first streamed token",
+            median(seconds),
+            "s",
+            bar="value <= 3",
+            threads=bench.num_threads,
+            read_gb_s=bench.read_gb_s(),
+        )
+    )
+
+
+def prompt_token_ids(engine: Engine, kind: str) -> list[list[int]]:
+    """The committed prompts as the bundled model's tokens."""
+    prompts = json.loads((BENCH / "prompts" / f"{kind}.json").read_text())
+    return [engine.tokenizer.encode(prompt["text"]) for prompt in prompts]
+
+
+def _load_peers(bench: Bench, checkpoint: Checkpoint, names: tuple[str, ...]) -> dict[str, Peer]:
+    """Starts the peers that are installed, each with its copy of the weights."""
+    peers = {}
+    for name in names:
+        peer = bench.peer(name)
+        if peer is None:
+            continue
+        try:
+            peer.ask("load", model=str(checkpoint.for_peer(name)))
+        except (PeerError, subprocess.CalledProcessError) as error:
+            print(f"  no {name}: {error}", flush=True)
+            continue
+        peers[name] = peer
+    return peers
+
+
+def _steps(
+    bench: Bench,
+    checkpoint: Checkpoint,
+    peers: dict[str, Peer],
+    *,
+    family: str,
+    batch: int,
+    kv_len: int,
+    steps: int,
+    bars: dict[tuple[int, int], dict[str, str]],
+) -> None:
+    """One row, then 1 + DRAFTS rows a request: ours and every peer's, in turn."""
+    stepper = Stepper(
+        checkpoint, batch=batch, kv_len=kv_len, drafts=DRAFTS, num_threads=bench.num_threads
+    )
+    for rows in (1, 1 + DRAFTS):
+        cases: dict[str, Callable[[], float]] = {
+            "ours": lambda r=rows: stepper.step(steps, drafts=r - 1)
+        }
+        if rows > 1:
+            cases["one_row"] = lambda: stepper.step(steps)
+        for name, peer in peers.items():
+            if name == "transformers_peer" and rows > 1:
+                continue
+            peer.ask("prepare", batch=batch, kv_len=kv_len, rows=rows)
+            cases[name] = lambda p=peer: p.ask("step", steps=steps)["seconds"]
+        timing = bench.rounds(cases, rounds=9)
+        _step_figures(
+            bench,
+            timing,
+            prefix=f"{family}.b{batch}.rows{rows}",
+            what=f"{family}, batch {batch}, kv {kv_len}, {rows} row{'s' * (rows > 1)} a request",
+            bytes_read=checkpoint.weight_bytes + batch * stepper.kv_len * checkpoint.kv_bytes,
+            bars=bars.get((batch, rows), {}),
+        )
+
+
+def _step_figures(
+    bench: Bench,
+    timing: Timing,
+    *,
+    prefix: str,
+    what: str,
+    bytes_read: float,
+    bars: dict[str, str],
+) -> None:
+    step = timing.median("ours")
+    common = {"threads": bench.num_threads, "read_gb_s": timing.read_gb_s("ours")}
+    bench.add(
+        Figure(
+            f"{prefix}.floor",
+            f"{what}: a step over reading its bytes once",
+            step * 1e3,
+            "ms",
+            "memory floor",
+            bytes_read * 1e-6 / timing.read_gb_s("ours"),
+            1 / timing.share("ours", bytes_read),
+            bars.get("floor"),
+            **common,
+        )
+    )
+    for name in timing.seconds:
+        if name == "ours":
+            continue
+        own = name == "one_row"
+        ratio = timing.ratio("ours", name) if own else timing.ratio(name, "ours")
+        bench.add(
+            Figure(
+                f"{prefix}.vs_{name.removesuffix('_peer')}",
+                f"{what}: {'over one row' if own else f'times faster than {NAMES[name]}'}",
+                step * 1e3,
+                "ms",
+                "one row" if own else NAMES[name],
+                timing.median(name) * 1e3,
+                ratio,
+                bars.get(name),
+                **common,
+            )
+        )
+
+
+def _busy_neighbour(bench: Bench, stepper: Stepper) -> None:
+    """A step while another process keeps one of the two cores busy all the time."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os.kill(busy.pid, signal.SIGSTOP)
+
+    def beside() -> float:
+        os.kill(busy.pid, signal.SIGCONT)
+        seconds = stepper.step(10)
+        os.kill(busy.pid, signal.SIGSTOP)
+        return seconds
+
+    try:
+        timing = bench.rounds(
+            {"busy": beside, "alone": lambda: stepper.step(10)}, rounds=15, guarded=False
+        )
+    finally:
+        busy.kill()
+        busy.wait()
+    bench.add(
+        Figure(
+            "bundled.b1.busy",
+            "bundled model, batch 1: a step beside one busy thread over one without",
+            timing.median("busy") * 1e3,
+            "ms",
+            "undisturbed",
+            timing.median("alone") * 1e3,
+            timing.ratio("busy", "alone"),
+            "ratio <= 2.5",
+            threads=bench.num_threads,
+            read_gb_s=timing.read_gb_s("alone"),
+        )
+    )
+
+
+def _speculation(
+    bench: Bench,
+    engine: Engine,
+    peers: dict[str, Peer],
+    kind: str,
+    prompts: list[list[int]],
+    temperature: float,
+) -> None:
+    """Tokens per second after the first token, over all prompts, ours plain and ours drafting."""
+    runs: dict[str, list[Decoding]] = {"plain": [], "ngram": []}
+    llama_seconds, reads = 0.0, []
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(
+            max_tokens=MAX_TOKENS, temperature=temperature, seed=index, ignore_eos=True
+        )
+        reads.append(bench.read_gb_s())
+        for case, config in (("plain", {"method": "naive"}), ("ngram", NGRAM)):
+            run = partial(decode, engine, prompt, params, config)
+            runs[case].append(bench.undisturbed(run))
+        if "llama_cpp_peer" in peers and temperature == 0:
+            ask = partial(peers["llama_cpp_peer"].ask, "generate", prompts=[prompt])
+            answer = bench.undisturbed(partial(ask, max_tokens=MAX_TOKENS, lookup=0))
+            llama_seconds += answer["decode_seconds"]
+    tokens = (MAX_TOKENS - 1) * len(prompts)
+    rates = {case: tokens / sum(run.seconds for run in done) for case, done in runs.items()}
+    per_step = tokens / sum(run.num_steps for run in runs["ngram"])
+    differ = sum(
+        a.token_ids != b.token_ids for a, b in zip(runs["plain"], runs["ngram"], strict=True)
+    )
+    mode = "greedy" if temperature == 0 else f"t{temperature}"
+    prefix = f"ngram.{kind}.{mode}"
+    what = f"bundled model, {kind}, {mode}, ngram: {per_step:.2f} tokens per step"
+    edits = kind == "edits" and temperature == 0
+    common = {"threads": bench.num_threads, "read_gb_s": median(reads)}
+    bench.add(
+        Figure(
+            f"{prefix}.vs_plain",
+            f"{what}, times faster than own plain decoding",
+            rates["ngram"],
+            "tok/s",
+            "specops, plain",
+            rates["plain"],
+            rates["ngram"] / rates["plain"],
+            "ratio >= 2" if edits else None,
+            **common,
+        )
+    )
+    if llama_seconds:
+        bench.add(
+            Figure(
+                f"{prefix}.vs_llama_cpp",
+                f"{what}, times faster than llama.cpp's plain decoding",
+                rates["ngram"],
+                "tok/s",
+                "llama.cpp, plain",
+                tokens / llama_seconds,
+                rates["ngram"] * llama_seconds / tokens,
+                "ratio >= 1.2" if edits else None,
+                **common,
+            )
+        )
+    bench.add(Figure(f"{prefix}.tokens_per_step", what, per_step, "tokens", **common))
+    bench.add(
+        Figure(
+            f"{prefix}.differ",
+            f"bundled model, {kind}, {mode}: texts of {len(prompts)} that ngram changes",
+            differ,
+            "texts",
+            bar="value == 0",
+            **common,
+        )
+    )
+
+
+def _first_token_seconds() -> float:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    body = json.dumps({"prompt": "def main():", "max_tokens": 4, "stream": True}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    begun = time.perf_counter()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "specops.engine", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    while not answer.readline().startswith(b"data:"):
+                        pass
+                return time.perf_counter() - begun
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
+            except urllib.error.URLError:
+                if server.poll() is not None:
+                    raise RuntimeError("the server ended before it answered") from None
+            time.sleep(0.01)
+    finally:
+        server.terminate()
+        server.wait()
