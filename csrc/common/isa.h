@@ -16,37 +16,37 @@ void set_isa(Isa isa);        // for tests and benches; the caller checks isa_su
 
 // Declares a CPU launcher: the variants, and the function that picks one.
 #ifdef SPECOPS_X86
-#define SPECOPS_DECLARE_CPU(fn, Params)       \
-  namespace portable {                        \
-  void fn(const Params& params);              \
-  }                                           \
-  namespace avx2 {                            \
-  void fn(const Params& params);              \
-  }                                           \
-  namespace avx512 {                          \
-  void fn(const Params& params);              \
-  }                                           \
-  namespace avx512_bf16 {                     \
-  void fn(const Params& params);              \
-  }                                           \
-  inline void fn(const Params& params) {      \
-    switch (active_isa()) {                   \
-      case Isa::kAvx512Bf16:                  \
-        return avx512_bf16::fn(params);       \
-      case Isa::kAvx512:                      \
-        return avx512::fn(params);            \
-      case Isa::kAvx2:                        \
-        return avx2::fn(params);              \
-      default:                                \
-        return portable::fn(params);          \
-    }                                         \
-  }                                           \
+#define SPECOPS_DECLARE_CPU(fn, Params)  \
+  namespace portable {                   \
+  void fn(const Params& params);         \
+  }                                      \
+  namespace avx2 {                       \
+  void fn(const Params& params);         \
+  }                                      \
+  namespace avx512 {                     \
+  void fn(const Params& params);         \
+  }                                      \
+  namespace avx512_bf16 {                \
+  void fn(const Params& params);         \
+  }                                      \
+  inline void fn(const Params& params) { \
+    switch (active_isa()) {              \
+      case Isa::kAvx512Bf16:             \
+        return avx512_bf16::fn(params);  \
+      case Isa::kAvx512:                 \
+        return avx512::fn(params);       \
+      case Isa::kAvx2:                   \
+        return avx2::fn(params);         \
+      default:                           \
+        return portable::fn(params);     \
+    }                                    \
+  }                                      \
   static_assert(true, "a semicolon follows")
 #else
-#define SPECOPS_DECLARE_CPU(fn, Params)                                  \
-  namespace portable {                                                   \
-  void fn(const Params& params);                                         \
-  }                                                                      \
+#define SPECOPS_DECLARE_CPU(fn, Params)                                 \
+  namespace portable {                                                  \
+  void fn(const Params& params);                                        \
+  }                                                                     \
   inline void fn(const Params& params) { return portable::fn(params); } \
   static_assert(true, "a semicolon follows")
 #endif

@@ -58,11 +58,11 @@ struct BF16x32 {
 #define SPECOPS_LANEWISE(name, avx512, avx2, portable) \
   inline F32x16 name(F32x16 a, F32x16 b) { return {avx2(a.lo, b.lo), avx2(a.hi, b.hi)}; }
 #else
-#define SPECOPS_LANEWISE(name, avx512, avx2, portable)     \
-  inline F32x16 name(F32x16 a, F32x16 b) {                 \
-    F32x16 out;                                            \
-    for (int i = 0; i < 16; ++i) out.v[i] = portable;      \
-    return out;                                            \
+#define SPECOPS_LANEWISE(name, avx512, avx2, portable) \
+  inline F32x16 name(F32x16 a, F32x16 b) {             \
+    F32x16 out;                                        \
+    for (int i = 0; i < 16; ++i) out.v[i] = portable;  \
+    return out;                                        \
   }
 #endif
 SPECOPS_LANEWISE(add, _mm512_add_ps, _mm256_add_ps, (a.v[i] + b.v[i]))
@@ -166,8 +166,7 @@ inline void store(bfloat16* p, F32x16 x) {
 #if defined(SPECOPS_AVX512)
   __m512i word = _mm512_castps_si512(x.v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(word, 16), _mm512_set1_epi32(1));
-  __m512i rounded =
-      _mm512_add_epi32(word, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __m512i rounded = _mm512_add_epi32(word, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
   rounded = _mm512_mask_or_epi32(rounded, nan, word, _mm512_set1_epi32(0x400000));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
@@ -184,8 +183,7 @@ inline void store(float16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(SPECOPS_AVX2)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                   _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8),
                    _mm256_cvtps_ph(x.hi, _MM_FROUND_TO_NEAREST_INT));
 #else
