@@ -118,6 +118,8 @@ def qwen06() -> Checkpoint:
         path.mkdir(parents=True, exist_ok=True)
         save_file(_random_weights(), path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(QWEN06, indent=1))
+        # The engine wants a tokenizer; prompts are token ids, and texts are not looked at.
+        shutil.copy(BUNDLED / "tokenizer.json", path)
     return Checkpoint("qwen06", path)
 
 
