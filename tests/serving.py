@@ -34,11 +34,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 @contextlib.contextmanager
-def serving(engine: Any, **options: Any) -> Iterator[Served]:
-    """Serves `engine` in a thread until the block ends."""
+def serving(engine: Any, *, drain_timeout: int = 5, **options: Any) -> Iterator[Served]:
+    """Serves `engine` in a thread until the block ends; what then runs gets `drain_timeout` s."""
     app = make_app(engine, **options)
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
-    config.timeout_graceful_shutdown = 5
+    config.timeout_graceful_shutdown = drain_timeout
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -630,6 +630,21 @@ def test_a_failing_step_fails_requests_but_not_the_server(slow: Served) -> None:
     assert HTTP.get(f"{slow.url}/health").status_code == 200
 
 
+def test_what_does_not_finish_in_time_is_told_so() -> None:
+    engine = FakeEngine(step_seconds=0.02)
+    long = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with serving(engine, drain_timeout=1) as served:
+            whole = pool.submit(post, served, "completions", long)
+            stream = pool.submit(post, served, "completions", long | STREAM)
+            wait_for(lambda: engine.num_running == 2)
+        assert whole.result().status_code == 503
+        last = [line for line in stream.result().text.splitlines() if line][-1]
+        for error in (whole.result().json()["error"], json.loads(last[6:])["error"]):
+            assert error["message"] == "the server is shutting down"
+    assert engine.num_free_pages == engine.num_pages
+
+
 def test_an_engine_that_does_not_recover_is_reported() -> None:
     class Broken(FakeEngine):
         def abort(self, request_id: str) -> bool:

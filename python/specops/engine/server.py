@@ -247,6 +247,8 @@ class _Server:
             raise protocol.bad_value(error, body_type) from None
         except JobFailed as error:
             raise _server_error(str(error)) from None
+        except asyncio.CancelledError:  # the time for draining is over
+            raise _shutting_down() from None
         except ClientGone:
             return Response(status_code=499)  # for the access log: nobody reads it
         finally:
@@ -354,6 +356,9 @@ class _EventStream(Response):
             await until_gone(self._send(send), receive)
         except ClientGone:
             logger.debug("a client left in the middle of its stream")
+        except asyncio.CancelledError:  # the time for draining is over
+            body = _event(_shutting_down().body)
+            await send({"type": "http.response.body", "body": body, "more_body": False})
         finally:
             self._close()
 
@@ -569,6 +574,11 @@ def _event(body: dict[str, Any]) -> bytes:
 
 def _too_long(message: str, param: str) -> ApiError:
     return ApiError(413, message, param=param, code="context_length_exceeded")
+
+
+def _shutting_down() -> ApiError:
+    message = "the server is shutting down"
+    return ApiError(503, message, type="service_unavailable", code="shutting_down")
 
 
 def _server_error(message: str) -> ApiError:
