@@ -2,6 +2,7 @@
 """The sampling family against its reference; verify rows are sample rows, bit for bit."""
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -125,6 +126,55 @@ def test_row_identity(device: str, isa: str, start: int, step: int) -> None:
             with_logprobs(logits[order], positions[order], shuffled), expected, strict=True
         ):
             assert torch.equal(got, want[order])
+
+
+LARGE_CASES = [
+    {"top_k": k, "top_p": p, "min_p": m, "temperature": t}
+    for k, p, m in [
+        (17, 1.0, 0.0),
+        (5000, 0.37, 0.0),
+        (20_000, 1.0, 0.0),
+        (30_000, 0.83, 0.0),
+        (0, 0.31, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.9, 0.2),
+        (0, 1.0, 0.05),
+    ]
+    for t in (1.0, 1e30)
+]
+
+
+@cache
+def large_case(kind: str) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Rows too long for a list of candidates, each kind straining the selection its own way."""
+    cases, vocab = LARGE_CASES, 40_003
+    if kind == "huge":
+        cases, vocab = LARGE_CASES[4:12], 600_001
+    logits = torch.randn(len(cases), vocab)
+    if kind == "peaked":
+        logits *= 4
+    elif kind == "tied":  # more tokens than a list holds share a logit, wherever the cut falls
+        logits = logits.sign()
+    elif kind == "tail":  # one leaf full of mass, the rest -inf, NaN or far below
+        logits[:, :39_000] = -30.0
+        logits[:, :20_000] = math.nan
+        logits[:, :10_000] = -INF
+    params = row_params(len(cases), **{name: [case[name] for case in cases] for name in cases[0]})
+    positions = positions_from(3, len(cases))
+    return logits, params, reference.sample(logits, positions, **params)
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "tail", "huge"])
+def test_sample_large_vocabulary(device: str, isa: str, kind: str) -> None:
+    """At a huge temperature kept tokens weigh the same: one token more or less would show."""
+    logits, params, expected = large_case(kind)
+    positions = positions_from(3, len(logits))
+    got = with_logprobs(logits.to(device), positions, params)
+    assert torch.equal(got[0], expected)
+    for threads in (1, 3):
+        specops.set_num_threads(threads)
+        again = with_logprobs(logits.to(device), positions, params)
+        assert torch.equal(torch.stack(again), torch.stack(got))
 
 
 def kept_by_sampling(row: Tensor, draws: int = 4000, **filters: Any) -> set[int]:
@@ -408,7 +458,8 @@ def test_verify_does_not_read_the_drafts_of_other_rows(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "rows,vocab,n", [(0, 9, 2), (3, 9, 0), (3, 9, 9), (7, 5000, 20), (1500, 70, 5)]
+    "rows,vocab,n",
+    [(0, 9, 2), (3, 9, 0), (3, 9, 9), (7, 5000, 20), (2, 50_000, 20_000), (1500, 70, 5)],
 )
 def test_top_logprobs(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int, n: int

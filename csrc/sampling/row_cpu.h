@@ -11,14 +11,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 
-#include "common/simd.h"
+#include "sampling/select_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
-
-constexpr int kLeaf = 1024;
 
 struct SamplingParams {
   float temperature;
@@ -38,54 +35,42 @@ struct LeafStats {
   float warm;  // sum of e^((logit - max) / temperature)
 };
 
-// Memory of one thread that grows to the largest row it has met.
-struct LeafBuffer {
+// Memory of one thread; the parts per leaf grow to the largest row it has met.
+struct Scratch {
   LeafStats* stats = nullptr;
+  double* masses = nullptr;     // of the kept tokens of each leaf
+  float* sums = nullptr;        // [num_leaves, kThresholds]
+  int32_t* segments = nullptr;  // [num_leaves + 1], where a leaf's tokens begin in the list
   int64_t capacity = 0;
-  ~LeafBuffer() { std::free(stats); }
+  Candidates* candidates = nullptr;
+
+  ~Scratch() {
+    std::free(stats);
+    std::free(masses);
+    std::free(sums);
+    std::free(segments);
+    std::free(candidates);
+  }
 
   LeafStats* reserve(int64_t num_leaves) {
+    if (candidates == nullptr) {
+      candidates = static_cast<Candidates*>(std::aligned_alloc(64, sizeof(Candidates)));
+    }
     if (num_leaves > capacity) {
       std::free(stats);
+      std::free(masses);
+      std::free(sums);
+      std::free(segments);
       stats = static_cast<LeafStats*>(std::malloc(num_leaves * sizeof(LeafStats)));
+      masses = static_cast<double*>(std::malloc(num_leaves * sizeof(double)));
+      sums = static_cast<float*>(std::malloc(num_leaves * kThresholds * sizeof(float)));
+      segments = static_cast<int32_t*>(std::malloc((num_leaves + 1) * sizeof(int32_t)));
       capacity = num_leaves;
     }
     return stats;
   }
 };
-thread_local LeafBuffer tls_leaves;
-
-// The tokens that a filter keeps: logits above value, and those equal to it up to token last_id.
-struct Cut {
-  float value;
-  int32_t last_id;
-};
-
-inline Cut tighter(Cut a, Cut b) {
-  if (a.value != b.value) return a.value > b.value ? a : b;
-  return a.last_id < b.last_id ? a : b;
-}
-
-// Floats as integers of the same order, for bisection over every representable threshold.
-inline uint32_t ordered_bits(float x) {
-  uint32_t word;
-  std::memcpy(&word, &x, 4);
-  return word & 0x80000000u ? ~word : word | 0x80000000u;
-}
-
-inline float from_ordered_bits(uint32_t word) {
-  word = word & 0x80000000u ? word & 0x7fffffffu : ~word;
-  float x;
-  std::memcpy(&x, &word, 4);
-  return x;
-}
-
-inline F32x16 clean(F32x16 x) { return min(max(x, set1(-INFINITY)), set1(FLT_MAX)); }
-
-inline float clean(float x) {
-  float floored = x > -INFINITY ? x : -INFINITY;
-  return floored < FLT_MAX ? floored : FLT_MAX;
-}
+thread_local Scratch tls_scratch;
 
 template <typename T>
 class Row {
@@ -96,12 +81,14 @@ class Row {
         num_leaves_(static_cast<int32_t>((vocab_size + kLeaf - 1) / kLeaf)) {
     // Within the finite floats, so that 0 * inv_temperature is 0 and -inf stays -inf.
     float inverse = temperature > 0.0f ? 1.0f / temperature : 1.0f;
-    inverse_ = inverse > FLT_MAX ? FLT_MAX : inverse < FLT_MIN ? FLT_MIN : inverse;
+    inverse_ = inverse > FLT_MAX / 2 ? FLT_MAX / 2 : inverse < FLT_MIN ? FLT_MIN : inverse;
+    scale_ = inverse_ * kLog2e;
   }
 
   // The one read of the row from memory: maxima, and the two sums that were asked for.
   void scan(bool want_raw, bool want_warm) {
-    leaves_ = tls_leaves.reserve(num_leaves_);
+    scratch_ = &tls_scratch;
+    leaves_ = scratch_->reserve(num_leaves_);
     max_ = -INFINITY;
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
       leaves_[leaf] = scan_leaf(leaf, want_raw, want_warm);
@@ -137,46 +124,83 @@ class Row {
     return 0;
   }
 
+  // Whether choose() needs the second sum: the mass of all tokens.
+  static bool needs_warm(const SamplingParams& params) {
+    return params.top_k <= 0 && (params.top_p < 1.0f || params.min_p == 0.0f);
+  }
+
   // temperature -> top-k -> top-p of what is left -> min-p -> inverse CDF in token-id order.
-  // `uniform` is called once, and only when there is something to decide.
-  template <typename Uniform>
-  int32_t choose(const SamplingParams& params, Uniform&& uniform) const {
+  int32_t choose(const SamplingParams& params, float uniform) const {
     if (max_ == -INFINITY) return 0;
-    Cut cut{-INFINITY, vocab_size_ - 1};
-    bool kept_all = true;
-    if (params.top_k > 0 && params.top_k < vocab_size_) {
-      cut = select_count(params.top_k);
-      kept_all = false;
+    Candidates& list = *scratch_->candidates;
+    Cut cut = everything();
+    // Where the kept tokens' weights are: in the scan's sums, in the list, in scratch_->masses.
+    enum { kScan, kList, kMasses, kNowhere } where = kScan;
+    if (params.top_k > 0) {
+      where = kNowhere;
+      if (params.top_k < vocab_size_) {
+        bool listed = false;
+        cut = select_count(params.top_k, &listed);
+        if (listed) {
+          where = kList;
+          list.keep(cut);
+          list.weigh(max_, scale_);
+        }
+      }
     }
     if (params.top_p < 1.0f) {
-      cut = select_mass(cut, params.top_p);
-      kept_all = false;
+      if (where == kList) {
+        Bracket bracket{ordered_bits(cut.value), ordered_bits(max_) + 1, 0.0};
+        cut = list.select(bracket, params.top_p * list.mass());
+        list.keep(cut);
+      } else {
+        cut = select_mass(cut, where == kScan ? warm_mass() : kept_mass(cut), params.top_p);
+        where = kMasses;
+      }
     }
     if (params.min_p > 0.0f) {
       // weight >= min_p * the largest weight, which is 1
       double least = max_ + std::log(static_cast<double>(params.min_p)) / inverse_;
       float value = static_cast<float>(least);
-      cut = tighter(cut, {value < max_ ? value : max_, vocab_size_ - 1});
-      kept_all = false;
+      Cut tighter_cut = tighter(cut, {value < max_ ? value : max_, vocab_size_ - 1});
+      if (tighter_cut.value != cut.value || tighter_cut.last_id != cut.last_id) {
+        cut = tighter_cut;
+        if (where == kList) {
+          list.keep(cut);
+        } else {
+          where = kNowhere;
+        }
+      }
     }
-    return invert_cdf(cut, kept_all, uniform());
+    if (where == kNowhere && gather(cut, INFINITY)) {
+      where = kList;
+      list.weigh(max_, scale_);
+    }
+    if (where == kList) return list.invert_cdf(uniform);
+    if (where == kNowhere) kept_mass(cut);
+    if (where == kScan) scanned_masses();
+    return invert_cdf(cut, where == kScan, uniform);
   }
 
   // The cut that keeps exactly count tokens, 1 <= count < vocab_size.
-  Cut select_count(int64_t count) const {
-    // Invariant: low keeps at least count tokens, high fewer.
-    uint32_t low = ordered_bits(-INFINITY), high = ordered_bits(max_) + 1;
-    while (high - low > 1) {
-      uint32_t middle = low + (high - low) / 2;
-      if (count_from(from_ordered_bits(middle)) >= count) {
-        low = middle;
-      } else {
-        high = middle;
+  // Tells whether the list now holds every kept token.
+  Cut select_count(int64_t count, bool* listed) const {
+    Candidates& list = *scratch_->candidates;
+    Bracket bracket{ordered_bits(-INFINITY), ordered_bits(max_) + 1, 0.0};
+    if (count <= num_leaves_ && num_leaves_ <= kMaxCandidates) {
+      // As many leaves, so as many tokens, reach the count-th largest of the leaves' maxima.
+      list.count = num_leaves_;
+      for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+        list.x[leaf] = leaves_[leaf].max;
+        list.id[leaf] = leaf;
       }
+      list.weigh_equally();
+      list.pad();
+      bracket.low = ordered_bits(list.select(bracket, static_cast<double>(count)).value);
     }
-    float value = from_ordered_bits(low);
-    int64_t above = high > ordered_bits(max_) ? 0 : count_from(from_ordered_bits(high));
-    return {value, nth_tie(value, vocab_size_ - 1, [&](int64_t n) { return above + n >= count; })};
+    Cut cut = select<true>(everything(), &bracket, static_cast<double>(count));
+    *listed = bracket.above == 0.0 && !bracket.single();
+    return cut;
   }
 
   // Calls visit(id, logit) for every token the cut keeps, in id order.
@@ -188,178 +212,344 @@ class Row {
       int count = load_leaf(leaf, x);
       for (int i = 0; i < count; ++i) {
         int32_t id = leaf * kLeaf + i;
-        if (keeps(cut, x[i], id)) visit(id, x[i]);
+        if (cut.keeps(x[i], id)) visit(id, x[i]);
       }
     }
   }
 
  private:
-  static bool keeps(Cut cut, float x, int32_t id) {
-    return x > cut.value || (x == cut.value && id <= cut.last_id);
-  }
+  Cut everything() const { return {-INFINITY, vocab_size_ - 1}; }
+
+  const T* leaf_data(int32_t leaf) const { return logits_ + static_cast<int64_t>(leaf) * kLeaf; }
 
   int leaf_size(int32_t leaf) const {
     int32_t rest = vocab_size_ - leaf * kLeaf;
     return rest < kLeaf ? rest : kLeaf;
   }
 
-  LeafStats scan_leaf(int32_t leaf, bool want_raw, bool want_warm) const {
-    const T* x = logits_ + static_cast<int64_t>(leaf) * kLeaf;
-    int size = leaf_size(leaf);
-    F32x16 top = set1(-INFINITY);
-    for (int i = 0; i < size; i += kLanes) {
-      top = max(load_partial(x + i, size - i, -INFINITY), top);  // skips NaN
-    }
-    LeafStats stats{clean(reduce_max(top)), 0.0f, 0.0f};
-    if (stats.max == -INFINITY) return stats;
-    // The second look finds the leaf in L1.
-    if (want_raw) stats.raw = leaf_mass(x, size, stats.max, 1.0f);
-    if (want_warm) {
-      stats.warm =
-          want_raw && inverse_ == 1.0f ? stats.raw : leaf_mass(x, size, stats.max, inverse_);
-    }
-    return stats;
-  }
-
-  // sum of e^((x - origin) * inverse)
-  static float leaf_mass(const T* x, int size, float origin, float inverse) {
-    F32x16 sum = zero();
-    for (int i = 0; i < size; i += kLanes) {
-      sum = add(sum, weight(clean(load_partial(x + i, size - i, -INFINITY)), origin, inverse));
-    }
-    return reduce_add(sum);
-  }
-
-  static F32x16 weight(F32x16 x, float origin, float inverse) {
-    return exp(mul(sub(x, set1(origin)), set1(inverse)));
+  // Clean logits from x + i, -inf past the end.
+  static F32x16 take(const T* x, int i, int size) {
+    return clean(i + kLanes <= size ? load(x + i) : load_partial(x + i, size - i, -INFINITY));
   }
 
   // Clean logits of a leaf, filled up with -inf to whole vectors. Returns the leaf's size.
   int load_leaf(int32_t leaf, float* x) const {
-    const T* source = logits_ + static_cast<int64_t>(leaf) * kLeaf;
     int size = leaf_size(leaf);
-    for (int i = 0; i < size; i += kLanes) {
-      store(x + i, clean(load_partial(source + i, size - i, -INFINITY)));
-    }
+    for (int i = 0; i < size; i += kLanes) store(x + i, take(leaf_data(leaf), i, size));
     return size;
   }
 
-  // How many logits are at least value.
-  int64_t count_from(float value) const {
-    int64_t total = 0;
-    float x[kLeaf];
-    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      if (leaves_[leaf].max < value) continue;
-      int size = load_leaf(leaf, x);
-      int32_t count = 0;
-      for (int i = 0; i < size; ++i) count += x[i] >= value;
-      total += count;
+  LeafStats scan_leaf(int32_t leaf, bool want_raw, bool want_warm) const {
+    const T* x = leaf_data(leaf);
+    int size = leaf_size(leaf);
+    F32x16 even = set1(-INFINITY), odd = even;
+    int i = 0;
+    for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+      even = max(load(x + i), even);  // skips NaN
+      odd = max(load(x + i + kLanes), odd);
     }
+    for (; i < size; i += kLanes) even = max(load_partial(x + i, size - i, -INFINITY), even);
+    LeafStats stats{clean(reduce_max(max(even, odd))), 0.0f, 0.0f};
+    if (stats.max == -INFINITY) return stats;
+    // The second look finds the leaf in L1, and fetches the next one meanwhile.
+    if (want_raw) stats.raw = leaf_mass(x, size, stats.max, kLog2e);
+    if (want_warm) {
+      bool same = want_raw && inverse_ == 1.0f;
+      stats.warm = same ? stats.raw : leaf_mass(x, size, stats.max, scale_);
+    }
+    return stats;
+  }
+
+  static float leaf_mass(const T* x, int size, float origin, float scale) {
+    F32x16 even = zero(), odd = zero(), from = set1(origin), factor = set1(scale);
+    int i = 0;
+    for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+      __builtin_prefetch(x + i + kLeaf);
+      __builtin_prefetch(x + i + kLeaf + kLanes);
+      even = add(even, weight(load(x + i), from, factor));
+      odd = add(odd, weight(load(x + i + kLanes), from, factor));
+    }
+    for (; i < size; i += kLanes) {
+      even = add(even, weight(load_partial(x + i, size - i, -INFINITY), from, factor));
+    }
+    return reduce_add(add(even, odd));
+  }
+
+  // Writes the mass of every leaf, from the scan; the row's largest logit weighs 1.
+  void scanned_masses() const {
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      bool some = leaves_[leaf].max > -INFINITY;
+      scratch_->masses[leaf] = some ? leaves_[leaf].warm * leaf_scale(leaf) : 0.0;
+    }
+  }
+
+  double warm_mass() const {
+    scanned_masses();
+    return total_mass();
+  }
+
+  double total_mass() const {
+    double total = 0.0;
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) total += scratch_->masses[leaf];
     return total;
   }
 
-  // Mass of the kept tokens of one leaf, in units of e^((origin) / temperature).
-  float kept_leaf_mass(int32_t leaf, Cut cut, float origin) const {
-    float x[kLeaf];
-    int size = load_leaf(leaf, x);
-    F32x16 sum = zero();
-    for (int i = 0; i < size; i += kLanes) {
-      float w[kLanes];
-      store(w, weight(load(x + i), origin, inverse_));
-      for (int j = 0; j < kLanes; ++j) {
-        if (!keeps(cut, x[i + j], leaf * kLeaf + i + j)) w[j] = 0.0f;
+  double leaf_scale(int32_t leaf) const {
+    return std::exp((static_cast<double>(leaves_[leaf].max) - max_) * inverse_);
+  }
+
+  // Lists the kept tokens below high; false when there are too many.
+  bool gather(Cut cut, float high) const {
+    Candidates& list = *scratch_->candidates;
+    list.count = 0;
+    float past = next_above(cut.value);  // ties count up to the cut's last token
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      scratch_->segments[leaf] = list.count;
+      if (leaves_[leaf].max < cut.value) continue;
+      if (list.count + kLeaf > kMaxCandidates) return false;
+      const T* x = leaf_data(leaf);
+      int size = leaf_size(leaf);
+      for (int i = 0; i < size; i += kLanes) {
+        F32x16 values = take(x, i, size);
+        int32_t first = leaf * kLeaf + i;
+        uint32_t mask = lanes_between(values, first <= cut.last_id ? cut.value : past, high);
+        if (is_last(cut, first)) mask = kept_lanes(cut, values, first, mask);
+        if (i + kLanes > size) mask &= (1u << (size - i)) - 1;
+        list.append(values, first, mask);  // no branch on the mask: it is hard to predict
       }
-      sum = add(sum, load(w));
+    }
+    scratch_->segments[num_leaves_] = list.count;
+    list.pad();
+    return true;
+  }
+
+  // Whether the cut's last token is in this vector, so that each lane must be asked.
+  static bool is_last(Cut cut, int32_t first_id) {
+    return first_id <= cut.last_id && cut.last_id < first_id + kLanes;
+  }
+
+  static uint32_t kept_lanes(Cut cut, F32x16 values, int32_t first_id, uint32_t mask) {
+    float x[kLanes];
+    store(x, values);
+    for (int i = 0; i < kLanes; ++i) {
+      if (!cut.keeps(x[i], first_id + i)) mask &= ~(1u << i);
+    }
+    return mask;
+  }
+
+  // masses[j] = mass, or number, of the row's tokens with logits >= thresholds[j], which descend.
+  // Leaves the leaves' shares in scratch_->sums.
+  template <bool kCount>
+  void masses_from(const float* thresholds, double* masses) const {
+    for (int j = 0; j < kThresholds; ++j) masses[j] = 0.0;
+    F32x16 origin = set1(max_), factor = set1(scale_);
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      float* sums = scratch_->sums + leaf * kThresholds;
+      for (int j = 0; j < kThresholds; ++j) sums[j] = 0.0f;
+      if (leaves_[leaf].max < thresholds[kThresholds - 1]) continue;
+      const T* x = leaf_data(leaf);
+      int size = leaf_size(leaf);
+      F32x16 sum[kThresholds];
+      for (int j = 0; j < kThresholds; ++j) sum[j] = zero();
+      auto step = [&](F32x16 values) {  // NaN is at least nothing
+        F32x16 w = kCount ? set1(1.0f) : weight(values, origin, factor);
+        for (int j = 0; j < kThresholds; ++j) {
+          sum[j] = add_where_ge(sum[j], w, values, set1(thresholds[j]));
+        }
+      };
+      int i = 0;
+      for (; i + kLanes <= size; i += kLanes) step(load(x + i));
+      if (i < size) step(load_partial(x + i, size - i, -INFINITY));
+      for (int j = 0; j < kThresholds; ++j) {
+        sums[j] = reduce_add(sum[j]);
+        masses[j] += sums[j];
+      }
+    }
+  }
+
+  // Lists every 32nd vector of a large row, weighed, to guess from. Returns how many of the row's
+  // tokens one of the list stands for, or 0 where guessing does not pay.
+  template <bool kCount>
+  double sample_row() const {
+    if (num_leaves_ < 32 || num_leaves_ > 32 * (kMaxCandidates / kLeaf)) return 0.0;
+    Candidates& list = *scratch_->candidates;
+    list.count = 0;
+    for (int32_t leaf = 0; leaf + 1 < num_leaves_; ++leaf) {
+      for (int i = leaf % 32 * kLanes; i < kLeaf; i += 32 * kLanes) {
+        store(list.x + list.count, take(leaf_data(leaf), i, kLeaf));
+        list.count += kLanes;
+      }
+    }
+    for (int i = 0; i < list.count; ++i) list.id[i] = i;
+    if (kCount) {
+      list.weigh_equally();
+    } else {
+      list.weigh(max_, scale_);
+    }
+    return static_cast<double>(vocab_size_) / list.count;
+  }
+
+  // Thresholds around the target, guessed from the sample. What lies below the cut is many tokens
+  // of little weight, so its mass is guessed well, however few tokens hold the rest.
+  template <bool kCount>
+  bool guess(const Bracket& bracket, double target, double total, float* thresholds) const {
+    double ratio = sample_row<kCount>();
+    const Candidates& list = *scratch_->candidates;
+    if (ratio == 0.0) return false;
+    if (list.number_from(from_ordered_bits(bracket.low)) * ratio < kMaxCandidates * 3 / 4)
+      return false;
+    double tolerance = 6.0 / std::sqrt(static_cast<double>(list.count));
+    double sampled = list.mass(), low, high;
+    if (kCount) {
+      double expected = target / ratio, slack = 3.0 * std::sqrt(expected) + 1.0;
+      low = expected + slack, high = expected - slack;
+    } else {
+      double below = (total - target) / ratio;
+      low = sampled - below * (1.0 - tolerance), high = sampled - below * (1.0 + tolerance);
+    }
+    Bracket whole{ordered_bits(-FLT_MAX), ordered_bits(max_) + 1, 0.0};
+    float top = high > 0.0 ? list.select(whole, high).value : max_;
+    float bottom = low < sampled ? list.select(whole, low).value : from_ordered_bits(bracket.low);
+    for (int j = 0; j < kThresholds; ++j) {
+      double part = static_cast<double>(j) / (kThresholds - 1);
+      thresholds[j] = static_cast<float>(top + (static_cast<double>(bottom) - top) * part);
+    }
+    return bottom <= top && bottom > -INFINITY;
+  }
+
+  // The cut, no looser than the base, after which the ranking's mass first reaches the target. The
+  // bracket ends as the part of the ranking that is in the list; scratch_->masses (unless counting)
+  // as the mass of the kept tokens of every leaf.
+  template <bool kCount>
+  Cut select(Cut base, Bracket* bracket, double target, double total = 0.0) const {
+    Candidates& list = *scratch_->candidates;
+    double* shares = scratch_->masses;
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) shares[leaf] = 0.0;
+    float thresholds[kThresholds];
+    bool guessed = guess<kCount>(*bracket, target, total, thresholds);
+    for (int round = 0; guessed || !gather_bracket(*bracket, base); ++round) {
+      if (bracket->single()) return tied_prefix<kCount>(base, *bracket, target);
+      if (!guessed) spread<kThresholds>(bracket->low, bracket->high, round, thresholds);
+      guessed = false;
+      double masses[kThresholds];
+      masses_from<kCount>(thresholds, masses);
+      int last = bracket->narrow(thresholds, masses, kThresholds, target);
+      for (int32_t leaf = 0; last >= 0 && leaf < num_leaves_; ++leaf) {
+        shares[leaf] = scratch_->sums[leaf * kThresholds + last];
+      }
+    }
+    if (kCount) {
+      list.weigh_equally();
+    } else {
+      list.weigh(max_, scale_);
+    }
+    list.pad();
+    Cut cut = list.select(*bracket, target);
+    if (kCount) return cut;
+    list.forget_weights_beyond(cut);
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      shares[leaf] += list.segment_mass(scratch_->segments[leaf], scratch_->segments[leaf + 1]);
+    }
+    return cut;
+  }
+
+  bool gather_bracket(const Bracket& bracket, Cut base) const {
+    float low = from_ordered_bits(bracket.low), high = from_ordered_bits(bracket.high);
+    return gather(low > base.value ? Cut{low, vocab_size_ - 1} : base, high);
+  }
+
+  // More equal tokens than a list holds: count them off in id order.
+  template <bool kCount>
+  Cut tied_prefix(Cut base, const Bracket& bracket, double target) const {
+    Cut cut{from_ordered_bits(bracket.low), 0};
+    float w[kLanes] = {1.0f};
+    if (!kCount) store(w, weight(set1(cut.value), set1(max_), set1(scale_)));
+    double mass = bracket.above;
+    float x[kLeaf];
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      if (leaves_[leaf].max < cut.value) continue;
+      int size = load_leaf(leaf, x);
+      for (int i = 0; i < size; ++i) {
+        int32_t id = leaf * kLeaf + i;
+        if (x[i] != cut.value || !base.keeps(x[i], id)) continue;
+        cut.last_id = id;
+        mass += w[0];
+        scratch_->masses[leaf] += w[0];
+        if (mass >= target) return cut;
+      }
+    }
+    return cut;
+  }
+
+  // The smallest prefix of the kept tokens whose mass is at least top_p of their total.
+  Cut select_mass(Cut base, double total, float top_p) const {
+    double target = top_p * total;
+    // All tokens lighter than half of (1 - top_p) * total / vocab_size together weigh too little
+    // to matter.
+    double lightest = 0.5 * (1.0 - top_p) * total / vocab_size_;
+    double value = max_ + std::log(lightest) / inverse_;
+    float floor = value > -FLT_MAX ? static_cast<float>(value) : -FLT_MAX;
+    if (floor < base.value) floor = base.value;
+    Bracket bracket{ordered_bits(floor), ordered_bits(max_) + 1, 0.0};
+    return select<false>(base, &bracket, target, total);
+  }
+
+  // Mass of the kept tokens of one leaf; the largest logit of the row weighs 1.
+  float kept_leaf_mass(int32_t leaf, Cut cut) const {
+    const T* x = leaf_data(leaf);
+    int size = leaf_size(leaf);
+    float past = next_above(cut.value);  // ties count up to the cut's last token
+    F32x16 sum = zero(), origin = set1(max_), factor = set1(scale_);
+    for (int i = 0; i < size; i += kLanes) {
+      F32x16 values = take(x, i, size);
+      F32x16 w = weight(values, origin, factor);
+      int32_t first = leaf * kLeaf + i;
+      if (is_last(cut, first)) {
+        uint32_t mask = kept_lanes(cut, values, first, 0xffffu);
+        float lanes[kLanes];
+        store(lanes, w);
+        for (int j = 0; j < kLanes; ++j) lanes[j] = mask >> j & 1u ? lanes[j] : 0.0f;
+        w = load(lanes);
+      }
+      sum = add_where_ge(sum, w, values, set1(first <= cut.last_id ? cut.value : past));
     }
     return reduce_add(sum);
   }
 
-  // Mass of the kept tokens of the row; the largest logit weighs 1.
+  // Writes the mass of the kept tokens of every leaf; returns the row's.
   double kept_mass(Cut cut) const {
-    double total = 0.0;
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      if (leaves_[leaf].max >= cut.value) total += kept_leaf_mass(leaf, cut, max_);
+      scratch_->masses[leaf] = leaves_[leaf].max >= cut.value ? kept_leaf_mass(leaf, cut) : 0.0;
     }
-    return total;
-  }
-
-  // The id of the first token equal to value for which enough(how many there were) holds, or the
-  // last one up to last_id.
-  template <typename Enough>
-  int32_t nth_tie(float value, int32_t last_id, Enough&& enough) const {
-    int64_t count = 0;
-    int32_t found = 0;
-    float x[kLeaf];
-    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      if (leaves_[leaf].max < value) continue;
-      int size = load_leaf(leaf, x);
-      for (int i = 0; i < size; ++i) {
-        int32_t id = leaf * kLeaf + i;
-        if (x[i] != value || id > last_id) continue;
-        found = id;
-        if (enough(++count)) return found;
-      }
-    }
-    return found;
-  }
-
-  // The smallest prefix of the kept tokens whose mass is at least top_p of theirs.
-  Cut select_mass(Cut base, float top_p) const {
-    double target = static_cast<double>(top_p) * kept_mass(base);
-    auto mass_from = [&](uint32_t bits) {
-      return kept_mass(tighter(base, {from_ordered_bits(bits), vocab_size_ - 1}));
-    };
-    // Invariant: low keeps enough mass, high too little.
-    uint32_t low = ordered_bits(base.value), high = ordered_bits(max_) + 1;
-    while (high - low > 1) {
-      uint32_t middle = low + (high - low) / 2;
-      if (mass_from(middle) >= target) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    float value = from_ordered_bits(low);
-    double above = high > ordered_bits(max_) ? 0.0 : mass_from(high);
-    float w[kLanes];
-    store(w, weight(set1(value), max_, inverse_));
-    int32_t last_id = value == base.value ? base.last_id : vocab_size_ - 1;
-    return {value,
-            nth_tie(value, last_id, [&](int64_t n) { return above + n * double{w[0]} >= target; })};
+    return total_mass();
   }
 
   // The first kept token, in id order, at which the running mass exceeds uniform * total.
-  int32_t invert_cdf(Cut cut, bool kept_all, float uniform) const {
-    auto mass = [&](int32_t leaf) {
-      const LeafStats& stats = leaves_[leaf];
-      if (stats.max == -INFINITY || stats.max < cut.value) return 0.0;
-      float sum = kept_all ? stats.warm : kept_leaf_mass(leaf, cut, stats.max);
-      return sum * leaf_scale(leaf);
-    };
-    double total = 0.0;
-    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) total += mass(leaf);
-    double target = static_cast<double>(uniform) * total;
+  // `scanned`: the masses are the scan's, whose weights are relative to their leaf's maximum.
+  int32_t invert_cdf(Cut cut, bool scanned, float uniform) const {
+    const double* masses = scratch_->masses;
+    double target = uniform * total_mass();
     double before = 0.0, after = 0.0;
     int32_t chosen = 0;
     for (int32_t leaf = 0; leaf < num_leaves_ && after <= target; ++leaf) {
-      double own = mass(leaf);
-      if (own <= 0.0) continue;
+      if (masses[leaf] <= 0.0) continue;
       before = after;
-      after = before + own;
+      after = before + masses[leaf];
       chosen = leaf;
     }
-    // Inside the leaf, in its own units; rounding may leave the target just past its last token.
-    double rest = (target - before) / leaf_scale(chosen);
+    // Inside the leaf; rounding may leave the target just past its last token.
+    float origin = scanned ? leaves_[chosen].max : max_;
+    double rest = (target - before) / (scanned ? leaf_scale(chosen) : 1.0);
     double sum = 0.0;
-    int32_t found = 0;
+    int32_t found = chosen * kLeaf;
     float x[kLeaf];
     int size = load_leaf(chosen, x);
     for (int i = 0; i < size; i += kLanes) {
       float w[kLanes];
-      store(w, weight(load(x + i), leaves_[chosen].max, inverse_));
+      store(w, weight(load(x + i), set1(origin), set1(scale_)));
       for (int j = 0; j < kLanes; ++j) {
         int32_t id = chosen * kLeaf + i + j;
-        if (w[j] <= 0.0f || !keeps(cut, x[i + j], id)) continue;
+        if (w[j] <= 0.0f || !cut.keeps(x[i + j], id)) continue;
         found = id;
         sum += w[j];
         if (sum > rest) return found;
@@ -368,14 +558,14 @@ class Row {
     return found;
   }
 
-  double leaf_scale(int32_t leaf) const {
-    return std::exp((static_cast<double>(leaves_[leaf].max) - max_) * inverse_);
-  }
+  static constexpr float kLog2e = 1.44269504088896341f;
 
   const T* logits_;
   int32_t vocab_size_;
   int32_t num_leaves_;
-  float inverse_;
+  float inverse_;  // of the temperature
+  float scale_;    // inverse_ * log2(e)
+  Scratch* scratch_ = nullptr;
   LeafStats* leaves_ = nullptr;
   float max_ = -INFINITY;
   double log_sum_ = 0.0;
@@ -390,9 +580,14 @@ template <typename T, typename Uniform>
                                         Uniform&& uniform) {
   bool greedy = params.temperature == 0.0f || params.top_k == 1 || params.top_p == 0.0f;
   Row<T> row(logits, vocab_size, params.temperature);
-  row.scan(want_logprob, !greedy);
-  int32_t token_id = greedy ? row.argmax() : row.choose(params, uniform);
+  row.scan(want_logprob, !greedy && Row<T>::needs_warm(params));
+  int32_t token_id = greedy ? row.argmax() : row.choose(params, uniform());
   return {token_id, want_logprob ? row.logprob(row.logit(token_id)) : 0.0f};
+}
+
+// Rows per chunk: enough logits to be worth waking a thread.
+[[maybe_unused]] int64_t row_grain(int64_t vocab_size) {
+  return vocab_size < 32768 ? 32768 / vocab_size : 1;
 }
 
 // A token that is taken unseen, with its raw log-softmax when wanted.

@@ -16,7 +16,7 @@ namespace {
 template <typename T>
 void run(const SampleParams& params) {
   const T* logits = static_cast<const T*>(params.logits);
-  parallel_for(params.rows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(params.rows, row_grain(params.vocab_size), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       SamplingParams row_params{
           params.temperature[row], params.top_k[row], params.top_p[row], params.min_p[row]};

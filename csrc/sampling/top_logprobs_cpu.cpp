@@ -45,7 +45,7 @@ void sort_descending(float* logits, int32_t* ids, int64_t count) {
 template <typename T>
 void run(const TopLogprobsParams& params) {
   const T* logits = static_cast<const T*>(params.logits);
-  parallel_for(params.rows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(params.rows, row_grain(params.vocab_size), [&](int64_t begin, int64_t end) {
     for (int64_t row_idx = begin; row_idx < end; ++row_idx) {
       Row<T> row(logits + row_idx * params.logits_stride, params.vocab_size, 1.0f);
       row.scan(true, false);
@@ -54,7 +54,8 @@ void run(const TopLogprobsParams& params) {
       int32_t* ids = params.token_ids + row_idx * params.n;
       float* values = params.logprobs + row_idx * params.n;
       Cut cut{-INFINITY, static_cast<int32_t>(params.vocab_size - 1)};
-      if (params.n < params.vocab_size) cut = row.select_count(params.n);
+      bool listed = false;
+      if (params.n < params.vocab_size) cut = row.select_count(params.n, &listed);
       int64_t count = 0;
       row.for_each_kept(cut, [&](int32_t id, float logit) {
         ids[count] = id;

@@ -19,38 +19,40 @@ void run(const VerifyParams& params) {
   const T* logits = static_cast<const T*>(params.logits);
   int64_t capacity = params.max_draft_tokens + 1;
   // The walk's arrays hold the choices meanwhile: request b's row i is at [b, i].
-  parallel_for(params.batch * capacity, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      int64_t batch_idx = item / capacity;
-      int idx = static_cast<int>(item % capacity);
-      int64_t first = params.output_indptr[batch_idx];
-      int num_rows = static_cast<int>(params.output_indptr[batch_idx + 1] - first);
-      auto policy = static_cast<AcceptPolicy>(params.policy[batch_idx]);
-      if (idx >= (policy == AcceptPolicy::kRejectAll && num_rows > 0 ? 1 : num_rows)) continue;
-      const T* row = logits + (first + idx) * params.logits_stride;
-      const int32_t* drafts = params.draft_token_ids + batch_idx * params.max_draft_tokens;
-      bool greedy = params.strategy[batch_idx] == static_cast<int32_t>(VerifyStrategy::kGreedy);
-      SamplingParams row_params{greedy ? 0.0f : params.temperature[batch_idx],
-                                params.top_k[batch_idx],
-                                params.top_p[batch_idx],
-                                params.min_p[batch_idx]};
-      RowChoice choice{-1, 0.0f};
-      if (takes_draft(policy, drafts, num_rows, idx)) {
-        choice = score_token(row, params.vocab_size, drafts[idx], params.logprobs != nullptr);
-      } else {
-        uint32_t choice_index =
-            params.choice_index ? static_cast<uint32_t>(params.choice_index[batch_idx]) : 0u;
-        UniformKey key{static_cast<uint64_t>(params.seeds[batch_idx]),
-                       static_cast<uint32_t>(params.positions[batch_idx] + idx),
-                       choice_index};
-        choice = choose_token(row, params.vocab_size, row_params, params.logprobs != nullptr, [&] {
-          return philox_uniform(key, Purpose::kTarget);
-        });
-      }
-      params.output_token_ids[item] = choice.token_id;
-      if (params.logprobs) params.logprobs[item] = choice.logprob;
-    }
-  });
+  parallel_for(
+      params.batch * capacity, row_grain(params.vocab_size), [&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; ++item) {
+          int64_t batch_idx = item / capacity;
+          int idx = static_cast<int>(item % capacity);
+          int64_t first = params.output_indptr[batch_idx];
+          int num_rows = static_cast<int>(params.output_indptr[batch_idx + 1] - first);
+          auto policy = static_cast<AcceptPolicy>(params.policy[batch_idx]);
+          if (idx >= (policy == AcceptPolicy::kRejectAll && num_rows > 0 ? 1 : num_rows)) continue;
+          const T* row = logits + (first + idx) * params.logits_stride;
+          const int32_t* drafts = params.draft_token_ids + batch_idx * params.max_draft_tokens;
+          bool greedy = params.strategy[batch_idx] == static_cast<int32_t>(VerifyStrategy::kGreedy);
+          SamplingParams row_params{greedy ? 0.0f : params.temperature[batch_idx],
+                                    params.top_k[batch_idx],
+                                    params.top_p[batch_idx],
+                                    params.min_p[batch_idx]};
+          RowChoice choice{-1, 0.0f};
+          if (takes_draft(policy, drafts, num_rows, idx)) {
+            choice = score_token(row, params.vocab_size, drafts[idx], params.logprobs != nullptr);
+          } else {
+            uint32_t choice_index =
+                params.choice_index ? static_cast<uint32_t>(params.choice_index[batch_idx]) : 0u;
+            UniformKey key{static_cast<uint64_t>(params.seeds[batch_idx]),
+                           static_cast<uint32_t>(params.positions[batch_idx] + idx),
+                           choice_index};
+            choice =
+                choose_token(row, params.vocab_size, row_params, params.logprobs != nullptr, [&] {
+                  return philox_uniform(key, Purpose::kTarget);
+                });
+          }
+          params.output_token_ids[item] = choice.token_id;
+          if (params.logprobs) params.logprobs[item] = choice.logprob;
+        }
+      });
   for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
     params.num_accepted_tokens[batch_idx] =
         accept_walk(static_cast<AcceptPolicy>(params.policy[batch_idx]),
