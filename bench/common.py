@@ -312,10 +312,14 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is measured, with a mark when the tree differs from it."""
-    describe = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
-    result = subprocess.run(describe, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+    """The commit that is measured, marked when the tree differs from it (results aside)."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results")
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
 def save(
