@@ -125,6 +125,8 @@ class Bench:
         timing = Timing({case: [] for case in cases}, {case: [] for case in cases})
         for _ in range(rounds):
             for case, window in cases.items():
+                # OpenMP threads of the case before spin for some milliseconds more.
+                time.sleep(0.015)
                 timing.reads[case].append(self.read_gb_s())
                 seconds = self.undisturbed(window) if guarded else window()
                 timing.seconds[case].append(seconds)
