@@ -143,15 +143,16 @@ template <typename T>
   }
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for a tile of kRows rows and kBlocks
-// blocks. Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products a
-// step. Assumes: weights packed by pack_weight; any alignment. Order:   one accumulator chain per
-// output over the steps in order, whatever the tile's shape: a
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for a tile of kRows rows, kBlocks blocks.
+// Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products a step.
+// Assumes: weights packed by pack_weight; any alignment. `ahead` blocks further on lie the weights
+//          to fetch meanwhile (0: none).
+// Order:   one accumulator chain per output over the steps in order, whatever the tile's shape: a
 //          row's bits depend neither on the other rows nor on how rows and blocks were cut.
 // Source:  register-tiled outer-product GEMM (Goto and van de Geijn 2008), without its split of K.
 // Threads: none here; linear_cpu hands out ranges of blocks and rows.
 template <typename T, int kRows, int kBlocks>
-[[gnu::noinline]] void tile(const LinearParams& params, int64_t row, int64_t block) {
+[[gnu::noinline]] void tile(const LinearParams& params, int64_t row, int64_t block, int64_t ahead) {
   using S = Step<T>;
   int64_t steps = linear_steps(params.num_inputs, params.dtype);
   int64_t full_steps = params.num_inputs / S::kInputs;
@@ -162,6 +163,10 @@ template <typename T, int kRows, int kBlocks>
     decltype(S::weights(w)) words[kBlocks];
     unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
       words[b] = S::weights(w + (b * steps + step) * kLinearBlock);
+      if (kRows > 2 && ahead != 0) {
+        // To the second level: the few miss buffers of the first would drop it.
+        __builtin_prefetch(w + ((b + ahead) * steps + step) * kLinearBlock, 0, 2);
+      }
     });
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
       auto inputs = S::inputs(x + r * params.x_stride + step * S::kInputs);
@@ -187,21 +192,25 @@ template <typename T, int kRows, int kBlocks>
 }
 
 template <typename T, int kRows, int kBlocks>
-void tile_of_blocks(const LinearParams& params, int64_t row, int64_t block, int blocks) {
-  if (blocks == kBlocks) return tile<T, kRows, kBlocks>(params, row, block);
-  if constexpr (kBlocks > 1) tile_of_blocks<T, kRows, kBlocks - 1>(params, row, block, blocks);
+void tile_of_blocks(
+    const LinearParams& params, int64_t row, int64_t block, int64_t ahead, int blocks) {
+  if (blocks == kBlocks) return tile<T, kRows, kBlocks>(params, row, block, ahead);
+  if constexpr (kBlocks > 1) {
+    tile_of_blocks<T, kRows, kBlocks - 1>(params, row, block, ahead, blocks);
+  }
 }
 
 template <typename T, int kRows>
-void tile_of(const LinearParams& params, int64_t row, int64_t block, int rows, int blocks) {
+void tile_of(
+    const LinearParams& params, int64_t row, int64_t block, int64_t ahead, int rows, int blocks) {
   if (rows == kRows) {
-    return tile_of_blocks<T, kRows, Shape<T>::kMaxBlocks[kRows]>(params, row, block, blocks);
+    return tile_of_blocks<T, kRows, Shape<T>::kMaxBlocks[kRows]>(params, row, block, ahead, blocks);
   }
-  if constexpr (kRows > 1) tile_of<T, kRows - 1>(params, row, block, rows, blocks);
+  if constexpr (kRows > 1) tile_of<T, kRows - 1>(params, row, block, ahead, rows, blocks);
 }
 
 // A panel is the blocks that stay in the second-level cache while every row tile passes over them.
-constexpr int64_t kPanelBytes = 384 << 10;
+constexpr int64_t kPanelBytes = 128 << 10;
 
 template <typename T>
 void run_range(const LinearParams& params,
@@ -215,6 +224,9 @@ void run_range(const LinearParams& params,
   int64_t block_bytes = max64(1, linear_steps(params.num_inputs, params.dtype) * 64);
   int64_t panel = max64(kPanelBytes / block_bytes / max_blocks, 1) * max_blocks;
   int64_t panels = ceil_div(block_end - block_begin, panel);
+  // From six rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
+  // prefetching does better, unless blocks are so short that they end before it has begun.
+  int64_t fetch_rows = block_bytes > (16 << 10) ? 6 : 3;
   for (int64_t p = 0; p < panels; ++p) {
     int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
     int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
@@ -222,11 +234,17 @@ void run_range(const LinearParams& params,
     for (int64_t t = 0; t < row_tiles; ++t) {
       int64_t row = row_begin + part_begin(rows, row_tiles, t);
       int64_t next_row = row_begin + part_begin(rows, row_tiles, t + 1);
+      bool fetch = rows >= fetch_rows && t + 1 == row_tiles && p + 1 < panels;
+      int64_t ahead = fetch ? last - first : 0;
       for (int64_t g = 0; g < groups; ++g) {
         int64_t block = first + part_begin(last - first, groups, g);
         int64_t next = first + part_begin(last - first, groups, g + 1);
-        tile_of<T, Shape<T>::kMaxRows>(
-            params, row, block, static_cast<int>(next_row - row), static_cast<int>(next - block));
+        tile_of<T, Shape<T>::kMaxRows>(params,
+                                       row,
+                                       block,
+                                       ahead,
+                                       static_cast<int>(next_row - row),
+                                       static_cast<int>(next - block));
       }
     }
   }
@@ -238,13 +256,14 @@ template <typename T>
 void run(const LinearParams& params) {
   int64_t blocks = linear_blocks(params.num_outputs);
   int64_t row_tiles = ceil_div(params.rows, Shape<T>::kMaxRows);
-  int64_t bytes = blocks * linear_steps(params.num_inputs, params.dtype) * 64 * row_tiles;
+  // Time in bytes of cached weights: from one row to sixty-four it grows as (rows + 2) / 3.
+  int64_t bytes = blocks * linear_steps(params.num_inputs, params.dtype) * 64;
+  int64_t cost = bytes * (params.rows + 2) / 3;
   int64_t threads = num_threads();
-  constexpr int64_t kInlineBytes = 96 << 10, kChunkBytes = 512 << 10;
+  constexpr int64_t kInlineCost = 192 << 10;  // about 2 us
+  constexpr int64_t kChunkCost = 512 << 10;
   int64_t chunks = 1;
-  if (bytes > kInlineBytes) {
-    chunks = max64(1, min64(8, bytes / kChunkBytes / threads)) * threads;
-  }
+  if (cost > kInlineCost) chunks = max64(1, min64(8, cost / kChunkCost / threads)) * threads;
   int max_blocks = Shape<T>::kMaxBlocks[ceil_div(params.rows, row_tiles)];
   int64_t columns = min64(chunks, ceil_div(blocks, (max_blocks + 1) / 2));
   int64_t row_ranges = min64(row_tiles, ceil_div(chunks, columns));
