@@ -160,6 +160,16 @@ def test_deltas_add_up_to_the_completion(model_dir: Path) -> None:
         engine.completion(name)
 
 
+def test_no_more_logprobs_than_tokens(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "Qwen3", num_hidden_layers=1, vocab_size=64)
+    write_tokenizer(tmp_path, 64)
+    engine = make(tmp_path)
+    (done,) = engine.generate([PROMPT], SamplingParams(max_tokens=1, logprobs=64))
+    assert len(done.logprobs[0].alternatives) == 64
+    with pytest.raises(ValueError, match="logprobs must be at most the vocabulary's 64, got 65"):
+        engine.add_request(PROMPT, SamplingParams(logprobs=65))
+
+
 def test_refusals(model_dir: Path) -> None:
     engine = make(model_dir, max_waiting=1, max_model_len=64)
     params = SamplingParams(max_tokens=10)
@@ -179,6 +189,9 @@ def test_refusals(model_dir: Path) -> None:
         engine.add_request(PROMPT, params, request_id="one")
     with pytest.raises(ValueError, match="mtp"):
         engine.add_request(PROMPT, params, speculative_config={"method": "mtp"})
+    with pytest.raises(ValueError, match="at most 511 on this server, got 2147483647"):
+        many = {"method": "ngram", "num_speculative_tokens": 2**31 - 1}
+        engine.add_request(PROMPT, params, speculative_config=many)
     with pytest.raises(ValueError, match="num_pages must be at least 4"):
         make(model_dir, max_model_len=64, num_pages=3)
     with pytest.raises(ValueError, match="every running request needs a row"):

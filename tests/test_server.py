@@ -361,7 +361,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
         TEXT | {"speculative_config": {"num_speculative_tokens": 2**31 - 1}},
         400,
         "speculative_config",
-        "at most 512",
+        "at most 511",
     ),
     (
         TEXT | {"speculative_config": {"verify_strategy": "topp"}},

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of an engine."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,6 +78,27 @@ class EngineConfig:
                 f"num_speculative_tokens must be below max_num_batched_tokens="
                 f"{self.max_num_batched_tokens}, got {drafts}"
             )
+
+    def speculative_for(
+        self, override: Mapping[str, object] | None, methods: Collection[str]
+    ) -> SpeculativeConfig:
+        """Returns what a request with this `speculative_config` of its own runs with.
+
+        Args:
+            override: the request's own choices; None for the engine's configuration.
+            methods: the methods the engine can run.
+
+        Raises:
+            ValueError: the object has a key a request may not set, a value is invalid, or the
+                engine cannot run it.
+        """
+        chosen = self.speculative_config
+        if override is not None:
+            chosen = chosen.override(
+                override, max_num_speculative_tokens=self.max_num_batched_tokens - 1
+            )
+        chosen.require_runnable(methods)
+        return chosen
 
     @property
     def model_dir(self) -> Path:

@@ -48,7 +48,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
-        config.speculative_config.require_runnable(RUNNABLE_METHODS)
+        config.speculative_for(None, RUNNABLE_METHODS)
         if config.num_threads is not None:
             specops.set_num_threads(config.num_threads)
         model = load_model(config.model_dir, dtype=config.dtype, max_model_len=config.max_model_len)
@@ -138,13 +138,12 @@ class Engine:
                 f"a prompt of {len(token_ids)} tokens{asked} exceed the context of "
                 f"{self.max_model_len} tokens"
             )
-        speculative = self.config.speculative_config
-        if speculative_config is not None:
-            speculative = speculative.override(
-                speculative_config,
-                max_num_speculative_tokens=self.config.max_num_batched_tokens - 1,
+        if params.logprobs is not None and params.logprobs > self.vocab_size:
+            raise ValueError(
+                f"logprobs must be at most the vocabulary's {self.vocab_size}, "
+                f"got {params.logprobs}"
             )
-            speculative.require_runnable(RUNNABLE_METHODS)
+        speculative = self.config.speculative_for(speculative_config, RUNNABLE_METHODS)
         if request_id is None:
             request_id = f"request-{self._arrivals}"
         if request_id in self._requests:

@@ -212,18 +212,14 @@ class _Server:
         most = self._engine.vocab_size
         if params.logprobs is not None and params.logprobs > most:
             raise ApiError(400, f"there are no more than {most} logprobs", param="logprobs")
-        speculative = self._engine.config.speculative_config
-        if request.speculative_config is not None:
-            try:
-                speculative = speculative.override(
-                    request.speculative_config,
-                    max_num_speculative_tokens=self._engine.config.max_num_batched_tokens,
-                )
-                speculative.require_runnable(self._engine.runnable_methods)
-            except ValueError as error:
-                raise ApiError(
-                    400, str(error), param="speculative_config", code="invalid_value"
-                ) from None
+        try:
+            speculative = self._engine.config.speculative_for(
+                request.speculative_config, self._engine.runnable_methods
+            )
+        except ValueError as error:
+            raise ApiError(
+                400, str(error), param="speculative_config", code="invalid_value"
+            ) from None
 
         prompts = await self._tokenize(request)
         job = Job(prompts, params, request.speculative_config, streaming=request.stream)
