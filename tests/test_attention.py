@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention family against its reference, and row identity."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -33,6 +34,15 @@ SCALINGS = [
         "truncate": False,
     },
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _reference_on_one_thread() -> Iterator[None]:
+    """Beside a busy process, every small parallel op of torch waits for a time slice."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass
@@ -126,8 +136,8 @@ def check_against_reference(batch: Batch, window: int | None = None) -> None:
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_append_attention(device: str, isa: str, dtype: torch.dtype, page_size: int) -> None:
     batch = random_batch(
-        [1, 5, 17, 64, 130, 700, 65, 1100],
-        [1, 5, 0, 64, 3, 5, 1, 40],
+        [1, 5, 17, 64, 130, 600, 65, 520],
+        [1, 5, 0, 64, 3, 5, 1, 20],
         dtype,
         page_size=page_size,
     )
@@ -178,16 +188,18 @@ def attend_one(
     return out, lse
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "window,heads,head_dim",
+    "dtype,window,heads,head_dim",
     [
-        (None, (2, 2), 64),
-        (77, (2, 1), 64),
-        (600, (6, 2), 96),
-        (None, (4, 1), 128),
-        (1, (8, 1), 64),
-        (None, (2, 1), 256),
+        (torch.bfloat16, None, (2, 2), 64),
+        (torch.bfloat16, 77, (2, 1), 64),
+        (torch.bfloat16, 600, (3, 1), 96),
+        (torch.bfloat16, None, (4, 1), 128),
+        (torch.bfloat16, 1, (8, 1), 64),
+        (torch.bfloat16, None, (1, 1), 256),
+        (torch.float32, None, (4, 2), 64),
+        (torch.float32, 600, (1, 1), 128),
+        (torch.float16, None, (2, 1), 96),
     ],
 )
 def test_append_attention_rows_are_decode_rows(
@@ -211,7 +223,7 @@ def test_append_attention_rows_are_decode_rows(
         assert torch.equal(as_bits(out), as_bits(whole[end - rows : end]))
         assert torch.equal(lse, whole_lse[end - rows : end])
 
-    for end in [1, 2, 17, 63, 64, 65, 128, 300, 512, 513, 1025, length - 1]:
+    for end in [1, 2, 17, 63, 64, 65, 300, 512, 513, length - 1]:
         for threads, page_size, rows in [(1, 16, 1), (2, 32, 5), (3, 64, 13)]:
             specops.set_num_threads(threads)
             check(end, min(rows, end), page_size)
@@ -222,7 +234,7 @@ def test_append_attention_rows_are_decode_rows(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_append_attention_alone_and_in_a_batch(device: str, isa: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    kv_lens = torch.randint(5, 1300, (32,)).tolist()
+    kv_lens = torch.randint(5, 700, (32,)).tolist()
     keys = [torch.randn(n, 2, 64).to(dtype) for n in kv_lens]
     values = [torch.randn(n, 2, 64).to(dtype) for n in kv_lens]
     queries = [torch.randn(5, 4, 64).to(dtype) for _ in kv_lens]
@@ -235,6 +247,23 @@ def test_append_attention_alone_and_in_a_batch(device: str, isa: str, dtype: tor
         batch = make_batch(keys, values, last, page_size, shuffle=False)
         got = attention.append_attention(*batch.tensors())
         assert torch.equal(got, torch.stack([x[-1] for x in alone]))
+
+
+def test_append_attention_many_requests(device: str, isa: str) -> None:
+    # More requests than are planned at once, some of them idle.
+    kv_lens = torch.randint(1, 30, (300,)).tolist()
+    batch = random_batch(kv_lens, [i % 2 for i in range(300)], torch.bfloat16, page_size=16)
+    check_against_reference(batch)
+
+
+def test_append_attention_workspace_does_not_matter(device: str, isa: str) -> None:
+    batch = random_batch([2000, 900, 30], [5, 2, 3], torch.bfloat16)
+    specops.set_num_threads(3)
+    expected = attention.append_attention(*batch.tensors())
+    for floats in (0, 20000, 10**6):
+        workspace = torch.full((floats,), torch.nan)
+        got = attention.append_attention(*batch.tensors(), workspace=workspace)
+        assert torch.equal(got, expected)
 
 
 def test_append_attention_window_pages_may_be_gone(device: str, isa: str) -> None:

@@ -19,6 +19,7 @@ constexpr int kBlocks = kLeaf / kBlock;
 constexpr int kMaxTile = 64;  // rows of a tile: (query row, query head of one KV head)
 constexpr int kMaxHeadDim = 256;
 constexpr int kPackedTile = 13;      // from here on a tile repays packing the leaf's K and V
+constexpr int kPackedScores = 6;     // from here on it repays packing its K
 constexpr int kStateFloats = 16384;  // output state of one item: 64 KiB
 constexpr int kMaxItemRows = kStateFloats / 64;
 constexpr int64_t kAheadBytes = 1 << 18;  // K and V of one leaf that an item reads ahead into L2
@@ -312,6 +313,92 @@ SPECOPS_FLATTEN void score_block(
 #endif
 }
 
+#if defined(SPECOPS_AVX512)
+// Many rows share a block of K better when it is rearranged once: a vector then holds the same
+// quarter of the lanes of four tokens, and the first two levels of the tree need no shuffles. The
+// additions are those of score_block.
+template <typename T, int D>
+SPECOPS_FLATTEN void pack_block(const T* k, int64_t stride, T* packed) {
+  constexpr int kWidth = 64 / sizeof(T);
+  for (int quad = 0; quad < 4; ++quad) {
+    for (int i = 0; i < D; i += kWidth) {
+      __m512i x[4], y[4];
+      for (int j = 0; j < 4; ++j) x[j] = _mm512_loadu_si512(k + (quad + 4 * j) * stride + i);
+      y[0] = _mm512_shuffle_i32x4(x[0], x[1], 0x44);
+      y[1] = _mm512_shuffle_i32x4(x[0], x[1], 0xee);
+      y[2] = _mm512_shuffle_i32x4(x[2], x[3], 0x44);
+      y[3] = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
+      x[0] = _mm512_shuffle_i32x4(y[0], y[2], 0x88);
+      x[1] = _mm512_shuffle_i32x4(y[0], y[2], 0xdd);
+      x[2] = _mm512_shuffle_i32x4(y[1], y[3], 0x88);
+      x[3] = _mm512_shuffle_i32x4(y[1], y[3], 0xdd);
+      for (int j = 0; j < 4; ++j) _mm512_storeu_si512(packed + (j * 4 + quad) * D + i, x[j]);
+    }
+  }
+}
+
+// acc[quad][r]: quarter `quarter` of the lanes of the tokens quad, quad + 4, quad + 8, quad + 12.
+template <typename T, int kRows, int D>
+inline void quarter_dots(const T* const* q, const T* packed, int quarter, F32x16 acc[4][kRows]) {
+  constexpr int kWidth = 64 / sizeof(T);
+  const T* k = packed + quarter * 4 * D;
+#pragma GCC unroll 16
+  for (int i = 0; i < D; i += kWidth) {
+    typename Element<T>::Vec x[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      __m128i part =
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(q[r] + i + quarter * (kWidth / 4)));
+      __m512i word = _mm512_broadcast_i32x4(part);
+      std::memcpy(&x[r], &word, 64);
+    }
+#pragma GCC unroll 16
+    for (int quad = 0; quad < 4; ++quad) {
+      typename Element<T>::Vec y;
+      __m512i word = _mm512_loadu_si512(k + quad * D + i);
+      std::memcpy(&y, &word, 64);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        acc[quad][r] = accumulate(i == 0 ? zero() : acc[quad][r], x[r], y);
+      }
+    }
+  }
+}
+
+template <typename T, int kRows, int D>
+SPECOPS_FLATTEN void score_packed(const T* const* q, const T* packed, float scale, float* scores) {
+  F32x16 quads[4][kRows], other[4][kRows], more[4][kRows];
+  quarter_dots<T, kRows, D>(q, packed, 0, quads);
+  quarter_dots<T, kRows, D>(q, packed, 2, other);
+#pragma GCC unroll 16
+  for (int i = 0; i < 4 * kRows; ++i) {
+    F32x16& sum = quads[i / kRows][i % kRows];
+    sum = add(sum, other[i / kRows][i % kRows]);
+  }
+  quarter_dots<T, kRows, D>(q, packed, 1, other);
+  quarter_dots<T, kRows, D>(q, packed, 3, more);
+#pragma GCC unroll 16
+  for (int i = 0; i < 4 * kRows; ++i) {
+    F32x16& sum = quads[i / kRows][i % kRows];
+    sum = add(sum, add(other[i / kRows][i % kRows], more[i / kRows][i % kRows]));
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    __m512 halves[2];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      __m512d a = _mm512_castps_pd(quads[2 * half][r].v);
+      __m512d b = _mm512_castps_pd(quads[2 * half + 1][r].v);
+      halves[half] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                   _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    F32x16 sum{_mm512_add_ps(_mm512_shuffle_ps(halves[0], halves[1], 0x88),
+                             _mm512_shuffle_ps(halves[0], halves[1], 0xdd))};
+    store(scores + r * kLeaf, mul(sum, set1(scale)));
+  }
+}
+#endif
+
 // o[r] (+)= sum over units [begin, end) of p[r] * v, for kRows rows and kSlabs * 32 columns.
 template <typename T, int kRows, int kSlabs, int D, bool kPacked>
 inline void weigh_tile(const typename Element<T>::Prob* p,
@@ -536,19 +623,23 @@ void leaf(const Tile<T>& tile,
   int first_block = tile.lo[first] / kBlock, last_block = (tile.hi[last - 1] - 1) / kBlock;
   for (int block = first_block; block <= last_block; ++block) {
     const T* k = kv.k[block];
-    int64_t stride = kv.stride;
-    if (packed) {
-      for (int token = 0; token < kBlock; ++token) {
-        std::memcpy(
-            static_cast<void*>(own.packed_k + token * D), k + token * stride, D * sizeof(T));
-      }
-      k = own.packed_k;
-      stride = D;
-    }
     float* scores = own.scores + block * kBlock;
+#if defined(SPECOPS_AVX512)
+    if constexpr (!std::is_same_v<T, float16>) {
+      if (last - first >= kPackedScores) {
+        pack_block<T, D>(k, kv.stride, own.packed_k);
+        for (int row = first; row < last;) {
+          row += ScoreTiles::pick(last - row, [&]<int kRows>() {
+            score_packed<T, kRows, D>(tile.q + row, own.packed_k, scale, scores + row * kLeaf);
+          });
+        }
+        continue;
+      }
+    }
+#endif
     for (int row = first; row < last;) {
       row += ScoreTiles::pick(last - row, [&]<int kRows>() {
-        score_block<T, kRows, D>(tile.q + row, k, stride, scale, scores + row * kLeaf);
+        score_block<T, kRows, D>(tile.q + row, k, kv.stride, scale, scores + row * kLeaf);
       });
     }
   }
@@ -648,10 +739,11 @@ struct Item {
   int64_t first_row, num_rows;    // within the request
   int64_t first_head, num_heads;  // KV heads
   int64_t first_leaf, last_leaf;  // inclusive
-  bool cold;                      // KV is not expected in this core's cache
+  bool cold;                      // KV is read once, and not expected in this core's cache
   float* partial;                 // state of the item's one chunk goes here; nullptr: to out
 };
 
+// A request as planned.
 struct Request {
   int64_t qo_begin, qo_len, kv_len;
   int64_t tile_rows, tiles;
@@ -662,6 +754,7 @@ struct Request {
   int64_t partial;  // where its chunk states begin in the workspace, in floats
 };
 
+// One finished row: o / l, and m + log l.
 template <typename T, int D>
 void write_row(
     const AppendAttentionParams& params, int64_t out_row, float m, float l, const float* o) {
@@ -676,6 +769,7 @@ void write_row(
   if (params.lse != nullptr) params.lse[out_row] = m + std::log(l);
 }
 
+// Leaves in order; within a leaf, the heads in turn. Writes the rows of out, or the chunk's state.
 template <typename T, int D>
 void attend(const AppendAttentionParams& params, const Item& item) {
   Scratch<T>& own = scratch<T>();
@@ -716,7 +810,7 @@ void attend(const AppendAttentionParams& params, const Item& item) {
   for (int64_t leaf_idx = item.first_leaf; leaf_idx <= item.last_leaf; ++leaf_idx) {
     int64_t base = leaf_idx * kLeaf;
     blocks(leaf_idx, kv.k, kv.v);
-    if (item.cold && tile.rows < kPackedTile) {
+    if (item.cold) {
       bool joined = item.num_heads == params.num_kv_heads;
       read_leaf(kv.k, kv.v, (joined ? kBlock : 1) * item.num_heads * D, joined ? 1 : kBlock, width);
     }
@@ -817,8 +911,9 @@ void join(const AppendAttentionParams& params, const Request& request, int64_t b
 
 // ---- the launch ----
 
-// Cuts the requests into items. Only the cutting knows of threads: it decides where states live,
-// never the order in which they are folded.
+// Cuts the requests into items and returns how many. Only the cutting knows of threads: it decides
+// where states live, never the order in which they are folded. small: not worth waking a thread;
+// cold: the KV does not fit a cache, so it pays to read it in memory order.
 template <typename T, int D>
 int64_t plan(const AppendAttentionParams& params,
              int64_t first_request,
@@ -874,7 +969,7 @@ int64_t plan(const AppendAttentionParams& params,
     Request& r = requests[i];
     int64_t rows = (r.tiles > 1 ? r.tile_rows : r.qo_len) * group;
     int64_t leaf_bytes = 2 * kLeaf * D * static_cast<int64_t>(sizeof(T));
-    int64_t heads = rows >= kPackedTile && !*small ? 1 : kAheadBytes / leaf_bytes;
+    int64_t heads = r.tiles > 1 ? 1 : kAheadBytes / leaf_bytes;
     if (rows > 0 && heads > kStateFloats / (rows * D)) heads = kStateFloats / (rows * D);
     int64_t share = (params.num_kv_heads + groups - 1) / groups;
     if (heads > share) heads = share;
@@ -927,7 +1022,7 @@ void run(const AppendAttentionParams& params) {
         int64_t seen = params.sliding_window > 0 ? first_position - params.sliding_window + 1 : 0;
         item.first_leaf = (seen > 0 ? seen : 0) / kLeaf;
         item.last_leaf = (first_position + item.num_rows - 1) / kLeaf;
-        item.cold = cold;
+        item.cold = cold && r.tiles == 1;
         item.partial = nullptr;
         if (r.chunks > 1) {
           int64_t rows = r.qo_len * params.num_qo_heads;
