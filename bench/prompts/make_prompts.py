@@ -37,7 +37,9 @@ def sources() -> dict[str, str]:
         content = (library / path).read_bytes()
         if hashlib.sha256(content).hexdigest() != wanted[path]:
             raise SystemExit(f"{path} is not the file that the manifest names")
-        texts[path] = content.decode().replace("\r\n", "\n")
+        lines = content.decode().replace("\r\n", "\n").splitlines(keepends=True)
+        # Web addresses are neither code nor anything a prompt of ours should name.
+        texts[path] = "".join(line for line in lines if "://" not in line)
     return texts
 
 
