@@ -47,16 +47,18 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def logged_seconds(log: Path) -> int:
-    """Training time of all runs in a log: each counts from its own start."""
+def logged_runs(log: Path) -> tuple[int, list[int]]:
+    """Training time of all runs in a log, in seconds, and the steps at which runs resumed."""
     total = last = 0
+    resumed_at: list[int] = []
     rows = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     for row in map(json.loads, rows):
-        if "seconds" in row:
-            last = row["seconds"]
-        else:
+        if "start" in row:  # each run counts its seconds from its own start
             total, last = total + last, 0
-    return total + last
+            resumed_at += [row["start"]] if row["start"] else []
+        else:
+            last = row["seconds"]
+    return total + last, resumed_at
 
 
 def machine(device: str, threads: int) -> str:
@@ -117,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         export.save_model(args.out, model, tokenizer, step)
     model, tokenizer, step = export.load_model(args.out)  # with the weights rounded to bf16
     model.to(device)
+    seconds, resumed_at = logged_runs(log)
     metrics = {
         "model": {
             **dataclasses.asdict(model.config),
@@ -135,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "training": {
             "steps": step,
             "tokens": step * recipe.batch_tokens,
-            "seconds": logged_seconds(log),
+            "seconds": seconds,
+            "resumed_at": resumed_at,
             "machine": machine(args.device, args.threads),
         },
         "held_out": {

@@ -32,7 +32,7 @@ the idioms of the standard library, and it reasons about nothing.
 {intermediate_size}, tied embeddings, context {max_position_embeddings} |
 | MTP | one DeepSeek-V3-style module, `model.layers.{num_hidden_layers}.*`, \
 `num_nextn_predict_layers: 1` |
-| tokenizer | byte-level BPE, {vocab_size} entries, `<|endoftext|>` before every document |
+| tokenizer | byte-level BPE, {vocab_size} entries; `<\\|endoftext\\|>` before every document |
 | weights | bf16, {megabytes:.1f} MB |
 
 `transformers` loads the directory as `Qwen3ForCausalLM` and ignores the MTP tensors.
@@ -60,7 +60,7 @@ Muon (lr {matrix_lr}) for matrices, AdamW (lr {vector_lr}) for the embedding and
 autocast; sequences of {length} tokens, of {long_length} for the last {long_percent} % of the steps;
 {warmup_steps} steps of warm-up, constant, linear down over the last {decay_percent} %. The MTP
 loss has weight {mtp_weight}, {mtp_weight_in_decay} from the start of the warm-down.
-`python -m tools.train` repeats all of it; `--resume` continues from this directory.
+{resumed}`python -m tools.train` repeats all of it; `--resume` continues from this directory.
 
 ## Held-out figures
 
@@ -108,6 +108,11 @@ _OTHER = """\
 A directory given by `--corpus`, not the pinned one: {files} files, {million_bytes:.1f} MB, of
 which {held_out_files}, chosen by a hash of their path, were held out."""
 
+_RESUMED = """\
+The run was interrupted and resumed at step {}, each time with a fresh optimizer and a short
+warm-up, which an uninterrupted run does not repeat to the bit.
+"""
+
 _NOTICE = """\
 The model in this directory
 ===========================
@@ -131,18 +136,18 @@ def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
     write_text(directory / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     corpus, recipe = metrics["corpus"], metrics["recipe"]
     pinned = corpus["manifest_sha256"] is not None
+    resumed_at = metrics["training"]["resumed_at"]
     minutes = round(metrics["training"]["seconds"] / 60)
     card = _CARD.format(
-        **metrics["model"],
-        **recipe,
+        **{**metrics["model"], **recipe, "steps": metrics["training"]["steps"]},
         corpus=(_PINNED if pinned else _OTHER).format(
             **corpus, million_bytes=corpus["bytes"] / 1e6
         ),
-        steps=metrics["training"]["steps"],
         million_tokens=metrics["training"]["tokens"] / 1e6,
         unique=corpus["training_tokens"] / 1e6,
         hours=f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min",
         machine=metrics["training"]["machine"],
+        resumed=_RESUMED.format(", ".join(map(str, resumed_at))) if resumed_at else "",
         long_percent=round(100 * recipe["long_fraction"]),
         decay_percent=round(100 * recipe["decay_fraction"]),
         library=metrics["held_out"]["library"],

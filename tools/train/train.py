@@ -27,7 +27,7 @@ Ids = NDArray[np.uint16]
 class Recipe:
     """Everything that decides what the weights become, beside the corpus."""
 
-    steps: int = 1200
+    steps: int = 1250
     batch_tokens: int = 16384
     micro_batch_tokens: int = 2048
     length: int = 512
