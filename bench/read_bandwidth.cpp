@@ -1,38 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
 // The read line of every figure: how fast this machine reads memory right now, with N threads.
 // Compiled at first use into bench/work/ and called through ctypes; no part of the product.
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <thread>
 
 namespace {
 
-// Eight independent sums of a cache line each keep enough loads in flight; the compiler vectorises.
-uint64_t sum_words(const uint64_t* words, int64_t count) {
-  uint64_t lanes[64] = {};
-  for (int64_t i = 0; i + 64 <= count; i += 64) {
-    for (int lane = 0; lane < 64; ++lane) lanes[lane] += words[i + lane];
+// A cache line; the compiler makes of it what the machine has.
+using Line __attribute__((vector_size(64))) = uint64_t;
+
+// Four streams a quarter apart: one alone leaves a fifth to a third of the bandwidth of such
+// machines unused, since it is bound by the loads and prefetches in flight.
+uint64_t sum_lines(const Line* lines, int64_t count) {
+  Line sums[8] = {};
+  const int64_t quarter = count / 4;
+  for (int64_t i = 0; i < quarter; i += 2) {
+    for (int stream = 0; stream < 4; ++stream) {
+      const Line* line = lines + stream * quarter + i;
+      sums[2 * stream] += line[0];
+      sums[2 * stream + 1] += line[1];
+    }
   }
+  Line sum = {};
+  for (const Line& part : sums) sum += part;
   uint64_t total = 0;
-  for (uint64_t lane : lanes) total += lane;
+  for (int lane = 0; lane < 8; ++lane) total += sum[lane];
   return total;
 }
 
 }  // namespace
 
-// Reads `bytes` from `data` once, split evenly over `num_threads`; returns GB/s (10^9).
+// Reads `bytes` from `data` once and returns GB/s (10^9). Threads claim the next MiB from a counter,
+// as kernels do, so that a thread held up elsewhere does not hold up the line.
 extern "C" double read_gb_s(const void* data, int64_t bytes, int num_threads, uint64_t* sink) {
-  const auto* words = static_cast<const uint64_t*>(data);
-  const int64_t share = bytes / 8 / num_threads / 64 * 64;
+  constexpr int64_t kLines = (1 << 20) / sizeof(Line);
+  // The caller's memory may begin anywhere; lines do not.
+  const auto address = (reinterpret_cast<uintptr_t>(data) + 63) / 64 * 64;
+  const auto* lines = reinterpret_cast<const Line*>(address);
+  const int64_t chunks = (bytes - 64) >> 20;
+  std::atomic<int64_t> next{0};
   std::thread helpers[64];
   uint64_t sums[64] = {};
+  const auto read = [&](int thread) {
+    for (int64_t chunk; (chunk = next++) < chunks;) {
+      sums[thread] += sum_lines(lines + chunk * kLines, kLines);
+    }
+  };
   const auto start = std::chrono::steady_clock::now();
-  for (int t = 1; t < num_threads; ++t) {
-    helpers[t] = std::thread([&, t] { sums[t] = sum_words(words + t * share, share); });
-  }
-  sums[0] = sum_words(words, share);
+  for (int t = 1; t < num_threads; ++t) helpers[t] = std::thread(read, t);
+  read(0);
   for (int t = 1; t < num_threads; ++t) helpers[t].join();
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   for (uint64_t sum : sums) *sink += sum;
-  return static_cast<double>(share) * 8 * num_threads / elapsed.count() * 1e-9;
+  return static_cast<double>(chunks << 20) / elapsed.count() * 1e-9;
 }
