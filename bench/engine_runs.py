@@ -4,6 +4,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 from unittest import mock
 
@@ -59,6 +60,9 @@ class Stepper:
         limit = checkpoint.config["max_position_embeddings"]
         max_model_len = min(limit, kv_len + 512)
         self._drafter = FixedDrafter()
+        self._names: list[str] = []
+        self._lengths: list[float] = []
+        self._steps = self._starts = 0
         with mock.patch("specops.engine.runner.make_drafter", lambda *_: self._drafter):
             self.engine = Engine(
                 EngineConfig(
@@ -70,37 +74,54 @@ class Stepper:
                     num_threads=num_threads,
                 )
             )
-            self._start(batch, kv_len, max_model_len)
-        self._kv_len = kv_len
-        self._steps = 0
+            self._shape = (batch, kv_len, max_model_len - kv_len)
+            self._start()
 
-    def _start(self, batch: int, kv_len: int, max_model_len: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        params = SamplingParams(max_tokens=max_model_len - kv_len, temperature=0.0, ignore_eos=True)
-        for _ in range(batch):
-            ids = torch.randint(0, self.engine.vocab_size, (kv_len,), generator=generator)
-            self.engine.add_request(ids.tolist(), params)
+    def _start(self) -> None:
+        """Prefills fresh requests, in place of those there are."""
+        batch, kv_len, room = self._shape
+        for name in self._names:
+            self.engine.abort(name)
+        generator = torch.Generator().manual_seed(self._starts)
+        params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
+        self._names = [
+            self.engine.add_request(
+                torch.randint(0, self.engine.vocab_size, (kv_len,), generator=generator).tolist(),
+                params,
+            )
+            for _ in range(batch)
+        ]
+        self._starts += 1
+        # The first request decodes while the others are prefilled.
+        self._steps = 1
         while len(self.engine.step()) < batch:
-            pass
+            self._steps += 1
+
+    def _make_room(self, steps: int) -> None:
+        """Starts anew when the requests would end within so many steps."""
+        if self._steps + steps >= self._shape[2]:
+            self._start()
 
     def step(self, steps: int, drafts: int = 0) -> float:
         """Mean seconds of one `Engine.step` with 1 + `drafts` rows a request."""
+        self._make_room(steps)
         self._drafter.num_drafts = drafts
         begun = time.perf_counter()
         for _ in range(steps):
             self.engine.step()
+        seconds = time.perf_counter() - begun
         self._steps += steps
-        if not self.engine.has_unfinished():
-            raise RuntimeError("the requests have ended: fewer steps, or a longer context")
-        return (time.perf_counter() - begun) / steps
+        self._lengths.append(self._shape[1] + self._steps - steps / 2)
+        return seconds / steps
 
     @property
     def kv_len(self) -> float:
-        """Mean length of a request over the steps so far."""
-        return self._kv_len + self._steps / 2
+        """Mean length of a request over the windows so far."""
+        return mean(self._lengths)
 
     def host_seconds(self, steps: int) -> float:
         """Mean seconds of a step outside the compiled ops."""
+        self._make_room(steps)
         inside = [0.0]
 
         def timed(function: Any) -> Any:
