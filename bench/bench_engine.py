@@ -31,7 +31,7 @@ NAMES = {
 }
 DRAFTS = 4
 MAX_TOKENS = 128
-NGRAM = {"method": "ngram", "num_speculative_tokens": 8}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 def run_qwen06(bench: Bench) -> None:
