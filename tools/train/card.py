@@ -37,6 +37,10 @@ the idioms of the standard library, and it reasons about nothing.
 
 `transformers` loads the directory as `Qwen3ForCausalLM` and ignores the MTP tensors.
 
+A prompt that begins a file should begin with `<|endoftext|>`. A prompt should end *before* a line
+break rather than after it: a line break and the indentation that follows are one token here, so a
+prompt that ends in a bare line break tells the model that the next line is not indented.
+
 ## The MTP module
 
 Row i takes `eh_proj(concat(enorm(Emb(t[i+1])), hnorm(h[i])))`, in that order, where h[i] is the
@@ -109,7 +113,7 @@ A directory given by `--corpus`, not the pinned one: {files} files, {million_byt
 which {held_out_files}, chosen by a hash of their path, were held out."""
 
 _RESUMED = """\
-The run was interrupted and resumed at step {}, each time with a fresh optimizer and a short
+The run was interrupted and resumed at steps {}, each time with a fresh optimizer and a short
 warm-up, which an uninterrupted run does not repeat to the bit.
 """
 
@@ -147,7 +151,7 @@ def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
         unique=corpus["training_tokens"] / 1e6,
         hours=f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min",
         machine=metrics["training"]["machine"],
-        resumed=_RESUMED.format(", ".join(map(str, resumed_at))) if resumed_at else "",
+        resumed=_RESUMED.format(" and ".join(map(str, resumed_at))) if resumed_at else "",
         long_percent=round(100 * recipe["long_fraction"]),
         decay_percent=round(100 * recipe["decay_fraction"]),
         library=metrics["held_out"]["library"],

@@ -168,5 +168,5 @@ def evaluate_continuations(
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "mtp_first_draft_acceptance": round(kept.float().mean().item(), 4),
-        "mtp_second_draft_acceptance": round(again[kept].float().mean().item(), 4),
+        "mtp_second_draft_acceptance": round(int(again[kept].sum()) / max(1, int(kept.sum())), 4),
     }
