@@ -155,8 +155,11 @@ class Bench:
             if name in wanted:
                 user, nice, system, _, _, irq, softirq, steal = map(int, ticks[:8])
                 busy += user + nice + system + irq + softirq + steal
-        own = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = busy / os.sysconf("SC_CLK_TCK") - own.ru_utime - own.ru_stime
+        seconds = busy / os.sysconf("SC_CLK_TCK")
+        # Children that have ended; those still running are the peers.
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+            usage = resource.getrusage(who)
+            seconds -= usage.ru_utime + usage.ru_stime
         return seconds - sum(peer.cpu_seconds() for peer in self._peers)
 
     def peer(self, name: str) -> "Peer | None":
