@@ -133,6 +133,11 @@ class Transformer:
         buffers = self._buffers_for(rows)
         eps = self.config.rms_norm_eps
         residual, normed, branch = buffers.residual, buffers.normed, buffers.branch
+        # One workspace serves every layer: they run one after the other.
+        floats = attention.attention_workspace_size(
+            buffers.q.shape, cache.k[0].shape, batch.kv_indices.shape[0], batch.kv_lens.shape[0]
+        )
+        workspace = torch.empty(floats, dtype=torch.float32)
         dense.embedding(batch.token_ids, self._embedding, out=residual)
         dense.rms_norm(residual, self._layers[0].input_norm, eps, out=normed)
         for index, layer in enumerate(self._layers):
@@ -161,6 +166,7 @@ class Transformer:
                 batch.kv_lens,
                 sliding_window=layer.sliding_window,
                 out=buffers.attended,
+                workspace=workspace,
             )
             dense.linear(buffers.attended_rows, layer.o, layer.o_bias, out=branch)
             dense.rms_norm(branch, layer.post_norm, eps, residual=residual, out=normed)
