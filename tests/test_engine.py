@@ -160,6 +160,20 @@ def test_deltas_add_up_to_the_completion(model_dir: Path) -> None:
         engine.completion(name)
 
 
+def test_names_choices_and_prompts_that_are_none(model_dir: Path) -> None:
+    engine = make(model_dir)
+    params = SamplingParams(max_tokens=1)
+    engine.add_request(PROMPT, params, request_id="request-1")
+    assert engine.add_request(PROMPT, params) != "request-1"
+    for choice in (-1, 2**31):
+        with pytest.raises(ValueError, match="choice_index"):
+            engine.add_request(PROMPT, params, choice_index=choice)
+    with pytest.raises(ValueError, match="got one text"):
+        engine.generate("abc", params)
+    with pytest.raises(ValueError, match="got bytes"):
+        engine.generate([b"ab"], params)
+
+
 def test_no_more_logprobs_than_tokens(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "Qwen3", num_hidden_layers=1, vocab_size=64)
     write_tokenizer(tmp_path, 64)

@@ -144,8 +144,12 @@ class Engine:
                 f"got {params.logprobs}"
             )
         speculative = self.config.speculative_for(speculative_config, RUNNABLE_METHODS)
+        if not 0 <= choice_index < 2**31:
+            raise ValueError(f"choice_index must be in [0, 2^31), got {choice_index}")
         if request_id is None:
             request_id = f"request-{self._arrivals}"
+            while request_id in self._requests:  # a caller may have chosen such a name
+                request_id += "-"
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
@@ -240,6 +244,8 @@ class Engine:
         Returns:
             `n` completions per prompt, in the order of the prompts, then of the choices.
         """
+        if isinstance(prompts, str):
+            raise ValueError("prompts must be a list of texts or of token ids, got one text")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params must be one or {len(prompts)}, got {len(each)}")
@@ -322,6 +328,8 @@ class Engine:
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt)
         else:
+            if isinstance(prompt, (bytes, bytearray)):
+                raise ValueError("prompt must be text or token ids, got bytes")
             token_ids = list(prompt)
             for token_id in token_ids:
                 if isinstance(token_id, bool) or not isinstance(token_id, int):
