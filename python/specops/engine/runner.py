@@ -73,7 +73,6 @@ class Runner:
         self._proposals: dict[str, _Proposals] = {}  # by method
         self._history = _Column(slots, torch.int32, model.max_model_len)
         self._lens = _Column(slots, torch.int32)
-        self._pages = np.zeros((slots, -(-model.max_model_len // page_size)), dtype=np.int32)
         self._temperature = _Column(slots, torch.float32)
         self._top_k = _Column(slots, torch.int32)
         self._top_p = _Column(slots, torch.float32)

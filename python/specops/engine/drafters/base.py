@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol between the engine and whatever proposes draft tokens.
 
-A drafter sees requests by slot. It may keep state per slot between `start` and `stop`, and looks at
-the target's hidden states in `observe` (model-based drafters); model-free ones leave these empty.
+A drafter sees requests by slot, and may keep state per slot between `start` and `stop`.
 Proposals are only ever proposals: nothing a drafter does can change a token that is emitted.
 """
 
@@ -39,15 +38,6 @@ class Drafter(Protocol):
 
     def propose(self, batch: DraftBatch) -> None:
         """Fills the drafts of `batch`."""
-
-    def observe(
-        self, requests: Sequence[Request], hidden: Tensor, row_indptr: Sequence[int]
-    ) -> None:
-        """Sees the target's state after its final norm for all rows of a step.
-
-        Request i's rows are hidden[row_indptr[i]:row_indptr[i + 1]], as they were before the
-        step's tokens were accepted; called after acceptance, so request.token_ids is up to date.
-        """
 
     def stop(self, request: Request) -> None:
         """A request gave its slot back: finished, aborted or preempted."""

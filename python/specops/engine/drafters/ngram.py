@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup: the continuation of the most recent earlier match of the last tokens."""
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from specops.engine.drafters.base import DraftBatch
 from specops.engine.request import Request
@@ -34,11 +31,6 @@ class NgramDrafter:
             draft_token_ids=batch.draft_token_ids,
             num_draft_tokens=batch.num_draft_tokens,
         )
-
-    def observe(
-        self, requests: Sequence[Request], hidden: Tensor, row_indptr: Sequence[int]
-    ) -> None:
-        """Nothing to learn from hidden states."""
 
     def stop(self, request: Request) -> None:
         """Nothing to forget: the sizes are overwritten when the slot is used again."""
