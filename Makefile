@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py $(shell find csrc -type f)
 
-.PHONY: setup serve test prove bench bench-peers lint format clean
+.PHONY: setup serve simt test prove bench bench-peers lint format clean
 
 setup: $(VENV)/built
 
@@ -45,16 +45,23 @@ $(VENV)/lint-deps: $(VENV)/serve-deps
 	$(PIP) ruff mypy clang-format
 	touch $@
 
+# The SIMT interpreter: the CUDA kernels on CPU tensors, for tests.
+simt: $(VENV)/simt
+
+$(VENV)/simt: $(VENV)/built
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt
+	touch $@
+
 serve: setup
 	$(BIN)/python -m specops.engine --host $(HOST) --port $(PORT) \
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
 
-test: setup $(VENV)/test-deps
+test: setup simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m "not prove"
 
 # Longer proofs, run before a release; CI does not.
-prove: setup $(VENV)/test-deps
+prove: setup simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m prove
 
 bench: setup
@@ -68,13 +75,13 @@ lint: setup $(VENV)/lint-deps
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' | grep -v common/dlpack.h | \
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' | grep -v common/dlpack.h | \
 	  xargs $(BIN)/clang-format --dry-run --Werror
 
 format: $(VENV)/lint-deps
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' | grep -v common/dlpack.h | xargs $(BIN)/clang-format -i
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' | grep -v common/dlpack.h | xargs $(BIN)/clang-format -i
 
 clean:
 	rm -rf $(VENV) build python/*.egg-info python/specops/_C*.so

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The module specops._C: thread and instruction-set settings, then one call per family.
+// The module specops._C: thread and instruction-set settings, the faults of CUDA kernels,
+// then one call per family.
 #include <pybind11/pybind11.h>
 
 #include <string>
@@ -7,6 +8,7 @@
 #include "attention/ops.h"
 #include "batching/ops.h"
 #include "common/isa.h"
+#include "common/ops.h"
 #include "common/parallel.h"
 #include "dense/ops.h"
 #include "sampling/ops.h"
@@ -46,12 +48,13 @@ void choose_isa(const std::string& name) {
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
+PYBIND11_MODULE(SPECOPS_MODULE, m) {
   m.def("set_num_threads", &set_threads);
   m.def("num_threads", &num_threads);
   m.def("supported_isas", &supported_isas);
   m.def("set_isa", &choose_isa);
   m.def("active_isa", [] { return isa_name(active_isa()); });
+  register_errors(m);
   register_batching(m);
   register_attention(m);
   register_dense(m);

@@ -2,29 +2,93 @@
 """Fixtures every op test takes: the device, the instruction set, the seed, and the error rule."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
+import simt
 import specops
 import torch
+from specops import attention, batching, dense, runtime, sampling, suffix_tree
 from torch import Tensor
 
 # The references' torch ops: a barrier among threads that share a core costs more than they save.
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["cpu"])
-def device(request: pytest.FixtureRequest) -> str:
-    """The device an op test runs on; later issues add simt and cuda here, not in the tests."""
+OP_MODULES = [attention, batching, dense, runtime, sampling, suffix_tree]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs an op test on cpu (under every instruction set, if it asks), simt and cuda."""
+    if "device" not in metafunc.fixturenames:
+        if "isa" in metafunc.fixturenames:
+            metafunc.parametrize("isa", specops.supported_isas(), indirect=True)
+        return
+    if "isa" not in metafunc.fixturenames:
+        metafunc.parametrize("device", ["cpu", "simt", "cuda"], indirect=True, scope="function")
+        return
+    pairs = [("cpu", isa) for isa in specops.supported_isas()]
+    metafunc.parametrize(
+        ("device", "isa"),
+        [*pairs, ("simt", "simt"), ("cuda", "cuda")],
+        indirect=True,
+        ids=[f"cpu-{isa}" for _, isa in pairs] + ["simt", "cuda"],
+        scope="function",
+    )
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the tensors of an op test live: cpu (for the interpreter too) or cuda."""
+    if request.param == "simt":
+        module = simt.UnderEverySchedule(simt.load())
+        for op_module in OP_MODULES:
+            monkeypatch.setattr(op_module, "_C", module)
+        return "cpu"
+    if request.param == "cuda" and not (specops.has_cuda() and torch.cuda.is_available()):
+        pytest.skip("needs an NVIDIA GPU and a build with CUDA kernels: make gpu-check")
     return str(request.param)
 
 
-@pytest.fixture(params=specops.supported_isas())
+@pytest.fixture
+def on_cuda(request: pytest.FixtureRequest, device: str) -> bool:
+    """Whether CUDA kernels run, in the interpreter or on a GPU."""
+    return request.node.callspec.params["device"] != "cpu"
+
+
+@pytest.fixture(params=simt.ACCUMULATIONS)
+def accumulation(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
+    """Runs the test under each rounding rule of mma; once where the hardware has its own."""
+    if request.node.callspec.params["device"] != "simt":
+        if request.param != simt.ACCUMULATIONS[0]:
+            pytest.skip("only the interpreter has a choice of rounding rules")
+        yield request.param
+        return
+    with simt.accumulation(request.param):
+        yield request.param
+
+
+@pytest.fixture
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once per instruction set, the portable path included."""
     before = specops.get_isa()
-    specops.set_isa(request.param)
+    if request.param in specops.supported_isas():
+        specops.set_isa(request.param)
     yield request.param
     specops.set_isa(before)
+
+
+@contextmanager
+def expect_fault(on_cuda: bool, match: str) -> Iterator[None]:
+    """Wrong data inside the block: raises at once on cpu, is reported afterwards by CUDA."""
+    if not on_cuda:
+        with pytest.raises(ValueError, match=match):
+            yield
+        return
+    yield
+    with pytest.raises(ValueError, match=match):
+        specops.check_errors()
+    specops.check_errors()  # a fault is told once
 
 
 @pytest.fixture(autouse=True)

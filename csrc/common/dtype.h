@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The element types that cross the binding, and their scalar conversions. Plain C++.
+// The element types that cross the binding, and their scalar conversions. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "common/host_device.h"
 
 namespace specops {
 
@@ -53,16 +55,16 @@ struct float16 {
   uint16_t bits;
 };
 
-inline float to_float(float x) { return x; }
+SPECOPS_HOST_DEVICE float to_float(float x) { return x; }
 
-inline float to_float(bfloat16 x) {
+SPECOPS_HOST_DEVICE float to_float(bfloat16 x) {
   uint32_t word = static_cast<uint32_t>(x.bits) << 16;
   float out;
   std::memcpy(&out, &word, 4);
   return out;
 }
 
-inline float to_float(float16 x) {
+SPECOPS_HOST_DEVICE float to_float(float16 x) {
   uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   uint32_t exponent = (x.bits >> 10) & 0x1fu;
   uint32_t mantissa = x.bits & 0x3ffu;
@@ -87,16 +89,7 @@ inline float to_float(float16 x) {
   return out;
 }
 
-template <typename T>
-T from_float(float x);
-
-template <>
-inline float from_float<float>(float x) {
-  return x;
-}
-
-template <>
-inline bfloat16 from_float<bfloat16>(float x) {
+SPECOPS_HOST_DEVICE bfloat16 round_to(float x, bfloat16) {
   uint32_t word;
   std::memcpy(&word, &x, 4);
   if ((word & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((word >> 16) | 0x40u)};
@@ -104,8 +97,7 @@ inline bfloat16 from_float<bfloat16>(float x) {
   return {static_cast<uint16_t>(word >> 16)};
 }
 
-template <>
-inline float16 from_float<float16>(float x) {
+SPECOPS_HOST_DEVICE float16 round_to(float x, float16) {
   uint32_t word;
   std::memcpy(&word, &x, 4);
   uint16_t sign = static_cast<uint16_t>((word >> 16) & 0x8000u);
@@ -123,6 +115,16 @@ inline float16 from_float<float16>(float x) {
   uint32_t odd = (word >> 13) & 1u;
   word += 0xc8000fffu + odd;  // rebias the exponent and round to nearest, ties to even
   return {static_cast<uint16_t>(sign | static_cast<uint16_t>(word >> 13))};
+}
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+template <typename T>
+SPECOPS_HOST_DEVICE T from_float(float x) {
+  if constexpr (sizeof(T) == 4) {
+    return x;
+  } else {
+    return round_to(x, T{});
+  }
 }
 
 }  // namespace specops

@@ -3,6 +3,10 @@
 // once per instruction set, each time into a namespace of that name (see CMakeLists.txt).
 #pragma once
 
+#if defined(SPECOPS_SIMT)
+#include <stdexcept>
+#endif
+
 namespace specops {
 
 enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
@@ -15,7 +19,14 @@ void set_isa(Isa isa);        // for tests and benches; the caller checks isa_su
 }  // namespace specops
 
 // Declares a CPU launcher: the variants, and the function that picks one.
-#ifdef SPECOPS_X86
+#if defined(SPECOPS_SIMT)
+// The interpreter's module has CUDA kernels alone (csrc/simt).
+#define SPECOPS_DECLARE_CPU(fn, Params)                                 \
+  inline void fn(const Params& /*params*/) {                            \
+    throw std::logic_error(#fn ": the interpreter has no CPU kernels"); \
+  }                                                                     \
+  static_assert(true, "a semicolon follows")
+#elif defined(SPECOPS_X86)
 #define SPECOPS_DECLARE_CPU(fn, Params)  \
   namespace portable {                   \
   void fn(const Params& params);         \

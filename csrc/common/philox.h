@@ -5,12 +5,7 @@
 
 #include <cstdint>
 
-// Internal linkage: every instruction set and device compiles its own copy.
-#if defined(__CUDACC__)
-#define SPECOPS_HOST_DEVICE __host__ __device__ static inline
-#else
-#define SPECOPS_HOST_DEVICE static inline
-#endif
+#include "common/host_device.h"
 
 namespace specops {
 

@@ -9,8 +9,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/cuda_stream.h"
 #include "common/dlpack.h"
 #include "common/dtype.h"
+#include "common/error_flag.h"
 
 namespace specops {
 
@@ -56,6 +58,9 @@ struct TensorView {
   }
 };
 
+// torch's table, as the last tensor borrowed had it.
+inline const DLPackExchangeAPI* exchange_api = nullptr;
+
 // Fills the view from a torch tensor; leaves is_tensor false for anything else, and for tensors
 // without plain memory: meta, fake, sparse, nested or quantized ones.
 inline void borrow_tensor(PyObject* object, TensorView& view) {
@@ -81,6 +86,7 @@ inline void borrow_tensor(PyObject* object, TensorView& view) {
     }
     cached_type = type;
     cached_api = api;
+    exchange_api = api;
   }
   if (api->dltensor_from_py_object_no_sync(object, &view.dl) != 0) {
     PyErr_Clear();
@@ -140,10 +146,7 @@ class Checker {
            "strides " + list(view.dl.strides, view.ndim()) + " for shape " +
                list(view.dl.shape, view.ndim()));
     }
-    DLDevice device = view.dl.device;
-    if (device.device_type != kDLCPU) {
-      fail(name, "on cpu (this build has no CUDA kernels)", "on " + device_name(device));
-    }
+    check_device(name, view.dl.device);
     return view;
   }
 
@@ -175,6 +178,28 @@ class Checker {
                                 got);
   }
 
+  // Where the op runs: on the device of its tensors, which must all be on one.
+#if defined(SPECOPS_SIMT)
+  bool on_cuda() const { return true; }
+  CudaStream stream() const { return {}; }
+#else
+  bool on_cuda() const { return device_.device_type == kDLCUDA; }
+
+  // The caller's current stream on that device.
+  CudaStream stream() const {
+    void* handle = nullptr;
+    if (exchange_api->current_work_stream(kDLCUDA, device_.device_id, &handle) != 0) {
+      throw pybind11::error_already_set();
+    }
+    return {handle, device_.device_id};
+  }
+#endif
+
+  // Where a CUDA kernel reports wrong data; CPU ops raise.
+  ErrorFlag error_flag() const {
+    return on_cuda() ? specops::error_flag(device_.device_id) : ErrorFlag{};
+  }
+
   // Something that is no tensor, or a tensor without plain memory.
   static std::string describe_object(PyObject* object) {
     if (object == nullptr) return "nothing";
@@ -187,6 +212,21 @@ class Checker {
   }
 
  private:
+  void check_device(const char* name, DLDevice device) {
+    bool known = device.device_type == kDLCPU || (kHasCuda && device.device_type == kDLCUDA);
+    if (!known) {
+      fail(name,
+           kHasCuda ? "on cpu or cuda" : "on cpu (this build has no CUDA kernels)",
+           "on " + device_name(device));
+    }
+    if (first_ == nullptr) {
+      first_ = name;
+      device_ = device;
+    } else if (device.device_type != device_.device_type || device.device_id != device_.device_id) {
+      fail(name, "on " + device_name(device_) + " like " + first_, "on " + device_name(device));
+    }
+  }
+
   static bool has_layout(const TensorView& view, Layout layout) {
     int64_t expected = 1;
     for (int axis = view.ndim() - 1; axis >= 0; --axis) {
@@ -230,11 +270,14 @@ class Checker {
   }
 
   static std::string device_name(DLDevice device) {
+    if (device.device_type == kDLCPU) return "cpu";
     if (device.device_type == kDLCUDA) return "cuda:" + std::to_string(device.device_id);
     return "DLPack device type " + std::to_string(static_cast<int>(device.device_type));
   }
 
   const char* op_;
+  const char* first_ = nullptr;  // name of the first tensor checked
+  DLDevice device_{kDLCPU, 0};   // and its device
 };
 
 }  // namespace specops

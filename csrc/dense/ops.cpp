@@ -31,14 +31,16 @@ void silu_mul(const TensorView& gate_up, const TensorView& out) {
   two_width.value = 2 * width;
   check.tensor("gate_up", gate_up, {out.dtype()}, {&rows, &two_width}, Layout::kRows);
   if (rows == 0 || width == 0) return;
-  silu_mul_cpu({
+  SiluMulParams params{
       .gate_up = gate_up.raw(),
       .out = out.raw(),
       .rows = rows,
       .width = width,
       .gate_up_stride = gate_up.stride(0),
       .dtype = out.dtype(),
-  });
+  };
+  if (check.on_cuda()) return silu_mul_cuda(params, check.stream());
+  silu_mul_cpu(params);
 }
 
 void pack_weight(const TensorView& weight, const TensorView& packed) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/isa.h"
 
@@ -19,5 +20,6 @@ struct SiluMulParams {
 };
 
 SPECOPS_DECLARE_CPU(silu_mul_cpu, SiluMulParams);
+SPECOPS_DECLARE_CUDA(silu_mul_cuda, SiluMulParams);
 
 }  // namespace specops

@@ -5,14 +5,28 @@ Every op takes torch tensors, runs on the device they live on, and keeps the row
 of docs/exactness.md: the bits of an output row depend only on that row's own request.
 """
 
-from specops.runtime import get_isa, get_num_threads, set_isa, set_num_threads, supported_isas
+from specops.runtime import (
+    check_errors,
+    error_sentence,
+    get_isa,
+    get_num_threads,
+    has_cuda,
+    set_isa,
+    set_num_threads,
+    supported_isas,
+    take_error,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "check_errors",
+    "error_sentence",
     "get_isa",
     "get_num_threads",
+    "has_cuda",
     "set_isa",
     "set_num_threads",
     "supported_isas",
+    "take_error",
 ]

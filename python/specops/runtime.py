@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the CPU kernels: how many threads, and which instruction set.
+"""Settings of the CPU kernels (threads, instruction set), and the faults of CUDA kernels.
 
-Neither changes a result's reproducibility on one setting: the thread count never changes a bit; two
+Neither setting changes a result's reproducibility: the thread count never changes a bit; two
 instruction sets may differ in the last bits, as two machines may.
 """
+
+from torch import Tensor
 
 from specops import _C
 
@@ -45,3 +47,47 @@ def set_isa(isa: str) -> None:
 def get_isa() -> str:
     """Returns the instruction set the CPU kernels run on."""
     return _C.active_isa()
+
+
+def has_cuda() -> bool:
+    """Returns whether this build has CUDA kernels."""
+    return _C.has_cuda
+
+
+def take_error(out: Tensor) -> Tensor:
+    """Moves the error code of the device `out` lives on INTO `out`, and clears it there.
+
+    A CUDA kernel that meets wrong data (a token or page id out of range) skips the row and leaves a
+    code, the first one staying. This op takes it without waiting, in the order of the stream, so
+    that a step can bring it home with its results. On cpu it is always 0: ops raise at once there.
+
+    Args:
+        out: [1], int32. Receives 0, or a code for `error_sentence`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+    """
+    _C.take_error(out)
+    return out
+
+
+def error_sentence(code: int) -> str | None:
+    """Returns what an error code of `take_error` means, or None for 0."""
+    return _C.error_sentence(code)
+
+
+def check_errors(device_index: int = 0) -> None:
+    """Waits for a CUDA device and raises if a kernel met wrong data since the last look.
+
+    Args:
+        device_index: number of the CUDA device.
+
+    Raises:
+        ValueError: op, argument, expected and got of the first fault; the fault is then forgotten.
+    """
+    sentence = _C.error_sentence(_C.take_error_sync(device_index))
+    if sentence is not None:
+        raise ValueError(sentence)

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a CUDA kernel says that the data of a tensor is wrong: one int32 per device, 0 = all is well.
+// The first fault wins; the row at fault is skipped. Plain C++; report_error() is in device.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda_stream.h"
+
+namespace specops {
+
+// Stored as int32; each has its sentence in error_flag.cpp.
+enum class ErrorCode : int32_t {
+  kNone = 0,
+  kEmbeddingTokenId = 1,
+};
+
+struct ErrorFlag {
+  int32_t* code = nullptr;  // on the device
+};
+
+// "op: argument must be ..., got something else"; nullptr for kNone or a number that is no code.
+const char* error_sentence(int32_t code);
+
+struct TakeErrorParams {
+  ErrorFlag error;
+  int32_t* out;  // [1]; receives the code, and the flag is cleared
+};
+
+ErrorFlag error_flag(int device);     // the flag of a device
+int32_t take_error_sync(int device);  // reads and clears it, after all work of the device
+SPECOPS_DECLARE_CUDA(take_error_cuda, TakeErrorParams);
+
+}  // namespace specops

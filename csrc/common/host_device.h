@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+// Marks a function that CPU kernels and CUDA kernels share.
+#pragma once
+
+// Internal linkage: every instruction set and device compiles its own copy.
+#if defined(__CUDACC__)
+#define SPECOPS_HOST_DEVICE __host__ __device__ static inline
+#else
+#define SPECOPS_HOST_DEVICE static inline
+#endif

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one way to start a kernel, under nvcc and in the interpreter.
+#pragma once
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "common/device.cuh"
+
+namespace specops {
+
+#if defined(SPECOPS_SIMT)
+
+// Runs every block of the grid; returns when all are done.
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...),
+            dim3 grid,
+            dim3 block,
+            size_t smem_bytes,
+            CudaStream /*stream*/,
+            const Args&... args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  std::tuple<Params...> arguments(args...);
+  simt::run(grid, block, smem_bytes, [&] { std::apply(kernel, arguments); });
+}
+
+// Of the machine the grids are sized for.
+inline int num_sms(CudaStream /*stream*/) { return simt::num_sms(); }
+
+#else
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("specops: ") + what + ": " + cudaGetErrorString(error));
+}
+
+// Makes a device current for the life of the guard.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    changed_ = before_ != device;
+    if (changed_) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// Starts a kernel on the stream; a grid with an empty side starts nothing.
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...),
+            dim3 grid,
+            dim3 block,
+            size_t smem_bytes,
+            CudaStream stream,
+            const Args&... args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  constexpr size_t kUnaskedBytes = 48 << 10;  // above it a kernel must ask
+  DeviceGuard guard(stream.device);
+  const void* entry = reinterpret_cast<const void*>(kernel);
+  if (smem_bytes > kUnaskedBytes) {
+    check_cuda(
+        cudaFuncSetAttribute(
+            entry, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)),
+        "cudaFuncSetAttribute");
+  }
+  std::tuple<Params...> arguments(args...);
+  cudaError_t error = std::apply(
+      [&](auto&... argument) {
+        void* pointers[] = {static_cast<void*>(&argument)...};
+        return cudaLaunchKernel(
+            entry, grid, block, pointers, smem_bytes, static_cast<cudaStream_t>(stream.handle));
+      },
+      arguments);
+  check_cuda(error, "launch");
+}
+
+inline int num_sms(CudaStream stream) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> cached[kMaxDevices];
+  std::atomic<int>& count = cached[stream.device % kMaxDevices];
+  if (count.load(std::memory_order_relaxed) == 0) {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, stream.device),
+               "cudaDeviceGetAttribute");
+    count.store(value, std::memory_order_relaxed);
+  }
+  return count.load(std::memory_order_relaxed);
+}
+
+#endif
+
+}  // namespace specops

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every PTX instruction the kernels use by name, and the only inline assembly of device code. The
+// interpreter gives each the meaning of the PTX manual (csrc/simt/ptx.h). Baseline: sm_80.
+#pragma once
+
+#if defined(SPECOPS_SIMT)
+
+#include "simt/ptx.h"
+
+#else
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/dtype.h"
+
+namespace specops::ptx {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Asynchronous copies, global to shared
+
+// Copies 16 bytes, both sides aligned; writes zeros instead, reading nothing, when not `valid`.
+__device__ inline void cp_async_16(void* smem, const void* global, bool valid = true) {
+  int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)),
+               "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+// Closes a group of the thread's copies.
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most N of the thread's newest groups are under way. Other threads' copies are seen
+// after a barrier only.
+template <int N>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Matrix fragments
+
+// Loads 8x8 tiles of 16-bit elements. Lane i gives the address of row i % 8 of tile i / 8.
+__device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* smem_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(smem_row))
+               : "memory");
+}
+
+__device__ inline void ldmatrix_x2(uint32_t (&r)[2], const void* smem_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address(smem_row))
+               : "memory");
+}
+
+// The same with each tile transposed.
+__device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(smem_row))
+               : "memory");
+}
+
+__device__ inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* smem_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address(smem_row))
+               : "memory");
+}
+
+// d += a * b: a 16 x 16 row-major, b 16 x 8 column-major, d 16 x 8 in fp32.
+template <typename T>
+__device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    static_assert(std::is_same_v<T, float16>);
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+// Values
+
+// Two floats rounded to T (to nearest even), `lo` in the low half.
+template <typename T>
+__device__ inline uint32_t pack2(float lo, float hi) {
+  uint32_t out;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+  } else {
+    static_assert(std::is_same_v<T, float16>);
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+  }
+  return out;
+}
+
+template <typename T>
+__device__ inline float2 unpack2(uint32_t word) {
+  float2 out;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    out.x = __uint_as_float(word << 16);
+    out.y = __uint_as_float(word & 0xffff0000u);
+  } else {
+    static_assert(std::is_same_v<T, float16>);
+    asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
+        : "=f"(out.x), "=f"(out.y)
+        : "r"(word));
+  }
+  return out;
+}
+
+// Approximate functions: the same bits for the same argument on one device, nothing more.
+__device__ inline float exp2_approx(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+__device__ inline float log2_approx(float x) {
+  float out;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+__device__ inline float rcp_approx(float x) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+// Memory
+
+// Reads 16 bytes that are used once and that no kernel of this grid writes.
+__device__ inline uint4 load_streaming(const uint4* global) {
+  uint4 out;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+               : "l"(global));
+  return out;
+}
+
+__device__ inline void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+// Named barriers 1 to 15; `threads` is a multiple of the warp size.
+
+__device__ inline void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ inline void barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace specops::ptx
+
+#endif

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interpreter's module in the place of `_C`: CUDA kernels on CPU tensors, under every schedule.
+
+Each op call runs once per schedule on the same inputs, and every tensor it was given must come out
+with the same bits: most missing barriers and every dependence on the order of blocks show here.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = os.environ.get("SPECOPS_SIMT_BUILD", "plain")
+
+# (schedule, seed, landing of cp.async)
+SCHEDULES = [
+    ("in_order", 0, "late"),
+    ("reverse", 0, "early"),
+    ("warp_at_a_time", 0, "late"),
+    ("random", 1, "random"),
+]
+ACCUMULATIONS = ["fma", "hopper", "ampere"]
+
+# Calls that hold state outside their tensors, so that they cannot be repeated.
+_ONCE = {"take_error"}
+
+
+@cache
+def load() -> ModuleType:
+    """Imports the interpreter's module from the build folder."""
+    name = "_simt" if BUILD == "plain" else f"_simt_{BUILD}"
+    found = sorted((ROOT / "build" / "simt").glob(f"{name}.*so"))
+    if not found:
+        raise RuntimeError(f"the interpreter's module {name} is not built: run `make simt`")
+    spec = importlib.util.spec_from_file_location(name, found[0])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class UnderEverySchedule:
+    """Looks like `_C`; repeats each op under every schedule and compares what it wrote."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return self._repeated(name, value) if callable(value) else value
+
+    def _repeated(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            memory = _storages(args)
+            if not memory or name in _ONCE:
+                return op(*args)
+            before = [storage.clone() for storage in memory]
+            after: list[torch.Tensor] = []
+            result = None
+            for number, (schedule, seed, landing) in enumerate(SCHEDULES):
+                for storage, saved in zip(memory, before, strict=True):
+                    storage.copy_(saved)
+                self._module.set_schedule(schedule, seed)
+                self._module.set_landing(landing)
+                result = op(*args)
+                if number == 0:
+                    after = [storage.clone() for storage in memory]
+                    continue
+                for index, (storage, first) in enumerate(zip(memory, after, strict=True)):
+                    assert torch.equal(storage, first), (
+                        f"{name}: tensor {index} differs between the schedules "
+                        f"{SCHEDULES[0][0]} and {schedule}"
+                    )
+            return result
+
+        return call
+
+
+def _storages(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The memory of every tensor argument, once, as bytes."""
+    found = {}
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            storage = arg.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return list(found.values())
+
+
+@contextmanager
+def accumulation(model: str) -> Iterator[None]:
+    """Runs the block with one of ACCUMULATIONS as the rounding rule of mma."""
+    module = load()
+    module.set_accumulation(model)
+    try:
+        yield
+    finally:
+        module.set_accumulation("fma")
