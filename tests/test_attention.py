@@ -305,6 +305,77 @@ def test_append_attention_refuses(device: str) -> None:
         attention.append_attention(*wide.tensors())
 
 
+def test_append_attention_refuses_prefixes(device: str) -> None:
+    batch = random_batch([100, 100, 100, 90], [2, 1, 0, 3], torch.float32)
+    pages = batch.kv_indices[:28].view(4, 7)  # the last request has six; its seventh is unused
+    kv_indices = torch.cat([pages[0, :4], pages[0, 4:]] + [pages[0]] * 3)
+    good = replace(batch, kv_indices=kv_indices, kv_indptr=lengths_to_indptr([7] * 4))
+
+    def call(leaders: list[list[int]], lens: list[list[int]], **changes: object) -> Tensor:
+        tensors = [torch.tensor(x, dtype=torch.int32).view(len(x), -1) for x in (leaders, lens)]
+        window = changes.pop("window", None)
+        return attention.append_attention(
+            *replace(good, **changes).tensors(),
+            sliding_window=window,
+            prefix_leaders=tensors[0],
+            prefix_lens=tensors[1],
+        )
+
+    def refused(
+        message: str, leaders: list[list[int]], lens: list[list[int]], **kw: object
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            call(leaders, lens, **kw)
+
+    one = [[0, 0, 0, 0]]
+    expected = attention.append_attention(*good.tensors())
+    assert torch.equal(call(one, [[87] * 4]), expected)
+    assert torch.equal(call([*one, [0, 0, 2, 2]], [[50] * 4, [98, 98, 60, 60]]), expected)
+    refused(r"prefix_leaders\[0, 0\] must be 0, got 1", [[1, 1, 1, 1]], [[0] * 4])
+    refused(
+        r"prefix_leaders\[0, 2\] must be 2 or, in one group with the request before, 1, got 0",
+        [[0, 1, 0, 0]],
+        [[9] * 4],
+    )
+    refused(r"prefix_lens\[0, 0\] must be at least 0, got -1", one, [[-1] * 4])
+    refused(
+        r"prefix_lens\[0, 3\] must be that of the request before, in one group, 9, got 8",
+        one,
+        [[9, 9, 9, 8]],
+    )
+    refused(
+        r"prefix_leaders\[1, 2\] must be 2, as a group of level 0 begins there, got 0",
+        [[0, 0, 2, 2], [0, 0, 0, 3]],
+        [[9] * 4, [9] * 4],
+    )
+    refused(
+        r"prefix_lens\[1, 1\] must be at least that of level 0, 9, got 8",
+        [[0, 0, 0, 0], [0, 0, 2, 3]],
+        [[9] * 4, [8, 8, 0, 0]],
+    )
+    refused(
+        r"prefix_lens\[0, 3\] must be at most kv_lens - rows of request 3, 87, got 88",
+        one,
+        [[88] * 4],
+    )
+    other = kv_indices.clone()
+    other[7 * 3 + 4] = pages[1, 0]
+    message = (
+        rf"page 4 of request 3 in kv_indices must be that of request 1, {pages[0, 4]}, as "
+        rf"prefix_lens\[0, 3\]=65 tokens are shared, got {pages[1, 0]}"
+    )
+    refused(message, one, [[65] * 4], kv_indices=other)
+    call(one, [[64] * 4], kv_indices=other)
+    call(one, [[65] * 4], kv_indices=other, window=15)
+    refused(
+        "prefix_lens must be int32 \\[levels=1, batch=4\\], got int32 \\[2, 2\\]",
+        one,
+        [[0] * 2] * 2,
+    )
+    with pytest.raises(ValueError, match=r"prefix_lens must be int32 .*got NoneType"):
+        attention.append_attention(*good.tensors(), prefix_leaders=torch.zeros(1, 4).int())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("head_dim,rotary_dim", [(64, 64), (96, 24), (128, 128), (256, 64)])

@@ -88,6 +88,8 @@ def append_attention() -> dict[str, Any]:
         "kv_lens": ints(5, 20),
         "sm_scale": 0.125,
         "sliding_window": 0,
+        "prefix_leaders": ints(0, 1).view(1, 2),
+        "prefix_lens": ints(0, 0).view(1, 2),
         "out": torch.zeros(3, 4, 64),
         "lse": torch.zeros(3, 4),
         "workspace": torch.zeros(4096),
@@ -256,7 +258,8 @@ def test_the_good_calls_are_good(name: str) -> None:
         assert ("Tensor" in kind) == isinstance(arguments[argument], Tensor)
         if kind == "Tensor | None":
             without = {**GOOD_CALLS[name](), argument: None}
-            if name != "prepare_batch":  # there, two arrays go with max_seq_len
+            # The arrays of max_seq_len go together, and those of the prefixes do.
+            if name != "prepare_batch" and not argument.startswith("prefix_"):
                 getattr(_C, name)(*without.values())
 
 

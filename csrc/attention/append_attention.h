@@ -22,10 +22,16 @@ struct AppendAttentionParams {
   const int32_t* kv_indptr;   // [batch + 1], in pages
   const int32_t* kv_indices;  // [pages]
   const int32_t* kv_lens;     // [batch], this step's rows included
-  void* out;                  // [rows, num_qo_heads, head_dim], contiguous
-  float* lse;                 // [rows, num_qo_heads], natural log; may be nullptr
-  float* workspace;           // partial states of split requests; may be nullptr
-  int64_t workspace_size;     // floats; too few: less is split
+  // Which requests share the first tokens of their pages: the first request of the group, and how
+  // many tokens, [num_prefix_levels, batch] each, levels from the widest groups to the narrowest;
+  // may be nullptr. Only a schedule: no bit of out or lse depends on them.
+  const int32_t* prefix_leaders;
+  const int32_t* prefix_lens;
+  int64_t num_prefix_levels;
+  void* out;               // [rows, num_qo_heads, head_dim], contiguous
+  float* lse;              // [rows, num_qo_heads], natural log; may be nullptr
+  float* workspace;        // partial states of split requests; may be nullptr
+  int64_t workspace_size;  // floats; too few: less is split
   int64_t rows;
   int64_t batch;
   int64_t num_qo_heads;

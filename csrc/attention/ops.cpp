@@ -159,6 +159,85 @@ int64_t check_paged_batch(Checker& check,
   return work;
 }
 
+// Checks the claims of shared prefixes, after check_paged_batch.
+void check_prefixes(Checker& check, const AppendAttentionParams& params) {
+  int64_t batch = params.batch;
+  auto at_level = [](const char* name, int64_t level, int64_t batch_idx) {
+    return std::string(name) + "[" + std::to_string(level) + ", " + std::to_string(batch_idx) + "]";
+  };
+  for (int64_t level = 0; level < params.num_prefix_levels; ++level) {
+    const int32_t* leaders = params.prefix_leaders + level * batch;
+    const int32_t* lens = params.prefix_lens + level * batch;
+    for (int64_t b = 0; b < batch; ++b) {
+      bool joined = b > 0 && leaders[b] == leaders[b - 1];
+      if (leaders[b] != b && !joined) {
+        check.fail(at_level("prefix_leaders", level, b),
+                   b == 0 ? "0"
+                          : std::to_string(b) + " or, in one group with the request before, " +
+                                std::to_string(leaders[b - 1]),
+                   std::to_string(leaders[b]));
+      }
+      if (lens[b] < 0) {
+        check.fail(at_level("prefix_lens", level, b), "at least 0", std::to_string(lens[b]));
+      }
+      if (!joined) continue;
+      if (lens[b] != lens[b - 1]) {
+        check.fail(at_level("prefix_lens", level, b),
+                   "that of the request before, in one group, " + std::to_string(lens[b - 1]),
+                   std::to_string(lens[b]));
+      }
+      if (level == 0) continue;
+      if (leaders[b - batch] != leaders[b - batch - 1]) {
+        check.fail(at_level("prefix_leaders", level, b),
+                   std::to_string(b) + ", as a group of level " + std::to_string(level - 1) +
+                       " begins there",
+                   std::to_string(leaders[b]));
+      }
+      if (lens[b] < lens[b - batch]) {
+        check.fail(at_level("prefix_lens", level, b),
+                   "at least that of level " + std::to_string(level - 1) + ", " +
+                       std::to_string(lens[b - batch]),
+                   std::to_string(lens[b]));
+      }
+    }
+    // What the rows of a group see, and where it lies: each request with rows against the one with
+    // rows before it. Pages that no row's window reaches may be anything.
+    int64_t before = -1;
+    for (int64_t b = 0; b < batch; ++b) {
+      int64_t qo_len = int64_t{params.qo_indptr[b + 1]} - params.qo_indptr[b];
+      bool alone = leaders[b] == b && (b + 1 == batch || leaders[b + 1] != b);
+      if (qo_len == 0 || alone || lens[b] == 0) continue;
+      int64_t first_position = params.kv_lens[b] - qo_len;
+      if (lens[b] > first_position) {
+        check.fail(at_level("prefix_lens", level, b),
+                   "at most kv_lens - rows of request " + std::to_string(b) + ", " +
+                       std::to_string(first_position),
+                   std::to_string(lens[b]));
+      }
+      int64_t previous = before;
+      before = b;
+      if (previous < 0 || leaders[previous] != leaders[b]) continue;
+      int64_t other_position = int64_t{params.kv_lens[previous]} - params.qo_indptr[previous + 1] +
+                               params.qo_indptr[previous];
+      int64_t last = first_position > other_position ? first_position : other_position;
+      int64_t seen = params.sliding_window > 0 ? last - params.sliding_window + 1 : 0;
+      const int32_t* ids = params.kv_indices + params.kv_indptr[b];
+      const int32_t* other_ids = params.kv_indices + params.kv_indptr[previous];
+      for (int64_t page = (seen > 0 ? seen : 0) / params.page_size;
+           page * params.page_size < lens[b];
+           ++page) {
+        if (ids[page] == other_ids[page]) continue;
+        check.fail(
+            "page " + std::to_string(page) + " of request " + std::to_string(b) + " in kv_indices",
+            "that of request " + std::to_string(previous) + ", " + std::to_string(other_ids[page]) +
+                ", as " + at_level("prefix_lens", level, b) + "=" + std::to_string(lens[b]) +
+                " tokens are shared",
+            std::to_string(ids[page]));
+      }
+    }
+  }
+}
+
 void append_attention(const TensorView& q,
                       const TensorView& k_cache,
                       const TensorView& v_cache,
@@ -168,13 +247,15 @@ void append_attention(const TensorView& q,
                       const TensorView& kv_lens,
                       double sm_scale,
                       int64_t sliding_window,
+                      const TensorView& prefix_leaders,
+                      const TensorView& prefix_lens,
                       const TensorView& out,
                       const TensorView& lse,
                       const TensorView& workspace) {
   Checker check("append_attention");
   Dim rows{"rows"}, qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, head_dim{"head_dim"};
   Dim num_pages{"num_pages"}, page_size{"page_size"}, batch{"batch"}, batch_plus_1{"batch + 1"};
-  Dim num_indices{"pages"}, workspace_size{"floats"};
+  Dim num_indices{"pages"}, workspace_size{"floats"}, levels{"levels"};
   check.tensor("q", q, kFloats, {&rows, &qo_heads, &head_dim}, Layout::kRows);
   DType dtype = q.dtype();
   check.tensor("k_cache", k_cache, {dtype}, {&num_pages, &page_size, &kv_heads, &head_dim});
@@ -184,6 +265,10 @@ void append_attention(const TensorView& q,
   check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&num_indices});
+  if (prefix_leaders.defined() || prefix_lens.defined()) {
+    check.tensor("prefix_leaders", prefix_leaders, {DType::kInt32}, {&levels, &batch});
+    check.tensor("prefix_lens", prefix_lens, {DType::kInt32}, {&levels, &batch});
+  }
   check.tensor("out", out, {dtype}, {&rows, &qo_heads, &head_dim});
   check.optional("lse", lse, {DType::kFloat32}, {&rows, &qo_heads});
   check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
@@ -208,6 +293,9 @@ void append_attention(const TensorView& q,
       .kv_indptr = kv_indptr.data<int32_t>(),
       .kv_indices = kv_indices.data<int32_t>(),
       .kv_lens = kv_lens.data<int32_t>(),
+      .prefix_leaders = prefix_leaders.data<int32_t>(),
+      .prefix_lens = prefix_lens.data<int32_t>(),
+      .num_prefix_levels = prefix_leaders.defined() ? levels.value : 0,
       .out = out.raw(),
       .lse = lse.data<float>(),
       .workspace = workspace.data<float>(),
@@ -224,6 +312,7 @@ void append_attention(const TensorView& q,
       .dtype = dtype,
   };
   int64_t tokens = check_paged_batch(check, params, num_indices, num_pages);
+  check_prefixes(check, params);
   if (rows == 0) return;
   launch(tokens * qo_heads * head_dim / 16, [&] { append_attention_cpu(params); });
 }

@@ -65,6 +65,8 @@ def append_attention(
     kv_lens: Tensor,
     sm_scale: float,
     sliding_window: int,
+    prefix_leaders: Tensor | None,
+    prefix_lens: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     workspace: Tensor | None,

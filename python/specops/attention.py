@@ -254,6 +254,8 @@ def append_attention(
     *,
     sm_scale: float | None = None,
     sliding_window: int | None = None,
+    prefix_leaders: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: bool = False,
@@ -264,6 +266,18 @@ def append_attention(
     Same as `reference.append_attention`. Row i of a request with qo_len rows sits at position
     kv_len - qo_len + i and sees the positions up to its own, at most `sliding_window` of them. One
     call serves decoding (qo_len 1), verification (k + 1), prefill chunks and any mixture.
+
+    Requests that begin with the same pages (a system prompt, several samples of one prompt) may be
+    declared as groups, in levels from the widest to the narrowest, so that what they share is read
+    once for all of their rows instead of once per request::
+
+        requests           a    b    c    d    e      a to e begin with the same 100 tokens,
+        prefix_leaders = [[0,   0,   0,   0,   0],    a and b with the same 300,
+                          [0,   0,   2,   3,   3]]    d and e with the same 200
+        prefix_lens    = [[100, 100, 100, 100, 100],
+                          [300, 300, 0,   200, 200]]
+
+    This is a schedule and nothing else: the result is the same bit for bit.
 
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided.
@@ -279,6 +293,13 @@ def append_attention(
         sm_scale: scale of the scores. None: 1 / sqrt(head_dim).
         sliding_window: positions a row sees, its own included. None: all. Pages before every row's
             window are not read; their ids may be anything.
+        prefix_leaders: [levels, batch], int32. Requests with one value on a level are a group; they
+            stand next to each other, and the value is the index of the first. A group lies within
+            one group of the level before. None: no request shares anything.
+        prefix_lens: [levels, batch], int32. How many leading tokens the group shares, one value
+            throughout the group, at least that of the level before and at most the kv_len - qo_len
+            of each request with rows: its members name the same pages for these tokens. Without
+            meaning for a group of one.
         out: [rows, num_qo_heads, head_dim], dtype of `q`. Allocated when absent.
         lse: [rows, num_qo_heads], float32. Written when given: natural log-sum-exp of the scores.
         return_lse: return the lse too, allocated when absent.
@@ -290,11 +311,13 @@ def append_attention(
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a length is below
-            its rows or above its pages; a page id in use is out of range.
+            its rows or above its pages; a page id in use is out of range; the prefixes are not as
+            described, or not shared.
 
     Note:
         The bits of a row depend only on its own query, its request's KV up to its position, the
-        scale and the window: not on the other rows, the batch, page size, page order or threads.
+        scale and the window: not on the other rows, the batch, page size, page order, threads or
+        declared prefixes.
 
     Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV).
     """
@@ -318,6 +341,8 @@ def append_attention(
         kv_lens,
         1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
         _window(sliding_window),
+        prefix_leaders,
+        prefix_lens,
         out,
         lse,
         workspace,

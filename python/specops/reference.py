@@ -174,8 +174,13 @@ def append_attention(
     *,
     sm_scale: float | None = None,
     sliding_window: int | None = None,
+    prefix_leaders: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of each request in fp32 (fp64 for fp64), rounded once; and the lse."""
+    """Causal attention of each request in fp32 (fp64 for fp64), rounded once; and the lse.
+
+    Shared prefixes change nothing.
+    """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     group = q.shape[1] // k_cache.shape[2]
