@@ -2,7 +2,7 @@
 """What a call into specops costs before any work: binding, checks and the Python function."""
 
 import torch
-from specops import _C, sampling
+from specops import _C, sampling, torch_ops
 
 from bench.common import Bench, Figure
 
@@ -18,11 +18,13 @@ def run_binding(bench: Bench) -> None:
         {
             "binding": lambda: _C.sample(*call),
             "python": lambda: sampling.sample(logits, whole, **keywords),
+            "torch_ops": lambda: torch_ops.OPS["sample"](*call),
         }
     )
     for case, what, bar in (
         ("binding", "a call of _C.sample with ten tensors and no rows", "value <= 3"),
         ("python", "the same through specops.sampling.sample", None),
+        ("torch_ops", "the same through torch.ops.specops.sample.default", None),
     ):
         bench.add(
             Figure(

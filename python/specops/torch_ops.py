@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops as torch sees them: `torch.ops.specops.*`, and their way through `torch.compile`.
+
+Importing this module is all there is to it, and only those who compile or export need to. Each op
+is registered with a schema that says what it writes, kernels for cpu and cuda that are the compiled
+module's own functions, and a fake kernel. After the import, Dynamo takes a call of `specops.dense`,
+`specops.attention` and so on as a call of the registered op: the documented functions work inside
+`torch.compile(fullgraph=True)` as they stand. Eager calls never come through here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from specops import _C
+
+# Every op but `take_error`: no argument ties it to the ops before it, so a graph could move it.
+# Arguments are those of _C, in its order: every output and workspace is the caller's, so nothing is
+# returned. Sizes are SymInt, for shapes that torch.compile leaves open.
+_SCHEMAS = (
+    # batching
+    "prepare_batch(Tensor qo_lens, Tensor kv_lens, Tensor output_modes, Tensor kv_indptr, "
+    "Tensor kv_indices, int page_size, SymInt total_rows, SymInt num_output_rows, "
+    "SymInt? max_seq_len, Tensor(a!) qo_indptr, Tensor(b!) row_to_request, Tensor(c!) positions, "
+    "Tensor(d!) cache_slots, Tensor(e!) output_indptr, Tensor(f!) output_rows, "
+    "Tensor(g!) output_row_to_request, Tensor(h!)? output_padding_offset, "
+    "Tensor(i!)? output_cum_offsets) -> ()",
+    "gather_output_rows(Tensor hidden, Tensor output_rows, Tensor(a!) out) -> ()",
+    # attention
+    "rope_append_kv(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor cache_slots, Tensor positions, Tensor cos_sin, bool interleaved, "
+    "Tensor? q_norm_weight, Tensor? k_norm_weight, float norm_eps, Tensor(c!) q_out) -> ()",
+    "append_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, "
+    "Tensor kv_indptr, Tensor kv_indices, Tensor kv_lens, float sm_scale, int sliding_window, "
+    "Tensor? prefix_leaders, Tensor? prefix_lens, Tensor(a!) out, Tensor(b!)? lse, "
+    "Tensor(c!)? workspace) -> ()",
+    "merge_states(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    # dense
+    "silu_mul(Tensor gate_up, Tensor(a!) out) -> ()",
+    "pack_weight(Tensor weight, Tensor(a!) packed) -> ()",
+    "linear(Tensor x, Tensor packed, SymInt packed_outputs, SymInt packed_inputs, Tensor? bias, "
+    "Tensor(a!) out) -> ()",
+    "rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual, Tensor(b!) out) -> ()",
+    "embedding(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()",
+    # sampling
+    "sample(Tensor logits, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, "
+    "Tensor min_p, Tensor seeds, Tensor? choice_index, Tensor(a!)? logprobs, Tensor(b!) out) -> ()",
+    "verify(Tensor logits, Tensor output_indptr, Tensor draft_token_ids, Tensor positions, "
+    "Tensor strategy, Tensor policy, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+    "Tensor seeds, Tensor? choice_index, Tensor(a!) output_token_ids, "
+    "Tensor(b!) num_accepted_tokens, Tensor(c!)? logprobs) -> ()",
+    "top_logprobs(Tensor logits, Tensor(a!) token_ids, Tensor(b!) logprobs, Tensor(c!) lse) -> ()",
+    # suffix_tree; its sizes are ints, or one per request
+    "ngram_propose(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, int min_ngram_size, "
+    "int max_ngram_size, Tensor(a!) draft_token_ids, Tensor(b!) num_draft_tokens) -> ()",
+    "ngram_propose.per_request(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, "
+    "Tensor min_ngram_size, Tensor max_ngram_size, Tensor(a!) draft_token_ids, "
+    "Tensor(b!) num_draft_tokens) -> ()",
+)
+
+_LIBRARY: Any = torch.library.Library("specops", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _fake(*args: Any) -> None:
+    """Outputs come from the caller, and nothing of theirs changes but their contents."""
+
+
+def _register(schema: str) -> OpOverload:
+    """Defines one op and hands it the compiled module's function on both devices."""
+    overload = schema.partition("(")[0]
+    name, _, kind = overload.partition(".")
+    # Strides as the caller made them: the ops refuse others rather than copy.
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(overload, getattr(_C, name), key)
+    torch.library.register_fake(f"specops::{overload}", _fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops.specops, name), kind or "default")  # type: ignore[no-any-return]
+
+
+def _trace_as(function: Callable[..., None]) -> Callable[[Callable[..., None]], object]:
+    """Makes Dynamo inline the decorated function wherever it meets a call of `function`."""
+    return torch.compiler.substitute_in_graph(function, skip_signature_check=True)
+
+
+def _trace_as_op(function: Callable[..., None], op: OpOverload) -> None:
+    @_trace_as(function)
+    def call(*args: Any) -> None:
+        op(*args)
+
+
+# Every overload of torch.ops.specops, by name.
+OPS: dict[str, OpOverload] = {schema.partition("(")[0]: _register(schema) for schema in _SCHEMAS}
+for _name, _op in OPS.items():
+    if not _name.startswith("ngram_propose"):
+        _trace_as_op(getattr(_C, _name), _op)
+
+
+@_trace_as(_C.ngram_propose)
+def _ngram_propose(
+    token_ids: Tensor,
+    lens: Tensor,
+    max_draft_tokens: Tensor,
+    min_ngram_size: int | Tensor,
+    max_ngram_size: int | Tensor,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+) -> None:
+    outputs = (draft_token_ids, num_draft_tokens)
+    if isinstance(min_ngram_size, int) and isinstance(max_ngram_size, int):
+        OPS["ngram_propose"](
+            token_ids, lens, max_draft_tokens, min_ngram_size, max_ngram_size, *outputs
+        )
+        return
+    if isinstance(min_ngram_size, int):
+        min_ngram_size = torch.full_like(lens, min_ngram_size)
+    if isinstance(max_ngram_size, int):
+        max_ngram_size = torch.full_like(lens, max_ngram_size)
+    OPS["ngram_propose.per_request"](
+        token_ids, lens, max_draft_tokens, min_ngram_size, max_ngram_size, *outputs
+    )

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops under torch's dispatcher and compiler: all are there, and compiling changes no bit."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import specops
+import torch
+from specops import _C, batching, dense, sampling, suffix_tree, torch_ops
+from specops.batching import BatchIndices, OutputMode
+from specops.engine.models import KvCache, StepBatch, Transformer, load_model
+from test_errors import GOOD_CALLS, OPS, TENSOR_OPS, ints
+from torch import Tensor
+
+# Not an op of a graph: torch_ops.py says why.
+NAMES = sorted(set(TENSOR_OPS) - {"take_error"})
+ASSETS = Path(specops.__file__).with_name("assets")
+
+
+def overloads(name: str) -> list[Any]:
+    return [op for key, op in torch_ops.OPS.items() if key.partition(".")[0] == name]
+
+
+def good_arguments(op: Any) -> list[Any]:
+    """The good call of the op, one whose types are those of this overload."""
+    arguments = GOOD_CALLS[op._schema.name.split("::")[1]]()
+    for argument in op._schema.arguments:
+        if isinstance(arguments[argument.name], Tensor) and str(argument.type) == "int":
+            arguments[argument.name] = int(arguments[argument.name][0])
+    return list(arguments.values())
+
+
+EVERY_OVERLOAD = [op for name in NAMES for op in overloads(name)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_op_has_a_schema_of_its_own_arguments(name: str) -> None:
+    assert overloads(name), f"{name} needs its schema in torch_ops.py"
+    for op in overloads(name):
+        arguments = op._schema.arguments
+        assert [argument.name for argument in arguments] == list(OPS[name])
+        assert not op._schema.returns
+        for argument in arguments:
+            # Of `int | Tensor`, each overload is one side.
+            if OPS[name][argument.name] != "int | Tensor":
+                kind = str(argument.type).replace("Optional[Tensor]", "Tensor | None")
+                assert kind == OPS[name][argument.name] or "Tensor" not in kind, argument.name
+
+
+def test_a_missing_schema_would_be_noticed() -> None:
+    with pytest.raises(AssertionError, match="no_such_op needs its schema"):
+        test_every_op_has_a_schema_of_its_own_arguments("no_such_op")
+
+
+@pytest.mark.parametrize("op", EVERY_OVERLOAD, ids=str)
+def test_both_devices_have_a_kernel(op: Any) -> None:
+    for key in ("CPU", "CUDA"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+@pytest.mark.parametrize("op", EVERY_OVERLOAD, ids=str)
+def test_what_an_op_writes_is_what_its_schema_says(op: Any) -> None:
+    """Written arguments hold their old contents where, and only where, the schema has no mark."""
+    poisoned = good_arguments(op)
+    for argument, value in zip(op._schema.arguments, poisoned, strict=True):
+        mark = argument.alias_info is not None and argument.alias_info.is_write
+        output = "cache" in argument.name or argument.name in ("residual", "workspace")
+        if mark and not output:
+            value.fill_(77)
+    before = [v.clone() if isinstance(v, Tensor) else v for v in poisoned]
+    op(*poisoned)
+    direct = good_arguments(op)
+    getattr(_C, op._schema.name.split("::")[1])(*direct)
+    for argument, old, got, want in zip(
+        op._schema.arguments, before, poisoned, direct, strict=True
+    ):
+        if not isinstance(got, Tensor):
+            continue
+        if argument.alias_info is None:
+            assert torch.equal(got, old), f"{argument.name} was written"
+        elif argument.name != "workspace":
+            assert torch.equal(got, want), argument.name
+            assert not (got == 77).any(), f"{argument.name} was not written"
+
+
+@pytest.mark.parametrize("op", EVERY_OVERLOAD, ids=str)
+def test_opcheck(op: Any) -> None:
+    results = torch.library.opcheck(op, tuple(good_arguments(op)))
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+def test_faults_speak_as_they_do_without_torch() -> None:
+    with pytest.raises(ValueError, match=r"^silu_mul: gate_up must be .*got float32 \[3, 8\]"):
+        torch.ops.specops.silu_mul(torch.zeros(3, 8), torch.zeros(4, 4))
+
+
+def test_nobody_pays_who_does_not_import_it() -> None:
+    code = (
+        "import sys, specops.engine, specops.attention, specops.batching, specops.dense\n"
+        "import specops.sampling, specops.suffix_tree\n"
+        "assert 'specops.torch_ops' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def calls_in(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if "specops" in str(node.target)]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled in one graph and functionalized; `inductor` costs seconds, and has its own tests."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_compiled_module_traces_as_the_op(name: str) -> None:
+    """Every tensor argument, written or not, ends as it does without the compiler."""
+    arguments, want = list(GOOD_CALLS[name]().values()), list(GOOD_CALLS[name]().values())
+    graphs: list[list[str]] = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(calls_in(module.graph))
+        return module
+
+    function = getattr(_C, name)
+    torch._dynamo.reset()
+    torch.compile(lambda *args: function(*args), fullgraph=True, backend=backend)(*arguments)
+    function(*want)
+    assert len(graphs) == 1 and len(graphs[0]) == 1
+    assert graphs[0][0].startswith(f"specops.{name}.")
+    again = list(GOOD_CALLS[name]().values())
+    compiled(lambda *args: function(*args))(*again)
+    for got, functional, expected in zip(arguments, again, want, strict=True):
+        if isinstance(expected, Tensor):
+            assert torch.equal(got, expected) and torch.equal(functional, expected)
+
+
+@pytest.mark.parametrize("low", [1, "tensor"])
+@pytest.mark.parametrize("high", [3, "tensor"])
+def test_ngram_sizes_of_either_kind(low: Any, high: Any) -> None:
+    tokens = torch.randint(0, 4, (3, 40), dtype=torch.int32)
+    options = {
+        "min_ngram_size": ints(1, 2, 1) if low == "tensor" else low,
+        "max_ngram_size": ints(3, 2, 5) if high == "tensor" else high,
+    }
+
+    def propose() -> tuple[Tensor, Tensor]:
+        drafts = torch.empty(3, 4, dtype=torch.int32)
+        return suffix_tree.ngram_propose(
+            tokens, ints(40, 0, 21), ints(4, 4, 2), draft_token_ids=drafts, **options
+        )
+
+    for got, want in zip(compiled(propose)(), propose(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_an_output_may_be_an_input() -> None:
+    x, weight = torch.randn(5, 16), torch.randn(16)
+
+    def function(x: Tensor) -> Tensor:
+        hidden = x * 2
+        dense.rms_norm(hidden, weight, 1e-6, out=hidden)
+        return hidden + 1
+
+    assert torch.equal(compiled(function)(x), function(x))
+
+
+def test_open_shapes_are_compiled_once() -> None:
+    """Batch and rows differ from call to call, and one graph serves them all."""
+    embedding, norm = torch.randn(30, 64), torch.randn(64)
+    weight = dense.pack_weight(torch.randn(48, 64))
+    graphs = 0
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return module
+
+    def function(token_ids: Tensor) -> Tensor:
+        x = dense.rms_norm(dense.embedding(token_ids, embedding), norm, 1e-6)
+        return dense.silu_mul(dense.linear(x, weight))
+
+    torch._dynamo.reset()
+    open_shapes = torch.compile(function, fullgraph=True, backend=backend)
+    for rows in (3, 2, 7, 40, 1500):
+        token_ids = torch.randint(0, 30, (rows,), dtype=torch.int32)
+        torch._dynamo.mark_dynamic(token_ids, 0)
+        assert torch.equal(open_shapes(token_ids), function(token_ids))
+    assert graphs == 1
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = dense.pack_weight(torch.randn(8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dense.silu_mul(dense.linear(x, self.weight))
+
+
+def test_export() -> None:
+    block, rows = Block(), torch.export.Dim("rows")
+    exported = torch.export.export(
+        block, (torch.randn(3, 16),), dynamic_shapes={"x": {0: rows}}, strict=True
+    )
+    assert calls_in(exported.graph) == ["specops.linear.default", "specops.silu_mul.default"]
+    x = torch.randn(5, 16)
+    assert torch.equal(exported.module()(x), block(x))
+
+
+class Step:
+    """One engine-like step: indices, the bundled model, verification, logprobs and new drafts."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.vocab_size = model.config.vocab_size
+        self.options = {
+            "temperature": torch.tensor([0.0, 0.8, 1.0]),
+            "top_k": ints(0, 40, 0),
+            "top_p": torch.tensor([1.0, 0.9, 1.0]),
+            "min_p": torch.tensor([0.0, 0.0, 0.05]),
+            "seeds": torch.tensor([1, 2, 3]),
+            "strategy": ints(1, 1, 1),
+            "policy": ints(0, 0, 0),
+        }
+
+    def __call__(
+        self,
+        cache: KvCache,
+        token_ids: Tensor,
+        drafts: Tensor,
+        history: Tensor,
+        qo_lens: Tensor,
+        kv_lens: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+    ) -> tuple[Tensor, ...]:
+        rows = token_ids.shape[0]
+        indices = batching.prepare_batch(
+            qo_lens,
+            kv_lens,
+            torch.full_like(qo_lens, int(OutputMode.ALL)),
+            kv_indptr,
+            kv_indices,
+            page_size=16,
+            total_rows=rows,
+            num_output_rows=rows,
+        )
+        batch = StepBatch(
+            token_ids,
+            indices.positions,
+            indices.cache_slots,
+            indices.qo_indptr,
+            kv_indptr,
+            kv_indices,
+            kv_lens,
+        )
+        hidden = batching.gather_output_rows(self.model.forward(batch, cache), indices.output_rows)
+        logits = self.model.logits(hidden)
+        emitted, accepted = sampling.verify(
+            logits,
+            indices.output_indptr,
+            drafts,
+            positions=kv_lens - qo_lens + 1,
+            **self.options,
+        )
+        top = sampling.top_logprobs(logits, 3)
+        proposed = suffix_tree.ngram_propose(
+            history,
+            kv_lens,
+            torch.full_like(kv_lens, 2),
+            min_ngram_size=1,
+            max_ngram_size=3,
+            draft_token_ids=torch.empty_like(drafts),
+        )
+        return logits, emitted, accepted, *top, *proposed
+
+
+def run_steps(step: Callable[..., tuple[Tensor, ...]], model: Transformer) -> list[Tensor]:
+    """Two steps of three requests: a prefill chunk beside drafts, then drafts again."""
+    torch.manual_seed(1)
+    cache = model.new_kv_cache(12, 16)
+    pages = torch.randperm(12).int()
+    history = torch.randint(0, model.config.vocab_size, (3, 64), dtype=torch.int32)
+    done: list[Tensor] = []
+    kv_lens = ints(0, 0, 0)
+    for qo_lens in (ints(3, 1, 2), ints(1, 3, 2)):
+        kv_lens = kv_lens + qo_lens
+        rows = int(qo_lens.sum())
+        token_ids = torch.randint(0, model.config.vocab_size, (rows,), dtype=torch.int32)
+        drafts = torch.randint(0, model.config.vocab_size, (3, 2), dtype=torch.int32)
+        arguments = (token_ids, drafts, history, qo_lens, kv_lens, ints(0, 4, 8, 12), pages)
+        done += [tensor.clone() for tensor in step(cache, *arguments)]
+    return [*done, *cache.k, *cache.v]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return load_model(ASSETS)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_step_changes_no_bit(model: Transformer, backend: str) -> None:
+    """The bundled model's step in one graph: logits, tokens, logprobs and caches are equal."""
+    step = Step(model)
+    torch._dynamo.reset()
+    got = run_steps(torch.compile(step, fullgraph=True, backend=backend), model)
+    want = run_steps(step, model)
+    assert len(got) == len(want)
+    for index, (tensor, expected) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(tensor, expected), index
+
+
+def test_the_compiler_copies_no_cache(model: Transformer) -> None:
+    """Functionalization turns writes into new tensors; inductor must turn them back in place."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    step = torch.compile(Step(model), fullgraph=True)
+    _, (code,) = run_and_get_code(run_steps, step, model)
+    calls = re.findall(r"torch\.ops\.specops\.(\w+)\.default\(", code)
+    assert calls.count("rope_append_kv") == model.config.num_layers
+    assert "copy_" not in code and "clone" not in code
+    cache_shape = (12, 16, model.config.num_kv_heads, model.config.head_dim)
+    assert f"empty_strided_cpu({cache_shape}" not in code
+
+
+def test_prepare_batch_fills_a_given_out() -> None:
+    arguments = GOOD_CALLS["prepare_batch"]()
+    inputs = {name: arguments[name] for name in ("qo_lens", "kv_lens", "output_modes")}
+    inputs |= {name: arguments[name] for name in ("kv_indptr", "kv_indices")}
+    sizes = {"total_rows": 5, "num_output_rows": 4, "max_seq_len": 32}
+
+    def prepare(out: BatchIndices) -> BatchIndices:
+        return batching.prepare_batch(**inputs, page_size=16, **sizes, out=out)
+
+    got = BatchIndices.empty(2, **sizes)
+    compiled(prepare)(got)
+    want = prepare(BatchIndices.empty(2, **sizes))
+    for name, tensor in asdict(want).items():
+        assert torch.equal(getattr(got, name), tensor), name
