@@ -13,6 +13,9 @@
 #include "dense/ops.h"
 #include "sampling/ops.h"
 #include "suffix_tree/ops.h"
+#if defined(SPECOPS_SIMT)
+#include "simt/ops.h"
+#endif
 
 namespace specops {
 namespace {
@@ -60,6 +63,9 @@ PYBIND11_MODULE(SPECOPS_MODULE, m) {
   register_dense(m);
   register_sampling(m);
   register_suffix_tree(m);
+#if defined(SPECOPS_SIMT)
+  register_simt(m);
+#endif
 }
 
 }  // namespace specops

@@ -24,7 +24,9 @@ void launch(void (*kernel)(Params...),
             const Args&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   std::tuple<Params...> arguments(args...);
-  simt::run(grid, block, smem_bytes, [&] { std::apply(kernel, arguments); });
+  simt::run(grid, block, smem_bytes, simt::kernel_name<Params...>(), [&] {
+    std::apply(kernel, arguments);
+  });
 }
 
 // Of the machine the grids are sized for.

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace specops {
+
+void register_simt(pybind11::module_& m);
+
+}  // namespace specops

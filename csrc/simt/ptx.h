@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// The meaning of every function of common/ptx.cuh, after the PTX manual: fragment layouts, waiting
+// rules and roundings. mma.cpp has the arithmetic.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "common/dtype.h"
+#include "simt/machine.h"
+
+namespace specops::simt {
+
+struct MmaOperands {
+  float* d;
+  const uint32_t* a;
+  const uint32_t* b;
+};
+
+struct LdmatrixOperands {
+  const void* row;
+  uint32_t* out;
+  const Site* site;
+};
+
+void complete_mma_bf16(void* const* operands, uint32_t mask);
+void complete_mma_f16(void* const* operands, uint32_t mask);
+void complete_mma_e4m3(void* const* operands, uint32_t mask);
+template <int kTiles, bool kTrans>
+void complete_ldmatrix(void* const* operands, uint32_t mask);
+
+inline constexpr Collective kMmaBf16{"mma.m16n8k16.bf16", complete_mma_bf16};
+inline constexpr Collective kMmaF16{"mma.m16n8k16.f16", complete_mma_f16};
+inline constexpr Collective kMmaE4m3{"mma.m16n8k32.e4m3", complete_mma_e4m3};
+template <int kTiles, bool kTrans>
+inline constexpr Collective kLdmatrix{"ldmatrix", complete_ldmatrix<kTiles, kTrans>};
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+template <int kTiles, bool kTrans>
+void ldmatrix(uint32_t* out, const void* row, const Site& site) {
+  LdmatrixOperands operands{row, out, &site};
+  collective(kLdmatrix<kTiles, kTrans>, kAllLanes, &operands, site);
+}
+
+}  // namespace specops::simt
+
+namespace specops::ptx {
+
+using simt::Site;
+
+// Asynchronous copies, global to shared
+
+inline void cp_async_16(void* smem,
+                        const void* global,
+                        bool valid = true,
+                        Site site = Site::current()) {
+  simt::copy_async(smem, global, valid, site);
+}
+
+inline void cp_async_commit() { simt::commit_async(); }
+
+template <int N>
+void cp_async_wait() {
+  simt::wait_async(N);
+}
+
+// Matrix fragments
+
+inline void ldmatrix_x4(uint32_t (&r)[4], const void* smem_row, Site site = Site::current()) {
+  simt::ldmatrix<4, false>(r, smem_row, site);
+}
+inline void ldmatrix_x2(uint32_t (&r)[2], const void* smem_row, Site site = Site::current()) {
+  simt::ldmatrix<2, false>(r, smem_row, site);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem_row, Site site = Site::current()) {
+  simt::ldmatrix<4, true>(r, smem_row, site);
+}
+inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* smem_row, Site site = Site::current()) {
+  simt::ldmatrix<2, true>(r, smem_row, site);
+}
+
+template <typename T>
+void mma_m16n8k16(float (&d)[4],
+                  const uint32_t (&a)[4],
+                  const uint32_t (&b)[2],
+                  Site site = Site::current()) {
+  static_assert(std::is_same_v<T, bfloat16> || std::is_same_v<T, float16>);
+  simt::MmaOperands operands{d, a, b};
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    simt::collective(simt::kMmaBf16, simt::kAllLanes, &operands, site);
+  } else {
+    simt::collective(simt::kMmaF16, simt::kAllLanes, &operands, site);
+  }
+}
+
+inline void mma_m16n8k32_e4m3(float (&d)[4],
+                              const uint32_t (&a)[4],
+                              const uint32_t (&b)[2],
+                              Site site = Site::current()) {
+  simt::MmaOperands operands{d, a, b};
+  simt::collective(simt::kMmaE4m3, simt::kAllLanes, &operands, site);
+}
+
+// Values
+
+template <typename T>
+uint32_t pack2(float lo, float hi) {
+  return uint32_t{from_float<T>(lo).bits} | uint32_t{from_float<T>(hi).bits} << 16;
+}
+
+template <typename T>
+float2 unpack2(uint32_t word) {
+  return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
+}
+
+// .ftz: subnormal arguments and results are zeros of their sign.
+inline float flushed(float x) {
+  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+}
+
+inline float exp2_approx(float x) { return flushed(simt::approximate(std::exp2(flushed(x)), x)); }
+inline float log2_approx(float x) { return flushed(simt::approximate(std::log2(flushed(x)), x)); }
+inline float rcp_approx(float x) { return flushed(simt::approximate(1.0f / flushed(x), x)); }
+
+// Memory
+
+inline uint4 load_streaming(const uint4* global, Site site = Site::current()) {
+  simt::check_aligned(global, sizeof(uint4), "load_streaming", site);
+  return *global;
+}
+
+inline void prefetch_l2(const void*) {}
+
+// Named barriers
+
+inline void barrier_sync(int id, int threads, Site site = Site::current()) {
+  simt::named_barrier(id, threads, true, site);
+}
+inline void barrier_arrive(int id, int threads, Site site = Site::current()) {
+  simt::named_barrier(id, threads, false, site);
+}
+
+}  // namespace specops::ptx

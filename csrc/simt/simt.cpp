@@ -1,0 +1,746 @@
+// SPDX-License-Identifier: Apache-2.0
+// The machine: fibers for threads, the scheduler, the meeting points, shared memory and cp.async.
+#include "simt/simt.h"
+
+#include <cxxabi.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "simt/fiber.h"
+
+uint3 threadIdx;
+uint3 blockIdx;
+dim3 blockDim;
+dim3 gridDim;
+
+namespace specops::simt {
+
+Settings settings;
+Counters counters;
+
+namespace {
+
+constexpr size_t kStackBytes = 256 << 10;  // of address space; a thread touches a few pages
+constexpr size_t kPageBytes = 4 << 10;
+constexpr int kNumBarriers = 16;
+constexpr uint32_t kPoison = 0x7fa17fa1;  // a signalling NaN in fp32, bf16 and fp16
+
+enum class Wait : uint8_t { kNothing, kBarrier, kCollective };
+
+struct AsyncCopy {
+  unsigned char* to;
+  const void* from;  // nullptr: zeros
+  bool landed;
+};
+
+struct Thread {
+  Fiber fiber;
+  uint3 index;
+  int number;
+  Wait wait;
+  bool exited;
+  int barrier;             // it waits at
+  const Collective* what;  // it waits in
+  uint32_t mask;
+  void* operands;
+  Site site;
+  std::vector<AsyncCopy> copies;  // not landed; the first `committed` groups of them are closed
+  std::vector<size_t> groups;     // the end of each closed group, as an index into copies
+};
+
+struct Barrier {
+  int arrived;
+  int expected;
+  int votes;
+  int result;
+  Vote vote;
+  Site site;
+  uint32_t waiting[kMaxWarps];
+};
+
+class Machine {
+ public:
+  void run(dim3 grid,
+           dim3 block,
+           size_t smem_bytes,
+           const char* kernel,
+           void (*body)(const void*),
+           const void* context);
+
+  [[noreturn]] void fail(const std::string& what, const Site& site);
+  void enter(const Collective& what, uint32_t mask, void* operands, const Site& site);
+  int arrive_block(Vote vote, bool predicate, const Site& site);
+  void arrive_named(int id, int threads, bool wait, const Site& site);
+  void copy(void* smem, const void* global, bool valid, const Site& site);
+  void commit();
+  void land(size_t newest_groups);
+  unsigned char* arena() { return arena_; }
+  bool in_arena(const void* pointer, size_t bytes) const {
+    auto* first = static_cast<const unsigned char*>(pointer);
+    return first >= arena_ && first + bytes <= arena_ + smem_bytes_;
+  }
+
+ private:
+  static void entry();
+  void prepare(int threads, size_t smem_bytes);
+  void run_block();
+  [[noreturn]] void exit_thread();
+  void leave();  // the current thread waits: goes on with another
+  void yield();  // it could go on, and so could others
+  void resume(int number);
+  int next() const;
+  bool ready_at(int number) const { return (ready_[number / kLanes] >> number % kLanes & 1) != 0; }
+  void stop(int number) {
+    int warp = number / kLanes;
+    ready_[warp] &= ~(1u << number % kLanes);
+    if (ready_[warp] == 0) ready_warps_ &= ~(1u << warp);
+  }
+  void release(int warp, uint32_t lanes) {
+    ready_[warp] |= lanes;
+    if (lanes != 0) ready_warps_ |= 1u << warp;
+  }
+  void complete(Barrier& barrier);
+  std::string deadlock() const;
+  std::string name(int number) const;
+  uint64_t random() const {
+    random_ ^= random_ << 13;
+    random_ ^= random_ >> 7;
+    random_ ^= random_ << 17;
+    return random_;
+  }
+
+  // The launch
+  const char* kernel_ = "";
+  void (*body_)(const void*) = nullptr;
+  const void* context_ = nullptr;
+  int num_threads_ = 0;
+  size_t smem_bytes_ = 0;
+  bool failed_ = false;
+  std::string error_;
+
+  // The block
+  unsigned char* arena_ = nullptr;
+  int current_ = -1;
+  int exited_ = 0;
+  uint32_t ready_[kMaxWarps] = {};    // lanes that can go on
+  uint32_t ready_warps_ = 0;          // warps that have one
+  uint32_t meeting_[kMaxWarps] = {};  // lanes that wait in a collective
+  uint32_t present_[kMaxWarps] = {};  // lanes that have not exited
+  void* operands_[kMaxWarps][kLanes] = {};
+  Barrier barriers_[kNumBarriers] = {};
+  std::vector<Thread> threads_;
+  Fiber main_;
+  mutable uint64_t random_ = 1;
+
+  // Kept between launches
+  unsigned char* arena_end_ = nullptr;
+  unsigned char* stacks_ = nullptr;
+};
+
+Machine machine;
+
+unsigned char* map(size_t bytes) {
+  void* memory = mmap(
+      nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::runtime_error("simt: no memory for the machine");
+  return static_cast<unsigned char*>(memory);
+}
+
+void protect(unsigned char* page) { mprotect(page, kPageBytes, PROT_NONE); }
+
+std::string triple(unsigned x, unsigned y, unsigned z) {
+  return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
+}
+
+std::string place(const Site& site) {
+  std::string path = site.file_name();
+  return path.substr(path.rfind('/') + 1) + ":" + std::to_string(site.line());
+}
+
+bool same(const Site& a, const Site& b) {
+  return a.line() == b.line() && a.column() == b.column() &&
+         (a.file_name() == b.file_name() || std::strcmp(a.file_name(), b.file_name()) == 0);
+}
+
+std::string hex(uint32_t mask) {
+  char text[16];
+  std::snprintf(text, sizeof text, "0x%08x", mask);
+  return text;
+}
+
+void Machine::prepare(int threads, size_t smem_bytes) {
+  if (arena_end_ == nullptr) {
+    size_t bytes = (kMaxSharedBytes / kPageBytes + 1) * kPageBytes;
+    unsigned char* memory = map(bytes + 2 * kPageBytes);
+    protect(memory);
+    arena_end_ = memory + kPageBytes + bytes;
+    protect(arena_end_);
+    stacks_ = map(kMaxThreads * kStackBytes);
+    for (int i = 0; i < kMaxThreads; ++i) protect(stacks_ + i * kStackBytes);
+  }
+  if (threads_.size() < static_cast<size_t>(threads)) {
+    threads_.clear();
+    threads_.resize(static_cast<size_t>(threads));
+  }
+  num_threads_ = threads;
+  smem_bytes_ = smem_bytes;
+  // The end of the arena stands before a page nobody may touch.
+  arena_ = arena_end_ - (smem_bytes + 127) / 128 * 128;
+}
+
+void Machine::run(dim3 grid,
+                  dim3 block,
+                  size_t smem_bytes,
+                  const char* kernel,
+                  void (*body)(const void*),
+                  const void* context) {
+  kernel_ = kernel;
+  body_ = body;
+  context_ = context;
+  auto refuse = [&](const std::string& what) {
+    throw std::runtime_error(std::string(kernel) + ": " + what);
+  };
+  uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (threads == 0 || threads > kMaxThreads || block.z > 64) {
+    refuse("a block must have 1 to 1024 threads, got " + triple(block.x, block.y, block.z));
+  }
+  if (grid.x == 0 || grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 || grid.z == 0 ||
+      grid.z > 65535) {
+    refuse("a grid must have 1 to 2^31 - 1, 65535 and 65535 blocks, got " +
+           triple(grid.x, grid.y, grid.z));
+  }
+  if (smem_bytes > kMaxSharedBytes) {
+    refuse("a block has at most " + std::to_string(kMaxSharedBytes) +
+           " bytes of shared memory, got " + std::to_string(smem_bytes));
+  }
+  prepare(static_cast<int>(threads), smem_bytes);
+  failed_ = false;
+  random_ = settings.seed * 0x9e3779b97f4a7c15u + 0x1234567u;
+  if (random_ == 0) random_ = 1;
+  gridDim = grid;
+  blockDim = block;
+  ++counters.launches;
+
+  int64_t blocks = int64_t{grid.x} * grid.y * grid.z;
+  std::vector<int64_t> shuffled;
+  if (settings.schedule == Schedule::kRandom) {
+    shuffled.resize(static_cast<size_t>(blocks));
+    std::iota(shuffled.begin(), shuffled.end(), 0);
+    for (size_t i = shuffled.size(); i > 1; --i) std::swap(shuffled[i - 1], shuffled[random() % i]);
+  }
+  bool backwards =
+      settings.schedule == Schedule::kReverse || settings.schedule == Schedule::kLastWarpFirst;
+  for (int64_t i = 0; i < blocks && !failed_; ++i) {
+    int64_t number = !shuffled.empty() ? shuffled[static_cast<size_t>(i)]
+                     : backwards       ? blocks - 1 - i
+                                       : i;
+    blockIdx = {static_cast<unsigned>(number % grid.x),
+                static_cast<unsigned>(number / grid.x % grid.y),
+                static_cast<unsigned>(number / grid.x / grid.y)};
+    run_block();
+  }
+  if (failed_) throw std::runtime_error(error_);
+}
+
+void Machine::run_block() {
+  ++counters.blocks;
+  for (unsigned char* byte = arena_; byte < arena_end_; byte += sizeof kPoison) {
+    std::memcpy(byte, &kPoison, sizeof kPoison);
+  }
+  exited_ = 0;
+  current_ = -1;
+  for (Barrier& barrier : barriers_) barrier = {};
+  uint3 index{0, 0, 0};
+  for (int i = 0; i < num_threads_; ++i) {
+    Thread& thread = threads_[static_cast<size_t>(i)];
+    thread.number = i;
+    thread.index = index;
+    thread.wait = Wait::kNothing;
+    thread.exited = false;
+    thread.copies.clear();
+    thread.groups.clear();
+    size_t colour = static_cast<size_t>(i % 31) * 192;
+    thread.fiber.start(stacks_ + static_cast<size_t>(i) * kStackBytes + kPageBytes,
+                       kStackBytes - kPageBytes,
+                       colour,
+                       entry);
+    if (++index.x == blockDim.x) {
+      index.x = 0;
+      if (++index.y == blockDim.y) {
+        index.y = 0;
+        ++index.z;
+      }
+    }
+  }
+  ready_warps_ = 0;
+  for (int warp = 0; warp * kLanes < num_threads_; ++warp) {
+    int lanes = std::min(num_threads_ - warp * kLanes, kLanes);
+    uint32_t all = lanes == kLanes ? ~0u : (1u << lanes) - 1;
+    present_[warp] = all;
+    meeting_[warp] = 0;
+    ready_[warp] = 0;
+    release(warp, all);
+  }
+  current_ = num_threads_ - 1;  // so that the first in order is 0
+  if (settings.schedule == Schedule::kReverse) current_ = 0;
+  int first = next();
+  current_ = first;
+  Thread& thread = threads_[static_cast<size_t>(first)];
+  threadIdx = thread.index;
+  main_.switch_to(thread.fiber);
+}
+
+void Machine::entry() {
+  Thread& self = machine.threads_[static_cast<size_t>(machine.current_)];
+  self.fiber.arrived(&machine.main_);
+  machine.body_(machine.context_);
+  machine.exit_thread();
+}
+
+void Machine::exit_thread() {
+  Thread& self = threads_[static_cast<size_t>(current_)];
+  int warp = current_ / kLanes;
+  uint32_t bit = 1u << current_ % kLanes;
+  self.groups.push_back(self.copies.size());
+  land(0);
+  for (uint32_t rest = meeting_[warp]; rest != 0; rest &= rest - 1) {
+    int lane = std::countr_zero(rest);
+    const Thread& other = threads_[static_cast<size_t>(warp * kLanes + lane)];
+    if ((other.mask & bit) != 0) {
+      fail(std::string("the thread has returned, while lane ") + std::to_string(lane) +
+               " of its warp waits for it in " + other.what->name + " with mask " + hex(other.mask),
+           other.site);
+    }
+  }
+  Barrier& all = barriers_[0];
+  if (all.arrived > 0) {
+    fail("the thread has returned, while " + std::to_string(all.arrived) +
+             " threads wait for it at __syncthreads",
+         all.site);
+  }
+  self.exited = true;
+  ++exited_;
+  present_[warp] &= ~bit;
+  stop(current_);
+  leave();
+  __builtin_unreachable();
+}
+
+// The thread that goes on, of those that can; -1 when none can.
+int Machine::next() const {
+  if (ready_warps_ == 0) return -1;
+  int warp = current_ / kLanes;
+  int lane = current_ % kLanes;
+  // The next lane after `from` in a warp, around its end.
+  auto lane_after = [](uint32_t lanes, int from) {
+    uint32_t above = from == kLanes - 1 ? 0 : lanes & ~0u << (from + 1);
+    return std::countr_zero(above != 0 ? above : lanes);
+  };
+  auto warp_after = [&](int from) { return lane_after(ready_warps_, from); };
+  switch (settings.schedule) {
+    case Schedule::kInOrder: {
+      uint32_t above = lane == kLanes - 1 ? 0 : ready_[warp] & ~0u << (lane + 1);
+      if (above != 0) return warp * kLanes + std::countr_zero(above);
+      int other = warp_after(warp);
+      return other * kLanes + std::countr_zero(ready_[other]);
+    }
+    case Schedule::kReverse: {
+      uint32_t below = ready_[warp] & ((1u << lane) - 1);
+      if (below != 0) return warp * kLanes + 31 - std::countl_zero(below);
+      uint32_t warps = ready_warps_ & ((1u << warp) - 1);
+      int other = 31 - std::countl_zero(warps != 0 ? warps : ready_warps_);
+      return other * kLanes + 31 - std::countl_zero(ready_[other]);
+    }
+    case Schedule::kWarpAtATime: {
+      int other = ready_[warp] != 0 ? warp : warp_after(warp);
+      int from = other == warp ? lane : kLanes - 1;
+      return other * kLanes + lane_after(ready_[other], from);
+    }
+    case Schedule::kLastWarpFirst: {
+      int other = 31 - std::countl_zero(ready_warps_);
+      return other * kLanes + lane_after(ready_[other], other == warp ? lane : kLanes - 1);
+    }
+    case Schedule::kRandom: {
+      uint64_t draw = random();
+      int other = warp_after(static_cast<int>(draw & 31));
+      return other * kLanes + lane_after(ready_[other], static_cast<int>(draw >> 5 & 31));
+    }
+  }
+  return -1;
+}
+
+void Machine::resume(int number) {
+  Thread& from = threads_[static_cast<size_t>(current_)];
+  Thread& to = threads_[static_cast<size_t>(number)];
+  current_ = number;
+  threadIdx = to.index;
+  ++counters.switches;
+  from.fiber.switch_to(to.fiber);
+}
+
+void Machine::leave() {
+  int number = next();
+  if (number >= 0) {
+    resume(number);
+    return;
+  }
+  if (exited_ < num_threads_) {
+    failed_ = true;
+    error_ = deadlock();
+  }
+  threads_[static_cast<size_t>(current_)].fiber.switch_to(main_);
+}
+
+void Machine::yield() {
+  int number = next();
+  if (number != current_) resume(number);
+}
+
+void Machine::fail(const std::string& what, const Site& site) {
+  failed_ = true;
+  error_ = name(current_) + ": " + what + " (" + place(site) + ")";
+  threads_[static_cast<size_t>(current_)].fiber.switch_to(main_);
+  __builtin_unreachable();
+}
+
+std::string Machine::name(int number) const {
+  const uint3& index = threads_[static_cast<size_t>(number)].index;
+  return std::string(kernel_) + ", block " + triple(blockIdx.x, blockIdx.y, blockIdx.z) +
+         ", thread " + triple(index.x, index.y, index.z);
+}
+
+// Who waits where, threads in the same place together.
+std::string Machine::deadlock() const {
+  std::vector<std::pair<std::string, std::vector<int>>> places;
+  for (int i = 0; i < num_threads_; ++i) {
+    const Thread& thread = threads_[static_cast<size_t>(i)];
+    std::string where;
+    if (thread.exited) {
+      where = "returned";
+    } else if (thread.wait == Wait::kBarrier) {
+      const Barrier& barrier = barriers_[thread.barrier];
+      where = thread.barrier == 0 ? "wait at __syncthreads"
+                                  : "wait at barrier " + std::to_string(thread.barrier) + " (" +
+                                        std::to_string(barrier.arrived) + " of " +
+                                        std::to_string(barrier.expected) + " threads arrived)";
+      where += " (" + place(thread.site) + ")";
+    } else {
+      where = std::string("wait in ") + thread.what->name + " with mask " + hex(thread.mask) +
+              " (" + place(thread.site) + ")";
+    }
+    auto found = std::find_if(
+        places.begin(), places.end(), [&](const auto& entry) { return entry.first == where; });
+    if (found == places.end()) {
+      places.push_back({where, {i}});
+    } else {
+      found->second.push_back(i);
+    }
+  }
+  std::string text = std::string(kernel_) + ", block " +
+                     triple(blockIdx.x, blockIdx.y, blockIdx.z) + ": deadlock:";
+  const char* separator = " ";
+  for (const auto& [where, numbers] : places) {
+    text += separator;
+    text += numbers.size() == 1 ? "thread " : "threads ";
+    for (size_t i = 0; i < numbers.size();) {
+      size_t last = i;
+      while (last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1) ++last;
+      if (i > 0) text += ", ";
+      text += std::to_string(numbers[i]);
+      if (last > i) text += "-" + std::to_string(numbers[last]);
+      i = last + 1;
+    }
+    text += " " + where;
+    separator = "; ";
+  }
+  return text;
+}
+
+void Machine::enter(const Collective& what, uint32_t mask, void* operands, const Site& site) {
+  Thread& self = threads_[static_cast<size_t>(current_)];
+  int warp = current_ / kLanes;
+  int lane = current_ % kLanes;
+  uint32_t bit = 1u << lane;
+  if ((mask & bit) == 0) {
+    fail(std::string(what.name) + " with mask " + hex(mask) + ", which leaves its own lane " +
+             std::to_string(lane) + " out",
+         site);
+  }
+  if ((mask & ~present_[warp]) != 0) {
+    fail(std::string(what.name) + " with mask " + hex(mask) + ", but lane " +
+             std::to_string(std::countr_zero(mask & ~present_[warp])) +
+             " has returned or is outside the block",
+         site);
+  }
+  // A lane that waits for this one must wait in the same place.
+  for (uint32_t rest = meeting_[warp] & mask; rest != 0; rest &= rest - 1) {
+    int other_lane = std::countr_zero(rest);
+    const Thread& other = threads_[static_cast<size_t>(warp * kLanes + other_lane)];
+    if (other.what == &what && other.mask == mask && same(other.site, site)) break;
+    if ((other.mask & bit) == 0) continue;
+    fail(std::string(what.name) + " with mask " + hex(mask) + " meets lane " +
+             std::to_string(other_lane) + " in " + other.what->name + " with mask " +
+             hex(other.mask) + " at " + place(other.site),
+         site);
+  }
+  operands_[warp][lane] = operands;
+  uint32_t others = mask & ~bit;
+  if ((meeting_[warp] & others) != others) {
+    self.wait = Wait::kCollective;
+    self.what = &what;
+    self.mask = mask;
+    self.site = site;
+    meeting_[warp] |= bit;
+    stop(current_);
+    leave();
+    self.wait = Wait::kNothing;
+    return;
+  }
+  for (uint32_t rest = others; rest != 0; rest &= rest - 1) {
+    int other_lane = std::countr_zero(rest);
+    const Thread& other = threads_[static_cast<size_t>(warp * kLanes + other_lane)];
+    if (other.what == &what && other.mask == mask && same(other.site, site)) continue;
+    fail(std::string(what.name) + " with mask " + hex(mask) + " meets lane " +
+             std::to_string(other_lane) + " in " + other.what->name + " with mask " +
+             hex(other.mask) + " at " + place(other.site),
+         site);
+  }
+  ++counters.collectives;
+  what.complete(operands_[warp], mask);
+  meeting_[warp] &= ~mask;
+  release(warp, others);
+  yield();
+}
+
+void Machine::complete(Barrier& barrier) {
+  switch (barrier.vote) {
+    case Vote::kNone:
+      break;
+    case Vote::kOr:
+      barrier.result = barrier.votes > 0;
+      break;
+    case Vote::kAnd:
+      barrier.result = barrier.votes == barrier.arrived;
+      break;
+    case Vote::kCount:
+      barrier.result = barrier.votes;
+      break;
+  }
+  barrier.arrived = 0;
+  barrier.votes = 0;
+  for (int warp = 0; warp * kLanes < num_threads_; ++warp) {
+    release(warp, barrier.waiting[warp]);
+    barrier.waiting[warp] = 0;
+  }
+}
+
+int Machine::arrive_block(Vote vote, bool predicate, const Site& site) {
+  Thread& self = threads_[static_cast<size_t>(current_)];
+  Barrier& barrier = barriers_[0];
+  if (exited_ > 0) {
+    fail("__syncthreads, but " + std::to_string(exited_) + " threads of the block have returned",
+         site);
+  }
+  if (barrier.arrived == 0) {
+    barrier.site = site;
+    barrier.vote = vote;
+  } else if (barrier.vote != vote || !same(barrier.site, site)) {
+    fail(
+        "__syncthreads meets threads that wait at another __syncthreads, at " + place(barrier.site),
+        site);
+  }
+  barrier.votes += predicate;
+  if (++barrier.arrived == num_threads_) {
+    ++counters.barriers;
+    complete(barrier);
+    yield();
+    return barrier.result;
+  }
+  barrier.waiting[current_ / kLanes] |= 1u << current_ % kLanes;
+  self.wait = Wait::kBarrier;
+  self.barrier = 0;
+  self.site = site;
+  stop(current_);
+  leave();
+  self.wait = Wait::kNothing;
+  return barrier.result;
+}
+
+void Machine::arrive_named(int id, int threads, bool wait, const Site& site) {
+  Thread& self = threads_[static_cast<size_t>(current_)];
+  if (id < 1 || id >= kNumBarriers) {
+    fail("a named barrier is 1 to 15, got " + std::to_string(id), site);
+  }
+  if (threads < kLanes || threads % kLanes != 0 || threads > (num_threads_ + 31) / 32 * 32) {
+    fail("a named barrier takes a multiple of 32 threads up to the block's " +
+             std::to_string(num_threads_) + ", got " + std::to_string(threads),
+         site);
+  }
+  Barrier& barrier = barriers_[id];
+  if (barrier.arrived == 0) {
+    barrier.expected = threads;
+    barrier.site = site;
+  } else if (barrier.expected != threads) {
+    fail("barrier " + std::to_string(id) + " of " + std::to_string(threads) +
+             " threads meets threads that wait for " + std::to_string(barrier.expected) + " at " +
+             place(barrier.site),
+         site);
+  }
+  if (++barrier.arrived == barrier.expected) {
+    complete(barrier);
+    yield();
+    return;
+  }
+  if (!wait) return;
+  barrier.waiting[current_ / kLanes] |= 1u << current_ % kLanes;
+  self.wait = Wait::kBarrier;
+  self.barrier = id;
+  self.site = site;
+  stop(current_);
+  leave();
+  self.wait = Wait::kNothing;
+}
+
+void land_one(AsyncCopy& copy) {
+  if (copy.landed) return;
+  if (copy.from == nullptr) {
+    std::memset(copy.to, 0, 16);
+  } else {
+    std::memcpy(copy.to, copy.from, 16);
+  }
+  copy.landed = true;
+}
+
+void Machine::copy(void* smem, const void* global, bool valid, const Site& site) {
+  Thread& self = threads_[static_cast<size_t>(current_)];
+  check_aligned(smem, 16, "the target of a cp.async", site);
+  if (valid) check_aligned(global, 16, "the source of a cp.async", site);
+  check_shared(smem, 16, "cp.async", site);
+  auto* to = static_cast<unsigned char*>(smem);
+  for (int i = 0; i < 16; i += 4) std::memcpy(to + i, &kPoison, sizeof kPoison);
+  self.copies.push_back({to, valid ? global : nullptr, false});
+  bool at_once = settings.landing == Landing::kEarly ||
+                 (settings.landing == Landing::kRandom && (random() & 1) != 0);
+  if (at_once) land_one(self.copies.back());
+}
+
+void Machine::commit() {
+  Thread& self = threads_[static_cast<size_t>(current_)];
+  self.groups.push_back(self.copies.size());
+}
+
+void Machine::land(size_t newest_groups) {
+  Thread& self = threads_[static_cast<size_t>(current_)];
+  if (self.groups.size() <= newest_groups) return;
+  size_t closed = self.groups.size() - newest_groups;
+  size_t end = self.groups[closed - 1];
+  for (size_t i = 0; i < end; ++i) land_one(self.copies[i]);
+  // Random landing: newer copies may have arrived too.
+  if (settings.landing == Landing::kRandom) {
+    for (size_t i = end; i < self.copies.size(); ++i) {
+      if ((random() & 3) == 0) land_one(self.copies[i]);
+    }
+  }
+  self.copies.erase(self.copies.begin(), self.copies.begin() + static_cast<std::ptrdiff_t>(end));
+  self.groups.erase(self.groups.begin(), self.groups.begin() + static_cast<std::ptrdiff_t>(closed));
+  for (size_t& group : self.groups) group -= end;
+}
+
+}  // namespace
+
+std::string demangled(const char* name) {
+  int status = 0;
+  char* text = abi::__cxa_demangle(name, nullptr, nullptr, &status);
+  std::string out = text == nullptr ? name : text;
+  std::free(text);
+  return out;
+}
+
+void run_blocks(dim3 grid,
+                dim3 block,
+                size_t smem_bytes,
+                const char* kernel,
+                void (*body)(const void*),
+                const void* context) {
+  static std::mutex one_at_a_time;
+  std::lock_guard lock(one_at_a_time);
+  machine.run(grid, block, smem_bytes, kernel, body, context);
+}
+
+unsigned char* shared_memory() { return machine.arena(); }
+
+void fail(const std::string& what, const Site& site) { machine.fail(what, site); }
+
+void collective(const Collective& what, uint32_t mask, void* operands, const Site& site) {
+  machine.enter(what, mask, operands, site);
+}
+
+int block_barrier(Vote vote, bool predicate, const Site& site) {
+  return machine.arrive_block(vote, predicate, site);
+}
+
+void named_barrier(int id, int threads, bool wait, const Site& site) {
+  machine.arrive_named(id, threads, wait, site);
+}
+
+void copy_async(void* smem, const void* global, bool valid, const Site& site) {
+  machine.copy(smem, global, valid, site);
+}
+
+void commit_async() { machine.commit(); }
+
+void wait_async(int newest_groups) { machine.land(static_cast<size_t>(newest_groups)); }
+
+void check_aligned(const void* pointer, size_t bytes, const char* what, const Site& site) {
+  if (reinterpret_cast<uintptr_t>(pointer) % bytes == 0) return;
+  fail(std::string(what) + " must be aligned to " + std::to_string(bytes) + " bytes", site);
+}
+
+void check_shared(const void* pointer, size_t bytes, const char* what, const Site& site) {
+  if (machine.in_arena(pointer, bytes)) return;
+  fail(std::string(what) + " of an address outside the shared memory of the block", site);
+}
+
+float approximate(float exact, float argument) {
+  if (settings.fuzz == 0 || exact == 0.0f || exact == 1.0f || !std::isfinite(exact)) return exact;
+  uint64_t mixed = (std::bit_cast<uint32_t>(argument) + settings.fuzz) * 0x9e3779b97f4a7c15u;
+  mixed ^= mixed >> 29;
+  mixed *= 0xbf58476d1ce4e5b9u;
+  auto offset = static_cast<int32_t>(mixed >> 32 & 0xffff) % 5 - 2;
+  return std::bit_cast<float>(std::bit_cast<int32_t>(exact) + offset);
+}
+
+void complete_nothing(void* const*, uint32_t) {}
+
+void complete_ballot(void* const* operands, uint32_t mask) {
+  uint32_t result = 0;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = std::countr_zero(rest);
+    if (static_cast<BallotOperands*>(operands[lane])->value) result |= 1u << lane;
+  }
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    static_cast<BallotOperands*>(operands[std::countr_zero(rest)])->result = result;
+  }
+}
+
+void complete_match(void* const* operands, uint32_t mask) {
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    auto& own = *static_cast<MatchOperands*>(operands[std::countr_zero(rest)]);
+    own.result = 0;
+    for (uint32_t all = mask; all != 0; all &= all - 1) {
+      int lane = std::countr_zero(all);
+      if (static_cast<MatchOperands*>(operands[lane])->value == own.value) own.result |= 1u << lane;
+    }
+  }
+}
+
+}  // namespace specops::simt
