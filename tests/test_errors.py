@@ -183,6 +183,15 @@ def top_logprobs() -> dict[str, Any]:
     }
 
 
+def commit_tokens() -> dict[str, Any]:
+    return {
+        "output_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "slots": ints(0, 2),
+        "token_ids": torch.zeros(3, 6, dtype=torch.int32),
+        "lens": ints(1, 0, 3),
+    }
+
+
 def ngram_propose() -> dict[str, Any]:
     return {
         "token_ids": torch.zeros(2, 8, dtype=torch.int32),
@@ -215,6 +224,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         sample,
         verify,
         top_logprobs,
+        commit_tokens,
         ngram_propose,
         take_error,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import specops
 import torch
+from conftest import expect_fault
 from specops import _C, reference, sampling
 from specops.sampling import AcceptPolicy, VerifyStrategy
 from torch import Tensor
@@ -555,3 +556,48 @@ def test_verify_refuses_values(device: str, change: dict[str, Any], message: str
 def test_top_logprobs_refuses_more_than_the_vocabulary(device: str) -> None:
     with pytest.raises(ValueError, match="n must be at most vocab_size = 5, got 6"):
         sampling.top_logprobs(torch.zeros(2, 5), 6)
+
+
+# ---- commit_tokens ----
+
+
+@pytest.mark.parametrize("batch,k", [(1, 0), (3, 4), (40, 70), (0, 3)])
+def test_commit_tokens(device: str, batch: int, k: int) -> None:
+    num_slots, max_len = batch + 3, 3 * k + 9
+    emitted = torch.randint(0, 1000, (batch, k + 1), dtype=torch.int32)
+    counts = torch.randint(0, k + 2, (batch,))
+    emitted[torch.arange(k + 1)[None] >= counts[:, None]] = -1
+    slots = torch.randperm(num_slots)[:batch].to(torch.int32)
+    slots[::5] = -1
+    # Rows of a wider tensor, so that a write past the end shows.
+    wide = torch.full((num_slots, max_len + 5), -7, dtype=torch.int32)
+    lens = torch.randint(0, max_len - k, (num_slots,), dtype=torch.int32)
+    want = reference.commit_tokens(emitted, slots, wide, lens)
+    wide, lens, emitted, slots = (x.to(device) for x in (wide, lens, emitted, slots))
+    sampling.commit_tokens(emitted, slots, wide[:, :max_len], lens)
+    assert torch.equal(wide.cpu(), want[0]) and torch.equal(lens.cpu(), want[1])
+
+
+@pytest.mark.parametrize(
+    "slots,lens,message",
+    [
+        ([0, 3], [0, 0, 0], "commit_tokens: slots.* must be -1 or .*, got"),
+        ([0, -2], [0, 0, 0], "commit_tokens: slots.* must be -1 or .*, got"),
+        ([1, 0], [5, 0, 0], "commit_tokens: lens.* must .*room.*, got"),
+        ([1, 0], [-1, 0, 0], "commit_tokens: lens.* must .*room.*, got"),
+    ],
+)
+def test_commit_tokens_meets_wrong_data(
+    device: str, on_cuda: bool, slots: list[int], lens: list[int], message: str
+) -> None:
+    emitted = torch.tensor([[1, -1], [2, 3]], dtype=torch.int32, device=device)
+    token_ids = torch.zeros(3, 6, dtype=torch.int32, device=device)
+    counts = torch.tensor(lens, dtype=torch.int32, device=device)
+    with expect_fault(on_cuda, message):
+        sampling.commit_tokens(
+            emitted, torch.tensor(slots, dtype=torch.int32, device=device), token_ids, counts
+        )
+    if slots[1] == 0:  # the one without room
+        assert not token_ids[0].any() and counts[0] == lens[0]
+    if not on_cuda:  # found out before anything is written
+        assert not token_ids.any() and counts.tolist() == lens

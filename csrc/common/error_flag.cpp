@@ -9,6 +9,10 @@ const char* error_sentence(int32_t code) {
       break;
     case ErrorCode::kEmbeddingTokenId:
       return "embedding: token_ids must be in [0, vocab), got an id outside";
+    case ErrorCode::kCommitTokensSlot:
+      return "commit_tokens: slots must be -1 or a row of token_ids, got one outside";
+    case ErrorCode::kCommitTokensRoom:
+      return "commit_tokens: lens must leave room in token_ids, got more tokens than fit";
   }
   return nullptr;
 }

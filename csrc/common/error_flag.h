@@ -13,6 +13,8 @@ namespace specops {
 enum class ErrorCode : int32_t {
   kNone = 0,
   kEmbeddingTokenId = 1,
+  kCommitTokensSlot = 60,
+  kCommitTokensRoom = 61,
 };
 
 struct ErrorFlag {

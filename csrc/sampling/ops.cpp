@@ -10,6 +10,7 @@
 #include "common/philox.h"
 #include "common/tensor_view.h"
 #include "sampling/accept_walk.h"
+#include "sampling/commit_tokens.h"
 #include "sampling/sample.h"
 #include "sampling/top_logprobs.h"
 #include "sampling/verify.h"
@@ -226,6 +227,50 @@ void top_logprobs(const TensorView& logits,
   launch<TopLogprobsParams>(top_logprobs_cpu, params, rows * vocab_size);
 }
 
+void commit_tokens(const TensorView& output_token_ids,
+                   const TensorView& slots,
+                   const TensorView& token_ids,
+                   const TensorView& lens) {
+  Checker check("commit_tokens");
+  Dim batch{"batch"}, max_tokens{"k + 1"}, num_slots{"num_slots"}, max_len{"max_len"};
+  check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &max_tokens});
+  check.tensor("slots", slots, {DType::kInt32}, {&batch});
+  check.tensor("token_ids", token_ids, {DType::kInt32}, {&num_slots, &max_len}, Layout::kRows);
+  check.tensor("lens", lens, {DType::kInt32}, {&num_slots});
+  if (batch == 0) return;
+  CommitTokensParams params{
+      .output_token_ids = output_token_ids.data<int32_t>(),
+      .slots = slots.data<int32_t>(),
+      .token_ids = token_ids.data<int32_t>(),
+      .lens = lens.data<int32_t>(),
+      .batch = batch,
+      .max_tokens = max_tokens,
+      .num_slots = num_slots,
+      .max_len = max_len,
+      .token_ids_stride = token_ids.stride(0),
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return commit_tokens_cuda(params, check.stream());
+  for (int64_t i = 0; i < batch; ++i) {
+    int32_t slot = params.slots[i];
+    if (slot < -1 || slot >= num_slots) {
+      check.fail(at("slots", i),
+                 "-1 or below num_slots = " + std::to_string(num_slots.value),
+                 std::to_string(slot));
+    }
+    if (slot < 0) continue;
+    int64_t count = 0;
+    while (count < max_tokens && params.output_token_ids[i * max_tokens + count] >= 0) ++count;
+    if (params.lens[slot] < 0 || params.lens[slot] + count > max_len) {
+      check.fail(at("lens", slot),
+                 "at least 0, with room for " + std::to_string(count) +
+                     " tokens more below max_len = " + std::to_string(max_len.value),
+                 std::to_string(params.lens[slot]));
+    }
+  }
+  commit_tokens_cpu(params);
+}
+
 // The generator itself, so that tests can hold it against published vectors.
 std::array<uint32_t, 4> philox(uint64_t seed, const std::array<uint32_t, 4>& counter) {
   PhiloxBlock block = philox4x32(seed, {{counter[0], counter[1], counter[2], counter[3]}});
@@ -238,6 +283,7 @@ void register_sampling(pybind11::module_& m) {
   m.def("sample", &sample);
   m.def("verify", &verify);
   m.def("top_logprobs", &top_logprobs);
+  m.def("commit_tokens", &commit_tokens);
   m.def("philox4x32", &philox);
 }
 

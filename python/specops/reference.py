@@ -413,6 +413,20 @@ def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def commit_tokens(
+    output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Appends the emitted tokens of each request to its row; returns new tensors."""
+    token_ids, lens = token_ids.clone(), lens.clone()
+    for emitted, slot in zip(output_token_ids.tolist(), slots.tolist(), strict=True):
+        for token_id in emitted if slot >= 0 else []:
+            if token_id < 0:
+                break
+            token_ids[slot, lens[slot]] = token_id
+            lens[slot] += 1
+    return token_ids, lens
+
+
 # ---- suffix_tree ----
 
 

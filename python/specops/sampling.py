@@ -224,3 +224,38 @@ def top_logprobs(
         lse = torch.empty(rows, dtype=torch.float32, device=device)
     _C.top_logprobs(logits, token_ids, logprobs, lse)
     return token_ids, logprobs, lse
+
+
+def commit_tokens(
+    output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Appends what a step emitted to the tokens of each request, IN PLACE.
+
+    Same as `reference.commit_tokens`. For request b, with s = slots[b] and n tokens in
+    output_token_ids[b] before its first -1:
+
+        token_ids[s, lens[s] : lens[s] + n] = output_token_ids[b, :n]
+        lens[s] += n
+
+    Args:
+        output_token_ids: [batch, k + 1], int32. As `verify` leaves them: the tokens, then -1.
+        slots: [batch], int32. Row of `token_ids` of each request; -1 appends nothing. No two
+            requests share a row.
+        token_ids: [num_slots, max_len], int32. Rows may be strided. Written.
+        lens: [num_slots], int32. How many tokens each row holds. Written.
+
+    Returns:
+        (`token_ids`, `lens`).
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, a slot is out of range,
+            or a row has no room; nothing has been written then.
+
+    Note:
+        Deterministic; it is what lets a drafter on the device see the tokens of the step that has
+        just been verified.
+
+    Source: FastDeploy's speculate_set_value_by_flags_and_idx.
+    """
+    _C.commit_tokens(output_token_ids, slots, token_ids, lens)
+    return token_ids, lens
