@@ -104,8 +104,10 @@ class Stepper:
 
     def step(self, steps: int, drafts: int = 0) -> float:
         """Mean seconds of one `Engine.step` with 1 + `drafts` rows a request."""
-        self._make_room(steps)
+        self._make_room(steps + 1)
         self._drafter.num_drafts = drafts
+        self.engine.step()  # which proposes for the next
+        self._steps += 1
         begun = time.perf_counter()
         for _ in range(steps):
             self.engine.step()

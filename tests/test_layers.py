@@ -19,10 +19,10 @@ SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlett
 
 # Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (
-    {"errors", "outputs", "sampling_params", "speculative_config", "tokenizer"},
+    {"device", "errors", "outputs", "sampling_params", "speculative_config", "tokenizer"},
     {"config", "request"},
     {"kv_cache", "models", "drafters"},
-    {"scheduler", "runner"},
+    {"scheduler", "step", "runner"},
     {"engine"},
     {"", "metrics", "protocol"},
     {"engine_thread"},

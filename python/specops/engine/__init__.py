@@ -3,7 +3,7 @@
 
 from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
-from specops.engine.errors import ContextOverflow, ModelError, QueueFull
+from specops.engine.errors import ContextOverflow, EngineError, ModelError, QueueFull
 from specops.engine.outputs import Completion, RequestOutput, SpeculativeStats, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
@@ -13,6 +13,7 @@ __all__ = [
     "ContextOverflow",
     "Engine",
     "EngineConfig",
+    "EngineError",
     "ModelError",
     "QueueFull",
     "RequestOutput",

@@ -30,6 +30,22 @@ def _parser() -> argparse.ArgumentParser:
         help='for requests that do not choose, e.g. \'{"method": "ngram", '
         '"num_speculative_tokens": 4}\' (default: the fastest method on the bundled model)',
     )
+    add(
+        "--device",
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:N (default: auto, a GPU where one can be used)",
+    )
+    add(
+        "--enforce-eager",
+        action="store_true",
+        default=None,
+        help="on a GPU: no CUDA graphs, every kernel is launched on its own",
+    )
+    add(
+        "--load-format",
+        choices=("auto", "dummy"),
+        help="dummy makes random weights for measurements (default: the checkpoint's)",
+    )
     add("--dtype", choices=("auto", "bfloat16", "float32"), help="(default: the checkpoint's)")
     add("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
     add("--max-num-seqs", type=int, metavar="N", help=f"(default: {default.max_num_seqs})")

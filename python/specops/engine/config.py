@@ -10,6 +10,12 @@ from specops.engine.speculative_config import SpeculativeConfig
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets"
 BUNDLED_MODEL_NAME = "specops-bundled"
 
+_CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
+    "dtype": ("auto", "bfloat16", "float32"),
+    "load_format": ("auto", "dummy"),
+    "page_size": (16, 32, 64),
+}
+
 
 def _fastest_on_bundled_model() -> SpeculativeConfig:
     # Measured by `make bench ONLY=engine`: see docs/engine.md.
@@ -25,10 +31,17 @@ class EngineConfig:
         speculative_config: the method for requests that do not choose their own.
         served_model_name: the name clients use; the directory's name when absent.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+        device: "auto" (a GPU where this build and this machine can use one, else the CPU), "cpu",
+            "cuda" or "cuda:N".
+        enforce_eager: on a GPU, launch every step's kernels one by one rather than replay the
+            steps that repeat as CUDA graphs. The bits are the same.
+        load_format: "auto" reads the checkpoint; "dummy" makes random weights in its place, on the
+            device, for measurements: the directory needs no weights then.
         page_size: tokens per KV page: 16, 32 or 64.
         num_pages: KV pages; by default enough for max_num_seqs requests of full length, but no
             more than `kv_cache_bytes` take.
-        kv_cache_bytes: upper bound of the default num_pages.
+        kv_cache_bytes: upper bound of the default num_pages; 4 GiB on the CPU when absent, and most
+            of what is free beside the weights on a GPU.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: rows of one step, prefill chunks and verification together.
         max_model_len: longest prompt and output; the model's own limit when absent.
@@ -42,9 +55,12 @@ class EngineConfig:
     speculative_config: SpeculativeConfig = field(default_factory=_fastest_on_bundled_model)
     served_model_name: str | None = None
     dtype: str = "auto"
+    device: str = "auto"
+    enforce_eager: bool = False
+    load_format: str = "auto"
     page_size: int = 16
     num_pages: int | None = None
-    kv_cache_bytes: int = 4 << 30
+    kv_cache_bytes: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
@@ -54,24 +70,41 @@ class EngineConfig:
     max_waiting: int = 256
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "bfloat16", "float32"):
-            raise ValueError(f"dtype must be auto, bfloat16 or float32, got {self.dtype!r}")
-        if self.page_size not in (16, 32, 64):
-            raise ValueError(f"page_size must be 16, 32 or 64, got {self.page_size!r}")
-        for name in ("num_pages", "max_model_len", "num_threads"):
+        if not isinstance(self.speculative_config, SpeculativeConfig):
+            raise ValueError(
+                f"speculative_config must be a SpeculativeConfig, got {self.speculative_config!r}"
+            )
+        for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be at least 1, got {value!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "kv_cache_bytes"):
+            # By type first: True is 1, and a list cannot be looked up.
+            if type(value) is not type(choices[0]) or value not in choices:
+                *most, last = map(str, choices)
+                raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
+        for name in ("model", "served_model_name", "device"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value!r}")
+            if (value is not None or name == "device") and not (isinstance(value, str) and value):
+                raise ValueError(f"{name} must be a non-empty text, got {value!r}")
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        optional = ("num_pages", "max_model_len", "num_threads", "kv_cache_bytes")
+        for name in (*optional, "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        seed = self.seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ValueError(f"seed must be an integer, got {seed!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs} "
                 f"(every running request needs a row), got {self.max_num_batched_tokens}"
             )
-
         drafts = self.speculative_config.num_speculative_tokens
         if drafts >= self.max_num_batched_tokens:
             raise ValueError(

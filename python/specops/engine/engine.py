@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import specops
 from specops.engine.config import EngineConfig
+from specops.engine.device import open_device
 from specops.engine.drafters import RUNNABLE_METHODS
 from specops.engine.errors import ContextOverflow, ModelError, QueueFull
 from specops.engine.kv_cache import PagePool
@@ -20,6 +21,10 @@ from specops.engine.scheduler import Scheduler
 from specops.engine.tokenizer import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
+# rest.
+_GPU_SHARE = 0.85
 
 
 @dataclass
@@ -51,7 +56,14 @@ class Engine:
         config.speculative_for(None, RUNNABLE_METHODS)
         if config.num_threads is not None:
             specops.set_num_threads(config.num_threads)
-        model = load_model(config.model_dir, dtype=config.dtype, max_model_len=config.max_model_len)
+        self._device = open_device(config.device, graphs=not config.enforce_eager)
+        model = load_model(
+            config.model_dir,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            device=self._device.device,
+            load_format=config.load_format,
+        )
         self.model_name = config.model_name
         self.max_model_len = model.max_model_len
         self.vocab_size = model.config.vocab_size
@@ -71,9 +83,11 @@ class Engine:
         )
         self._runner = Runner(
             model,
+            self._device,
             num_pages=self.num_pages,
             page_size=config.page_size,
             slots=config.max_num_seqs,
+            max_rows=config.max_num_batched_tokens,
         )
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
@@ -86,6 +100,16 @@ class Engine:
     def runnable_methods(self) -> tuple[str, ...]:
         """The methods a request's own speculative_config may name."""
         return RUNNABLE_METHODS
+
+    @property
+    def device(self) -> str:
+        """Where it runs: "cpu" or "cuda:N"."""
+        return str(self._device.device)
+
+    @property
+    def num_captures(self) -> int:
+        """CUDA graphs captured so far."""
+        return self._runner.num_captures
 
     @property
     def num_running(self) -> int:
@@ -185,8 +209,6 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Drafts, verifies, accepts and commits once; returns what it added to each request."""
-        decoding, room = self._scheduler.draft_room()
-        self._runner.propose(decoding, room)
         before = self._scheduler.num_preemptions
         plan = self._scheduler.schedule(
             self._runner.num_drafts, on_start=self._start, on_stop=self._runner.stop
@@ -346,17 +368,30 @@ class Engine:
     def _choose_num_pages(self, bytes_per_token: int) -> int:
         config = self.config
         per_request = -(-self.max_model_len // config.page_size)
+        page_bytes = bytes_per_token * config.page_size
+        free = self._device.free_bytes()
         if config.num_pages is not None:
             pages = config.num_pages
+            if pages * page_bytes > free:
+                raise ValueError(
+                    f"num_pages must fit the memory of {self.device}: {pages} pages take "
+                    f"{_gib(pages * page_bytes)}, and {_gib(free)} are free"
+                )
         else:
-            affordable = config.kv_cache_bytes // (bytes_per_token * config.page_size)
-            pages = min(per_request * config.max_num_seqs, affordable)
+            budget = config.kv_cache_bytes
+            if budget is None:
+                budget = 4 << 30 if self.device == "cpu" else int(free * _GPU_SHARE)
+            pages = min(per_request * config.max_num_seqs, min(budget, free) // page_bytes)
         if pages < per_request:
             raise ValueError(
                 f"num_pages must be at least {per_request} so that one request of max_model_len="
                 f"{self.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
             )
         return pages
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _signed64(seed: int) -> int:

@@ -12,3 +12,7 @@ class QueueFull(RuntimeError):
 
 class ModelError(ValueError):
     """The model directory is missing, incomplete, or of a kind this engine does not run."""
+
+
+class EngineError(RuntimeError):
+    """A step failed on the device. The requests that ran in it cannot go on."""

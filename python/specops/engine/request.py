@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request inside the engine: its tokens, its pages, and how far it has come."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
@@ -29,7 +30,7 @@ class Request:
     stream: TextStream
 
     slot: int = -1  # row of the engine's per-request arrays while running
-    pages: list[int] = field(default_factory=list)
+    pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array copies at once
     num_registered_pages: int = 0  # leading pages that the prefix cache knows
     num_computed: int = 0
     num_cached_tokens: int = 0

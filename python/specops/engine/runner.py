@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one planned step: drafts, index arrays, the model, verification. Tensors in, tokens out."""
+"""Runs planned steps: fills a step's arrays, has it run, and reads what came of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specops import batching, sampling
 from specops.batching import OutputMode
-from specops.engine.drafters import DraftBatch, Drafter, make_drafter
-from specops.engine.models import StepBatch, Transformer
+from specops.engine.device import Device
+from specops.engine.drafters import Drafter, make_drafter
+from specops.engine.errors import EngineError
+from specops.engine.models import Transformer
 from specops.engine.outputs import TokenLogprob
 from specops.engine.request import Request
 from specops.engine.scheduler import Scheduled
+from specops.engine.step import (
+    CHOICE,
+    MIN_P,
+    POLICY,
+    SLOT,
+    STRATEGY,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Step,
+    StepMemory,
+    StepShape,
+    page_capacity,
+    rounded,
+)
 from specops.sampling import AcceptPolicy, VerifyStrategy
 
 _STRATEGIES = {"greedy": VerifyStrategy.GREEDY, "target_match": VerifyStrategy.TARGET_MATCH}
@@ -24,6 +40,8 @@ _POLICIES = {
     "accept_all": AcceptPolicy.ACCEPT_ALL,
     "reject_all": AcceptPolicy.REJECT_ALL,
 }
+# As plain numbers, which lists and arrays take sooner.
+_NONE, _LAST, _ALL = int(OutputMode.NONE), int(OutputMode.LAST), int(OutputMode.ALL)
 
 
 @dataclass(frozen=True)
@@ -36,239 +54,231 @@ class Emitted:
     logprobs: list[TokenLogprob]  # filled when the request asks for them
 
 
-class _Column:
-    """An array with one element per slot, seen by numpy and by torch."""
-
-    def __init__(self, slots: int, dtype: torch.dtype, width: int | None = None) -> None:
-        shape = (slots,) if width is None else (slots, width)
-        self.tensor = torch.zeros(shape, dtype=dtype)
-        self.array: NDArray[np.generic] = self.tensor.numpy()
-
-
-class _Proposals:
-    """A drafter and what it proposed for the coming step."""
-
-    def __init__(self, drafter: Drafter, slots: int, width: int) -> None:
-        self.drafter = drafter
-        self.max_drafts = _Column(slots, torch.int32)
-        self.counts = _Column(slots, torch.int32)
-        self.drafts = _Column(slots, torch.int32, width)
-
-    def widen(self, width: int) -> None:
-        """Makes room for a request with more drafts; those already proposed are kept."""
-        old = self.drafts.array
-        if width > old.shape[1]:
-            self.drafts = _Column(old.shape[0], torch.int32, width)
-            self.drafts.array[:, : old.shape[1]] = old
-
-
 class Runner:
-    """Owns the model, its cache and the per-slot arrays."""
+    """Owns the model, its cache and what the steps need to know of every running request.
 
-    def __init__(self, model: Transformer, *, num_pages: int, page_size: int, slots: int) -> None:
+    Args:
+        model: on the device.
+        device: where steps run.
+        num_pages: pages of the KV cache.
+        page_size: tokens of a page.
+        slots: requests that run at once.
+        max_rows: rows of a step.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        device: Device,
+        *,
+        num_pages: int,
+        page_size: int,
+        slots: int,
+        max_rows: int,
+    ) -> None:
         self.model = model
-        self._cache = model.new_kv_cache(num_pages, page_size)
-        self._page_size = page_size
+        self._device = device
         self._slots = slots
-        self._proposals: dict[str, _Proposals] = {}  # by method
-        self._history = _Column(slots, torch.int32, model.max_model_len)
-        self._lens = _Column(slots, torch.int32)
-        self._temperature = _Column(slots, torch.float32)
-        self._top_k = _Column(slots, torch.int32)
-        self._top_p = _Column(slots, torch.float32)
-        self._min_p = _Column(slots, torch.float32)
-        self._seed = _Column(slots, torch.int64)
-        self._choice = _Column(slots, torch.int32)
-        self._strategy = _Column(slots, torch.int32)
-        self._policy = _Column(slots, torch.int32)
+        self._cache = model.new_kv_cache(num_pages, page_size)
+        model.reserve(max_rows)
+        pages = slots * -(-model.max_model_len // page_size)
+        self._memory = StepMemory(
+            device, most=StepShape(slots, max_rows, max_rows, max_rows - 1, pages, 0, ())
+        )
+        # By slot, gathered into every step.
+        self._params: NDArray[np.int32] = np.zeros((7, slots), dtype=np.int32)
+        self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
+        self._lens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        # For drafters; all are there once a request drafts.
+        self._drafters: dict[str, Drafter] = {}
+        self._widths: dict[str, int] = {}
+        self._history: Tensor | None = None
+        # What the last step proposed, by method.
+        self._counts: dict[str, NDArray[np.int32]] = {}
+        self._drafts: dict[str, NDArray[np.int32]] = {}
+
+    @property
+    def num_captures(self) -> int:
+        """Graphs captured so far."""
+        return self._memory.num_captures
 
     def start(self, request: Request) -> None:
         """Writes a request that got a slot into the per-slot arrays."""
         slot, params, config = request.slot, request.params, request.speculative
-        self._history.array[slot, : len(request.token_ids)] = request.token_ids
-        self._temperature.array[slot] = params.temperature
-        self._top_k.array[slot] = params.top_k
-        self._top_p.array[slot] = params.top_p
-        self._min_p.array[slot] = params.min_p
-        self._seed.array[slot] = request.seed
-        self._choice.array[slot] = request.choice_index
-        self._strategy.array[slot] = _STRATEGIES[config.verify_strategy]
-        self._policy.array[slot] = _POLICIES[config.accept_policy]
-        self._lens.array[slot] = len(request.token_ids)
-        if config.method != "naive":
-            if config.method not in self._proposals:
-                drafter = make_drafter(config.method, self._slots)
-                self._proposals[config.method] = _Proposals(drafter, self._slots, 1)
-            proposals = self._proposals[config.method]
-            proposals.widen(config.num_speculative_tokens)
-            proposals.drafter.start(request)
+        floats = self._params.view(np.float32)
+        floats[TEMPERATURE, slot] = params.temperature
+        floats[TOP_P, slot] = params.top_p
+        floats[MIN_P, slot] = params.min_p
+        self._params[TOP_K, slot] = params.top_k
+        self._params[CHOICE, slot] = request.choice_index
+        self._params[STRATEGY, slot] = _STRATEGIES[config.verify_strategy]
+        self._params[POLICY, slot] = _POLICIES[config.accept_policy]
+        self._seeds[slot] = request.seed
+        self._lens[slot] = len(request.token_ids)
+        if config.method == "naive":
+            return
+        device = self.model.device
+        if config.method not in self._drafters:
+            self._drafters[config.method] = make_drafter(config.method, self._slots, device)
+        if self._history is None:
+            shape = (self._slots, self.model.max_model_len)
+            self._history = torch.zeros(shape, dtype=torch.int32, device=device)
+        width = max(self._widths.get(config.method, 1), config.num_speculative_tokens)
+        self._widths[config.method] = width
+        token_ids = torch.tensor(request.token_ids, dtype=torch.int32)
+        self._history[slot, : len(request.token_ids)] = token_ids
+        self._drafters[config.method].start(request)
 
     def stop(self, request: Request) -> None:
         """Forgets a request that loses its slot."""
-        self._lens.array[request.slot] = 0
-        if request.speculative.method != "naive":
-            proposals = self._proposals[request.speculative.method]
-            proposals.counts.array[request.slot] = 0
-            proposals.drafter.stop(request)
-
-    def propose(self, requests: Sequence[Request], room: int) -> None:
-        """Drafts for the decoding requests, at most `room` tokens each."""
-        for method, proposals in self._proposals.items():
-            limits = proposals.max_drafts.array
-            limits[:] = 0
-            proposals.counts.array[:] = 0
-            members = [r for r in requests if r.speculative.method == method]
-            for request in members:
-                wanted = min(request.speculative.num_speculative_tokens, request.draft_limit)
-                limits[request.slot] = max(min(wanted, room), 0)
-            if limits.any():
-                proposals.drafter.propose(
-                    DraftBatch(
-                        requests=members,
-                        token_ids=self._history.tensor,
-                        lens=self._lens.tensor,
-                        max_draft_tokens=proposals.max_drafts.tensor,
-                        draft_token_ids=proposals.drafts.tensor,
-                        num_draft_tokens=proposals.counts.tensor,
-                    )
-                )
+        slot, method = request.slot, request.speculative.method
+        self._lens[slot] = 0
+        if method in self._drafters:
+            if method in self._counts:
+                self._counts[method][slot] = 0
+            self._drafters[method].stop(request)
 
     def num_drafts(self, request: Request) -> int:
-        """How many drafts the last `propose` found for a request."""
-        proposals = self._proposals.get(request.speculative.method)
-        return 0 if proposals is None else int(proposals.counts.array[request.slot])
+        """How many drafts the last step proposed for a request, as far as they could be emitted."""
+        counts = self._counts.get(request.speculative.method)
+        if counts is None:
+            return 0
+        return max(min(int(counts[request.slot]), request.draft_limit), 0)
 
     def execute(self, plan: Sequence[Scheduled]) -> list[Emitted]:
-        """Computes the rows of a step and returns what each request emitted, in plan order."""
-        slots = [part.request.slot for part in plan]
-        history = self._history.array
-        # Drafts stand behind the known tokens in the history, so a request's rows are one slice.
-        pieces, pages = [], []
-        lens = np.empty((3, len(plan)), dtype=np.int32)  # rows, keys and values, output mode
-        kv_indptr = np.zeros(len(plan) + 1, dtype=np.int32)
-        for index, part in enumerate(plan):
-            request, slot = part.request, slots[index]
-            known = len(request.token_ids)
-            if part.num_drafts:
-                history[slot, known : known + part.num_drafts] = self._drafts_of(part)
-            end = request.num_computed + part.num_rows
-            pieces.append(history[slot, request.num_computed : end])
-            mode = OutputMode.ALL if part.num_drafts else OutputMode.LAST
-            lens[:, index] = part.num_rows, end, mode if part.emits else OutputMode.NONE
-            pages.extend(request.pages)
-            kv_indptr[index + 1] = len(pages)
-        rows = int(lens[0].sum())
-        outputs = sum(1 + part.num_drafts for part in plan if part.emits)
-        tensors = torch.from_numpy(lens)
-        kv_lens = tensors[1]
-        page_starts = torch.from_numpy(kv_indptr)
-        page_ids = torch.tensor(pages, dtype=torch.int32)
-        indices = batching.prepare_batch(
-            tensors[0],
-            kv_lens,
-            tensors[2],
-            page_starts,
-            page_ids,
-            page_size=self._page_size,
-            total_rows=rows,
-            num_output_rows=outputs,
-        )
-        step = StepBatch(
-            token_ids=torch.from_numpy(np.concatenate(pieces)),
-            positions=indices.positions,
-            cache_slots=indices.cache_slots,
-            qo_indptr=indices.qo_indptr,
-            kv_indptr=page_starts,
-            kv_indices=page_ids,
-            kv_lens=kv_lens,
-        )
-        hidden = self.model.forward(step, self._cache)
-        if outputs == 0:
+        """Computes the rows of a step and returns what each request emitted, in plan order.
+
+        Raises:
+            EngineError: an op met wrong data, such as a page that does not exist.
+        """
+        step = self._step_of(plan)
+        num_pages = self._fill(step, plan)
+        try:
+            step.run(num_pages)
+        except ValueError as error:
+            raise EngineError(f"a step failed: {error}") from error
+        self._counts, self._drafts = step.counts, step.drafts
+        if step.shape.outputs == 0:
             return [Emitted(part.request, [], 0, []) for part in plan]
-        if outputs != rows:
-            hidden = batching.gather_output_rows(hidden, indices.output_rows)
-        logits = self.model.logits(hidden)
-        return self._verify(plan, slots, indices.output_indptr, logits)
-
-    def _verify(
-        self, plan: Sequence[Scheduled], slots: list[int], output_indptr: Tensor, logits: Tensor
-    ) -> list[Emitted]:
-        width = max(part.num_drafts for part in plan)
-        chosen = np.array(slots)
-        drafts = np.full((len(plan), width), -1, dtype=np.int32)
-        for index, part in enumerate(plan):
-            if part.num_drafts:
-                drafts[index, : part.num_drafts] = self._drafts_of(part)
-        wanted = max(
-            (p.request.params.logprobs for p in plan if p.request.params.logprobs is not None),
-            default=None,
-        )
-        logprobs = None
-        if wanted is not None:
-            logprobs = torch.empty(len(plan), width + 1, dtype=torch.float32)
-
-        def column(values: _Column) -> Tensor:
-            return torch.from_numpy(values.array[chosen])
-
-        tokens, accepted = sampling.verify(
-            logits,
-            output_indptr,
-            torch.from_numpy(drafts),
-            positions=column(self._lens),
-            strategy=column(self._strategy),
-            policy=column(self._policy),
-            temperature=column(self._temperature),
-            top_k=column(self._top_k),
-            top_p=column(self._top_p),
-            min_p=column(self._min_p),
-            seeds=column(self._seed),
-            choice_index=column(self._choice),
-            logprobs=logprobs,
-        )
-        token_rows, counts = tokens.tolist(), accepted.tolist()
-        emitted = []
-        for index, part in enumerate(plan):
-            count = counts[index] + 1 if part.emits else 0
-            emitted.append(Emitted(part.request, token_rows[index][:count], counts[index], []))
-        if logprobs is not None and wanted is not None:
-            _attach_logprobs(emitted, logits, output_indptr, logprobs, wanted)
-        return emitted
+        return _emitted(plan, step)
 
     def commit(self, request: Request) -> None:
-        """Takes over the request's newest tokens into the history."""
-        slot, known = request.slot, int(self._lens.array[request.slot])
-        total = len(request.token_ids)
-        self._history.array[slot, known:total] = request.token_ids[known:]
-        self._lens.array[slot] = total
+        """Takes note of a request's length; its tokens are in the history already."""
+        self._lens[request.slot] = len(request.token_ids)
 
-    def _drafts_of(self, part: Scheduled) -> NDArray[np.generic]:
-        drafts = self._proposals[part.request.speculative.method].drafts.array
-        row: NDArray[np.generic] = drafts[part.request.slot, : part.num_drafts]
-        return row
-
-
-def _attach_logprobs(
-    emitted: Sequence[Emitted],
-    logits: Tensor,
-    output_indptr: Tensor,
-    logprobs: Tensor,
-    num_alternatives: int,
-) -> None:
-    """Adds the log-probabilities (and alternatives, if any are wanted) to what was emitted."""
-    chosen = logprobs.tolist()
-    starts = output_indptr.tolist()
-    ids: list[list[int]] = []
-    values: list[list[float]] = []
-    if num_alternatives > 0:
-        top_ids, top_logprobs = sampling.top_logprobs(logits, num_alternatives)[:2]
-        ids, values = top_ids.tolist(), top_logprobs.tolist()
-    for index, part in enumerate(emitted):
-        count = part.request.params.logprobs
-        if count is None:
-            continue
-        for column, token_id in enumerate(part.token_ids):
-            row = starts[index] + column
-            alternatives = (
-                tuple(zip(ids[row][:count], values[row][:count], strict=True)) if count else ()
+    def _step_of(self, plan: Sequence[Scheduled]) -> Step:
+        """The step of the plan's shape, or of the shape that is rounded up to."""
+        rows = outputs = width = pages = 0
+        logprobs = -1
+        for part in plan:
+            rows += part.num_rows
+            pages += len(part.request.pages)
+            if part.emits:
+                outputs += 1 + part.num_drafts
+                width = max(width, part.num_drafts)
+                wanted = part.request.params.logprobs
+                if wanted is not None and wanted > logprobs:
+                    logprobs = wanted
+        drafting = tuple(self._widths.items()) if outputs else ()
+        shape = StepShape(len(plan), rows, outputs, width, pages, logprobs, drafting)
+        repeats = rows == outputs
+        most = self._memory.most
+        if repeats and self._device.captures:
+            shape = rounded(shape, most)
+        else:
+            shape = shape._replace(pages=page_capacity(pages, most.pages))
+        step = self._memory.find(shape)
+        if step is None:
+            step = Step(
+                shape,
+                self._memory,
+                self.model,
+                self._cache,
+                slots=self._slots,
+                history=self._history,
+                drafters=self._drafters,
             )
-            part.logprobs.append(TokenLogprob(token_id, chosen[index][column], alternatives))
+            # Prefill chunks come in every size: they must not crowd out what was captured.
+            if repeats or not self._device.captures:
+                self._memory.keep(shape, step)
+        return step
+
+    def _fill(self, step: Step, plan: Sequence[Scheduled]) -> int:
+        """Writes the plan into a step's input arrays; returns the pages in its lists."""
+        batch, row, page = len(plan), 0, 0
+        columns: list[tuple[int, int, int, int, int]] = []
+        page_ends = [0]
+        token_ids, page_ids = step.token_ids, step.kv_indices
+        if step.shape.width:
+            step.draft_token_ids.fill(-1)
+        for limits in step.max_drafts.values():
+            limits.fill(0)
+        for index, part in enumerate(plan):
+            request, count = part.request, part.num_rows
+            known, begin, pages = request.token_ids, request.num_computed, request.pages
+            method = request.speculative.method
+            if count == 1:
+                token_ids[row] = known[begin]
+            elif part.num_drafts:
+                drafts = self._drafts[method][request.slot, : part.num_drafts]
+                token_ids[row] = known[begin]
+                token_ids[row + 1 : row + count] = drafts
+                step.draft_token_ids[index, : part.num_drafts] = drafts
+            else:
+                token_ids[row : row + count] = known[begin : begin + count]
+            row += count
+            mode = _NONE
+            if part.emits:
+                mode = _ALL if part.num_drafts else _LAST
+                if method in step.max_drafts:
+                    # This step emits a token at least, and so will the one that verifies.
+                    wanted = request.speculative.num_speculative_tokens
+                    limit = min(wanted, request.draft_limit - 1)
+                    step.max_drafts[method][request.slot] = max(limit, 0)
+            columns.append((count, begin + count, mode, len(known), request.slot))
+            page_ids[page : page + len(pages)] = pages
+            page += len(pages)
+            page_ends.append(page)
+        ints = step.ints
+        ints[:, :batch] = np.array(columns, dtype=np.int32).T
+        step.kv_indptr[: batch + 1] = page_ends
+        slots = ints[SLOT, :batch]
+        step.params[:, :batch] = self._params[:, slots]
+        step.seeds[:batch] = self._seeds[slots]
+        step.lens[:] = self._lens
+        if step.shape.rows > row:  # rows of nobody, with a token that there is
+            token_ids[row:] = 0
+        if step.shape.batch > batch:  # requests without rows
+            ints[:, batch:] = 0
+            ints[SLOT, batch:] = -1
+            step.kv_indptr[batch + 1 :] = page
+        return page
+
+
+def _emitted(plan: Sequence[Scheduled], step: Step) -> list[Emitted]:
+    """What each request of a plan emitted, from a step's results."""
+    tokens, accepted = step.tokens[: len(plan)].tolist(), step.accepted[: len(plan)].tolist()
+    emitted = []
+    for index, part in enumerate(plan):
+        count = accepted[index] + 1 if part.emits else 0
+        emitted.append(Emitted(part.request, tokens[index][:count], accepted[index], []))
+    if step.shape.logprobs >= 0:
+        _attach_logprobs(plan, emitted, step)
+    return emitted
+
+
+def _attach_logprobs(plan: Sequence[Scheduled], emitted: Sequence[Emitted], step: Step) -> None:
+    """Adds the log-probabilities (and alternatives, if any are wanted) to what was emitted."""
+    chosen = step.logprobs[: len(plan)].tolist()
+    ids, values = step.top_ids.tolist(), step.top_logprobs.tolist()
+    first = 0  # of the request's output rows
+    for index, (part, result) in enumerate(zip(plan, emitted, strict=True)):
+        wanted = part.request.params.logprobs
+        if wanted is not None:
+            for column, token_id in enumerate(result.token_ids):
+                top = zip(
+                    ids[first + column][:wanted], values[first + column][:wanted], strict=True
+                )
+                logprob = chosen[index][column]
+                result.logprobs.append(TokenLogprob(token_id, logprob, tuple(top)))
+        first += 1 + part.num_drafts if part.emits else 0

@@ -4,6 +4,7 @@
 Scheduling can never change a result, because every op is row-identical; it only decides when.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,14 +36,6 @@ class Scheduler:
         self._plan: list[Scheduled] = []  # of the step being planned
         self._on_stop: Callable[[Request], None] = lambda request: None
 
-    def draft_room(self) -> tuple[list[Request], int]:
-        """Returns the requests that decode in the next step, and the drafts each may add."""
-        decoding = [request for request in self.running if request.is_decoding]
-        if not decoding:
-            return decoding, 0
-        # One row each is certain; the rest of the step's rows is shared evenly among them.
-        return decoding, max(self._max_rows - len(decoding), 0) // len(decoding)
-
     def schedule(
         self,
         num_drafts: Callable[[Request], int],
@@ -60,10 +53,13 @@ class Scheduler:
         self._on_stop = on_stop
         budget = self._max_rows
         # Verification rows first, in order of arrival, so that prefill never delays them.
-        for request in [r for r in self.running if r.is_decoding]:
+        decoding = [request for request in self.running if request.is_decoding]
+        # One row each is certain; the rest of the step's rows is shared evenly among them.
+        room = (budget - len(decoding)) // len(decoding) if decoding else 0
+        for request in decoding:
             if request.slot < 0:
                 continue  # preempted by an earlier one in this very loop
-            drafts = min(num_drafts(request), budget - 1)
+            drafts = min(num_drafts(request), room)
             if not self._has_pages(request, 1 + drafts):
                 drafts = 0  # rather no drafts than another's preemption
             if self._make_room(request, 1):
@@ -114,7 +110,7 @@ class Scheduler:
         if needed > self.pool.num_available:
             self.pool.release(hits)
             return False
-        request.pages = hits
+        request.pages = array("i", hits)
         request.num_registered_pages = len(hits)
         request.num_computed = len(hits) * self.pool.page_size
         if not request.was_preempted:
@@ -156,7 +152,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         self.pool.release(request.pages)
-        request.pages = []
+        request.pages = array("i")
         request.num_registered_pages = 0
         self._free_slots.append(request.slot)
         request.slot = -1

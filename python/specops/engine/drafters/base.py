@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol between the engine and whatever proposes draft tokens.
 
-A drafter sees requests by slot, and may keep state per slot between `start` and `stop`.
-Proposals are only ever proposals: nothing a drafter does can change a token that is emitted.
+A drafter sees requests by slot, and may keep state per slot between `start` and `stop`. It drafts
+for a step at the end of the one before, on the device: a step's results bring the next one's
+drafts. Proposals are only ever proposals: no drafter can change a token that is emitted.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,6 @@ class DraftBatch:
     Tree drafts will add `parents` beside them.
     """
 
-    requests: Sequence[Request]  # those to draft for, all of this drafter's method
     token_ids: Tensor  # int32 [slots, max_model_len], prompt and output of each request
     lens: Tensor  # int32 [slots], how many of them are there
     max_draft_tokens: Tensor  # int32 [slots]
@@ -37,7 +36,7 @@ class Drafter(Protocol):
         """A request got its slot (again, after a preemption)."""
 
     def propose(self, batch: DraftBatch) -> None:
-        """Fills the drafts of `batch`."""
+        """Fills the drafts of `batch`; may be captured once and replayed on other numbers."""
 
     def stop(self, request: Request) -> None:
         """A request gave its slot back: finished, aborted or preempted."""

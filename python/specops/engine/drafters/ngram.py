@@ -11,9 +11,9 @@ from specops.suffix_tree import ngram_propose
 class NgramDrafter:
     """Drafts with `specops.suffix_tree.ngram_propose`, all requests of a step in one call."""
 
-    def __init__(self, slots: int) -> None:
-        self._min_sizes = torch.ones(slots, dtype=torch.int32)
-        self._max_sizes = torch.ones(slots, dtype=torch.int32)
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._min_sizes = torch.ones(slots, dtype=torch.int32, device=device)
+        self._max_sizes = torch.ones(slots, dtype=torch.int32, device=device)
 
     def start(self, request: Request) -> None:
         """Notes the request's n-gram sizes."""

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -19,10 +19,18 @@ from specops.engine.models.transformer import Layer, Transformer
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+class Source(Protocol):
+    """Where the tensors of a model come from."""
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns one tensor, on the device it is meant for."""
+
+
 class Checkpoint:
     """The tensors of a directory by name, read on demand from the files that hold them."""
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, device: torch.device, stack: ExitStack) -> None:
+        self._device = device
         index = directory / "model.safetensors.index.json"
         if index.is_file():
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -50,11 +58,36 @@ class Checkpoint:
         tensor: Tensor = self._where[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} must be {list(shape)}, got {list(tensor.shape)}")
-        return tensor.to(dtype).contiguous()
+        return tensor.to(dtype).contiguous().to(self._device)
+
+
+class RandomWeights:
+    """Weights in the shapes of a model, made on the device from a fixed seed.
+
+    Matrices are scaled so that activations neither grow nor vanish with depth.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns normal numbers for a matrix, ones for a norm, zeros for a bias."""
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype, device=self._device)
+        weight = torch.empty(shape, dtype=dtype, device=self._device)
+        return weight.normal_(std=shape[1] ** -0.5, generator=self._generator)
 
 
 def load_model(
-    directory: str | Path, *, dtype: str = "auto", max_model_len: int | None = None
+    directory: str | Path,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
 ) -> Transformer:
     """Loads a Llama, Mistral, Qwen2 or Qwen3 checkpoint.
 
@@ -62,6 +95,8 @@ def load_model(
         directory: a Hugging Face directory with config.json and safetensors files.
         dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
         max_model_len: positions to prepare; the model's own limit when absent.
+        device: where the weights live.
+        load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
 
     Raises:
         ModelError: a file or tensor is missing, damaged or misshapen, or the kind is unsupported.
@@ -81,7 +116,12 @@ def load_model(
         )
     kind = _DTYPES[chosen]
     with ExitStack() as stack:
-        checkpoint = Checkpoint(directory, stack)
+        device = torch.device(device)
+        checkpoint: Source = (
+            RandomWeights(device)
+            if load_format == "dummy"
+            else Checkpoint(directory, device, stack)
+        )
         hidden, vocab = config.hidden_size, config.vocab_size
         embedding = checkpoint.get("model.embed_tokens.weight", (vocab, hidden), kind)
         head = embedding
@@ -98,7 +138,7 @@ def load_model(
         )
 
 
-def _layers(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[Layer]:
+def _layers(config: ModelConfig, checkpoint: Source, dtype: torch.dtype) -> Iterator[Layer]:
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size = config.num_qo_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim

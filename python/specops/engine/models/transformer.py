@@ -2,7 +2,7 @@
 """One Llama-like decoder (Llama, Mistral, Qwen2, Qwen3) as a sequence of specops calls.
 
 The forward pass takes a ragged batch: any number of rows per request, prefill chunks beside decode
-and verification rows. Buffers are kept per row count, so that a decode step allocates nothing.
+and verification rows. Activations live in one set of buffers, so that a step allocates nothing.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from specops import attention, dense
 from specops.dense import PackedWeight
 from specops.engine.models.config import ModelConfig
 
-# Row counts whose buffers are kept. Decode and verification steps use few; chunks are larger and
-# rarer, so when the table is full it starts anew rather than growing with every chunk size.
-_MAX_KEPT_BUFFERS = 64
+# Row counts whose views of the buffers are kept. Decode and verification steps use few; chunks are
+# larger and rarer, so when the table is full it starts anew rather than growing with every size.
+_MAX_KEPT_VIEWS = 64
 
 
 @dataclass(frozen=True)
@@ -57,30 +57,52 @@ class StepBatch:
     kv_indptr: Tensor  # int32 [batch + 1], pages
     kv_indices: Tensor  # int32 [pages]
     kv_lens: Tensor  # int32 [batch]
+    workspace: Tensor | None = None  # float32 [workspace_size()]; None: allocated per layer
 
 
 class _Buffers:
-    """The activations of a step with a given number of rows."""
+    """The activations of up to `rows` rows."""
 
-    def __init__(self, rows: int, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rows: int, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def new(width: int) -> Tensor:
+            return torch.empty(rows, width, dtype=dtype, device=device)
+
+        heads = config.num_qo_heads + 2 * config.num_kv_heads
+        self.rows = rows
+        self.residual = new(config.hidden_size)
+        self.normed = new(config.hidden_size)
+        self.branch = new(config.hidden_size)
+        self.qkv = new(heads * config.head_dim)
+        self.q_rotated = new(config.num_qo_heads * config.head_dim)
+        self.attended = new(config.num_qo_heads * config.head_dim)
+        self.gate_up = new(2 * config.intermediate_size)
+        self.activated = new(config.intermediate_size)
+
+
+class _Views:
+    """The first `rows` rows of the buffers."""
+
+    def __init__(self, buffers: _Buffers, rows: int, config: ModelConfig) -> None:
         qo_heads, kv_heads, dim = config.num_qo_heads, config.num_kv_heads, config.head_dim
-        self.residual = torch.empty(rows, config.hidden_size, dtype=dtype)
-        self.normed = torch.empty_like(self.residual)
-        self.branch = torch.empty_like(self.residual)
-        self.qkv = torch.empty(rows, (qo_heads + 2 * kv_heads) * dim, dtype=dtype)
+        self.residual = buffers.residual[:rows]
+        self.normed = buffers.normed[:rows]
+        self.branch = buffers.branch[:rows]
+        self.qkv = buffers.qkv[:rows]
         heads = self.qkv.view(rows, qo_heads + 2 * kv_heads, dim)
         self.q = heads[:, :qo_heads]
         self.k = heads[:, qo_heads : qo_heads + kv_heads]
         self.v = heads[:, qo_heads + kv_heads :]
-        self.q_rotated = torch.empty(rows, qo_heads, dim, dtype=dtype)
-        self.attended = torch.empty_like(self.q_rotated)
-        self.attended_rows = self.attended.view(rows, qo_heads * dim)
-        self.gate_up = torch.empty(rows, 2 * config.intermediate_size, dtype=dtype)
-        self.activated = torch.empty(rows, config.intermediate_size, dtype=dtype)
+        self.q_rotated = buffers.q_rotated[:rows].view(rows, qo_heads, dim)
+        self.attended_rows = buffers.attended[:rows]
+        self.attended = self.attended_rows.view(rows, qo_heads, dim)
+        self.gate_up = buffers.gate_up[:rows]
+        self.activated = buffers.activated[:rows]
 
 
 class Transformer:
-    """The model: weights, the RoPE table and the forward pass."""
+    """The model: weights, the RoPE table and the forward pass, on the device of the weights."""
 
     def __init__(
         self,
@@ -95,6 +117,7 @@ class Transformer:
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.device = embedding.device
         self.max_model_len = max_model_len
         self._embedding = embedding
         self._layers = layers
@@ -103,8 +126,15 @@ class Transformer:
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._cos_sin = attention.rope_cos_sin(
             max_model_len, config.rotary_dim, config.rope_theta, config.rope_scaling
-        )
-        self._buffers: dict[int, _Buffers] = {}
+        ).to(self.device)
+        self._buffers: _Buffers | None = None
+        self._views: dict[int, _Views] = {}
+
+    def reserve(self, rows: int) -> None:
+        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        if self._buffers is None or self._buffers.rows < rows:
+            self._buffers = _Buffers(rows, self.config, self.dtype, self.device)
+            self._views.clear()
 
     def new_kv_cache(self, num_pages: int, page_size: int) -> KvCache:
         """Allocates the paged cache of every layer."""
@@ -112,7 +142,7 @@ class Transformer:
         shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
 
         def caches() -> list[Tensor]:
-            return [torch.zeros(shape, dtype=self.dtype) for _ in self._layers]
+            return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self._layers]
 
         return KvCache(caches(), caches())
 
@@ -122,6 +152,11 @@ class Transformer:
         per_layer = 2 * config.num_kv_heads * config.head_dim * self.dtype.itemsize
         return per_layer * config.num_layers
 
+    def workspace_size(self, rows: int, batch: int, pages: int, cache: KvCache) -> int:
+        """Returns the floats of workspace for steps of up to these sizes."""
+        q_shape = (rows, self.config.num_qo_heads, self.config.head_dim)
+        return attention.attention_workspace_size(q_shape, cache.k[0].shape, pages, batch)
+
     def forward(self, batch: StepBatch, cache: KvCache) -> Tensor:
         """Runs every layer over the rows of a step and writes their keys and values.
 
@@ -130,14 +165,9 @@ class Transformer:
             take). It is one of the model's own buffers: the next call overwrites it.
         """
         rows = batch.token_ids.shape[0]
-        buffers = self._buffers_for(rows)
+        buffers = self._views_of(rows)
         eps = self.config.rms_norm_eps
         residual, normed, branch = buffers.residual, buffers.normed, buffers.branch
-        # One workspace serves every layer: they run one after the other.
-        floats = attention.attention_workspace_size(
-            buffers.q.shape, cache.k[0].shape, batch.kv_indices.shape[0], batch.kv_lens.shape[0]
-        )
-        workspace = torch.empty(floats, dtype=torch.float32)
         dense.embedding(batch.token_ids, self._embedding, out=residual)
         dense.rms_norm(residual, self._layers[0].input_norm, eps, out=normed)
         for index, layer in enumerate(self._layers):
@@ -166,7 +196,7 @@ class Transformer:
                 batch.kv_lens,
                 sliding_window=layer.sliding_window,
                 out=buffers.attended,
-                workspace=workspace,
+                workspace=batch.workspace,  # of every layer: they run one after the other
             )
             dense.linear(buffers.attended_rows, layer.o, layer.o_bias, out=branch)
             dense.rms_norm(branch, layer.post_norm, eps, residual=residual, out=normed)
@@ -176,14 +206,16 @@ class Transformer:
             dense.rms_norm(branch, self._next_norms[index], eps, residual=residual, out=normed)
         return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Returns the fp32 logits [rows, vocab_size] of rows that `forward` returned."""
-        return dense.linear(hidden, self._lm_head, out_dtype=torch.float32)
+        return dense.linear(hidden, self._lm_head, out=out, out_dtype=torch.float32)
 
-    def _buffers_for(self, rows: int) -> _Buffers:
-        buffers = self._buffers.get(rows)
-        if buffers is None:
-            if len(self._buffers) >= _MAX_KEPT_BUFFERS:
-                self._buffers.clear()
-            buffers = self._buffers[rows] = _Buffers(rows, self.config, self.dtype)
-        return buffers
+    def _views_of(self, rows: int) -> _Views:
+        views = self._views.get(rows)
+        if views is None:
+            self.reserve(rows)
+            assert self._buffers is not None
+            if len(self._views) >= _MAX_KEPT_VIEWS:
+                self._views.clear()
+            views = self._views[rows] = _Views(self._buffers, rows, self.config)
+        return views

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as the device sees it: its shape, its memory, and the ops that it runs, in their order.
+
+Everything an op reads or writes lies in blocks that all steps share, so a step of a shape that was
+there before allocates nothing and can be replayed. Where steps are captured, shapes are rounded up
+to a few; a padding request has no rows, and a padding row belongs to no request.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import specops
+from specops import batching, sampling
+from specops.batching import BatchIndices
+from specops.engine.device import Device
+from specops.engine.drafters import DraftBatch, Drafter
+from specops.engine.models import KvCache, StepBatch, Transformer
+
+# Shapes whose views, and graphs, are kept; the one not used for longest goes first.
+_MAX_KEPT_STEPS = 128
+_ALIGNMENT = 128  # of every array in a block, in bytes
+_NUMPY: dict[torch.dtype, Any] = {
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float32: np.float32,
+}
+
+# Rows of the integers that a step has per request, in its input block.
+QO_LEN, KV_LEN, OUTPUT_MODE, POSITION, SLOT = range(5)
+# Rows of the sampling parameters, the first three of them float32.
+TEMPERATURE, TOP_P, MIN_P, TOP_K, CHOICE, STRATEGY, POLICY = range(7)
+
+
+class StepShape(NamedTuple):
+    """All sizes of a step. What is not a size of it is data and may differ in every step."""
+
+    batch: int  # requests
+    rows: int
+    outputs: int  # rows with logits
+    width: int  # most drafts a request verifies
+    pages: int  # entries of the page lists
+    logprobs: int  # -1: none; otherwise the alternatives beside each emitted token
+    drafting: tuple[tuple[str, int], ...]  # methods that draft for the next step, and their width
+
+
+def rounded(shape: StepShape, most: StepShape) -> StepShape:
+    """Rounds a step that only decodes and verifies up to one of a few shapes.
+
+    Rows have a ladder of their own, and the rung of a full verification of every request is always
+    on it: so every number of drafts has graphs of its size, whatever its relation to the ladder.
+
+    Args:
+        shape: of the step; all its rows have logits.
+        most: the largest step there is.
+    """
+    batch = min(_rung(shape.batch, finest=1), most.batch)
+    width = max((width for _, width in shape.drafting), default=0)
+    width = max(width, shape.width)
+    rows = min(_rung(shape.rows, finest=16), batch * (1 + width), most.rows)
+    pages = page_capacity(shape.pages, most.pages)
+    return shape._replace(batch=batch, rows=rows, outputs=rows, width=width, pages=pages)
+
+
+def page_capacity(pages: int, most: int) -> int:
+    """Rounds a number of pages up, so that it changes rarely while requests grow."""
+    return min(max(_rung(pages, finest=1), 64), max(most, pages))
+
+
+def _rung(value: int, finest: int) -> int:
+    """The next power of two, or above `finest` the next of 8 steps between powers of two."""
+    power = 1 << (value - 1).bit_length() if value > 1 else 1
+    if value <= finest or finest == 1:
+        return power
+    step = max(power // 8, 8)
+    return -(-value // step) * step
+
+
+class _Layout:
+    """Where named arrays lie in a block of bytes."""
+
+    def __init__(self, **arrays: tuple[torch.dtype, tuple[int, ...]]) -> None:
+        self.arrays = arrays
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name, (dtype, shape) in arrays.items():
+            self.offsets[name] = end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end += dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self.num_bytes = end
+
+    def tensors(self, block: Tensor) -> dict[str, Tensor]:
+        found = {}
+        for name, (dtype, shape) in self.arrays.items():
+            base = block.view(dtype)
+            strides = [1] * len(shape)
+            for axis in range(len(shape) - 2, -1, -1):
+                strides[axis] = strides[axis + 1] * shape[axis + 1]
+            offset = self.offsets[name] // dtype.itemsize
+            found[name] = torch.as_strided(base, shape, strides, offset)
+        return found
+
+    def numpy(self, block: Tensor) -> dict[str, NDArray[Any]]:
+        memory = block.numpy()
+        return {
+            name: np.ndarray(shape, _NUMPY[dtype], buffer=memory, offset=self.offsets[name])
+            for name, (dtype, shape) in self.arrays.items()
+        }
+
+
+class StepMemory:
+    """The blocks that the steps use one after the other, and the steps made so far.
+
+    Args:
+        device: where the blocks live.
+        most: the largest step there is.
+    """
+
+    def __init__(self, device: Device, most: StepShape) -> None:
+        self.device = device
+        self.most = most
+        self.num_captures = 0
+        self._blocks: dict[str, tuple[Tensor, Tensor]] = {}  # host and device; the same on the CPU
+        self._steps: dict[StepShape, Step] = {}  # least recently used first
+
+    def find(self, shape: StepShape) -> "Step | None":
+        """Returns the step of a shape if it is there."""
+        step = self._steps.pop(shape, None)
+        if step is not None:
+            self._steps[shape] = step
+        return step
+
+    def keep(self, shape: StepShape, step: "Step") -> None:
+        """Keeps a step for the next of its shape."""
+        while len(self._steps) >= _MAX_KEPT_STEPS:
+            del self._steps[next(iter(self._steps))]
+        self._steps[shape] = step
+
+    def forget(self) -> None:
+        """Drops all steps: what they use has moved."""
+        self._steps.clear()
+
+    def block(self, name: str, num_bytes: int, *, shared: bool) -> tuple[Tensor, Tensor]:
+        """Returns a block's host and device sides, of at least so many bytes.
+
+        Args:
+            name: which block; it grows, and then all steps are dropped.
+            num_bytes: bytes needed.
+            shared: False for memory that the host does not see.
+        """
+        have = self._blocks.get(name)
+        if have is None or have[1].numel() < num_bytes:
+            old = 0 if have is None else have[1].numel()
+            # Ahead of the need, so that it seldom grows.
+            size = max(num_bytes, old + min(old, 64 << 20), 4096)
+            size = -(-size // _ALIGNMENT) * _ALIGNMENT
+            self.forget()
+            if shared:
+                host = self.device.host_block(size)
+                have = host, self.device.device_block(size, host)
+            else:
+                block = self.device.device_block(size)
+                have = block, block
+            self._blocks[name] = have
+        return have
+
+
+class Step:
+    """One shape's arrays and the ops over them.
+
+    Attributes:
+        ints: [5, batch], int32, for the host to fill; rows QO_LEN and so on.
+        params: [7, batch], int32; rows TEMPERATURE and so on.
+        seeds: [batch], int64.
+        token_ids: [rows], int32.
+        kv_indptr: [batch + 1], int32.
+        kv_indices: [pages], int32.
+        draft_token_ids: [batch, width], int32.
+        lens: [slots], int32. Tokens of every request, by slot.
+        max_drafts: by method, [slots], int32.
+        tokens: [batch, width + 1], int32, for the host to read, as are those below.
+        accepted: [batch], int32.
+        logprobs: [batch, width + 1], float32.
+        top_ids: [outputs, alternatives], int32.
+        top_logprobs: [outputs, alternatives], float32.
+        counts: by method, [slots], int32. Drafts for the next step.
+        drafts: by method, [slots, their width], int32.
+    """
+
+    def __init__(
+        self,
+        shape: StepShape,
+        memory: StepMemory,
+        model: Transformer,
+        cache: KvCache,
+        *,
+        slots: int,
+        history: Tensor | None,
+        drafters: Mapping[str, Drafter],
+    ) -> None:
+        self.shape = shape
+        self._memory = memory
+        self._model = model
+        self._cache = cache
+        self._replay: Any = None
+        self._runs = 0
+        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+        batch, rows, outputs, width = shape.batch, shape.rows, shape.outputs, shape.width
+        methods = [method for method, _ in shape.drafting]
+        self._inputs = _Layout(
+            ints=(i32, (5, batch)),
+            params=(i32, (7, batch)),
+            seeds=(i64, (batch,)),
+            token_ids=(i32, (rows,)),
+            kv_indptr=(i32, (batch + 1,)),
+            draft_token_ids=(i32, (batch, width)),
+            lens=(i32, (slots,)),
+            max_drafts=(i32, (len(methods), slots)),
+            kv_indices=(i32, (shape.pages,)),  # last, because only what is used of it is copied
+        )
+        alternatives = max(shape.logprobs, 0)
+        drafts = {f"drafts_{name}": (i32, (slots, width)) for name, width in shape.drafting}
+        self._results = _Layout(
+            error=(i32, (1,)),
+            accepted=(i32, (batch,)),
+            tokens=(i32, (batch, width + 1)),
+            logprobs=(f32, (batch, width + 1)),
+            top_ids=(i32, (outputs, alternatives)),
+            top_logprobs=(f32, (outputs, alternatives)),
+            counts=(i32, (len(methods), slots)),
+            **drafts,
+        )
+        scratch = _Layout(
+            qo_indptr=(i32, (batch + 1,)),
+            row_to_request=(i32, (rows,)),
+            positions=(i32, (rows,)),
+            cache_slots=(i64, (rows,)),
+            output_indptr=(i32, (batch + 1,)),
+            output_rows=(i32, (outputs,)),
+            output_row_to_request=(i32, (outputs,)),
+            gathered=(model.dtype, (0 if outputs == rows else outputs, model.config.hidden_size)),
+            logits=(f32, (outputs, model.config.vocab_size)),
+            lse=(f32, (outputs if alternatives else 0,)),
+            workspace=(f32, (model.workspace_size(rows, batch, shape.pages, cache),)),
+        )
+        # All blocks before any view: one that grows forgets the steps, this one among them.
+        needs = ((self._inputs, "inputs"), (self._results, "results"))
+        pairs = [memory.block(name, one.num_bytes, shared=True) for one, name in needs]
+        (self._host_in, self._in), (self._host_out, self._out) = pairs
+        _, block = memory.block("scratch", scratch.num_bytes, shared=False)
+        model.reserve(rows)
+
+        host = self._inputs.numpy(self._host_in)
+        self.ints: NDArray[np.int32] = host["ints"]
+        self.params: NDArray[np.int32] = host["params"]
+        self.seeds: NDArray[np.int64] = host["seeds"]
+        self.token_ids: NDArray[np.int32] = host["token_ids"]
+        self.kv_indptr: NDArray[np.int32] = host["kv_indptr"]
+        self.kv_indices: NDArray[np.int32] = host["kv_indices"]
+        self.draft_token_ids: NDArray[np.int32] = host["draft_token_ids"]
+        self.lens: NDArray[np.int32] = host["lens"]
+        self.max_drafts: dict[str, NDArray[np.int32]] = dict(
+            zip(methods, host["max_drafts"], strict=True)
+        )
+        home = self._results.numpy(self._host_out)
+        self.tokens: NDArray[np.int32] = home["tokens"]
+        self.accepted: NDArray[np.int32] = home["accepted"]
+        self.logprobs: NDArray[np.float32] = home["logprobs"]
+        self.top_ids: NDArray[np.int32] = home["top_ids"]
+        self.top_logprobs: NDArray[np.float32] = home["top_logprobs"]
+        self.counts: dict[str, NDArray[np.int32]] = dict(zip(methods, home["counts"], strict=True))
+        self.drafts: dict[str, NDArray[np.int32]] = {
+            name: home[f"drafts_{name}"] for name in methods
+        }
+        self._error: NDArray[np.int32] = home["error"]
+
+        given = self._inputs.tensors(self._in)
+        results = self._results.tensors(self._out)
+        inner = scratch.tensors(block)
+        self._bind(given, results, inner)
+        self._drafts = [
+            (
+                drafters[name],
+                DraftBatch(
+                    token_ids=history,
+                    lens=given["lens"],
+                    max_draft_tokens=given["max_drafts"][index],
+                    draft_token_ids=results[f"drafts_{name}"],
+                    num_draft_tokens=results["counts"][index],
+                ),
+            )
+            for index, name in enumerate(methods)
+            if history is not None
+        ]
+        self._history = history
+
+    def _bind(
+        self,
+        given: Mapping[str, Tensor],
+        results: Mapping[str, Tensor],
+        inner: Mapping[str, Tensor],
+    ) -> None:
+        """Notes the tensors that the ops take."""
+        ints, params = given["ints"], given["params"]
+        floats = params.view(torch.float32)
+        self._qo_lens, self._kv_lens, self._modes = ints[QO_LEN], ints[KV_LEN], ints[OUTPUT_MODE]
+        self._slots, self._lens = ints[SLOT], given["lens"]
+        self._indices = BatchIndices(
+            **{
+                name: inner[name]
+                for name in (
+                    "qo_indptr",
+                    "row_to_request",
+                    "positions",
+                    "cache_slots",
+                    "output_indptr",
+                    "output_rows",
+                    "output_row_to_request",
+                )
+            }
+        )
+        self._batch = StepBatch(
+            token_ids=given["token_ids"],
+            positions=inner["positions"],
+            cache_slots=inner["cache_slots"],
+            qo_indptr=inner["qo_indptr"],
+            kv_indptr=given["kv_indptr"],
+            kv_indices=given["kv_indices"],
+            kv_lens=self._kv_lens,
+            workspace=inner["workspace"],
+        )
+        self._gathered, self._logits = inner["gathered"], inner["logits"]
+        self._draft_token_ids = given["draft_token_ids"]
+        self._verify_args: dict[str, Any] = {
+            "positions": ints[POSITION],
+            "strategy": params[STRATEGY],
+            "policy": params[POLICY],
+            "temperature": floats[TEMPERATURE],
+            "top_k": params[TOP_K],
+            "top_p": floats[TOP_P],
+            "min_p": floats[MIN_P],
+            "seeds": given["seeds"],
+            "choice_index": params[CHOICE],
+            "logprobs": results["logprobs"] if self.shape.logprobs >= 0 else None,
+            "output_token_ids": results["tokens"],
+            "num_accepted_tokens": results["accepted"],
+        }
+        self._tops = {
+            "token_ids": results["top_ids"],
+            "logprobs": results["top_logprobs"],
+            "lse": inner["lse"],
+        }
+        self._error_out = results["error"]
+
+    def run(self, num_pages: int) -> None:
+        """Copies the inputs in, runs the ops, copies the results out and waits for them.
+
+        Args:
+            num_pages: entries of `kv_indices` in use.
+
+        Raises:
+            ValueError: wrong data was met, such as a page id out of range.
+        """
+        device = self._memory.device
+        used = self._inputs.offsets["kv_indices"] + 4 * num_pages
+        device.copy_in(self._in, self._host_in, used)
+        if self._replay is not None:
+            self._replay()
+        elif self._runs and device.captures and self.shape.rows == self.shape.outputs:
+            # The first run loaded the kernels, which must not happen in a capture.
+            self._replay = device.capture(self._launch)
+            self._memory.num_captures += 1
+            self._replay()
+        else:
+            self._launch()
+        self._runs += 1
+        device.copy_out(self._host_out, self._out, self._results.num_bytes)
+        device.wait()
+        if device.is_async and self._error[0]:
+            code = int(self._error[0])
+            raise ValueError(specops.error_sentence(code) or f"a kernel reported code {code}")
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it is replayed."""
+        return self._replay is not None
+
+    def _launch(self) -> None:
+        """Runs the ops; everything they use is an attribute, and nothing is allocated."""
+        shape, indices = self.shape, self._indices
+        batching.prepare_batch(
+            self._qo_lens,
+            self._kv_lens,
+            self._modes,
+            self._batch.kv_indptr,
+            self._batch.kv_indices,
+            page_size=self._cache.k[0].shape[1],
+            total_rows=shape.rows,
+            num_output_rows=shape.outputs,
+            out=indices,
+        )
+        hidden = self._model.forward(self._batch, self._cache)
+        if shape.outputs:
+            if shape.outputs != shape.rows:
+                hidden = batching.gather_output_rows(
+                    hidden, indices.output_rows, out=self._gathered
+                )
+            logits = self._model.logits(hidden, out=self._logits)
+            sampling.verify(
+                logits, indices.output_indptr, self._draft_token_ids, **self._verify_args
+            )
+            if shape.logprobs > 0:
+                sampling.top_logprobs(logits, shape.logprobs, **self._tops)
+            if self._drafts and self._history is not None:
+                sampling.commit_tokens(
+                    self._verify_args["output_token_ids"], self._slots, self._history, self._lens
+                )
+                for drafter, batch in self._drafts:
+                    drafter.propose(batch)
+        if self._memory.device.is_async:
+            specops.take_error(self._error_out)
