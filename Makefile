@@ -49,7 +49,7 @@ $(VENV)/lint-deps: $(VENV)/serve-deps
 simt: $(VENV)/simt
 
 $(VENV)/simt: $(VENV)/built
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt _simt_test
 	touch $@
 
 serve: setup

@@ -33,9 +33,9 @@ _ONCE = {"take_error"}
 
 
 @cache
-def load() -> ModuleType:
+def load(name: str = "_simt") -> ModuleType:
     """Imports the interpreter's module from the build folder."""
-    name = "_simt" if BUILD == "plain" else f"_simt_{BUILD}"
+    name = name if BUILD == "plain" else f"{name}_{BUILD}"
     found = sorted((ROOT / "build" / "simt").glob(f"{name}.*so"))
     if not found:
         raise RuntimeError(f"the interpreter's module {name} is not built: run `make simt`")
