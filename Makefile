@@ -10,13 +10,16 @@ PORT ?= 8000
 MODEL ?=
 SPECULATIVE_CONFIG ?=
 ONLY ?=
+# auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py says how it chooses).
+SPECOPS_CUDA ?= auto
+export SPECOPS_CUDA
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
-SOURCES := CMakeLists.txt setup.py $(shell find csrc -type f)
+SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup serve simt test prove bench bench-peers lint format clean
+.PHONY: setup serve simt gates test prove bench bench-peers lint format clean
 
 setup: $(VENV)/built
 
@@ -33,7 +36,11 @@ $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
 	echo "$(abspath python)" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
 	touch $@
 
-$(VENV)/built: $(VENV)/serve-deps $(SOURCES)
+$(VENV)/cuda-%: | $(VENV)/serve-deps
+	rm -f $(VENV)/cuda-*
+	touch $@
+
+$(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
@@ -51,6 +58,17 @@ simt: $(VENV)/simt
 $(VENV)/simt: $(VENV)/built
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt _simt_test
 	touch $@
+
+# nvcc from its wheels, where there is none: in a folder of its own, since torch pins some of them.
+$(VENV)/nvcc: $(VENV)/serve-deps constraints.txt
+	$(BIN)/python tools/cuda_toolkit.py || $(PIP) --no-deps --target $(VENV)/cuda \
+	  nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime==13.0.96
+	$(BIN)/python tools/cuda_toolkit.py
+	touch $@
+
+# Every kernel for every architecture: no spills, no stack frames, within its budget.
+gates: $(VENV)/nvcc
+	$(BIN)/python -m tools.gates
 
 serve: setup
 	$(BIN)/python -m specops.engine --host $(HOST) --port $(PORT) \

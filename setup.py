@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands the build of specops._C to CMake and ninja; CMakeLists.txt lists the sources."""
+"""Hands the build of specops._C to CMake and ninja; CMakeLists.txt lists the sources.
+
+SPECOPS_CUDA=auto|ON|OFF says whether CUDA kernels are built (auto: if nvcc is there and the
+installed torch has CUDA), SPECOPS_CUDA_ARCHS for which GPUs (`80 90a`; default: those of this
+machine, else that list).
+"""
 
 import os
 import subprocess
@@ -10,6 +15,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))  # build front ends do not put the project there
+
+import cuda_toolkit  # noqa: E402
 
 
 class CMakeBuild(build_ext):
@@ -25,10 +33,28 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
+            *cuda_options(),
             *os.environ.get("SPECOPS_CMAKE_ARGS", "").split(),
         ]
         subprocess.run(["cmake", "-G", "Ninja", "-S", ROOT, "-B", work, *options], check=True)
         subprocess.run(["cmake", "--build", work], check=True)
+
+
+def cuda_options() -> list[str]:
+    """What CMake is told about CUDA; said aloud, since nothing here may happen silently."""
+    wanted, why = cuda_toolkit.cuda_choice()
+    if not wanted:
+        print(f"specops: without CUDA kernels: {why}", flush=True)
+        return ["-DSPECOPS_CUDA=OFF"]
+    archs = cuda_toolkit.wanted_archs()
+    print(f"specops: with CUDA kernels for {' '.join(archs)}: {why}", flush=True)
+    nvcc = cuda_toolkit.find_nvcc()
+    return [
+        "-DSPECOPS_CUDA=ON",
+        f"-DSPECOPS_NVCC={nvcc}",
+        f"-DSPECOPS_CUDART={cuda_toolkit.static_runtime(nvcc)}",
+        f"-DSPECOPS_CUDA_ARCHS={';'.join(archs)}",
+    ]
 
 
 setup(ext_modules=[Extension("specops._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where nvcc is, which CUDA the installed torch was built for, which GPUs this machine has.
+
+For setup.py, the gates and the GPU check; standard library only, and torch is never imported. As a
+program it prints the path of nvcc, or fails with a sentence where there is none.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Machine code for the two generations the kernels know, when no GPU says otherwise.
+DEFAULT_ARCHS = ("80", "90a")
+
+# Where `make` puts nvcc's wheels on a machine without it.
+WHEELS = ROOT / ".venv" / "cuda"
+
+
+@cache
+def find_nvcc() -> Path | None:
+    """CUDA_HOME, the PATH, then the nvidia-cuda-nvcc wheel, installed or fetched by `make`."""
+    folders = []
+    if home := os.environ.get("CUDA_HOME"):
+        folders.append(Path(home) / "bin")
+    if on_path := shutil.which("nvcc"):
+        folders.append(Path(on_path).parent)
+    for site in (*map(Path, sys.path), WHEELS):
+        folders += [site / "nvidia" / "cu13" / "bin", site / "nvidia" / "cuda_nvcc" / "bin"]
+    for folder in folders:
+        if os.access(folder / "nvcc", os.X_OK) and (folder / "nvcc").is_file():
+            return folder / "nvcc"
+    return None
+
+
+@cache
+def nvcc_version(nvcc: Path) -> tuple[int, int]:
+    """The release, as (13, 0)."""
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+)\.(\d+)", told)
+    assert match, f"{nvcc} --version names no release"
+    return int(match[1]), int(match[2])
+
+
+@cache
+def toolkit_root(nvcc: Path) -> Path:
+    """The folder of nvcc's own headers and libraries; nvcc itself may be a link or a script."""
+    command = [nvcc, "--dryrun", "-c", "none.cu"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    match = re.search(r"^#\$ TOP=(.+)$", told, re.MULTILINE)
+    return Path(match[1]).resolve() if match else nvcc.resolve().parent.parent
+
+
+def static_runtime(nvcc: Path) -> Path | None:
+    """libcudart_static.a; wheels keep it in lib, toolkits in lib64 or under targets."""
+    root = toolkit_root(nvcc)
+    for folder in (root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))):
+        if (folder / "libcudart_static.a").is_file():
+            return folder / "libcudart_static.a"
+    return None
+
+
+def torch_cuda() -> tuple[int, int] | None:
+    """The CUDA release the installed torch was built for; None without torch or for a CPU build."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    match = re.search(r"^cuda\b.*=\s*['\"](\d+)\.(\d+)", text, re.MULTILINE)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def gpu_archs() -> list[str]:
+    """Architectures of the GPUs of this machine, as nvcc names them; empty without one."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    numbers = {line.strip().replace(".", "") for line in told.stdout.splitlines()}
+    archs = sorted(number for number in numbers if number.isdecimal())
+    # Hopper's own instructions exist under the name 90a only.
+    return ["90a" if arch == "90" else arch for arch in archs]
+
+
+def wanted_archs() -> list[str]:
+    """SPECOPS_CUDA_ARCHS (`80 90a`), else those of the GPUs here, else the default list."""
+    asked = os.environ.get("SPECOPS_CUDA_ARCHS", "").replace(";", " ").replace(",", " ").split()
+    if bad := [arch for arch in asked if not re.fullmatch(r"\d{2,3}[af]?", arch)]:
+        raise SystemExit(f"SPECOPS_CUDA_ARCHS must be like `80 90a`, got {' '.join(bad)}")
+    return asked or gpu_archs() or list(DEFAULT_ARCHS)
+
+
+def cuda_choice() -> tuple[bool, str]:
+    """Whether the package gets CUDA kernels, and why: SPECOPS_CUDA is `auto`, `ON` or `OFF`.
+
+    `auto` asks for nvcc and a torch that has CUDA, never for a GPU: those who build are not always
+    those who run.
+    """
+    asked = os.environ.get("SPECOPS_CUDA", "") or "auto"
+    if asked not in ("auto", "ON", "OFF"):
+        raise SystemExit(f"SPECOPS_CUDA must be auto, ON or OFF, got {asked}")
+    if asked == "OFF":
+        return False, "SPECOPS_CUDA=OFF"
+    nvcc = find_nvcc()
+    problem = _problem_of(nvcc)
+    if asked == "ON":
+        if problem:
+            raise SystemExit(f"SPECOPS_CUDA=ON, but {problem}")
+        return True, "SPECOPS_CUDA=ON"
+    if problem:
+        return False, problem
+    assert nvcc is not None
+    torch = torch_cuda()
+    if torch is None:
+        return False, "the installed torch has no CUDA, or cannot be seen from here"
+    if nvcc_version(nvcc)[0] > torch[0]:
+        return False, (
+            f"nvcc is of CUDA {nvcc_version(nvcc)[0]}, torch of CUDA {torch[0]}: "
+            "a driver for torch may be too old for us"
+        )
+    return True, f"nvcc is {nvcc}, torch is built for CUDA {torch[0]}.{torch[1]}"
+
+
+def _problem_of(nvcc: Path | None) -> str:
+    if nvcc is None:
+        return "nvcc is not in CUDA_HOME, on the PATH, or among the installed wheels"
+    if nvcc_version(nvcc) < (12, 0):
+        return f"{nvcc} is older than CUDA 12.0 and has no C++20"
+    if static_runtime(nvcc) is None:
+        return f"libcudart_static.a is missing under {toolkit_root(nvcc)}"
+    return ""
+
+
+def main() -> int:
+    """Prints where nvcc is."""
+    nvcc = find_nvcc()
+    if problem := _problem_of(nvcc):
+        print(problem, file=sys.stderr)
+        return 1
+    print(nvcc)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

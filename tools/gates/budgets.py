@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of what kernels may take, and what an SM has.
+
+A kernel is judged by the first row whose pattern fits its name; none may spill, keep a stack frame
+or own static shared memory. A kernel that keeps enough threads resident needs no row of its own.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A row: what the kernels of one pattern may take.
+
+    Attributes:
+        kernel: pattern of the name, without namespaces: `silu_mul_kernel<*`.
+        registers: a thread's most.
+        threads: of a block, as the launch bounds say; None: whatever they say.
+        smem_bytes: the most dynamic shared memory that a launch asks for.
+        blocks_per_sm: how many blocks must fit an SM at once, on each architecture.
+    """
+
+    kernel: str
+    registers: int
+    threads: int | None = None
+    smem_bytes: int = 0
+    blocks_per_sm: int = 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a streaming multiprocessor has (CUDA C++ Programming Guide, compute capabilities)."""
+
+    smem_bytes: int
+    block_smem_bytes: int
+    threads: int = 2048
+    blocks: int = 32
+    registers: int = 65536
+
+
+LIMITS = {
+    "80": Limits(smem_bytes=164 << 10, block_smem_bytes=163 << 10),
+    "90a": Limits(smem_bytes=228 << 10, block_smem_bytes=227 << 10),
+}
+
+# Of the shared memory, the system keeps this much of every block.
+RESERVED_SMEM_BYTES = 1 << 10
+
+BUDGETS = (
+    # common
+    # batching
+    # attention
+    # dense
+    Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
+    # sampling
+    # suffix_tree
+    # Everything else: 512 threads of it fit the registers of an SM.
+    Budget("*", registers=128),
+)
+
+
+def budget_of(kernel: str, budgets: tuple[Budget, ...] = BUDGETS) -> Budget:
+    """The first row whose pattern fits."""
+    return next(row for row in budgets if fnmatchcase(kernel, row.kernel))
+
+
+def blocks_per_sm(limits: Limits, registers: int, threads: int, smem_bytes: int) -> int:
+    """How many blocks an SM holds: what the occupancy calculator says.
+
+    Registers are given to a warp in units of 256, within its quarter of the SM.
+    """
+    warps = -(-threads // 32)
+    of_a_warp = -(-registers // 8) * 8 * 32
+    quarter = limits.registers // 4
+    by_registers = quarter // of_a_warp * 4 // warps
+    by_smem = limits.smem_bytes // (smem_bytes + RESERVED_SMEM_BYTES)
+    return min(limits.blocks, limits.threads // (warps * 32), by_registers, by_smem)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles kernels to machine code of one architecture, and reads what ptxas and the PTX say.
+
+Nothing is linked and no host code is compiled, so this is quick; what is unchanged since the last
+run (sources, headers, flags, compiler) is not compiled again.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tools.cuda_toolkit import ROOT, nvcc_version
+from tools.gates.budgets import BUDGETS, LIMITS, Budget, blocks_per_sm, budget_of
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One function of one architecture, as compiled. `threads` is None without launch bounds."""
+
+    name: str
+    arch: str
+    entry: bool
+    threads: int | None
+    registers: int
+    smem_bytes: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A source for one architecture: its kernels, and what is wrong beside any kernel's budget."""
+
+    source: str
+    arch: str
+    kernels: tuple[Kernel, ...]
+    problems: tuple[str, ...]
+    seconds: float
+    cached: bool = False
+
+
+def cmake_list(name: str) -> list[str]:
+    """A `set(name ...)` of CMakeLists.txt, which is the only list of sources and flags."""
+    text = re.sub(r"#[^\n]*", "", (ROOT / "CMakeLists.txt").read_text())
+    match = re.search(rf"\bset\({name}\b([^)]*)\)", text)
+    assert match, f"CMakeLists.txt does not set {name}"
+    return match[1].split()
+
+
+def compile_source(nvcc: Path, source: Path, arch: str, work: Path) -> Compiled:
+    """Compiles one source for one architecture, or takes the result of an equal compilation."""
+    folder = work / f"sm_{arch}" / source.stem
+    saved, depfile = folder / "result.json", folder / "deps"
+    command = [
+        str(nvcc),
+        *cmake_list("SPECOPS_NVCC_FLAGS"),
+        f"-I{ROOT / 'csrc'}",
+        "-gencode",
+        f"arch=compute_{arch},code=sm_{arch}",
+        *("-cubin", "-Xptxas", "-v", "-keep", "-keep-dir", str(folder)),
+        *("-MD", "-MF", str(depfile), "-o", str(folder / "kernel.cubin"), str(source)),
+    ]
+    if saved.exists():
+        result = json.loads(saved.read_text())
+        if result["key"] == _key(nvcc, command, source, depfile):
+            kernels = tuple(Kernel(**kernel) for kernel in result["kernels"])
+            problems = tuple(result["problems"])
+            return Compiled(source.name, arch, kernels, problems, result["seconds"], cached=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    begun = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    log, seconds = done.stdout + done.stderr, round(time.monotonic() - begun, 2)
+    (folder / "log").write_text(log)
+    if done.returncode != 0:
+        return Compiled(source.name, arch, (), (f"does not compile:\n{log.strip()}",), seconds)
+    ptx = (folder / f"{source.stem}.ptx").read_text()
+    for path in folder.iterdir():
+        if path.suffix not in (".ptx", ".cubin", "") or path.stat().st_size == 0:
+            path.unlink()
+    kernels = tuple(read_ptxas(log, arch, launch_bounds(ptx)))
+    problems = tuple([*log_problems(log), *ptx_problems(ptx)])
+    result = {
+        "key": _key(nvcc, command, source, depfile),
+        "kernels": [asdict(kernel) for kernel in kernels],
+        "problems": problems,
+        "seconds": seconds,
+    }
+    saved.write_text(json.dumps(result))
+    return Compiled(source.name, arch, kernels, problems, seconds)
+
+
+def _key(nvcc: Path, command: list[str], source: Path, depfile: Path) -> str:
+    """Of all that decides the outcome: command, compiler, and every file of ours that is read."""
+    text = re.sub(r"\\\n", " ", depfile.read_text()) if depfile.exists() else ""
+    read = {Path(name).resolve() for name in text.split()[2:]} | {source.resolve()}
+    digest = hashlib.sha256(repr((command, nvcc_version(nvcc))).encode())
+    digest.update(Path(__file__).read_bytes())
+    system = ("/usr/", str(nvcc.resolve().parent.parent))
+    for path in sorted(path for path in read if not str(path).startswith(system)):
+        digest.update(str(path).encode() + (path.read_bytes() if path.exists() else b"gone"))
+    return digest.hexdigest()
+
+
+def demangle(names: list[str]) -> list[str]:
+    """Readable names: no namespaces, no arguments: `silu_mul_kernel<bfloat16>`."""
+    if not names:
+        return []
+    done = subprocess.run(
+        ["c++filt", *names], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [_short(name) for name in done]
+
+
+def _short(name: str) -> str:
+    name = re.sub(r"\(anonymous namespace\)::|\bspecops::|\b_GLOBAL__N_\w*::", "", name)
+    name = re.sub(r"\((?:int|unsigned int|long|bool|unsigned long|unsigned char)\)", "", name)
+    depth = 0
+    for i, letter in enumerate(name):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "(" and depth == 0:
+            name = name[:i]
+            break
+    return re.sub(r"^.*? (?=\w+(<|$))", "", name)
+
+
+def launch_bounds(ptx: str) -> dict[str, int | None]:
+    """The block size that each kernel is compiled for, by its mangled name."""
+    bounds: dict[str, int | None] = {}
+    for match in re.finditer(r"\.entry\s+(\w+)\s*\((.*?)^\{", ptx, re.DOTALL | re.MULTILINE):
+        size = re.search(r"\.(?:max|req)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", match[2])
+        sides = [int(side) for side in size.groups() if side] if size else []
+        bounds[match[1]] = None
+        for i, side in enumerate(sides):
+            bounds[match[1]] = side if i == 0 else (bounds[match[1]] or 1) * side
+    return bounds
+
+
+def read_ptxas(log: str, arch: str, bounds: dict[str, int | None]) -> Iterator[Kernel]:
+    """What `-Xptxas -v` says of every function that was not inlined."""
+    pattern = (
+        r"Function properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads(?:\s*\n[^\n]*Used (\d+) registers([^\n]*))?"
+    )
+    found = re.findall(pattern, log)
+    for match, name in zip(found, demangle([match[0] for match in found]), strict=True):
+        smem = re.search(r"(\d+) bytes smem", match[5])
+        yield Kernel(
+            name=name,
+            arch=arch,
+            entry=match[0] in bounds,
+            threads=bounds.get(match[0]),
+            registers=int(match[4] or 0),
+            smem_bytes=int(smem[1]) if smem else 0,
+            stack_bytes=int(match[1]),
+            spill_bytes=int(match[2]) + int(match[3]),
+        )
+
+
+def log_problems(log: str) -> Iterator[str]:
+    """Warnings of the assembler: ignored directives, registers it ran out of, and the like."""
+    for line in log.splitlines():
+        if re.search(r"\bwarning\b|\badvisory\b|C75\d\d", line, re.IGNORECASE):
+            yield line.strip()
+
+
+def ptx_problems(ptx: str) -> Iterator[str]:
+    """Instructions whose result depends on the order in which blocks happen to arrive."""
+    for word in sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]*\.b?f(?:16|32|64)\w*", ptx))):
+        yield f"{word}: atomics on floats add in order of arrival"
+
+
+def judge(kernel: Kernel, budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
+    """What a kernel takes beyond its budget, in words."""
+    if kernel.spill_bytes:
+        yield f"spills {kernel.spill_bytes} bytes"
+    if kernel.stack_bytes:
+        yield f"keeps a stack frame of {kernel.stack_bytes} bytes"
+    if not kernel.entry:
+        return
+    budget = budget_of(kernel.name, budgets)
+    if kernel.smem_bytes:
+        yield f"owns {kernel.smem_bytes} bytes of static shared memory"
+    if kernel.registers > budget.registers:
+        yield f"takes {kernel.registers} registers, its budget is {budget.registers}"
+    if kernel.threads is None:
+        yield "has no __launch_bounds__"
+        return
+    if budget.threads is not None and kernel.threads != budget.threads:
+        yield f"is bound to {kernel.threads} threads, its budget says {budget.threads}"
+    limits = LIMITS[kernel.arch]
+    if budget.smem_bytes > limits.block_smem_bytes:
+        yield f"has a budget of {budget.smem_bytes} bytes, a block has {limits.block_smem_bytes}"
+    fits = blocks_per_sm(limits, kernel.registers, kernel.threads, budget.smem_bytes)
+    if fits < budget.blocks_per_sm:
+        yield f"fits an SM {fits} times, its budget says {budget.blocks_per_sm}"
