@@ -4,6 +4,7 @@
 import pytest
 import specops
 import torch
+from conftest import expect_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from specops import reference, suffix_tree
@@ -87,34 +88,35 @@ def test_sizes_per_request(device: str, isa: str) -> None:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_history(device: str, data: st.DataObject) -> None:
+def test_any_history(device: str, on_cuda: bool, data: st.DataObject) -> None:
     alphabet = data.draw(st.integers(1, 5))
     tokens = st.lists(st.integers(0, alphabet), max_size=data.draw(st.sampled_from([8, 40, 300])))
     rows = data.draw(st.lists(tokens, max_size=5))
     limits = [data.draw(st.integers(0, 9)) for _ in rows]
     low = data.draw(st.integers(1, 6))
     high = data.draw(st.integers(low, 12))
-    for isa in specops.supported_isas():
+    k = data.draw(st.integers(0, 8))
+    for isa in specops.supported_isas()[: 1 if on_cuda else None]:
         specops.set_isa(isa)
-        propose(rows, limits, data.draw(st.integers(0, 8)), (low, high), device)
+        propose(rows, limits, k, (low, high), device)
 
 
 @pytest.mark.parametrize("vocab", [3, 30, 3000])
-def test_long_rows_of_many_requests(device: str, isa: str, vocab: int) -> None:
+def test_long_rows_of_many_requests(device: str, on_cuda: bool, isa: str, vocab: int) -> None:
     rows = [torch.randint(0, vocab, (int(n),)).tolist() for n in torch.randint(0, 3000, (60,))]
     limits = torch.randint(0, 7, (60,)).tolist()
     results = []
-    for num_threads in (1, 2, 3):
+    for num_threads in (1,) if on_cuda else (1, 2, 3):
         specops.set_num_threads(num_threads)
         results.append(propose(rows, limits, 5, (1, 4), device))
-    assert results[0] == results[1] == results[2]
+        assert results[0] == results[-1]
     assert sum(results[0][1]) > 0
     for b in (0, 17, 59):  # alone as in the batch, whatever the width of the buffer
         alone = propose([rows[b]], [limits[b]], 5, (1, 4), device, max_len=4000)
         assert alone == ([results[0][0][b]], [results[0][1][b]])
 
 
-@pytest.mark.parametrize("distance", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
+@pytest.mark.parametrize("distance", [1, 2, 63, 64, 65, 127, 129, 1000, 1024, 8191, 8193, 20000])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_match_at_every_distance_from_a_block(
     device: str, isa: str, distance: int, size: int
@@ -144,7 +146,10 @@ def test_a_match_at_every_distance_from_a_block(
         ({"max_ngram_size": 2.5}, r"max_ngram_size must be an int or int32 \[batch\], got float"),
     ],
 )
-def test_refusals_leave_out_untouched(device: str, change: dict[str, object], message: str) -> None:
+def test_refusals_leave_out_untouched(
+    device: str, on_cuda: bool, change: dict[str, object], message: str
+) -> None:
+    """On CUDA a fault in the data is told afterwards, and its request has no drafts."""
     arguments: dict[str, object] = {
         "lens": [4, 8],
         "max_draft_tokens": [2, 2],
@@ -161,8 +166,16 @@ def test_refusals_leave_out_untouched(device: str, change: dict[str, object], me
     out = torch.full((2, 3), 77, dtype=torch.int32, device=device)
     counts = torch.full((2,), 77, dtype=torch.int32, device=device)
     token_ids = torch.zeros(2, 8, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="ngram_propose: " + message):
+    reported = on_cuda and "\\[" in message.split()[0]
+    if reported:  # the sentence of a code: the argument without its index
+        message = message.split()[0].partition("\\[")[0] + " must be "
+    with expect_fault(reported, "^ngram_propose: " + message):
         suffix_tree.ngram_propose(
             token_ids, **tensors, draft_token_ids=out, num_draft_tokens=counts
         )  # type: ignore[arg-type]
-    assert bool((out == 77).all()) and bool((counts == 77).all())
+    if reported:
+        at_fault = 0 if change.get("lens") == [-1, 8] else 1
+        assert counts.tolist()[at_fault] == 0 and out.tolist()[at_fault] == [-1] * 3
+        assert counts.tolist()[1 - at_fault] > 0
+    else:
+        assert bool((out == 77).all()) and bool((counts == 77).all())

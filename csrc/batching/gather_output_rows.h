@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/error_flag.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -12,11 +13,14 @@ struct GatherOutputRowsParams {
   const void* hidden;          // [rows, width]; rows hidden_stride_bytes apart
   const int32_t* output_rows;  // [num_output_rows], a row of hidden or -1
   void* out;                   // [num_output_rows, width], contiguous
+  int64_t rows;
   int64_t num_output_rows;
   int64_t row_bytes;
   int64_t hidden_stride_bytes;
+  ErrorFlag error;
 };
 
 SPECOPS_DECLARE_CPU(gather_output_rows_cpu, GatherOutputRowsParams);
+SPECOPS_DECLARE_CUDA(gather_output_rows_cuda, GatherOutputRowsParams);
 
 }  // namespace specops

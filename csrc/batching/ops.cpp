@@ -22,7 +22,7 @@ std::string at(const char* name, int64_t index) {
 }
 
 // Everything that depends on the values, before anything is written.
-void check_lengths(const Checker& check, const PrepareBatchParams& params, int64_t num_indices) {
+void check_lengths(const Checker& check, const PrepareBatchParams& params) {
   int64_t rows = 0;
   int64_t outputs = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
@@ -41,12 +41,12 @@ void check_lengths(const Checker& check, const PrepareBatchParams& params, int64
     if (mode < 0 || mode > 2) {
       check.fail(at("output_modes", b), "0 (none), 1 (last) or 2 (all)", std::to_string(mode));
     }
-    if (first_page < 0 || num_pages < 0 || first_page + num_pages > num_indices) {
-      check.fail(
-          "kv_indptr",
-          "non-decreasing from 0 up to the size of kv_indices = " + std::to_string(num_indices),
-          at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " + at("kv_indptr", b + 1) +
-              " = " + std::to_string(first_page + num_pages));
+    if (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices) {
+      check.fail("kv_indptr",
+                 "non-decreasing from 0 up to the size of kv_indices = " +
+                     std::to_string(params.num_indices),
+                 at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " +
+                     at("kv_indptr", b + 1) + " = " + std::to_string(first_page + num_pages));
     }
     if (qo_len == 0) continue;
     int64_t needed_pages = (kv_len + params.page_size - 1) / params.page_size;
@@ -162,12 +162,15 @@ void prepare_batch(const TensorView& qo_lens,
       .output_padding_offset = max_seq_len ? output_padding_offset.data<int32_t>() : nullptr,
       .output_cum_offsets = max_seq_len ? output_cum_offsets.data<int32_t>() : nullptr,
       .batch = batch,
+      .num_indices = pages,
       .total_rows = total_rows,
       .num_output_rows = num_output_rows,
       .page_size = page_size,
       .max_seq_len = max_seq_len.value_or(0),
+      .error = check.error_flag(),
   };
-  check_lengths(check, params, pages);
+  if (check.on_cuda()) return prepare_batch_cuda(params, check.stream());
+  check_lengths(check, params);
   prepare_batch_cpu(params);
 }
 
@@ -183,23 +186,26 @@ void gather_output_rows(const TensorView& hidden,
                Layout::kRows);
   check.tensor("output_rows", output_rows, {DType::kInt32}, {&outputs});
   check.tensor("out", out, {hidden.dtype()}, {&outputs, &width});
-  const int32_t* indices = output_rows.data<int32_t>();
-  for (int64_t i = 0; i < outputs; ++i) {
-    if (indices[i] < -1 || indices[i] >= rows) {
-      check.fail(at("output_rows", i),
-                 "-1 or a row of hidden, below " + std::to_string(rows),
-                 std::to_string(indices[i]));
-    }
-  }
-  if (outputs == 0 || width == 0) return;
-  gather_output_rows_cpu({
+  GatherOutputRowsParams params{
       .hidden = hidden.raw(),
-      .output_rows = indices,
+      .output_rows = output_rows.data<int32_t>(),
       .out = out.raw(),
+      .rows = rows,
       .num_output_rows = outputs,
       .row_bytes = width * dtype_bytes(hidden.dtype()),
       .hidden_stride_bytes = hidden.stride(0) * dtype_bytes(hidden.dtype()),
-  });
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return gather_output_rows_cuda(params, check.stream());
+  for (int64_t i = 0; i < outputs; ++i) {
+    if (params.output_rows[i] < -1 || params.output_rows[i] >= rows) {
+      check.fail(at("output_rows", i),
+                 "-1 or a row of hidden, below " + std::to_string(rows),
+                 std::to_string(params.output_rows[i]));
+    }
+  }
+  if (outputs == 0 || width == 0) return;
+  gather_output_rows_cpu(params);
 }
 
 }  // namespace

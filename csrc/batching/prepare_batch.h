@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "common/error_flag.h"
+#include "common/host_device.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -20,7 +22,7 @@ struct PrepareBatchParams {
   const int32_t* kv_lens;          // [batch], including this step's rows
   const int32_t* output_modes;     // [batch], OutputMode
   const int32_t* kv_indptr;        // [batch + 1], in pages
-  const int32_t* kv_indices;       // [kv_indptr[batch]], page ids
+  const int32_t* kv_indices;       // [num_indices], page ids
   int32_t* qo_indptr;              // [batch + 1]
   int32_t* row_to_request;         // [total_rows]
   int32_t* positions;              // [total_rows]
@@ -31,18 +33,21 @@ struct PrepareBatchParams {
   int32_t* output_padding_offset;  // [num_output_rows], may be nullptr
   int32_t* output_cum_offsets;     // [batch], nullptr when output_padding_offset is
   int64_t batch;
+  int64_t num_indices;
   int64_t total_rows;       // capacity; entries past the real rows become -1
   int64_t num_output_rows;  // capacity, likewise
   int64_t page_size;
   int64_t max_seq_len;  // row length of the padded view; unused without it
+  ErrorFlag error;
 };
 
-// How many of a request's rows produce logits; static: no instruction set borrows another's code.
-static inline int32_t num_outputs(OutputMode mode, int32_t qo_len) {
+// How many of a request's rows produce logits.
+SPECOPS_HOST_DEVICE int32_t num_outputs(OutputMode mode, int32_t qo_len) {
   if (mode == OutputMode::kNone || qo_len == 0) return 0;
   return mode == OutputMode::kLast ? 1 : qo_len;
 }
 
 SPECOPS_DECLARE_CPU(prepare_batch_cpu, PrepareBatchParams);
+SPECOPS_DECLARE_CUDA(prepare_batch_cuda, PrepareBatchParams);
 
 }  // namespace specops

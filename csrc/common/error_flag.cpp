@@ -9,10 +9,42 @@ const char* error_sentence(int32_t code) {
       break;
     case ErrorCode::kEmbeddingTokenId:
       return "embedding: token_ids must be in [0, vocab), got an id outside";
+
+    case ErrorCode::kPrepareBatchQoLens:
+      return "prepare_batch: qo_lens must be at least 0, got a length below";
+    case ErrorCode::kPrepareBatchKvLens:
+      return "prepare_batch: kv_lens must be at least qo_lens (it includes this step's rows), got "
+             "a length below";
+    case ErrorCode::kPrepareBatchOutputModes:
+      return "prepare_batch: output_modes must be 0 (none), 1 (last) or 2 (all), got another value";
+    case ErrorCode::kPrepareBatchKvIndptr:
+      return "prepare_batch: kv_indptr must be non-decreasing from 0 up to the size of kv_indices, "
+             "and wide enough for the pages of kv_lens, got something else";
+    case ErrorCode::kPrepareBatchKvIndices:
+      return "prepare_batch: kv_indices must be page ids, at least 0, got one below";
+    case ErrorCode::kPrepareBatchTotalRows:
+      return "prepare_batch: total_rows must be at least the sum of qo_lens, got less";
+    case ErrorCode::kPrepareBatchNumOutputRows:
+      return "prepare_batch: num_output_rows must be at least the output rows asked for, got less";
+    case ErrorCode::kPrepareBatchMaxSeqLen:
+      return "prepare_batch: max_seq_len must be at least the output rows of each request, got "
+             "less";
+    case ErrorCode::kGatherOutputRowsRow:
+      return "gather_output_rows: output_rows must be -1 or a row of hidden, got a row outside";
+
     case ErrorCode::kCommitTokensSlot:
       return "commit_tokens: slots must be -1 or a row of token_ids, got one outside";
     case ErrorCode::kCommitTokensRoom:
       return "commit_tokens: lens must leave room in token_ids, got more tokens than fit";
+
+    case ErrorCode::kNgramLens:
+      return "ngram_propose: lens must be in 0 .. max_len, got a length outside";
+    case ErrorCode::kNgramMaxDraftTokens:
+      return "ngram_propose: max_draft_tokens must be at least 0, got a limit below";
+    case ErrorCode::kNgramMinSize:
+      return "ngram_propose: min_ngram_size must be at least 1, got a size below";
+    case ErrorCode::kNgramMaxSize:
+      return "ngram_propose: max_ngram_size must be at least min_ngram_size, got a size below";
   }
   return nullptr;
 }

@@ -12,9 +12,30 @@ namespace specops {
 // Stored as int32; each has its sentence in error_flag.cpp.
 enum class ErrorCode : int32_t {
   kNone = 0,
+
+  // dense
   kEmbeddingTokenId = 1,
+
+  // batching
+  kPrepareBatchQoLens = 20,
+  kPrepareBatchKvLens = 21,
+  kPrepareBatchOutputModes = 22,
+  kPrepareBatchKvIndptr = 23,
+  kPrepareBatchKvIndices = 24,
+  kPrepareBatchTotalRows = 25,
+  kPrepareBatchNumOutputRows = 26,
+  kPrepareBatchMaxSeqLen = 27,
+  kGatherOutputRowsRow = 28,
+
+  // sampling
   kCommitTokensSlot = 60,
   kCommitTokensRoom = 61,
+
+  // suffix_tree
+  kNgramLens = 40,
+  kNgramMaxDraftTokens = 41,
+  kNgramMinSize = 42,
+  kNgramMaxSize = 43,
 };
 
 struct ErrorFlag {

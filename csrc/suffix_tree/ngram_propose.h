@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/error_flag.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -17,13 +18,16 @@ struct NgramProposeParams {
   int32_t* draft_token_ids;         // [batch, capacity], -1 padded
   int32_t* num_draft_tokens;        // [batch]
   int64_t batch;
+  int64_t max_len;
   int64_t stride;
   int64_t capacity;
-  int64_t total_tokens;  // sum of lens
-  int64_t min_size;
-  int64_t max_size;
+  int64_t total_tokens;  // sum of lens; unknown on CUDA
+  int32_t min_size;
+  int32_t max_size;
+  ErrorFlag error;
 };
 
 SPECOPS_DECLARE_CPU(ngram_propose_cpu, NgramProposeParams);
+SPECOPS_DECLARE_CUDA(ngram_propose_cuda, NgramProposeParams);
 
 }  // namespace specops

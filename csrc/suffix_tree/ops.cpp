@@ -2,6 +2,7 @@
 // Argument checks and registration of the suffix_tree family.
 #include "suffix_tree/ops.h"
 
+#include <limits>
 #include <string>
 
 #include "common/tensor_view.h"
@@ -12,6 +13,12 @@ namespace {
 
 std::string at(const char* name, int64_t index) {
   return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+// No row is longer, so a larger size means no other.
+int32_t as_size(int64_t value) {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  return static_cast<int32_t>(value < kMax ? value : kMax);
 }
 
 // A size given once for the batch, as an int, or per request, as a tensor.
@@ -35,6 +42,44 @@ PerRequest per_request(Checker& check, const char* name, const TensorView& view,
   return {.values = view.data<int32_t>()};
 }
 
+void check_sizes(const Checker& check,
+                 const PerRequest& min_sizes,
+                 const PerRequest& max_sizes,
+                 int64_t count) {
+  for (int64_t b = 0; b < count; ++b) {
+    int64_t low = min_sizes[b];
+    int64_t high = max_sizes[b];
+    if (low < 1) {
+      check.fail(min_sizes.values ? at("min_ngram_size", b) : "min_ngram_size",
+                 "at least 1",
+                 std::to_string(low));
+    }
+    if (high < low) {
+      check.fail(max_sizes.values ? at("max_ngram_size", b) : "max_ngram_size",
+                 "at least min_ngram_size = " + std::to_string(low),
+                 std::to_string(high));
+    }
+  }
+}
+
+// Checks the values per request and returns the sum of the lengths.
+int64_t check_lengths(const Checker& check, const NgramProposeParams& params) {
+  int64_t total_tokens = 0;
+  for (int64_t b = 0; b < params.batch; ++b) {
+    if (params.lens[b] < 0 || params.lens[b] > params.max_len) {
+      check.fail(at("lens", b),
+                 "in 0 .. max_len = " + std::to_string(params.max_len),
+                 std::to_string(params.lens[b]));
+    }
+    if (params.max_draft_tokens[b] < 0) {
+      check.fail(
+          at("max_draft_tokens", b), "at least 0", std::to_string(params.max_draft_tokens[b]));
+    }
+    total_tokens += params.lens[b];
+  }
+  return total_tokens;
+}
+
 void ngram_propose(const TensorView& token_ids,
                    const TensorView& lens,
                    const TensorView& max_draft_tokens,
@@ -51,52 +96,31 @@ void ngram_propose(const TensorView& token_ids,
   PerRequest max_sizes = per_request(check, "max_ngram_size", max_ngram_size, &batch);
   check.tensor("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &capacity});
   check.tensor("num_draft_tokens", num_draft_tokens, {DType::kInt32}, {&batch});
-  const int32_t* len_values = lens.data<int32_t>();
-  const int32_t* limits = max_draft_tokens.data<int32_t>();
-  int64_t total_tokens = 0;
-  for (int64_t b = 0; b < batch; ++b) {
-    if (len_values[b] < 0 || len_values[b] > max_len) {
-      check.fail(at("lens", b),
-                 "in 0 .. max_len = " + std::to_string(max_len),
-                 std::to_string(len_values[b]));
-    }
-    if (limits[b] < 0) {
-      check.fail(at("max_draft_tokens", b), "at least 0", std::to_string(limits[b]));
-    }
-    total_tokens += len_values[b];
-  }
-  for (int64_t b = 0; b < (min_sizes.values || max_sizes.values ? batch.value : 1); ++b) {
-    int64_t low = min_sizes[b];
-    int64_t high = max_sizes[b];
-    if (low < 1) {
-      check.fail(min_sizes.values ? at("min_ngram_size", b) : "min_ngram_size",
-                 "at least 1",
-                 std::to_string(low));
-    }
-    if (high < low) {
-      check.fail(max_sizes.values ? at("max_ngram_size", b) : "max_ngram_size",
-                 "at least min_ngram_size = " + std::to_string(low),
-                 std::to_string(high));
-    }
-  }
-  if (batch == 0) return;
   NgramProposeParams params{
       .token_ids = token_ids.data<int32_t>(),
-      .lens = len_values,
-      .max_draft_tokens = limits,
+      .lens = lens.data<int32_t>(),
+      .max_draft_tokens = max_draft_tokens.data<int32_t>(),
       .min_sizes = min_sizes.values,
       .max_sizes = max_sizes.values,
       .draft_token_ids = draft_token_ids.data<int32_t>(),
       .num_draft_tokens = num_draft_tokens.data<int32_t>(),
       .batch = batch,
+      .max_len = max_len,
       .stride = token_ids.stride(0),
       .capacity = capacity,
-      .total_tokens = total_tokens,
-      .min_size = min_sizes.value,
-      .max_size = max_sizes.value,
+      .total_tokens = 0,
+      .min_size = as_size(min_sizes.value),
+      .max_size = as_size(max_sizes.value),
+      .error = check.error_flag(),
   };
+  bool sizes_in_tensors = min_sizes.values || max_sizes.values;
+  if (!sizes_in_tensors) check_sizes(check, min_sizes, max_sizes, 1);
+  if (check.on_cuda()) return ngram_propose_cuda(params, check.stream());
+  params.total_tokens = check_lengths(check, params);
+  if (sizes_in_tensors) check_sizes(check, min_sizes, max_sizes, batch);
+  if (batch == 0) return;
   // A scan reads about twenty tokens in a nanosecond: half a million are worth other threads' time.
-  if (total_tokens < (int64_t{1} << 19)) return ngram_propose_cpu(params);
+  if (params.total_tokens < (int64_t{1} << 19)) return ngram_propose_cpu(params);
   pybind11::gil_scoped_release release;
   ngram_propose_cpu(params);
 }

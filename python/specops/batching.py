@@ -133,7 +133,10 @@ def prepare_batch(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a length is negative;
             kv_lens[b] < qo_lens[b]; a capacity is too small; the page table is too short for
-            kv_lens[b]; a page id is negative. Nothing has been written then.
+            kv_lens[b]; a page id is negative. Nothing has been written then. On CUDA wrong values
+            are told by `specops.check_errors`: the rows of such a request are -1 and it has no
+            output rows, rows past a capacity are left out, and a row whose page id is negative has
+            no cache slot (pages without rows in this step are not looked at).
 
     Note:
         Deterministic. FastDeploy's rule for output rows is `LAST` for a request with one row or in
@@ -189,7 +192,8 @@ def gather_output_rows(hidden: Tensor, output_rows: Tensor, *, out: Tensor | Non
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or an index is neither
-            -1 nor a row of `hidden`. Nothing has been written then.
+            -1 nor a row of `hidden`. Nothing has been written then. On CUDA such an index yields
+            zeros and is told by `specops.check_errors`.
 
     Note:
         Deterministic; copies bits.

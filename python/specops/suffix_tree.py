@@ -46,7 +46,8 @@ def ngram_propose(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a length is outside
             0 .. max_len; a limit is negative; the n-gram sizes are not in order. Nothing has been
-            written then.
+            written then. On CUDA wrong values in tensors are told by `specops.check_errors`; such a
+            request has no drafts.
 
     Note:
         Deterministic. One backward scan per request, whatever the sizes; it ends at the first match
