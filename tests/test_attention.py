@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention family against its reference, and row identity."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -303,6 +304,77 @@ def test_append_attention_refuses(device: str) -> None:
     wide = random_batch([4], [1], torch.float32, head_dim=80)
     with pytest.raises(ValueError, match="head_dim must be 64, 96, 128 or 256, got 80"):
         attention.append_attention(*wide.tensors())
+
+
+def prefix_tree(
+    seed: int, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, most_tokens: int
+) -> tuple[Batch, dict[str, Tensor]]:
+    """Requests that share pages as a random tree of prefixes tells, and the tree."""
+    draw = random.Random(seed)
+    size, page_size = draw.randint(1, 12), draw.choice([16, 32, 64])
+    cuts, shared, leaders, lens = {0}, [0] * size, [], []
+    common = [0] * size  # tokens in common with the request before
+    for _ in range(draw.randint(1, 3)):
+        cuts |= {b for b in range(size) if draw.random() < 0.25}
+        leaders.append([max(c for c in cuts if c <= b) for b in range(size)])
+        lens.append(list(shared))
+        for leader in cuts:
+            group = [b for b in range(size) if leaders[-1][b] == leader]
+            longer = draw.choice([0, draw.randint(1, 70), draw.randint(1, most_tokens)])
+            for b in group:
+                shared[b] += longer if len(group) > 1 else 0
+                common[b] = common[b] if b == leader else shared[b]
+                lens[-1][b] = shared[b] if len(group) > 1 else draw.choice([0, 7, 10**6])
+    qo_lens = [draw.choice([0, 1, 1, 1, 3, 5, 13, 40]) for _ in range(size)]
+    own = [draw.choice([0, 1, draw.randint(0, 150)]) for _ in range(size)]
+    kv_lens = [sum(x) for x in zip(shared, qo_lens, own, strict=True)]
+    pages: list[list[int]] = []
+    used = 0
+    for b in range(size):
+        first = pages[-1][: -(-common[b] // page_size)] if b else []
+        count = -(-kv_lens[b] // page_size) - len(first)
+        pages.append([*first, *range(used, used + count)])
+        used += count
+    order = torch.randperm(used)
+    caches = [torch.randn(used, page_size, heads[1], head_dim).to(dtype) for _ in range(2)]
+    batch = Batch(
+        q=torch.randn(sum(qo_lens), heads[0], head_dim).to(dtype),
+        k_cache=caches[0],
+        v_cache=caches[1],
+        qo_indptr=lengths_to_indptr(qo_lens),
+        kv_indptr=lengths_to_indptr([len(x) for x in pages]),
+        kv_indices=torch.cat([order[x] for x in pages]).int(),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+    )
+    tree = {"prefix_leaders": leaders, "prefix_lens": lens}
+    return batch, {name: torch.tensor(x, dtype=torch.int32) for name, x in tree.items()}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_append_attention_prefixes_change_nothing(device: str, isa: str, seed: int) -> None:
+    draw = random.Random(seed)
+    dtype = DTYPES[seed % 3]
+    heads, head_dim = draw.choice([((4, 2), 64), ((2, 1), 96), ((6, 3), 128), ((1, 1), 256)])
+    batch, tree = prefix_tree(seed, dtype, heads, head_dim, draw.choice([200, 1500]))
+    for window in (None, draw.choice([1, 60, 300, 1000])):
+
+        def attend(
+            workspace: int | None = None, window: int | None = window, **tree: Tensor
+        ) -> tuple[Tensor, ...]:
+            out, lse = attention.append_attention(
+                *batch.tensors(),
+                sliding_window=window,
+                return_lse=True,
+                workspace=None if workspace is None else torch.full((workspace,), torch.nan),
+                **tree,
+            )
+            return as_bits(out), as_bits(lse)
+
+        expected = attend()
+        for threads, workspace in [(1, None), (2, 0), (2, None), (3, 30_000), (3, None)]:
+            specops.set_num_threads(threads)
+            for got, flat in zip(attend(workspace, **tree), expected, strict=True):
+                assert torch.equal(got, flat)
 
 
 def test_append_attention_refuses_prefixes(device: str) -> None:

@@ -733,25 +733,46 @@ SPECOPS_FLATTEN void fold(float* m,
 
 // ---- one item ----
 
-// What one thread computes at a time: some query rows of a request, some KV heads, some chunks.
+// A request as planned. Neighbours that share a prefix may form a bundle, whose rows are one tile;
+// any other request is a bundle of its own.
+struct Request {
+  int64_t batch_idx, qo_begin, qo_len, kv_len;
+  int64_t tile_rows, tiles;
+  int64_t first_leaf, last_leaf;  // of its rows together
+  int64_t shared;                 // leading leaves that are those of the bundle's request before
+  int64_t partial;                // where its chunk states begin in the workspace, in floats
+  int64_t first_item;             // of the bundle; in a bundle, past its items
+  // Of the bundle, in its first request.
+  int64_t members;  // 0: the request is a later one of a bundle, or has no rows
+  int64_t rows;     // (query row, query head of one KV head)
+  int64_t bundle_first_leaf, bundle_last_leaf;
+  int64_t heads_per_item, head_groups;
+  int64_t chunks;  // above 1: each chunk is an item of its own, for the whole bundle
+};
+
+constexpr int64_t kChunkLeaves = kAttentionChunk / kAttentionLeaf;
+
+inline int64_t chunks_of(const Request& r) {
+  return r.last_leaf / kChunkLeaves - r.first_leaf / kChunkLeaves + 1;
+}
+
+// What one thread computes at a time: a tile of rows, some KV heads, some chunks.
 struct Item {
-  int64_t batch_idx;
-  int64_t first_row, num_rows;    // within the request
+  const Request* bundle;          // requests with rows, in turn, from here on
+  int64_t first_row, num_rows;    // within the request; all rows where the bundle has more
   int64_t first_head, num_heads;  // KV heads
   int64_t first_leaf, last_leaf;  // inclusive
   bool cold;                      // KV is read once, and not expected in this core's cache
-  float* partial;                 // state of the item's one chunk goes here; nullptr: to out
+  bool partial;                   // the item's one chunk goes to the workspace, not to out
 };
 
-// A request as planned.
-struct Request {
-  int64_t qo_begin, qo_len, kv_len;
-  int64_t tile_rows, tiles;
-  int64_t heads_per_item, head_groups;
-  int64_t first_leaf, last_leaf;  // of its rows together
-  int64_t chunks;                 // above 1: each chunk is an item of its own
-  int64_t first_item;
-  int64_t partial;  // where its chunk states begin in the workspace, in floats
+// A request's rows in the tile of an item.
+struct Member {
+  const Request* request;
+  const int32_t* pages;
+  int64_t last_position, last_leaf;
+  int64_t first_seen, all_see;  // first position that any row sees, that all rows see
+  int first_row, rows;          // in the tile
 };
 
 // One finished row: o / l, and m + log l.
@@ -769,37 +790,62 @@ void write_row(
   if (params.lse != nullptr) params.lse[out_row] = m + std::log(l);
 }
 
-// Leaves in order; within a leaf, the heads in turn. Writes the rows of out, or the chunk's state.
+// Leaves in order; within a leaf, the heads in turn. Writes the rows of out, or the chunk's states.
+// A leaf that members share is computed for all of their rows at once; rows do not see each other,
+// so a row's bits are those it has alone.
 template <typename T, int D>
 void attend(const AppendAttentionParams& params, const Item& item) {
   Scratch<T>& own = scratch<T>();
   int64_t group = params.num_qo_heads / params.num_kv_heads;
   int64_t width = params.num_kv_heads * D;
-  int64_t qo_begin = params.qo_indptr[item.batch_idx];
-  int64_t qo_len = params.qo_indptr[item.batch_idx + 1] - qo_begin;
-  int64_t first_position = params.kv_lens[item.batch_idx] - qo_len + item.first_row;
-  int64_t last_position = first_position + item.num_rows - 1;
   int64_t window = params.sliding_window > 0 ? params.sliding_window : INT64_MAX;
-  int64_t first_seen = first_position >= window ? first_position - window + 1 : 0;
-  const int32_t* pages = params.kv_indices + params.kv_indptr[item.batch_idx];
   const T* caches[2] = {static_cast<const T*>(params.k_cache) + item.first_head * D,
                         static_cast<const T*>(params.v_cache) + item.first_head * D};
-  auto* q = static_cast<const T*>(params.q) + (qo_begin + item.first_row) * params.q_stride;
-  Tile<T> tile;
-  tile.rows = static_cast<int>(item.num_rows * group);
-  int64_t item_rows = tile.rows * item.num_heads;
+
+  // The rows of the tile.
+  Member members[kMaxTile];
+  const T* first_q[kMaxTile];
+  int64_t positions[kMaxTile], out_rows[kMaxTile];
+  int num_members = 0, rows = 0;
+  for (const Request* r = item.bundle; num_members < item.bundle->members; ++r) {
+    if (r->qo_len == 0) continue;
+    bool whole = item.bundle->members > 1;
+    int64_t first_row = whole ? 0 : item.first_row, num_rows = whole ? r->qo_len : item.num_rows;
+    int64_t position = r->kv_len - r->qo_len + first_row;
+    Member& member = members[num_members++];
+    member.request = r;
+    member.pages = params.kv_indices + params.kv_indptr[r->batch_idx];
+    member.last_position = position + num_rows - 1;
+    member.last_leaf = member.last_position / kLeaf;
+    member.first_seen = position >= window ? position - window + 1 : 0;
+    member.all_see = member.last_position >= window ? member.last_position - window + 1 : 0;
+    member.first_row = rows;
+    member.rows = static_cast<int>(num_rows * group);
+    for (int64_t row = r->qo_begin + first_row; row < r->qo_begin + first_row + num_rows; ++row) {
+      for (int64_t i = 0; i < group; ++i, ++rows) {
+        int64_t head = item.first_head * group + i;
+        first_q[rows] = static_cast<const T*>(params.q) + row * params.q_stride + head * D;
+        positions[rows] = position;
+        out_rows[rows] = row * params.num_qo_heads + head;
+      }
+      ++position;
+    }
+  }
+  int64_t item_rows = rows * item.num_heads;
   int chunk = 0, result = 1;  // which of the scratch states is which
   bool has_result = false;
   for (int64_t i = 0; i < item_rows; ++i) own.l[0][i] = own.l[1][i] = 0.0f;
 
+  int page_bits = params.page_size == 16 ? 4 : params.page_size == 32 ? 5 : 6;
   // Where the tokens of a leaf lie; blocks outside what the rows see may have no page.
-  auto blocks = [&](int64_t leaf_idx, const T** k, const T** v) {
+  auto blocks = [&](const Member& member, int64_t base, const T** k, const T** v) {
     for (int block = 0; block < kBlocks; ++block) {
-      int64_t token = leaf_idx * kLeaf + block * kBlock;
-      bool used = token <= last_position && token + kBlock > first_seen;
+      int64_t token = base + block * kBlock;
+      bool used = token <= member.last_position && token + kBlock > member.first_seen;
       k[block] = v[block] = nullptr;
       if (!used) continue;
-      int64_t slot = pages[token / params.page_size] * params.page_size + token % params.page_size;
+      int64_t page = member.pages[token >> page_bits];
+      int64_t slot = (page << page_bits) + (token & (params.page_size - 1));
       k[block] = caches[0] + slot * width;
       v[block] = caches[1] + slot * width;
     }
@@ -807,37 +853,56 @@ void attend(const AppendAttentionParams& params, const Item& item) {
 
   LeafKv<T> kv, head_kv;
   kv.stride = head_kv.stride = width;
-  for (int64_t leaf_idx = item.first_leaf; leaf_idx <= item.last_leaf; ++leaf_idx) {
-    int64_t base = leaf_idx * kLeaf;
-    blocks(leaf_idx, kv.k, kv.v);
+  Tile<T> tile;
+  // One leaf of the rows [first, last), which all read it from where this member does.
+  auto attend_leaf = [&](const Member& member, int64_t base, int first, int last) {
+    blocks(member, base, kv.k, kv.v);
     if (item.cold) {
       bool joined = item.num_heads == params.num_kv_heads;
       read_leaf(kv.k, kv.v, (joined ? kBlock : 1) * item.num_heads * D, joined ? 1 : kBlock, width);
     }
-    for (int64_t row = 0; row < tile.rows; ++row) {
-      int64_t position = first_position + row / group;
+    tile.rows = last - first;
+    for (int row = 0; row < tile.rows; ++row) {
+      int64_t position = positions[first + row];
       int64_t seen = position >= window ? position - window + 1 : 0;
       tile.lo[row] = static_cast<int>(seen > base ? seen - base : 0);
       tile.hi[row] = static_cast<int>(position + 1 < base + kLeaf ? position + 1 - base : kLeaf);
     }
     for (int64_t head = 0; head < item.num_heads; ++head) {
-      for (int64_t row = 0; row < tile.rows; ++row) {
-        tile.q[row] = q + row / group * params.q_stride +
-                      ((item.first_head + head) * group + row % group) * D;
+      for (int row = 0; row < tile.rows; ++row) {
+        tile.q[row] = first_q[first + row] + head * group * D;
       }
       for (int block = 0; block < kBlocks; ++block) {
         head_kv.k[block] = kv.k[block] == nullptr ? nullptr : kv.k[block] + head * D;
         head_kv.v[block] = kv.v[block] == nullptr ? nullptr : kv.v[block] + head * D;
       }
-      float* m = own.m[chunk] + head * tile.rows;
-      float* l = own.l[chunk] + head * tile.rows;
-      float* o = own.states[chunk] + head * tile.rows * D;
+      int64_t at = head * rows + first;
+      float* m = own.m[chunk] + at;
+      float* l = own.l[chunk] + at;
+      float* o = own.states[chunk] + at * D;
       float* dst[kMaxTile];
       for (int row = 0; row < tile.rows; ++row) {
         dst[row] = (l[row] == 0.0f ? o : own.leaf_o) + row * D;
       }
       leaf<T, D>(tile, head_kv, params.sm_scale, own.leaf_m, own.leaf_l, dst, own);
       fold(m, l, o, own.leaf_m, own.leaf_l, dst, tile.rows, D);
+    }
+  };
+
+  for (int64_t leaf_idx = item.first_leaf; leaf_idx <= item.last_leaf; ++leaf_idx) {
+    int64_t base = leaf_idx * kLeaf;
+    for (int at = 0; at < num_members;) {
+      const Member& member = members[at++];
+      int last = member.first_row + member.rows;
+      // A window may begin inside the leaf, and then not every row reads all of it.
+      bool all = base >= member.all_see;
+      for (; all && at < num_members && members[at].request->shared > leaf_idx; ++at) {
+        all = base >= members[at].all_see;
+        if (!all) break;
+        last += members[at].rows;
+      }
+      if (leaf_idx > member.last_leaf || base + kLeaf <= member.first_seen) continue;
+      attend_leaf(member, base, member.first_row, last);
     }
     bool chunk_ends = (leaf_idx + 1) * kLeaf % kAttentionChunk == 0;
     if (!chunk_ends && leaf_idx != item.last_leaf) continue;
@@ -863,23 +928,33 @@ void attend(const AppendAttentionParams& params, const Item& item) {
     for (int64_t row = 0; row < item_rows; ++row) own.l[chunk][row] = 0.0f;
   }
 
-  if (item.partial != nullptr) {
-    int64_t rows = tile.rows * params.num_kv_heads;
-    int64_t first = tile.rows * item.first_head;
-    std::memcpy(item.partial + first, own.m[result], item_rows * sizeof(float));
-    std::memcpy(item.partial + rows + first, own.l[result], item_rows * sizeof(float));
-    std::memcpy(
-        item.partial + 2 * rows + first * D, own.states[result], item_rows * D * sizeof(float));
+  if (!item.partial) {
+    for (int64_t head = 0; head < item.num_heads; ++head) {
+      for (int row = 0; row < rows; ++row) {
+        int64_t at = head * rows + row;
+        write_row<T, D>(params,
+                        out_rows[row] + head * group,
+                        own.m[result][at],
+                        own.l[result][at],
+                        own.states[result] + at * D);
+      }
+    }
     return;
   }
-  for (int64_t row = 0; row < item_rows; ++row) {
-    int64_t head = item.first_head + row / tile.rows, local = row % tile.rows;
-    int64_t qo_row = qo_begin + item.first_row + local / group;
-    write_row<T, D>(params,
-                    qo_row * params.num_qo_heads + head * group + local % group,
-                    own.m[result][row],
-                    own.l[result][row],
-                    own.states[result] + row * D);
+  for (int i = 0; i < num_members; ++i) {
+    const Member& member = members[i];
+    int64_t index = item.first_leaf / kChunkLeaves - member.request->first_leaf / kChunkLeaves;
+    if (index < 0 || index >= chunks_of(*member.request)) continue;
+    int64_t all = member.rows * params.num_kv_heads;
+    float* state = params.workspace + member.request->partial + index * all * (D + 2);
+    for (int64_t head = 0; head < item.num_heads; ++head) {
+      int64_t src = head * rows + member.first_row;
+      int64_t dst = (item.first_head + head) * member.rows;
+      std::memcpy(state + dst, own.m[result] + src, member.rows * sizeof(float));
+      std::memcpy(state + all + dst, own.l[result] + src, member.rows * sizeof(float));
+      std::memcpy(
+          state + 2 * all + dst * D, own.states[result] + src * D, member.rows * D * sizeof(float));
+    }
   }
 }
 
@@ -891,7 +966,7 @@ void join(const AppendAttentionParams& params, const Request& request, int64_t b
   int64_t rows = request.qo_len * params.num_qo_heads;
   int count = static_cast<int>(end - begin);
   for (int i = 0; i < count; ++i) own.l[0][i] = 0.0f;
-  for (int64_t chunk = 0; chunk < request.chunks; ++chunk) {
+  for (int64_t chunk = 0; chunk < chunks_of(request); ++chunk) {
     float* state = params.workspace + request.partial + chunk * rows * (D + 2);
     float* src[kLanes];
     for (int i = 0; i < count; ++i) src[i] = state + 2 * rows + (begin + i) * D;
@@ -911,6 +986,17 @@ void join(const AppendAttentionParams& params, const Request& request, int64_t b
 
 // ---- the launch ----
 
+// Leading leaves that two requests have in common: those of the narrowest group with both.
+inline int64_t shared_leaves(const AppendAttentionParams& params, int64_t a, int64_t b) {
+  int64_t tokens = 0;
+  for (int64_t level = 0; level < params.num_prefix_levels; ++level) {
+    const int32_t* leaders = params.prefix_leaders + level * params.batch;
+    if (leaders[a] != leaders[b]) break;
+    tokens = params.prefix_lens[level * params.batch + b];
+  }
+  return tokens / kLeaf;
+}
+
 // Cuts the requests into items and returns how many. Only the cutting knows of threads: it decides
 // where states live, never the order in which they are folded. small: not worth waking a thread;
 // cold: the KV does not fit a cache, so it pays to read it in memory order.
@@ -923,43 +1009,83 @@ int64_t plan(const AppendAttentionParams& params,
              bool* cold) {
   int64_t group = params.num_qo_heads / params.num_kv_heads;
   int64_t threads = num_threads();
+  // Bundles are cut smaller where the KV heads alone would not keep the threads busy.
+  int64_t head_shares = (threads + params.num_kv_heads - 1) / params.num_kv_heads;
+  int64_t max_rows = params.workspace_size > 0 ? kMaxTile : kMaxTile / head_shares;
   int64_t costs[kBatchSlice], total = 0, kv_bytes = 0;
+  int64_t head = -1, before = -1;  // of the bundle that may go on, and its last request
   for (int64_t i = 0; i < count; ++i) {
     Request& r = requests[i];
-    int64_t batch_idx = first_request + i;
-    r.qo_begin = params.qo_indptr[batch_idx];
-    r.qo_len = params.qo_indptr[batch_idx + 1] - r.qo_begin;
-    r.kv_len = params.kv_lens[batch_idx];
+    r.batch_idx = first_request + i;
+    r.qo_begin = params.qo_indptr[r.batch_idx];
+    r.qo_len = params.qo_indptr[r.batch_idx + 1] - r.qo_begin;
+    r.kv_len = params.kv_lens[r.batch_idx];
+    r.partial = -1;
+    r.shared = r.members = r.chunks = 0;
+    costs[i] = 0;
+    if (r.qo_len == 0) continue;
     int64_t seen = params.sliding_window > 0 ? r.kv_len - r.qo_len - params.sliding_window + 1 : 0;
     r.first_leaf = (seen > 0 ? seen : 0) / kLeaf;
     r.last_leaf = (r.kv_len - 1) / kLeaf;
     // Whole vectors of rows where there are many.
-    r.tile_rows = r.qo_len * group <= kMaxTile ? r.qo_len : group <= 60 ? 60 / group : 1;
-    r.tiles = r.qo_len == 0 ? 0 : (r.qo_len + r.tile_rows - 1) / r.tile_rows;
-    // About a cycle each: 8 bytes of KV, and a quarter of a multiplied vector.
-    costs[i] = r.qo_len == 0 ? 0
-                             : (r.last_leaf - r.first_leaf + 1) * params.num_kv_heads * D *
-                                   (16 * static_cast<int64_t>(sizeof(T)) + 4 * r.qo_len * group);
-    total += costs[i];
-    if (r.qo_len > 0) {
-      kv_bytes += (r.last_leaf - r.first_leaf + 1) * kLeaf * 2 * params.num_kv_heads * D *
-                  static_cast<int64_t>(sizeof(T));
+    r.rows = r.qo_len * group;
+    r.tile_rows = r.rows <= kMaxTile ? r.qo_len : group <= 60 ? 60 / group : 1;
+    r.tiles = (r.qo_len + r.tile_rows - 1) / r.tile_rows;
+    int64_t leaves = r.last_leaf - r.first_leaf + 1, read = leaves;
+    if (params.num_prefix_levels > 0 && r.tiles == 1) {
+      if (head >= 0 && requests[head].rows + r.rows <= max_rows) {
+        r.shared = shared_leaves(params, requests[before].batch_idx, r.batch_idx);
+        if (r.shared <= r.first_leaf) r.shared = 0;
+      }
+      before = i;
     }
+    if (r.shared > 0) {
+      Request& first = requests[head];
+      ++first.members;
+      first.rows += r.rows;
+      if (r.first_leaf < first.bundle_first_leaf) first.bundle_first_leaf = r.first_leaf;
+      if (r.last_leaf > first.bundle_last_leaf) first.bundle_last_leaf = r.last_leaf;
+      read -= r.shared - r.first_leaf;
+    } else {
+      head = r.tiles == 1 ? i : -1;
+      r.members = 1;
+      r.bundle_first_leaf = r.first_leaf;
+      r.bundle_last_leaf = r.last_leaf;
+    }
+    // About a cycle each: 8 bytes of KV, and a quarter of a multiplied vector.
+    int64_t size = static_cast<int64_t>(sizeof(T));
+    int64_t cost = params.num_kv_heads * D * (16 * size * read + 4 * r.rows * leaves);
+    costs[r.shared > 0 ? head : i] += cost;
+    total += cost;
+    kv_bytes += read * kLeaf * 2 * params.num_kv_heads * D * size;
   }
   *small = threads == 1 || total < kSmallCost;
   *cold = kv_bytes > kColdBytes;
   int64_t used = 0, items = 0;
   for (int64_t i = 0; i < count; ++i) {
     Request& r = requests[i];
+    if (r.members == 0) continue;
     r.chunks = 1;
-    r.partial = 0;
-    int64_t chunks = r.last_leaf * kLeaf / kAttentionChunk - r.first_leaf * kLeaf / kAttentionChunk;
-    int64_t floats = (chunks + 1) * r.qo_len * params.num_qo_heads * (D + 2);
-    if (!*small && r.tiles == 1 && chunks > 0 && costs[i] > total / (4 * threads) &&
-        used + floats <= params.workspace_size) {
-      r.chunks = chunks + 1;
-      r.partial = used;
-      used += floats;
+    int64_t chunks = r.bundle_last_leaf / kChunkLeaves - r.bundle_first_leaf / kChunkLeaves + 1;
+    if (!*small && r.tiles == 1 && chunks > 1 && costs[i] > total / (4 * threads)) {
+      int64_t floats = 0, left = r.members;
+      for (Request* member = &r; left > 0; ++member) {
+        if (member->qo_len == 0) continue;
+        member->partial = used + floats;
+        floats += chunks_of(*member) * member->qo_len * params.num_qo_heads * (D + 2);
+        --left;
+      }
+      bool fits = used + floats <= params.workspace_size;
+      left = fits ? 0 : r.members;
+      for (Request* member = &r; left > 0; ++member) {
+        if (member->qo_len == 0) continue;
+        member->partial = -1;
+        --left;
+      }
+      if (fits) {
+        r.chunks = chunks;
+        used += floats;
+      }
     }
     items += r.tiles * r.chunks;
   }
@@ -967,15 +1093,16 @@ int64_t plan(const AppendAttentionParams& params,
   items = 0;
   for (int64_t i = 0; i < count; ++i) {
     Request& r = requests[i];
-    int64_t rows = (r.tiles > 1 ? r.tile_rows : r.qo_len) * group;
+    r.first_item = items;
+    if (r.members == 0) continue;
+    int64_t rows = r.tiles > 1 ? r.tile_rows * group : r.rows;
     int64_t leaf_bytes = 2 * kLeaf * D * static_cast<int64_t>(sizeof(T));
     int64_t heads = r.tiles > 1 ? 1 : kAheadBytes / leaf_bytes;
-    if (rows > 0 && heads > kStateFloats / (rows * D)) heads = kStateFloats / (rows * D);
+    if (heads > kStateFloats / (rows * D)) heads = kStateFloats / (rows * D);
     int64_t share = (params.num_kv_heads + groups - 1) / groups;
     if (heads > share) heads = share;
     r.heads_per_item = heads < 1 ? 1 : heads;
     r.head_groups = (params.num_kv_heads + r.heads_per_item - 1) / r.heads_per_item;
-    r.first_item = items;
     items += r.tiles * r.chunks * r.head_groups;
   }
   return items;
@@ -992,6 +1119,8 @@ int64_t plan(const AppendAttentionParams& params,
 // Source:  Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 and 2023 (FlashAttention).
 // Threads: (request, tile of rows, chunks, KV heads): as few pieces as keep the threads busy. A
 //          thread takes all KV heads of a leaf in turn, so that pages are read in memory order.
+// Shared:  requests of one prefix whose rows fit one tile are one piece: the leaves they share are
+//          read and multiplied for all of these rows at once, the others request by request.
 template <typename T, int D>
 void run(const AppendAttentionParams& params) {
   Request requests[kBatchSlice];
@@ -1008,9 +1137,8 @@ void run(const AppendAttentionParams& params) {
         int64_t group_idx = local % r.head_groups;
         int64_t chunk = local / r.head_groups % r.chunks;
         int64_t tile = local / r.head_groups / r.chunks;
-        constexpr int64_t kChunkLeaves = kAttentionChunk / kLeaf;
         Item item;
-        item.batch_idx = first + at;
+        item.bundle = &r;
         item.first_row = tile * r.tile_rows;
         item.num_rows =
             r.qo_len - item.first_row < r.tile_rows ? r.qo_len - item.first_row : r.tile_rows;
@@ -1018,16 +1146,18 @@ void run(const AppendAttentionParams& params) {
         item.num_heads = params.num_kv_heads - item.first_head < r.heads_per_item
                              ? params.num_kv_heads - item.first_head
                              : r.heads_per_item;
-        int64_t first_position = r.kv_len - r.qo_len + item.first_row;
-        int64_t seen = params.sliding_window > 0 ? first_position - params.sliding_window + 1 : 0;
-        item.first_leaf = (seen > 0 ? seen : 0) / kLeaf;
-        item.last_leaf = (first_position + item.num_rows - 1) / kLeaf;
+        item.first_leaf = r.bundle_first_leaf;
+        item.last_leaf = r.bundle_last_leaf;
+        if (r.tiles > 1) {
+          int64_t first_position = r.kv_len - r.qo_len + item.first_row;
+          int64_t seen = params.sliding_window > 0 ? first_position - params.sliding_window + 1 : 0;
+          item.first_leaf = (seen > 0 ? seen : 0) / kLeaf;
+          item.last_leaf = (first_position + item.num_rows - 1) / kLeaf;
+        }
         item.cold = cold && r.tiles == 1;
-        item.partial = nullptr;
-        if (r.chunks > 1) {
-          int64_t rows = r.qo_len * params.num_qo_heads;
-          item.partial = params.workspace + r.partial + chunk * rows * (D + 2);
-          int64_t start = (r.first_leaf / kChunkLeaves + chunk) * kChunkLeaves;
+        item.partial = r.chunks > 1;
+        if (item.partial) {
+          int64_t start = (r.bundle_first_leaf / kChunkLeaves + chunk) * kChunkLeaves;
           if (item.first_leaf < start) item.first_leaf = start;
           if (item.last_leaf >= start + kChunkLeaves) item.last_leaf = start + kChunkLeaves - 1;
         }
@@ -1036,15 +1166,16 @@ void run(const AppendAttentionParams& params) {
     });
     for (int64_t i = 0; i < count; ++i) {
       const Request& r = requests[i];
-      if (r.chunks == 1) continue;
+      if (r.partial < 0) continue;
       int64_t rows = r.qo_len * params.num_qo_heads;
       int64_t pieces = (rows + kLanes - 1) / kLanes;
-      parallel_for(pieces, 65536 / (r.chunks * kLanes * D) + 1, [&](int64_t begin, int64_t end) {
-        for (int64_t piece = begin; piece < end; ++piece) {
-          int64_t last = (piece + 1) * kLanes < rows ? (piece + 1) * kLanes : rows;
-          join<T, D>(params, r, piece * kLanes, last);
-        }
-      });
+      parallel_for(
+          pieces, 65536 / (chunks_of(r) * kLanes * D) + 1, [&](int64_t begin, int64_t end) {
+            for (int64_t piece = begin; piece < end; ++piece) {
+              int64_t last = (piece + 1) * kLanes < rows ? (piece + 1) * kLanes : rows;
+              join<T, D>(params, r, piece * kLanes, last);
+            }
+          });
     }
   }
   // Rows that belong to no request.
