@@ -3,12 +3,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import exercised
 import pytest
 import simt
 import specops
 import torch
-from specops import attention, batching, dense, runtime, sampling, suffix_tree
+from specops import _C, attention, batching, dense, runtime, sampling, suffix_tree
 from torch import Tensor
 
 # The references' torch ops: a barrier among threads that share a core costs more than they save.
@@ -37,17 +39,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Notes which files run whole, and leaves the look at what they called to the end."""
+    everything = list(items)
+    yield
+    chosen = set(items)
+    for item in everything:
+        tests = exercised.whole_files.setdefault(item.path.name, set())
+        tests.add(exercised.test_and_device(item))
+    for item in everything:
+        in_part = any("::" in arg and item.path.name in arg for arg in config.args)
+        if in_part or (item not in chosen and item.get_closest_marker("prove") is None):
+            exercised.whole_files.pop(item.path.name, None)
+    items.sort(key=lambda item: item.get_closest_marker("at_the_end") is not None)
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the tensors of an op test live: cpu (for the interpreter too) or cuda."""
-    if request.param == "simt":
-        module = simt.UnderEverySchedule(simt.load())
-        for op_module in OP_MODULES:
-            monkeypatch.setattr(op_module, "_C", module)
-        return "cpu"
     if request.param == "cuda" and not (specops.has_cuda() and torch.cuda.is_available()):
         pytest.skip("needs an NVIDIA GPU and a build with CUDA kernels: make gpu-check")
-    return str(request.param)
+    module: Any = simt.UnderEverySchedule(simt.load()) if request.param == "simt" else _C
+    module = exercised.Recorded(module, request.path.name, request.param)
+    for op_module in OP_MODULES:
+        monkeypatch.setattr(op_module, "_C", module)
+    return "cpu" if request.param == "simt" else str(request.param)
 
 
 @pytest.fixture

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ops the tests of a run called on which device; test_devices.py asks at its end."""
+
+from collections import defaultdict
+from types import ModuleType
+from typing import Any
+
+DEVICES = ("cpu", "simt", "cuda")
+
+# (file of the test, device) -> ops that were called and returned
+calls: dict[tuple[str, str], set[str]] = defaultdict(set)
+# Files whose tests all run in this session: (test and parameters, device) of each.
+whole_files: dict[str, set[tuple[str, str]]] = {}
+
+
+def test_and_device(item: Any) -> tuple[str, str]:
+    """What a collected test is but for its device, and the device; "" for a test without one."""
+    if not hasattr(item, "callspec"):
+        return item.name, ""
+    params = {k: v for k, v in item.callspec.params.items() if k not in ("device", "isa")}
+    return f"{item.originalname} {params}", str(item.callspec.params.get("device", ""))
+
+
+class Recorded:
+    """Looks like `_C` or a stand-in for it, and notes every call that returns."""
+
+    def __init__(self, module: ModuleType | Any, file: str, device: str) -> None:
+        self._module = module
+        self._ops = calls[file, device]
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any) -> Any:
+            result = value(*args)
+            self._ops.add(name)
+            return result
+
+        return call
+
+
+def missing(op: str, file: str) -> list[str]:
+    """The devices on which no test of the file called the op.
+
+    Without a GPU the cuda tests are skipped, so there the simt tests stand in: each must have its
+    twin on cuda, the same body with the same parameters.
+    """
+    lacking = [device for device in DEVICES[:2] if op not in calls[file, device]]
+    ran_on_cuda = any(calls[other, "cuda"] for other in whole_files)
+    if ran_on_cuda:
+        return lacking + ["cuda"] * (op not in calls[file, "cuda"])
+    tests = whole_files[file]
+    simt, cuda = ({test for test, on in tests if on == device} for device in ("simt", "cuda"))
+    return lacking + ["cuda"] * ("simt" in lacking or not simt <= cuda)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every op is tested on every device, and wrong data on a device is told once."""
+
+import re
+from pathlib import Path
+
+import exercised
+import pytest
+import specops
+import torch
+from exercised import Recorded, missing, whole_files
+from specops import _C, attention, batching, dense, runtime, sampling, suffix_tree
+from test_errors import TENSOR_OPS, ints
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+
+# The file in which the ops of a module are tested.
+TESTS_OF = {
+    attention: "test_attention.py",
+    batching: "test_batching.py",
+    dense: "test_dense.py",
+    runtime: "test_devices.py",
+    sampling: "test_sampling.py",
+    suffix_tree: "test_suffix_tree.py",
+}
+
+
+@pytest.mark.at_the_end
+@pytest.mark.parametrize("op", sorted(TENSOR_OPS))
+def test_every_op_is_tested_on_every_device(op: str) -> None:
+    """By what the tests of its file have called in this very run."""
+    (file,) = [file for module, file in TESTS_OF.items() if hasattr(module, op)]
+    if file not in whole_files:
+        pytest.skip(f"{file} does not run whole in this session")
+    assert missing(op, file) == [], f"{file} does not call {op} there"
+
+
+def test_an_op_without_a_test_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        def works(self) -> None: ...
+        def raises(self) -> None:
+            raise ValueError
+
+    tests = {("test_a", device) for device in exercised.DEVICES}
+    calls: dict[tuple[str, str], set[str]] = {
+        ("test_x.py", device): set() for device in exercised.DEVICES
+    }
+    monkeypatch.setattr(exercised, "whole_files", {"test_x.py": tests})
+    monkeypatch.setattr(exercised, "calls", calls)
+    assert missing("works", "test_x.py") == ["cpu", "simt", "cuda"]
+    Recorded(Module(), "test_x.py", "cpu").works()
+    assert missing("works", "test_x.py") == ["simt", "cuda"]
+    with pytest.raises(ValueError):
+        Recorded(Module(), "test_x.py", "simt").raises()
+    assert missing("raises", "test_x.py") == ["cpu", "simt", "cuda"]
+    Recorded(Module(), "test_x.py", "simt").works()
+    assert missing("works", "test_x.py") == []
+    tests.remove(("test_a", "cuda"))  # a test that leaves cuda out
+    assert missing("works", "test_x.py") == ["cuda"]
+    tests.add(("test_a", "cuda"))
+    calls["test_x.py", "cuda"].add("another")  # a run with a GPU
+    assert missing("works", "test_x.py") == ["cuda"]
+
+
+def test_take_error(device: str, on_cuda: bool) -> None:
+    """The first fault stays until it is taken, and is taken in the order of the stream."""
+    code = ints(7).to(device)
+    assert runtime.take_error(code) is code and code.item() == 0
+    if not on_cuda:
+        return
+    hidden = torch.zeros(2, 8, device=device)
+    batching.gather_output_rows(hidden, ints(0, 2).to(device))
+    batching.prepare_batch(
+        *(ints(*values).to(device) for values in ([-1], [1], [1], [0, 1], [0])),
+        page_size=16,
+        total_rows=1,
+        num_output_rows=1,
+    )
+    sentence = specops.error_sentence(int(runtime.take_error(code).item()))
+    assert sentence is not None and sentence.startswith("gather_output_rows: output_rows must be ")
+    assert runtime.take_error(code).item() == 0
+    specops.check_errors()
+
+
+def test_every_error_code_has_a_sentence() -> None:
+    header = (CSRC / "common" / "error_flag.h").read_text()
+    codes = {name: int(value) for name, value in re.findall(r"  (k\w+) = (\d+),", header)}
+    assert codes.pop("kNone") == 0 and len(codes) == len(set(codes.values())) > 5
+    assert _C.error_sentence(0) is None
+    for name, code in codes.items():
+        sentence = _C.error_sentence(code)
+        assert sentence is not None, name
+        op, argument = re.match(r"(\w+): (\w+) must .*, got \S", sentence).groups()  # type: ignore[union-attr]
+        assert op in TENSOR_OPS and argument in TENSOR_OPS[op], sentence
