@@ -19,8 +19,8 @@ template <typename = void>
 __global__ void __launch_bounds__(kCommitTokensThreads)
     commit_tokens_kernel(CommitTokensParams params) {
   int lane_idx = threadIdx.x % kWarpSize;
-  int64_t batch_idx = int64_t{blockIdx.x} * (kCommitTokensThreads / kWarpSize) +
-                      threadIdx.x / kWarpSize;
+  int64_t batch_idx =
+      int64_t{blockIdx.x} * (kCommitTokensThreads / kWarpSize) + threadIdx.x / kWarpSize;
   if (batch_idx >= params.batch) return;
   int32_t slot = params.slots[batch_idx];
   if (slot == -1) return;

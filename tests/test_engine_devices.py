@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices change no bit: padded shapes, static memory and replayed graphs against plain CPU steps.
+
+The twin device stands for a GPU and poisons what a step does not bring with it; the interpreter
+runs the CUDA kernels; and where there is a GPU, the same is asked of it.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simt
+import specops
+import torch
+from checkpoints import BASE, write_tokenizer
+from specops import _C
+from specops.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineError,
+    SamplingParams,
+    SpeculativeConfig,
+)
+from specops.engine.__main__ import main
+from specops.engine.device import CpuDevice, open_device
+from specops.engine.step import StepShape, rounded
+from torch.utils._python_dispatch import TorchDispatchMode
+from twin_device import OP_MODULES, TwinDevice
+
+NAIVE = SpeculativeConfig(method="naive")
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+needs_gpu = pytest.mark.skipif(
+    not (specops.has_cuda() and torch.cuda.is_available()),
+    reason="needs an NVIDIA GPU and a build with CUDA kernels: make gpu-check",
+)
+
+
+def write_config(directory: Path, **changes: Any) -> Path:
+    """A directory for random weights: a configuration and a tokenizer, nothing else."""
+    import json
+
+    config = {**BASE, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **changes}
+    (directory / "config.json").write_text(json.dumps(config))
+    write_tokenizer(directory, min(config["vocab_size"], 160))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As small as the interpreter wants it."""
+    return write_config(
+        tmp_path_factory.mktemp("tiny"),
+        num_hidden_layers=1,
+        vocab_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+
+
+@pytest.fixture
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
+    """Makes the device of the next engine a twin."""
+
+    def make(**arguments: Any) -> TwinDevice:
+        device = TwinDevice(**arguments)
+        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+        return device
+
+    return make
+
+
+def make(model_dir: Path, speculative: SpeculativeConfig = NGRAM, **config: Any) -> Engine:
+    config.setdefault("device", "cpu")
+    return Engine(
+        EngineConfig(
+            model=str(model_dir), load_format="dummy", speculative_config=speculative, **config
+        )
+    )
+
+
+# Random weights repeat themselves at temperature 0, so that drafts are found, and right; the others
+# are wrong more often than not.
+PROMPTS = [[7, 8, 9] * 6, [5, 6, 7, 5, 6, 7, 5], list(range(1, 50)), [3], [11, 12] * 20]
+TEMPERATURES = [0.0, 0.0, 0.9, 0.0, 0.3]
+
+
+def sampling(index: int, max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens - 3 * index,
+        temperature=TEMPERATURES[index],
+        top_p=0.9 if index == 4 else 1.0,
+        seed=index,
+        ignore_eos=True,
+        logprobs=(0, 2, None, 1, 0)[index],
+    )
+
+
+def run(engine: Engine, count: int = len(PROMPTS), max_tokens: int = 40) -> list[Completion]:
+    done = engine.generate(PROMPTS[:count], [sampling(i, max_tokens) for i in range(count)])
+    assert engine.num_free_pages == engine.num_pages
+    return done
+
+
+def bits(done: list[Completion]) -> list[Any]:
+    def pack(value: float) -> bytes:
+        return struct.pack("<f", value)
+
+    return [
+        (
+            one.token_ids,
+            [
+                (pack(p.logprob), [(i, pack(value)) for i, value in p.alternatives])
+                for p in one.logprobs
+            ],
+        )
+        for one in done
+    ]
+
+
+def poison_model(device: TwinDevice, engine: Engine) -> None:
+    """The model's activations, too, are gone between steps."""
+    device.scratch += [
+        value
+        for value in vars(engine._runner.model._buffers).values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+# ---- shapes ----
+
+MOST = StepShape(48, 512, 512, 511, 48 * 16, 0, ())
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 6, 7, 10])
+def test_every_size_has_a_shape_and_there_are_few(k: int) -> None:
+    """Whatever the relation of k + 1 to the ladder, no size is left without a shape of its size."""
+    drafting = (("ngram", k),) if k else ()
+    shapes = set()
+    for batch in range(1, MOST.batch + 1):
+        for rows in range(batch, min(batch * (k + 1), MOST.rows) + 1):
+            pages = 3 * batch
+            exact = StepShape(batch, rows, rows, 0, pages, -1, drafting)
+            shape = rounded(exact, MOST)
+            assert all(got >= want for got, want in zip(shape[:5], exact[:5], strict=True))
+            assert shape.rows == shape.outputs <= MOST.rows and shape.width == k
+            assert shape.batch < 2 * batch and shape.batch <= MOST.batch
+            assert shape.rows <= max(1.34 * rows, rows + 7)
+            assert rounded(shape, MOST) == shape
+            shapes.add(shape)
+        if batch & (batch - 1) == 0 and batch * (k + 1) <= MOST.rows:
+            # All requests with all their drafts: nothing is padded at all.
+            full = StepShape(batch, batch * (k + 1), batch * (k + 1), k, 64, -1, drafting)
+            assert rounded(full, MOST)[:3] == full[:3]
+    assert len(shapes) <= 110  # so that all of them are kept
+
+
+# ---- the twin ----
+
+
+@pytest.mark.parametrize("poison", [0xFF, 0x7F])
+@pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
+def test_padding_static_memory_and_replays_change_no_bit(
+    model_dir: Path, twin: Callable[..., TwinDevice], captures: bool, poison: int
+) -> None:
+    expected = bits(run(make(model_dir, NAIVE, max_num_seqs=1)))
+    for speculative in (NAIVE, NGRAM):
+        for limits in (
+            {"max_num_seqs": 8},
+            {"max_num_seqs": 3, "max_num_batched_tokens": 16},
+            # So few pages that requests are preempted and begin anew.
+            {"max_num_seqs": 5, "max_model_len": 96, "num_pages": 10},
+        ):
+            device = twin(captures=captures, poison=poison)
+            engine = make(model_dir, speculative, **limits)
+            poison_model(device, engine)
+            assert bits(run(engine)) == expected
+            assert (engine.num_captures > 0) == captures == ("replay" in device.log)
+            assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
+            if speculative is NGRAM:
+                stats = engine.stats.speculative
+                assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_a_step_is_one_copy_each_way_and_one_wait(
+    model_dir: Path, twin: Callable[..., TwinDevice]
+) -> None:
+    device = twin()
+    engine = make(model_dir, NGRAM, max_num_seqs=4)
+    for index in range(3):
+        engine.add_request([4 + index, 5] * 5, SamplingParams(max_tokens=90, temperature=0))
+    for _ in range(12):
+        engine.step()
+    device.log.clear()
+    calls = TorchCalls()
+    with calls:
+        for _ in range(12):
+            engine.step()
+    steps = "".join(f"{word} " for word in device.log).split("wait ")[:-1]
+    assert len(steps) == 12
+    assert steps.count("in replay out ") >= 10, "steps of these sizes have been captured"
+    assert set(steps) <= {"in replay out ", "in out ", "in capture replay out "}
+    assert "allocate" not in device.log
+
+
+class TorchCalls(TorchDispatchMode):
+    """Notes the torch operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("speculative", [NAIVE, NGRAM], ids=["naive", "ngram"])
+def test_a_steady_step_calls_no_torch_operator(
+    model_dir: Path, speculative: SpeculativeConfig
+) -> None:
+    """Neither allocations nor views: all of them were made with the shape."""
+    engine = make(model_dir, speculative, max_num_seqs=2)
+    # A text without repetition has no drafts, so that all steps have one shape.
+    engine.add_request(list(range(1, 40)), SamplingParams(max_tokens=60, temperature=2.0, seed=1))
+    for _ in range(12):
+        engine.step()
+    calls = TorchCalls()
+    with calls:
+        while engine.stats.num_steps < 20:
+            before = engine.stats.speculative.num_draft_tokens
+            calls.names.clear()
+            engine.step()
+            if engine.stats.speculative.num_draft_tokens == before:
+                assert calls.names == []
+
+
+def test_memory_that_grows_drops_what_was_captured(
+    model_dir: Path, twin: Callable[..., TwinDevice]
+) -> None:
+    expected = bits(run(make(model_dir, NAIVE)))
+    device = twin()
+    engine = make(model_dir, NAIVE, max_num_seqs=8)
+    assert bits(run(engine)) == expected
+    before = engine.num_captures
+    memory = engine._runner._memory
+    for name in ("inputs", "results", "scratch"):
+        memory.block(name, 2 * memory.block(name, 1, shared=True)[1].numel(), shared=True)
+    assert bits(run(engine)) == expected
+    assert engine.num_captures > before
+    assert device.log.count("replay") > 10
+
+
+def test_requests_with_their_own_number_of_drafts(
+    model_dir: Path, twin: Callable[..., TwinDevice]
+) -> None:
+    """A wider draft than the engine's own widens the arrays of all, while others run."""
+    (want,) = make(model_dir, NAIVE).generate([PROMPTS[0]], sampling(0, 60))
+    twin()
+    engine = make(model_dir, NGRAM)
+    first = engine.add_request(PROMPTS[0], sampling(0, 60))
+    for _ in range(6):
+        engine.step()
+    wide = {"method": "ngram", "num_speculative_tokens": 9, "min_ngram_size": 1}
+    second = engine.add_request(PROMPTS[0], sampling(0, 60), speculative_config=wide)
+    plain = engine.add_request(PROMPTS[0], sampling(0, 60), speculative_config={"method": "naive"})
+    while engine.has_unfinished():
+        engine.step()
+    for name in (first, second, plain):
+        assert engine.completion(name).token_ids == want.token_ids
+    assert len(engine.stats.speculative.num_accepted_tokens_per_pos) == 9
+
+
+# ---- the interpreter ----
+
+
+class CudaKernels:
+    """The interpreter's module; the CPU's kernel where an op has none for CUDA yet."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any) -> Any:
+            try:
+                return value(*args)
+            except RuntimeError as error:
+                if "no CPU kernels" not in str(error):
+                    raise
+                return getattr(_C, name)(*args)
+
+        return call
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CUDA kernels in the place of the CPU's."""
+    module = CudaKernels(simt.load())
+    module.set_schedule("in_order", 0)
+    module.set_landing("late")
+    for op_module in OP_MODULES:
+        monkeypatch.setattr(op_module, "_C", module)
+    yield
+
+
+def test_cuda_kernels_in_the_interpreter(
+    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+) -> None:
+    """Naive, n-gram drafts, chunks and graphs: every token and logprob is the same."""
+    results = []
+    for speculative, captures, limits in (
+        (NAIVE, False, {"max_num_seqs": 1}),
+        (NGRAM, True, {"max_num_seqs": 3}),
+        (NGRAM, False, {"max_num_seqs": 2, "max_num_batched_tokens": 8, "page_size": 32}),
+    ):
+        device = twin(captures=captures)
+        engine = make(tiny_dir, speculative, **limits)
+        poison_model(device, engine)
+        results.append(bits(run(engine, count=2, max_tokens=12)))
+        assert (engine.num_captures > 0) == captures
+        if speculative is NGRAM:
+            assert engine.stats.speculative.num_accepted_tokens > 0
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+
+
+def test_faults_of_cuda_kernels_come_with_the_results(
+    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+) -> None:
+    twin()
+    engine = make(tiny_dir, NAIVE)
+    name = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
+    engine.step()
+    request = engine._requests[name]
+    request.token_ids[-1] = 64  # of a vocabulary of 64
+    with pytest.raises(EngineError, match="a step failed: embedding: token_ids"):
+        engine.step()
+
+
+# ---- faults and names ----
+
+
+def test_faults_on_cpu(model_dir: Path) -> None:
+    engine = make(model_dir, NAIVE)
+    name = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
+    engine.step()
+    engine._requests[name].pages[0] = engine.num_pages
+    with pytest.raises(EngineError, match=r"a step failed: rope_append_kv: cache_slots"):
+        engine.step()
+
+
+def test_device_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(open_device("cpu"), CpuDevice)
+    for name in ("gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "cuda:²"):
+        with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:N, got"):
+            open_device(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert isinstance(open_device("auto"), CpuDevice)
+    for has_cuda, reason in ((False, "this build has no CUDA kernels"), (True, "no NVIDIA GPU")):
+        monkeypatch.setattr(specops, "has_cuda", lambda has=has_cuda: has)
+        with pytest.raises(ValueError, match=f"device cuda:3 cannot be used: .*{reason}"):
+            open_device("cuda:3")
+    assert main(["--device", "cuda"]) == 2
+    assert capsys.readouterr().err.startswith("specops: device cuda cannot be used: ")
+
+
+def test_gpus_that_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specops, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    with pytest.raises(ValueError, match="cuda:1 cannot be used: there is 1 GPU, counted from 0"):
+        open_device("cuda:1")
+    with pytest.raises(ValueError, match=r"capability is 7\.5, and the kernels need 8\.0"):
+        open_device("cuda")
+    assert isinstance(open_device("auto"), CpuDevice)
+
+
+def test_pages_must_fit_the_memory(model_dir: Path) -> None:
+    with pytest.raises(ValueError, match=r"num_pages must fit the memory of cpu: 10000000000 "):
+        make(model_dir, num_pages=10**10)
+
+
+def test_random_weights_need_no_checkpoint(model_dir: Path) -> None:
+    first, second = make(model_dir), make(model_dir)
+    assert bits(run(first)) == bits(run(second))
+    assert not list(model_dir.glob("*.safetensors"))
+
+
+# ---- a GPU ----
+
+
+@needs_gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_lossless_on_a_gpu(model_dir: Path, eager: bool) -> None:
+    expected = bits(run(make(model_dir, NAIVE, max_num_seqs=1, device="cuda", enforce_eager=True)))
+    for limits in ({"max_num_seqs": 8}, {"max_num_seqs": 3, "max_num_batched_tokens": 16}):
+        engine = make(model_dir, NGRAM, device="cuda", enforce_eager=eager, **limits)
+        assert bits(run(engine)) == expected
+        assert (engine.num_captures > 0) != eager
+        assert engine.stats.speculative.num_accepted_tokens > 0
+
+
+@needs_gpu
+def test_the_bundled_model_on_a_gpu() -> None:
+    """The same text as on the CPU while decisions are clear, and logprobs within bf16's noise."""
+    params = SamplingParams(max_tokens=48, temperature=0, logprobs=2)
+    prompts = ["def add(a, b):\n    return", "import os\n\ndef main() -> None:\n"]
+    outputs = [
+        Engine(EngineConfig(device=name)).generate(prompts, params) for name in ("cpu", "cuda")
+    ]
+    for cpu, cuda in zip(*outputs, strict=True):
+        for left, right in zip(cpu.logprobs, cuda.logprobs, strict=False):
+            margin = left.alternatives[0][1] - left.alternatives[1][1]
+            if margin > 0.1:
+                assert right.token_id == left.token_id
+            if right.token_id != left.token_id:
+                break  # a near tie: the texts part here
+            assert abs(right.logprob - left.logprob) < 0.1
+
+
+@needs_gpu
+def test_a_large_model_on_a_gpu(tmp_path: Path) -> None:
+    """The shape of Qwen3-8B with random weights: n-gram drafts, graphs and eager agree."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    write_config(
+        tmp_path,
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+    )
+    results = []
+    for speculative, eager in ((NAIVE, True), (NAIVE, False), (NGRAM, False)):
+        engine = make(
+            tmp_path,
+            speculative,
+            device="cuda",
+            enforce_eager=eager,
+            max_num_seqs=8,
+            kv_cache_bytes=2 << 30,
+        )
+        results.append(bits(run(engine, max_tokens=32)))
+        del engine
+        torch.cuda.empty_cache()
+    assert results[1] == results[0]
+    assert results[2] == results[0]

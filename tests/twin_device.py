@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU as the engine sees one, made of CPU memory: what only a GPU would punish fails here.
+
+Host and device blocks are two, and what a step does not copy stays poison. A capture records the
+calls into the compiled module without running them, and a replay repeats just those, with the very
+tensors and numbers of the capture: as a CUDA graph does.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from specops import attention, batching, dense, runtime, sampling, suffix_tree
+from torch import Tensor
+
+OP_MODULES: list[ModuleType] = [attention, batching, dense, runtime, sampling, suffix_tree]
+
+
+class _Recorder:
+    """Stands in for the compiled module: takes down calls with tensors, answers the others."""
+
+    def __init__(self, module: Any, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        self._module = module
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any) -> Any:
+            if not any(isinstance(arg, Tensor) for arg in args):
+                return value(*args)  # a size
+            self._calls.append((value, args))
+            return None
+
+        return call
+
+
+@contextmanager
+def _recording(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
+    before: list[Any] = [module.__dict__["_C"] for module in OP_MODULES]
+    for module, inner in zip(OP_MODULES, before, strict=True):
+        module.__dict__["_C"] = _Recorder(inner, calls)
+    try:
+        yield
+    finally:
+        for module, inner in zip(OP_MODULES, before, strict=True):
+            module.__dict__["_C"] = inner
+
+
+class TwinDevice:
+    """Implements `specops.engine.device.Device`.
+
+    Args:
+        captures: replay the steps that repeat.
+        poison: byte that fills all device memory before each step; 0xff makes floats NaN and
+            integers -1, 0x7f makes both huge.
+    """
+
+    device = torch.device("cpu")
+    is_async = True
+
+    def __init__(self, *, captures: bool = True, poison: int = 0xFF) -> None:
+        self.captures = captures
+        self.log: list[str] = []  # every copy, wait, capture and replay
+        self.scratch: list[Tensor] = []  # more memory to poison
+        self._poison = poison
+        self._blocks: list[Tensor] = []
+        self._pending: list[tuple[Tensor, Tensor]] = []
+
+    def host_block(self, num_bytes: int) -> Tensor:
+        self.log.append("allocate")
+        return torch.full((num_bytes,), self._poison, dtype=torch.uint8)
+
+    def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
+        self._blocks.append(self.host_block(num_bytes))
+        return self._blocks[-1]
+
+    def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
+        self.log.append("in")
+        for memory in (*self._blocks, *self.scratch):
+            memory.view(torch.uint8).fill_(self._poison)
+        block[:num_bytes].copy_(host[:num_bytes])
+
+    def copy_out(self, host: Tensor, block: Tensor, num_bytes: int) -> None:
+        self.log.append("out")
+        host.fill_(self._poison)
+        self._pending.append((host[:num_bytes], block[:num_bytes]))
+
+    def wait(self) -> None:
+        self.log.append("wait")
+        for host, block in self._pending:
+            host.copy_(block)
+        self._pending.clear()
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        self.log.append("capture")
+        calls: list[tuple[Any, tuple[Any, ...]]] = []
+        with _recording(calls):
+            launch()
+
+        def replay() -> None:
+            self.log.append("replay")
+            for op, args in calls:
+                op(*args)
+
+        return replay
+
+    def free_bytes(self) -> int:
+        return 1 << 40
