@@ -232,11 +232,65 @@ def test_refusals(model_dir: Path) -> None:
         {"logprobs": -1},
         {"max_tokens": 1.5},
         {"stop_token_ids": ("a",)},
+        {"stop": None},
+        {"stop": 5},
+        {"stop": b"a"},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": None},
+        {"ignore_eos": 1},
     ],
 )
 def test_sampling_params_refuse_by_name(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
+    with pytest.raises(ValueError, match=rf"^{next(iter(bad))} must "):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"model": 5},
+        {"model": ""},
+        {"model": Path("x")},
+        {"served_model_name": 1},
+        {"speculative_config": None},
+        {"speculative_config": {"method": "naive"}},
+        {"dtype": None},
+        {"dtype": ["bfloat16"]},
+        {"device": None},
+        {"device": 0},
+        {"enforce_eager": 1},
+        {"load_format": "pt"},
+        {"page_size": 24},
+        {"page_size": True},
+        {"page_size": 16.0},
+        {"num_pages": 1.5},
+        {"num_pages": 0},
+        {"kv_cache_bytes": "4G"},
+        {"max_num_seqs": None},
+        {"max_num_seqs": True},
+        {"max_num_batched_tokens": "512"},
+        {"max_model_len": -1},
+        {"enable_prefix_caching": None},
+        {"num_threads": 0},
+        {"seed": "x"},
+        {"seed": 1.0},
+        {"max_waiting": 0.5},
+    ],
+    ids=str,
+)
+def test_engine_config_refuses_by_name(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{next(iter(bad))} must be .*, got "):
+        EngineConfig(**bad)
+
+
+def test_time_in_the_queue(model_dir: Path) -> None:
+    engine = make(model_dir, max_num_seqs=1)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    first, second = (engine.add_request(PROMPT, params) for _ in range(2))
+    while engine.has_unfinished():
+        engine.step()
+    done = [engine.completion(name).queue_seconds for name in (first, second)]
+    assert 0 <= done[0] < done[1]
 
 
 def test_pages_survive_mixed_traffic(model_dir: Path) -> None:

@@ -350,7 +350,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (CHAT | {"messages": [USER | {"\ud800": 1}]}, 422, "messages.0", "not valid Unicode"),
     (CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
     (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "must be absent"),
-    (CHAT | {"messages": []}, 400, None, "at least one token"),
+    (CHAT | {"messages": []}, 400, "messages", "at least one message, got none"),
     (CHAT | {"messages": [{"role": "tool", "content": ""}]}, 400, "messages.0.role", "'tool'"),
     # the request's own method
     (TEXT | {"speculative_config": {"method": "magic"}}, 400, "speculative_config", "naive, ngram"),
@@ -473,6 +473,23 @@ def test_odd_values_are_refused_or_honoured(fake: Served, model: Any) -> None:
 def test_bodies_that_are_no_json_object(fake: Served, content: bytes) -> None:
     response = HTTP.post(f"{fake.url}/v1/completions", content=content, headers=JSON)
     assert response.status_code == 422
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        (b'{"prompt": "a", "prompt": "b"}', "prompt is given more than once"),
+        (b'{"prompt": "a", "speculative_config": {"k": 1, "k": 1}}', "k is given more than once"),
+        (b'{"prompt": "\xff"}', "the body must be UTF-8, got byte 0xff at 12"),
+        ('{"prompt": "a"}'.encode("utf-16"), "the body must be UTF-8, got byte 0xff at 0"),
+        (b'{"prompt": ' + b"[" * 100_000, "the body is nested too deeply"),
+    ],
+)
+def test_bodies_that_say_what_is_wrong(fake: Served, content: bytes, message: str) -> None:
+    response = HTTP.post(f"{fake.url}/v1/completions", content=content, headers=JSON)
+    assert response.status_code == 422
+    assert response.json()["error"]["message"] == message
+    assert response.json()["error"]["code"] == "invalid_json"
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
@@ -691,6 +708,7 @@ def test_metrics() -> None:
             "time_to_first_token_seconds_count": 3,
             "inter_token_latency_seconds_count": 30,
             "e2e_request_latency_seconds_count": 3,
+            "request_queue_time_seconds_count": 3,
             "request_prompt_tokens_sum": 15,
             "request_generation_tokens_sum": 33,
         }

@@ -170,6 +170,7 @@ def test_json() -> None:
         ("{", "not valid JSON"),
         ("[1]", r"must be a JSON object, got '\[1\]'"),
         ('{"method": "ngram", "method": "naive"}', "names method more than once"),
+        ('{"method":' * 100_000, "nested too deeply"),
     ):
         with pytest.raises(ValueError, match=message):
             SpeculativeConfig.from_json(bad)

@@ -123,8 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     speculative = engine.config.speculative_config
     logging.getLogger(__name__).info(
-        "%s with method %s, k = %d; the page is at http://%s:%d/",
+        "%s on %s with method %s, k = %d; the page is at http://%s:%d/",
         engine.model_name,
+        engine.device,
         speculative.method,
         speculative.num_speculative_tokens,
         args.host,

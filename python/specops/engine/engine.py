@@ -3,6 +3,7 @@
 
 import logging
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -188,6 +189,7 @@ class Engine:
             max_len=len(token_ids) + (params.max_tokens or room),
             token_ids=token_ids,
             stream=TextStream(self.tokenizer, params.stop),
+            added_at=time.perf_counter(),
         )
         self._arrivals += 1
         self._requests[request_id] = request
@@ -247,6 +249,7 @@ class Engine:
             seed=request.seed,
             num_cached_tokens=request.num_cached_tokens,
             stats=request.stats,
+            queue_seconds=request.queue_seconds,
         )
 
     def generate(
@@ -338,6 +341,7 @@ class Engine:
     def _start(self, request: Request) -> None:
         self._runner.start(request)
         if not request.was_preempted:
+            request.queue_seconds = time.perf_counter() - request.added_at
             self.stats.prefix_cache_queries += request.prompt_len
             self.stats.prefix_cache_hits += request.num_cached_tokens
 

@@ -106,6 +106,7 @@ class _Choice:
     seed: int
     # Choices that wait for this one's prefill, to find its pages in the prefix cache.
     siblings: "list[_Choice]"
+    added_at: float = 0.0  # when the engine got it
     last_time: float = 0.0  # when its last tokens arrived; 0 before the first
 
 
@@ -246,6 +247,7 @@ class EngineThread:
             choice_index=choice.index % choice.params.n,
             speculative_config=choice.job.speculative_config,
         )
+        choice.added_at = time.perf_counter()
         self._num_requests += 1
         self._choices[request_id] = choice
         return request_id
@@ -293,7 +295,13 @@ class EngineThread:
             if output.finish_reason is not None:
                 completion = self._engine.completion(output.request_id)
                 del self._choices[output.request_id]
-                self._metrics.finished(output.finish_reason, completion, now - job.arrival)
+                self._metrics.finished(
+                    output.finish_reason,
+                    completion,
+                    seconds=now - job.arrival,
+                    # A sibling waits for its turn outside the engine, too.
+                    queued=choice.added_at - job.arrival + completion.queue_seconds,
+                )
             if output.finish_reason == "error":
                 self._abort_job(job)
                 self._events.append((job, JobFailed("the request failed; the log says why")))

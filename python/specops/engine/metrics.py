@@ -63,6 +63,9 @@ class Metrics:
             "Time per output token; a step's time is shared by the tokens it emitted",
             _SECONDS,
         )
+        self._queued = self._histogram(
+            "request_queue_time_seconds", "From arrival to the first step of a choice", _SECONDS
+        )
         self._whole = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the end of a choice", _SECONDS
         )
@@ -96,12 +99,18 @@ class Metrics:
                 self._between_tokens.observe((now - before) / count)
 
     def finished(
-        self, reason: str, completion: Completion | None = None, seconds: float = 0.0
+        self,
+        reason: str,
+        completion: Completion | None = None,
+        *,
+        seconds: float = 0.0,
+        queued: float = 0.0,
     ) -> None:
-        """A choice ended."""
+        """A choice ended, `seconds` after its arrival, of which it waited `queued`."""
         self._success.labels(self._model, reason).inc()
         if completion is not None:
             self._whole.observe(seconds)
+            self._queued.observe(queued)
             self._prompt.observe(len(completion.prompt_token_ids))
             self._generated.observe(len(completion.token_ids))
 

@@ -49,3 +49,4 @@ class Completion:
     seed: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     stats: SpeculativeStats
+    queue_seconds: float = 0.0  # from add_request to the first slot

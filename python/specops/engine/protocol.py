@@ -249,8 +249,14 @@ def parse(model: type[CompletionRequest] | type[ChatCompletionRequest], body: by
         ApiError: 422 if it is not JSON of the right shape, 400 if it asks for what is not there.
     """
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        text = body.decode("utf-8-sig")
+        values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        message = f"the body must be UTF-8, got byte 0x{body[error.start]:02x} at {error.start}"
+        raise ApiError(422, message, code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(422, "the body is nested too deeply", code="invalid_json") from None
+    except ValueError as error:
         raise ApiError(422, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(422, f"the body must be a JSON object, got {_json_type(values)}")
@@ -270,6 +276,8 @@ def parse(model: type[CompletionRequest] | type[ChatCompletionRequest], body: by
         if isinstance(given, list) and len(given) > most:
             raise ApiError(400, f"{name} must hold at most {most} elements", param=name)
     messages = values.get("messages")
+    if messages == []:
+        raise ApiError(400, "messages must hold at least one message, got none", param="messages")
     if isinstance(messages, list):
         values["messages"] = [_without_nothing(message) for message in messages]
     try:
@@ -310,6 +318,19 @@ def _from_validation(error: ValidationError) -> ApiError:
 
 def _unknown_field(name: str) -> ApiError:
     return ApiError(400, f"unknown field {name}", param=name, code="unknown_parameter")
+
+
+def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a body; a name given twice is a mistake, not the last one's win."""
+    values = dict(items)
+    if len(values) < len(items):
+        for name, _ in items:
+            if name not in values:  # taken out by its first occurrence
+                raise ApiError(
+                    422, f"{name} is given more than once", param=name, code="invalid_json"
+                )
+            del values[name]
+    return values
 
 
 def _refuse_constant(name: str) -> None:

@@ -29,6 +29,8 @@ class Request:
     token_ids: list[int]
     stream: TextStream
 
+    added_at: float = 0.0  # time.perf_counter() when it came
+    queue_seconds: float = 0.0  # until it got its first slot
     slot: int = -1  # row of the engine's per-request arrays while running
     pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array copies at once
     num_registered_pages: int = 0  # leading pages that the prefix cache knows

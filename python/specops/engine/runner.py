@@ -131,12 +131,9 @@ class Runner:
 
     def stop(self, request: Request) -> None:
         """Forgets a request that loses its slot."""
-        slot, method = request.slot, request.speculative.method
-        self._lens[slot] = 0
-        if method in self._drafters:
-            if method in self._counts:
-                self._counts[method][slot] = 0
-            self._drafters[method].stop(request)
+        self._lens[request.slot] = 0
+        if request.speculative.method in self._drafters:
+            self._drafters[request.speculative.method].stop(request)
 
     def num_drafts(self, request: Request) -> int:
         """How many drafts the last step proposed for a request, as far as they could be emitted."""
@@ -209,8 +206,6 @@ class Runner:
         columns: list[tuple[int, int, int, int, int]] = []
         page_ends = [0]
         token_ids, page_ids = step.token_ids, step.kv_indices
-        if step.shape.width:
-            step.draft_token_ids.fill(-1)
         for limits in step.max_drafts.values():
             limits.fill(0)
         for index, part in enumerate(plan):

@@ -37,8 +37,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, what in (("stop", "strings"), ("stop_token_ids", "integers")):
+            value = getattr(self, name)
+            if not isinstance(value, (list, tuple, set, frozenset)):
+                raise ValueError(f"{name} must be a list of {what}, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         whole = {
             "max_tokens": (1, None),
             "top_k": (0, 2**31 - 1),

@@ -76,6 +76,8 @@ def _object(text: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
         raise ValueError(f"speculative_config is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("speculative_config is not valid: it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"speculative_config must be a JSON object, got {text.strip()!r}")
     return value
