@@ -52,7 +52,8 @@ __device__ inline NgramRequest load_request(const NgramProposeParams& params, in
 // Assumes: shapes checked by ops.cpp.
 // Order:   integers only; the largest (size, end) of all matches, whoever finds it.
 // Source:  Saxena 2023, prompt lookup decoding; FastDeploy's ngram_match.
-__global__ void __launch_bounds__(kNgramThreads) ngram_propose_kernel(NgramProposeParams params) {
+__global__ void __launch_bounds__(kNgramThreads, 2)
+    ngram_propose_kernel(NgramProposeParams params) {
   auto* warp_best = reinterpret_cast<uint64_t*>(shared_memory());
   int64_t batch_idx = blockIdx.x;
   int thread = static_cast<int>(threadIdx.x);
@@ -72,10 +73,11 @@ __global__ void __launch_bounds__(kNgramThreads) ngram_propose_kernel(NgramPropo
       int32_t end = last - i * kNgramThreads - thread;
       ends[i] = tokens[end > 0 ? end : 0];
     }
-    for (int i = 0; i < kNgramTokens; ++i) {
-      int32_t end = last - i * kNgramThreads - thread;
-      if (end < size || size == request.max_size || ends[i] != tail[0]) continue;
-      if (tokens[end - size] != tail[-size]) continue;
+    uint32_t hits = 0;  // bit i: ends[i] is the last token of the row
+    for (int i = 0; i < kNgramTokens; ++i) hits |= uint32_t{ends[i] == tail[0]} << i;
+    for (; hits != 0 && size < request.max_size; hits &= hits - 1) {
+      int32_t end = last - (__ffs(static_cast<int>(hits)) - 1) * kNgramThreads - thread;
+      if (end < size || tokens[end - size] != tail[-size]) continue;
       int32_t match = 1;
       while (match < request.max_size && match <= end && tokens[end - match] == tail[-match]) {
         ++match;

@@ -50,11 +50,14 @@ RESERVED_SMEM_BYTES = 1 << 10
 BUDGETS = (
     # common
     # batching
+    Budget("gather_output_rows_kernel<*", registers=32, threads=128, blocks_per_sm=16),
+    Budget("prepare_batch_kernel", registers=48, threads=256, smem_bytes=5248, blocks_per_sm=5),
     # attention
     # dense
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
     # sampling
     # suffix_tree
+    Budget("ngram_propose_kernel", registers=32, threads=1024, smem_bytes=256, blocks_per_sm=2),
     # Everything else: 512 threads of it fit the registers of an SM.
     Budget("*", registers=128),
 )
