@@ -4,7 +4,7 @@
 import pytest
 import specops
 import torch
-from conftest import assert_close
+from conftest import assert_close, expect_fault
 from specops import dense, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -22,21 +22,43 @@ def test_silu_mul(device: str, isa: str, dtype: torch.dtype, rows: int, width: i
 
 def test_silu_mul_strided_rows(device: str, isa: str) -> None:
     wide = torch.randn(6, 300, device=device)
-    view = wide[:, 10:266]
-    assert torch.equal(dense.silu_mul(view), dense.silu_mul(view.contiguous()))
+    for view in (wide[:, 10:266], wide[:, 4:260], wide[:, 7:171]):
+        assert torch.equal(dense.silu_mul(view), dense.silu_mul(view.contiguous()))
+
+
+def test_silu_mul_of_wide_rows(device: str) -> None:
+    gate_up = torch.randn(2, 2 * 5000).to(device)
+    whole = dense.silu_mul(gate_up)
+    assert_close(reference.silu_mul, whole, gate_up)
+    part = torch.cat([gate_up[1:, :77], gate_up[1:, 5000:5077]], 1)
+    assert torch.equal(dense.silu_mul(part), whole[1:, :77])
 
 
 # linear
 
-LINEAR_DTYPES = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)]
+LINEAR_DTYPES = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, None),
+]
 
 
 def make_linear(
-    rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
+    device: str, rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(rows, num_inputs).to(dtype)
     weight = (torch.randn(num_outputs, num_inputs) / max(num_inputs, 1) ** 0.5).to(dtype)
-    return x, weight, torch.randn(num_outputs).to(dtype)
+    return x.to(device), weight.to(device), torch.randn(num_outputs).to(dtype).to(device)
+
+
+@pytest.fixture
+def linear_dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
+    """The dtype of a case; the kernels of the cpu have no float16."""
+    dtype: torch.dtype = request.node.callspec.params["dtype"]
+    if dtype == torch.float16 and not on_cuda:
+        pytest.skip("float16 weights are for CUDA")
+    return dtype
 
 
 @pytest.mark.parametrize("dtype,out_dtype", LINEAR_DTYPES)
@@ -48,6 +70,7 @@ def make_linear(
 def test_linear(
     device: str,
     isa: str,
+    linear_dtype: torch.dtype,
     dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     use_bias: bool,
@@ -55,9 +78,9 @@ def test_linear(
     num_inputs: int,
     num_outputs: int,
 ) -> None:
-    x, weight, bias = make_linear(rows, num_inputs, num_outputs, dtype)
-    packed = dense.pack_weight(weight.to(device))
-    out = dense.linear(x.to(device), packed, bias if use_bias else None, out_dtype=out_dtype)
+    x, weight, bias = make_linear(device, rows, num_inputs, num_outputs, dtype)
+    packed = dense.pack_weight(weight)
+    out = dense.linear(x, packed, bias if use_bias else None, out_dtype=out_dtype)
     assert out.shape == (rows, num_outputs)
     assert out.dtype == (out_dtype or dtype)
     if rows:
@@ -70,7 +93,7 @@ def test_linear(
 
 
 def test_linear_wide_output(device: str) -> None:
-    x, weight, _ = make_linear(2, 64, 151936, torch.bfloat16)
+    x, weight, _ = make_linear(device, 2, 64, 151936, torch.bfloat16)
     out = dense.linear(x, dense.pack_weight(weight), out_dtype=torch.float32)
     torch.testing.assert_close(out, reference.linear(x, weight, None, torch.float32))
 
@@ -80,33 +103,83 @@ def test_linear_wide_output(device: str) -> None:
 def test_linear_rows_keep_their_bits(
     device: str,
     isa: str,
+    on_cuda: bool,
+    linear_dtype: torch.dtype,
     dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     num_inputs: int,
     num_outputs: int,
 ) -> None:
     """A row alone, in every batch size, from strided rows, on 1 to 3 threads: the same bits."""
-    x, weight, bias = make_linear(512, num_inputs, num_outputs, dtype)
+    many = 20 if on_cuda else 512
+    batches = [1, 2, 5, 8, 9, 17] if on_cuda else [*range(1, 71), 512]
+    if on_cuda:
+        num_outputs = min(num_outputs, 136)
+    x, weight, bias = make_linear(device, many, num_inputs, num_outputs, dtype)
     packed = dense.pack_weight(weight)
     alone = torch.cat([dense.linear(row[None], packed, bias, out_dtype=out_dtype) for row in x])
-    wide = torch.full((512, num_inputs + 3), float("nan"), dtype=dtype)
+    wide = torch.full((many, num_inputs + 3), float("nan"), dtype=dtype, device=device)
     wide[:, 1:-2] = x
     for num_threads in (1, 2, 3):
+        if on_cuda and num_threads != 2:
+            continue
         specops.set_num_threads(num_threads)
-        for rows in [*range(1, 71), 512] if num_threads == 2 else [1, 5, 8, 64, 512]:
-            first = (7 * rows) % (513 - rows)
+        for rows in batches if num_threads == 2 else [1, 5, 8, 64, 512]:
+            first = (7 * rows) % (many + 1 - rows)
             got = dense.linear(x[first : first + rows], packed, bias, out_dtype=out_dtype)
             assert torch.equal(got, alone[first : first + rows]), (num_threads, rows)
         got = dense.linear(wide[:, 1:-2], packed, bias, out_dtype=out_dtype)
         assert torch.equal(got, alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_inputs", [650, 1200, pytest.param(2112, marks=pytest.mark.prove)])
+def test_linear_schedules_keep_their_bits(
+    device: str,
+    accumulation: str,
+    linear_dtype: torch.dtype,
+    dtype: torch.dtype,
+    num_inputs: int,
+) -> None:
+    """Sums of 2 to 4 leaves: rows alone, streamed, tiled, with and without a workspace."""
+    x, weight, bias = make_linear(device, 130, num_inputs, 72, dtype)
+    packed = dense.pack_weight(weight)
+    whole = dense.linear(x, packed, bias)
+    for row in (0, 3, 64, 129):
+        assert torch.equal(dense.linear(x[row : row + 1], packed, bias), whole[row : row + 1])
+    for first, rows in [(1, 2), (125, 5), (50, 8), (3, 9), (70, 16), (99, 17), (66, 64)]:
+        got = dense.linear(x[first : first + rows], packed, bias)
+        assert torch.equal(got, whole[first : first + rows]), rows
+        workspace = torch.empty(3, dtype=torch.float32, device=device)  # too short
+        got = dense.linear(x[first : first + rows], packed, bias, workspace=workspace)
+        assert torch.equal(got, whole[first : first + rows]), rows
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("num_outputs,rows", [(8400, 17), (40, 1200), (4200, 70)])
+def test_linear_splits_keep_their_bits(device: str, num_outputs: int, rows: int) -> None:
+    """Four leaves spread over four blocks, over two, and over one: the same bits."""
+    x, weight, bias = make_linear(device, rows, 2048, num_outputs, torch.bfloat16)
+    packed = dense.pack_weight(weight)
+    whole = dense.linear(x, packed, bias)
+    for row in range(0, rows, 23):
+        assert torch.equal(dense.linear(x[row : row + 1], packed, bias), whole[row : row + 1])
+    workspace = torch.empty(3, dtype=torch.float32, device=device)  # too short
+    assert torch.equal(dense.linear(x, packed, bias, workspace=workspace), whole)
+
+
 @pytest.mark.parametrize("dtype,out_dtype", LINEAR_DTYPES)
+@pytest.mark.parametrize("num_inputs", [96, 1056])
 def test_linear_columns_keep_their_bits(
-    device: str, isa: str, dtype: torch.dtype, out_dtype: torch.dtype | None
+    device: str,
+    isa: str,
+    linear_dtype: torch.dtype,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    num_inputs: int,
 ) -> None:
     """An output element depends on its own weight row only, wherever the block cuts fall."""
-    x, weight, _ = make_linear(11, 96, 400, dtype)
+    x, weight, _ = make_linear(device, 11, num_inputs, 400, dtype)
     whole = dense.linear(x, dense.pack_weight(weight), out_dtype=out_dtype)
     for first, count in [(0, 1), (5, 33), (16, 160), (399, 1), (1, 399)]:
         part = dense.pack_weight(weight[first : first + count])
@@ -115,26 +188,50 @@ def test_linear_columns_keep_their_bits(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_touches_only_its_own(device: str, isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [9, 20])
+def test_linear_touches_only_its_own(device: str, isa: str, dtype: torch.dtype, rows: int) -> None:
     """Neither what lies past a row of x nor what lies past out is read or written."""
-    x, weight, bias = make_linear(9, 33, 21, dtype)
-    wide = torch.full((9, 40), float("nan"), dtype=dtype)
+    x, weight, bias = make_linear(device, rows, 33, 21, dtype)
+    wide = torch.full((rows, 40), float("nan"), dtype=dtype, device=device)
     wide[:, :33] = x
-    wide_weight = torch.full((21, 50), float("inf"), dtype=dtype)
+    wide_weight = torch.full((21, 50), float("inf"), dtype=dtype, device=device)
     wide_weight[:, 4:37] = weight
-    slack = torch.full((9 * 21 + 64,), 7.0, dtype=dtype)
-    out = slack[: 9 * 21].view(9, 21)
+    slack = torch.full((rows * 21 + 64,), 7.0, dtype=dtype, device=device)
+    out = slack[: rows * 21].view(rows, 21)
     packed = dense.pack_weight(wide_weight[:, 4:37])
     assert dense.linear(wide[:, :33], packed, bias, out=out) is out
     assert torch.equal(out, dense.linear(x, dense.pack_weight(weight), bias))
-    assert (slack[9 * 21 :] == 7.0).all()
+    assert (slack[rows * 21 :] == 7.0).all()
 
 
-def test_linear_refuses(device: str) -> None:
-    x, weight, bias = make_linear(2, 8, 4, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [3, 20])
+def test_linear_of_any_alignment(device: str, dtype: torch.dtype, rows: int) -> None:
+    """Where x, weight, bias and out begin changes nothing."""
+    x, weight, bias = make_linear(device, rows, 72, 48, dtype)
+    expected = dense.linear(x, dense.pack_weight(weight), bias)
+    for shift in (1, 2, 4, 8):
+
+        def moved(tensor: torch.Tensor, shift: int = shift) -> torch.Tensor:
+            memory = torch.full((tensor.numel() + shift,), float("nan"), dtype=dtype, device=device)
+            memory[shift:] = tensor.flatten()
+            return memory[shift:].view(tensor.shape)
+
+        out = moved(torch.zeros_like(expected))
+        dense.linear(moved(x), dense.pack_weight(moved(weight)), moved(bias), out=out)
+        assert torch.equal(out, expected)
+
+
+def test_linear_refuses(device: str, on_cuda: bool) -> None:
+    x, weight, bias = make_linear(device, 2, 8, 4, torch.bfloat16)
     packed = dense.pack_weight(weight)
+    dtypes = "bfloat16|float16|float32" if on_cuda else "bfloat16|float32"
+    if not on_cuda:
+        with pytest.raises(ValueError, match=r"pack_weight: weight must be .* got float16"):
+            dense.pack_weight(weight.half())
     for call, words in [
-        (lambda: dense.pack_weight(weight.half()), "pack_weight: weight must be bfloat16|float32"),
+        (lambda: dense.pack_weight(weight.int()), f"pack_weight: weight must be {dtypes}"),
+        (lambda: dense.linear(x, packed, workspace=bias), "linear: workspace must be float32"),
         (lambda: dense.pack_weight(weight[0]), "pack_weight: weight must be"),
         (lambda: dense.pack_weight(weight.T), "pack_weight: weight must be contiguous within"),
         (lambda: dense.linear(x.float(), packed), "linear: x must be bfloat16"),
@@ -144,7 +241,7 @@ def test_linear_refuses(device: str) -> None:
         (lambda: dense.linear(x, packed, out_dtype=torch.float16), "linear: out must be"),
         (lambda: dense.linear(x, packed, out=x), "linear: out must be"),
         (
-            lambda: dense.linear(x, packed, out=torch.empty(2, 4), out_dtype=torch.bfloat16),
+            lambda: dense.linear(x, packed, out=bias[None], out_dtype=torch.float32),
             "linear: out_dtype must be",
         ),
     ]:
@@ -157,7 +254,9 @@ def test_linear_refuses(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("use_residual", [False, True])
-@pytest.mark.parametrize("rows,width", [(0, 64), (1, 1), (3, 77), (6, 1024), (1500, 48)])
+@pytest.mark.parametrize(
+    "rows,width", [(0, 64), (1, 1), (3, 77), (6, 1024), (1500, 48), (2, 17003)]
+)
 def test_rms_norm(
     device: str, isa: str, dtype: torch.dtype, use_residual: bool, rows: int, width: int
 ) -> None:
@@ -177,8 +276,8 @@ def test_rms_norm(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_rounds_as_its_reference(device: str, isa: str, dtype: torch.dtype) -> None:
     """Rounded twice, at the same places: all but a few elements are equal to the bit."""
-    x, residual = torch.randn(2, 40, 512).to(dtype)
-    weight = torch.randn(512).to(dtype)
+    x, residual = torch.randn(2, 40, 512).to(dtype).to(device)
+    weight = torch.randn(512).to(dtype).to(device)
     expected, _ = reference.rms_norm(x, weight, 1e-5, residual)
     out = dense.rms_norm(x, weight, 1e-5, residual=residual)
     allowed = 0.9 if dtype == torch.float32 else 0.01
@@ -189,15 +288,16 @@ def test_rms_norm_rounds_as_its_reference(device: str, isa: str, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 77, 1024])
 def test_rms_norm_rows_keep_their_bits(
-    device: str, isa: str, dtype: torch.dtype, width: int
+    device: str, isa: str, on_cuda: bool, dtype: torch.dtype, width: int
 ) -> None:
-    wide = torch.full((300, width + 5), float("nan"), dtype=dtype)
+    rows = 20 if on_cuda else 300
+    wide = torch.full((rows, width + 5), float("nan"), dtype=dtype, device=device)
     x = wide[:, 2:-3]
-    x.copy_(torch.randn(300, width))
-    weight = torch.randn(width).to(dtype)
-    residual = torch.randn(300, width).to(dtype)
+    x.copy_(torch.randn(rows, width))
+    weight = torch.randn(width).to(dtype).to(device)
+    residual = torch.randn(rows, width).to(dtype).to(device)
     alone, alone_residual = torch.empty_like(residual), residual.clone()
-    for row in range(300):
+    for row in range(rows):
         part = slice(row, row + 1)
         alone[part] = dense.rms_norm(x[part], weight, 1e-6, residual=alone_residual[part])
     for num_threads in (1, 2, 3):
@@ -205,13 +305,15 @@ def test_rms_norm_rows_keep_their_bits(
         updated = residual.clone()
         assert torch.equal(dense.rms_norm(x, weight, 1e-6, residual=updated), alone)
         assert torch.equal(updated, alone_residual)
+    updated = residual.clone()
+    assert torch.equal(dense.rms_norm(x.contiguous(), weight, 1e-6, residual=updated), alone)
     in_place = x.contiguous()
     expected = dense.rms_norm(x, weight, 1e-6)
     assert torch.equal(dense.rms_norm(in_place, weight, 1e-6, out=in_place), expected)
 
 
 def test_rms_norm_refuses(device: str) -> None:
-    x, weight = torch.randn(2, 8), torch.ones(8)
+    x, weight = torch.randn(2, 8, device=device), torch.ones(8, device=device)
     for call, words in [
         (lambda: dense.rms_norm(x, weight[:7], 1e-6), "rms_norm: weight must be"),
         (lambda: dense.rms_norm(x, weight.half(), 1e-6), "rms_norm: weight must be float32"),
@@ -227,20 +329,27 @@ def test_rms_norm_refuses(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows,width", [(0, 8), (1, 3), (1500, 65)])
+@pytest.mark.parametrize("rows,width", [(0, 8), (1, 3), (1500, 65), (3, 5000), (7, 66)])
 def test_embedding(device: str, isa: str, dtype: torch.dtype, rows: int, width: int) -> None:
     weight = torch.randn(50, width).to(dtype).to(device)
-    token_ids = torch.randint(50, (rows,), dtype=torch.int32, device=device)
+    token_ids = torch.randint(50, (rows,), dtype=torch.int32).to(device)
     out = dense.embedding(token_ids, weight)
     assert torch.equal(out, reference.embedding(token_ids, weight))
 
 
 @pytest.mark.parametrize("bad", [-1, 50])
-def test_embedding_refuses_unknown_ids(device: str, bad: int) -> None:
-    weight = torch.randn(50, 4)
-    out = torch.full((3, 4), 7.0)
-    with pytest.raises(ValueError, match=rf"token_ids\[2\] must be in \[0, vocab=50\), got {bad}"):
-        dense.embedding(torch.tensor([0, 1, bad], dtype=torch.int32), weight, out=out)
-    assert (out == 7.0).all()
+def test_embedding_refuses_unknown_ids(device: str, on_cuda: bool, bad: int) -> None:
+    """cpu: nothing is written. CUDA: the row is zero, the others are right."""
+    weight = torch.randn(50, 4, device=device)
+    token_ids = torch.tensor([0, 1, bad], dtype=torch.int32, device=device)
+    out = torch.full((3, 4), 7.0, device=device)
+    got = "an id outside" if on_cuda else bad
+    vocab = "vocab" if on_cuda else r"vocab=50"
+    with expect_fault(on_cuda, rf"token_ids.* must be in \[0, {vocab}\), got {got}"):
+        dense.embedding(token_ids, weight, out=out)
+    if on_cuda:
+        assert torch.equal(out, torch.cat([weight[:2], torch.zeros_like(weight[:1])]))
+    else:
+        assert (out == 7.0).all()
     with pytest.raises(ValueError, match="embedding: token_ids must be int32"):
-        dense.embedding(torch.tensor([0, 1]), weight)
+        dense.embedding(token_ids.long(), weight)

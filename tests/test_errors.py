@@ -121,6 +121,7 @@ def linear() -> dict[str, Any]:
         "packed_inputs": 4,
         "bias": torch.zeros(5),
         "out": torch.zeros(3, 5),
+        "workspace": torch.zeros(8),
     }
 
 

@@ -4,18 +4,22 @@
 
 #include <cstdint>
 
+#include "common/error_flag.h"
 #include "common/isa.h"
 
 namespace specops {
 
 struct EmbeddingParams {
-  const int32_t* token_ids;  // [rows], each in [0, vocab)
+  const int32_t* token_ids;  // [rows], each in [0, vocab); cpu: checked before
   const void* weight;        // [vocab, width], contiguous
   void* out;                 // [rows, width], contiguous
   int64_t rows;
+  int64_t vocab;
   int64_t row_bytes;  // width in bytes
+  ErrorFlag error;    // CUDA: receives kEmbeddingTokenId
 };
 
 SPECOPS_DECLARE_CPU(embedding_cpu, EmbeddingParams);
+SPECOPS_DECLARE_CUDA(embedding_cuda, EmbeddingParams);
 
 }  // namespace specops

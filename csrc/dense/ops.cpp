@@ -2,7 +2,11 @@
 // Argument checks and registration of the dense family.
 #include "dense/ops.h"
 
+#include <pybind11/stl.h>
+
+#include <array>
 #include <optional>
+#include <string>
 
 #include "common/tensor_view.h"
 #include "dense/embedding.h"
@@ -43,30 +47,89 @@ void silu_mul(const TensorView& gate_up, const TensorView& out) {
   silu_mul_cpu(params);
 }
 
+#if defined(SPECOPS_SIMT)
+constexpr bool kSimulated = true;  // CUDA kernels on tensors of the cpu
+#else
+constexpr bool kSimulated = false;
+#endif
+
+// The shape of a packed weight: [blocks, steps, word], as linear.h describes the layouts.
+struct PackedDims {
+  Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
+};
+
+PackedDims packed_dims(bool on_cuda, DType dtype, int64_t num_outputs, int64_t num_inputs) {
+  PackedDims dims;
+  if (!on_cuda) {
+    dims.blocks.value = linear_blocks(num_outputs);
+    dims.steps.value = linear_steps(num_inputs, dtype);
+    dims.word.value = kLinearBlock * 4 / dtype_bytes(dtype);
+  } else if (dtype == DType::kFloat32) {
+    dims.blocks.value = linear_groups(num_outputs);
+    dims.steps.value = (num_inputs + 3) / 4;
+    dims.word.value = kLinearGroup * 4;
+  } else {
+    dims.blocks.value = linear_groups(num_outputs) * 2;
+    dims.steps.value = linear_leaves(num_inputs).stages * 2;
+    dims.word.value = kLinearGroup / 2 * kLinearStage / 2;
+  }
+  return dims;
+}
+
+// Whether an op on this weight runs CUDA kernels, which have layouts and dtypes of their own.
+bool wants_cuda(const TensorView& weight) {
+  return kSimulated || (kHasCuda && weight.is_tensor && weight.dl.device.device_type == kDLCUDA);
+}
+
+// A weight, plain or packed.
+void check_weight(Checker& check,
+                  const TensorView& weight,
+                  std::initializer_list<Dim*> dims,
+                  Layout layout = Layout::kContiguous) {
+  if (wants_cuda(weight)) {
+    std::initializer_list<DType> dtypes = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
+    check.tensor("weight", weight, dtypes, dims, layout);
+  } else {
+    check.tensor("weight", weight, {DType::kBFloat16, DType::kFloat32}, dims, layout);
+  }
+}
+
+// (blocks, steps, word, leaves, max_split_rows): the shape `packed` must have on a device, of how
+// many leaves the sums are made there (cpu: one chain), and up to how many rows a workspace helps.
+std::array<int64_t, 5> packed_weight_layout(const std::string& device,
+                                            int64_t element_bytes,
+                                            int64_t num_outputs,
+                                            int64_t num_inputs) {
+  bool on_cuda = kSimulated || device == "cuda";
+  DType dtype = element_bytes == 2 ? DType::kBFloat16 : DType::kFloat32;
+  PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs);
+  int64_t leaves = 1, split_rows = 0;
+  if (on_cuda) {
+    leaves = linear_leaves(num_inputs).leaves;
+    split_rows = linear_max_split_rows(num_outputs, num_inputs, dtype);
+  }
+  return {dims.blocks, dims.steps, dims.word, leaves, split_rows};
+}
+
 void pack_weight(const TensorView& weight, const TensorView& packed) {
   Checker check("pack_weight");
   Dim num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
-  Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
-  check.tensor("weight",
-               weight,
-               {DType::kBFloat16, DType::kFloat32},
-               {&num_outputs, &num_inputs},
-               Layout::kRows);
+  check_weight(check, weight, {&num_outputs, &num_inputs}, Layout::kRows);
   DType dtype = weight.dtype();
-  blocks.value = linear_blocks(num_outputs);
-  steps.value = linear_steps(num_inputs, dtype);
-  word.value = kLinearBlock * 4 / dtype_bytes(dtype);
-  check.tensor("packed", packed, {dtype}, {&blocks, &steps, &word});
+  PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs);
+  check.tensor("packed", packed, {dtype}, {&dims.blocks, &dims.steps, &dims.word});
   if (num_outputs == 0 || num_inputs == 0) return;
-  ReleaseGil release(num_outputs * num_inputs > (256 << 10));
-  pack_weight_cpu({
+  PackWeightParams params{
       .weight = weight.raw(),
       .packed = packed.raw(),
       .num_outputs = num_outputs,
       .num_inputs = num_inputs,
       .weight_stride = weight.stride(0),
       .dtype = dtype,
-  });
+  };
+  if (check.on_cuda()) return pack_weight_cuda(params, check.stream());
+  ReleaseGil release(num_outputs * num_inputs > (256 << 10));
+  pack_weight_cpu(params);
 }
 
 void linear(const TensorView& x,
@@ -74,27 +137,24 @@ void linear(const TensorView& x,
             int64_t packed_outputs,
             int64_t packed_inputs,
             const TensorView& bias,
-            const TensorView& out) {
+            const TensorView& out,
+            const TensorView& workspace) {
   Checker check("linear");
   Dim rows{"rows"}, num_outputs{"num_outputs", packed_outputs};
-  Dim num_inputs{"num_inputs", packed_inputs};
-  Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
+  Dim num_inputs{"num_inputs", packed_inputs}, workspace_size{"floats"};
   DType dtype = packed.dtype();
-  blocks.value = linear_blocks(num_outputs);
-  steps.value = linear_steps(num_inputs, dtype);
-  word.value = dtype == DType::kBFloat16 ? 32 : 16;
-  check.tensor("weight", packed, {DType::kBFloat16, DType::kFloat32}, {&blocks, &steps, &word});
+  PackedDims dims = packed_dims(wants_cuda(packed), dtype, num_outputs, num_inputs);
+  check_weight(check, packed, {&dims.blocks, &dims.steps, &dims.word});
   check.tensor("x", x, {dtype}, {&rows, &num_inputs}, Layout::kRows);
   check.optional("bias", bias, {dtype}, {&num_outputs});
-  if (dtype == DType::kBFloat16) {
-    check.tensor("out", out, {DType::kBFloat16, DType::kFloat32}, {&rows, &num_outputs});
-  } else {
+  if (dtype == DType::kFloat32) {
     check.tensor("out", out, {DType::kFloat32}, {&rows, &num_outputs});
+  } else {
+    check.tensor("out", out, {dtype, DType::kFloat32}, {&rows, &num_outputs});
   }
+  check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
   if (rows == 0 || num_outputs == 0) return;
-  // About 1.5 MB of weights are read, or passed over by eight rows, in 50 us.
-  ReleaseGil release(blocks * steps * 64 * ((rows + 7) / 8) > (1536 << 10));
-  linear_cpu({
+  LinearParams params{
       .x = x.raw(),
       .packed = packed.raw(),
       .bias = bias.defined() ? bias.raw() : nullptr,
@@ -105,7 +165,13 @@ void linear(const TensorView& x,
       .x_stride = x.stride(0),
       .dtype = dtype,
       .out_dtype = out.dtype(),
-  });
+      .workspace = workspace.data<float>(),
+      .workspace_size = workspace.defined() ? workspace_size.value : 0,
+  };
+  if (check.on_cuda()) return linear_cuda(params, check.stream());
+  // About 1.5 MB of weights are read, or passed over by eight rows, in 50 us.
+  ReleaseGil release(dims.blocks * dims.steps * 64 * ((rows + 7) / 8) > (1536 << 10));
+  linear_cpu(params);
 }
 
 void rms_norm(const TensorView& x,
@@ -126,8 +192,7 @@ void rms_norm(const TensorView& x,
   if (residual.defined() && residual.raw() == out.raw()) {
     check.fail("out", "another tensor than residual", "the same memory");
   }
-  ReleaseGil release(rows * width > (256 << 10));
-  rms_norm_cpu({
+  RmsNormParams params{
       .x = x.raw(),
       .weight = weight.raw(),
       .residual = residual.defined() ? residual.raw() : nullptr,
@@ -137,7 +202,10 @@ void rms_norm(const TensorView& x,
       .x_stride = x.stride(0),
       .eps = static_cast<float>(eps),
       .dtype = dtype,
-  });
+  };
+  if (check.on_cuda()) return rms_norm_cuda(params, check.stream());
+  ReleaseGil release(rows * width > (256 << 10));
+  rms_norm_cpu(params);
 }
 
 void embedding(const TensorView& token_ids, const TensorView& weight, const TensorView& out) {
@@ -148,29 +216,33 @@ void embedding(const TensorView& token_ids, const TensorView& weight, const Tens
       "weight", weight, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}, {&vocab, &width});
   check.tensor("out", out, {weight.dtype()}, {&rows, &width});
   if (rows == 0 || width == 0) return;
-  const auto* ids = token_ids.data<int32_t>();
-  for (int64_t row = 0; row < rows; ++row) {
-    if (ids[row] < 0 || ids[row] >= vocab) {
-      check.fail("token_ids[" + std::to_string(row) + "]",
-                 "in [0, vocab=" + std::to_string(vocab.value) + ")",
-                 std::to_string(ids[row]));
-    }
-  }
-  int64_t row_bytes = width * dtype_bytes(weight.dtype());
-  ReleaseGil release(rows * row_bytes > (512 << 10));
-  embedding_cpu({
-      .token_ids = ids,
+  EmbeddingParams params{
+      .token_ids = token_ids.data<int32_t>(),
       .weight = weight.raw(),
       .out = out.raw(),
       .rows = rows,
-      .row_bytes = row_bytes,
-  });
+      .vocab = vocab,
+      .row_bytes = width * dtype_bytes(weight.dtype()),
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return embedding_cuda(params, check.stream());
+  for (int64_t row = 0; row < rows; ++row) {
+    int32_t id = params.token_ids[row];
+    if (id < 0 || id >= vocab) {
+      check.fail("token_ids[" + std::to_string(row) + "]",
+                 "in [0, vocab=" + std::to_string(vocab.value) + ")",
+                 std::to_string(id));
+    }
+  }
+  ReleaseGil release(rows * params.row_bytes > (512 << 10));
+  embedding_cpu(params);
 }
 
 }  // namespace
 
 void register_dense(pybind11::module_& m) {
   m.def("silu_mul", &silu_mul);
+  m.def("packed_weight_layout", &packed_weight_layout);
   m.def("pack_weight", &pack_weight);
   m.def("linear", &linear);
   m.def("rms_norm", &rms_norm);

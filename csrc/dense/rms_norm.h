@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/isa.h"
 
@@ -22,5 +23,6 @@ struct RmsNormParams {
 };
 
 SPECOPS_DECLARE_CPU(rms_norm_cpu, RmsNormParams);
+SPECOPS_DECLARE_CUDA(rms_norm_cuda, RmsNormParams);
 
 }  // namespace specops

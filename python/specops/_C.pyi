@@ -75,6 +75,9 @@ def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None: 
 
 # dense
 def silu_mul(gate_up: Tensor, out: Tensor) -> None: ...
+def packed_weight_layout(
+    device: str, element_bytes: int, num_outputs: int, num_inputs: int
+) -> list[int]: ...
 def pack_weight(weight: Tensor, packed: Tensor) -> None: ...
 def linear(
     x: Tensor,
@@ -83,6 +86,7 @@ def linear(
     packed_inputs: int,
     bias: Tensor | None,
     out: Tensor,
+    workspace: Tensor | None,
 ) -> None: ...
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor

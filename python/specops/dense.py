@@ -12,6 +12,9 @@ from torch import Tensor
 
 from specops import _C
 
+# Up to so many rows CUDA kernels stream weights past all of them, and need no workspace.
+_MAX_STREAMED_ROWS = 16
+
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
@@ -22,23 +25,28 @@ class PackedWeight:
         num_outputs: rows of the original weight.
         num_inputs: columns of the original weight.
         dtype: dtype of the original weight, and of the `x` it is multiplied with.
+        num_leaves: of how many chains of additions a sum is made; 1 on cpu, up to 4 on CUDA.
+        max_split_rows: up to how many rows `linear` gains from a workspace; 0 on cpu.
     """
 
     data: Tensor
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
+    num_leaves: int = 1
+    max_split_rows: int = 0
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
     """Copies a weight into the layout `linear` reads.
 
     Args:
-        weight: [num_outputs, num_inputs], bfloat16 or float32. Rows may be strided.
+        weight: [num_outputs, num_inputs], bfloat16 or float32; on CUDA also float16. Rows may be
+            strided.
 
     Returns:
         The packed copy. It takes the bytes of `weight`, with num_outputs rounded up to 16 and, for
-        bfloat16, num_inputs to 2. `weight` may be freed.
+        bfloat16, num_inputs to 2; on CUDA to 32 and 64. `weight` may be freed.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above.
@@ -51,16 +59,12 @@ def pack_weight(weight: Tensor) -> PackedWeight:
             "pack_weight: weight must be [num_outputs, num_inputs], got " + str(list(weight.shape))
         )
     num_outputs, num_inputs = weight.shape
-    inputs_per_word = 2 if weight.dtype == torch.bfloat16 else 1
-    data = torch.empty(
-        (num_outputs + 15) // 16,
-        (num_inputs + inputs_per_word - 1) // inputs_per_word,
-        16 * inputs_per_word,
-        dtype=weight.dtype,
-        device=weight.device,
+    *shape, num_leaves, max_split_rows = _C.packed_weight_layout(
+        weight.device.type, weight.element_size(), num_outputs, num_inputs
     )
+    data = torch.empty(shape, dtype=weight.dtype, device=weight.device)
     _C.pack_weight(weight, data)
-    return PackedWeight(data, num_outputs, num_inputs, weight.dtype)
+    return PackedWeight(data, num_outputs, num_inputs, weight.dtype, num_leaves, max_split_rows)
 
 
 def linear(
@@ -70,6 +74,7 @@ def linear(
     *,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """Multiplies rows with a packed weight: `x @ weight.T + bias`.
 
@@ -82,6 +87,9 @@ def linear(
         bias: [num_outputs], dtype of the weight; or None.
         out: [rows, num_outputs], dtype of the weight, or float32. Allocated when absent.
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
+        workspace: [floats], float32, for partial sums when a CUDA device would be left idle by few
+            rows and outputs; see `linear_workspace_size`. Allocated when absent; a short one means
+            less splitting.
 
     Returns:
         `out`.
@@ -90,15 +98,36 @@ def linear(
         ValueError: a shape, dtype, layout or device differs from the above.
 
     Note:
-        Deterministic. Each output element is one chain of additions over the inputs in order: its
-        bits do not depend on the number of rows, on which row it is, or on threads.
+        Deterministic. Each output element is one chain of additions over the inputs in order (on
+        CUDA: up to four such chains, begun at inputs fixed by num_inputs alone and added in order):
+        its bits do not depend on the number of rows, on which row it is, on the other outputs, on
+        threads or on the workspace.
     """
     if out is None:
         out = x.new_empty(x.shape[0], weight.num_outputs, dtype=out_dtype)
     elif out_dtype is not None and out.dtype != out_dtype:
         raise ValueError(f"linear: out_dtype must be that of out, {out.dtype}, got {out_dtype}")
-    _C.linear(x, weight.data, weight.num_outputs, weight.num_inputs, bias, out)
+    if workspace is None and x.shape[0] <= weight.max_split_rows:
+        floats = linear_workspace_size(x.shape[0], weight)
+        if floats > 0:
+            workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
+    _C.linear(x, weight.data, weight.num_outputs, weight.num_inputs, bias, out, workspace)
     return out
+
+
+def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
+    """Returns a size of workspace, in floats, with which `linear` can split its sums.
+
+    Args:
+        num_rows: rows of `x`.
+        weight: packed by `pack_weight`.
+
+    Returns:
+        The size; 0 where nothing is split: on cpu, for few rows, and for many.
+    """
+    if not _MAX_STREAMED_ROWS < num_rows <= weight.max_split_rows:
+        return 0
+    return weight.num_leaves * num_rows * ((weight.num_outputs + 31) // 32 * 32)
 
 
 def rms_norm(

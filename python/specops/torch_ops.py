@@ -42,7 +42,7 @@ _SCHEMAS = (
     "silu_mul(Tensor gate_up, Tensor(a!) out) -> ()",
     "pack_weight(Tensor weight, Tensor(a!) packed) -> ()",
     "linear(Tensor x, Tensor packed, SymInt packed_outputs, SymInt packed_inputs, Tensor? bias, "
-    "Tensor(a!) out) -> ()",
+    "Tensor(a!) out, Tensor(b!)? workspace) -> ()",
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual, Tensor(b!) out) -> ()",
     "embedding(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()",
     # sampling

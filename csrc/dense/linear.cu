@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/launch.cuh"
+#include "dense/linear.cuh"
+
+namespace specops {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+dim3 grid_of(int64_t x, int64_t y = 1) {
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
+}
+
+template <typename T>
+void pack(const PackWeightParams& params, CudaStream stream) {
+  int64_t groups = linear_groups(params.num_outputs);
+  int64_t steps =
+      sizeof(T) == 4 ? ceil_div(params.num_inputs, 4) : 2 * linear_leaves(params.num_inputs).stages;
+  int64_t vectors = groups * steps * (sizeof(T) == 4 ? kWarpSize : 2 * kStepVectors);
+  bool aligned = chunk_aligned<T>(params.weight, params.weight_stride);
+  launch(pack_weight_kernel<T>,
+         grid_of(ceil_div(vectors, kPackThreads)),
+         dim3(kPackThreads),
+         0,
+         stream,
+         params,
+         steps,
+         vectors,
+         aligned);
+}
+
+template <typename T, int kTiles, int kColumns>
+void stream_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+  int slots = 4 / plan.leaves;
+  int64_t units = linear_groups(params.num_outputs) * 2 / kTiles;
+  int warps = slots * plan.leaves;
+  launch(linear_stream_kernel<T, kTiles, kColumns>,
+         grid_of(ceil_div(units, slots)),
+         dim3(static_cast<unsigned>(warps * kWarpSize)),
+         warps * kStreamRing * sizeof(uint4),
+         stream,
+         params,
+         plan);
+}
+
+template <typename T, int kRows>
+void tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+  int64_t tiles = ceil_div(params.rows, kRows) * ceil_div(params.num_outputs, kLinearTileOutputs);
+  launch(linear_tile_kernel<T, kRows>,
+         grid_of(tiles, plan.parts),
+         dim3(2 * kRows),
+         kTileStages<kRows> * kTileStageVectors<kRows> * sizeof(uint4),
+         stream,
+         params,
+         plan);
+  if (plan.parts == 1) return;
+  int64_t quads = params.rows * linear_groups(params.num_outputs) * (kLinearGroup / 4);
+  launch(linear_fold_kernel<T>,
+         grid_of(ceil_div(quads, kFoldThreads)),
+         dim3(kFoldThreads),
+         0,
+         stream,
+         params,
+         plan);
+}
+
+template <typename T>
+void run(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+  // Two tiles a warp share what is read of x; one keeps more warps reading where outputs are few.
+  int64_t groups = linear_groups(params.num_outputs);
+  if (params.rows <= 8 && groups < 256) return stream_rows<T, 1, 1>(params, plan, stream);
+  if (params.rows <= 8) return stream_rows<T, 2, 1>(params, plan, stream);
+  if (params.rows <= kLinearStreamRows && groups < 64) {
+    return stream_rows<T, 1, 2>(params, plan, stream);
+  }
+  if (params.rows <= kLinearStreamRows) return stream_rows<T, 2, 2>(params, plan, stream);
+  if (linear_tile_rows(params.rows) == 64) return tile_rows<T, 64>(params, plan, stream);
+  tile_rows<T, 128>(params, plan, stream);
+}
+
+void run_float(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+  int slots = 4 / plan.leaves;
+  int warps = slots * plan.leaves;
+  launch(plan.aligned ? linear_float_kernel<true> : linear_float_kernel<false>,
+         grid_of(ceil_div(linear_groups(params.num_outputs), slots) *
+                 ceil_div(params.rows, kFloatRows)),
+         dim3(static_cast<unsigned>(warps * kWarpSize)),
+         warps * kFloatRows * kWarpSize * sizeof(float),
+         stream,
+         params,
+         plan);
+}
+
+}  // namespace
+
+void pack_weight_cuda(const PackWeightParams& params, CudaStream stream) {
+  if (params.dtype == DType::kBFloat16) return pack<bfloat16>(params, stream);
+  if (params.dtype == DType::kFloat16) return pack<float16>(params, stream);
+  pack<float>(params, stream);
+}
+
+void linear_cuda(const LinearParams& params, CudaStream stream) {
+  LinearLeaves leaves = linear_leaves(params.num_inputs);
+  int64_t parts = linear_parts(params.rows, params.num_outputs, params.num_inputs, params.dtype);
+  int64_t floats = linear_workspace_floats(params.rows, params.num_outputs, params.num_inputs);
+  if (params.workspace_size < floats) parts = 1;
+  // A row may be read by whole chunks only if it ends with one: what lies behind it is not ours.
+  bool aligned =
+      params.dtype == DType::kFloat32
+          ? chunk_aligned<float>(params.x, params.x_stride) && params.num_inputs % 4 == 0
+          : chunk_aligned<bfloat16>(params.x, params.x_stride) && params.num_inputs % 8 == 0;
+  LinearPlan plan{
+      .stages = static_cast<int>(leaves.stages),
+      .leaf_stages = static_cast<int>(leaves.leaf_stages),
+      .leaves = static_cast<int>(leaves.leaves),
+      .parts = static_cast<int>(parts),
+      .aligned = aligned,
+      .quads = params.num_outputs % 4 == 0 && reinterpret_cast<uintptr_t>(params.out) % 16 == 0,
+  };
+  if (params.dtype == DType::kBFloat16) return run<bfloat16>(params, plan, stream);
+  if (params.dtype == DType::kFloat16) return run<float16>(params, plan, stream);
+  run_float(params, plan, stream);
+}
+
+}  // namespace specops
