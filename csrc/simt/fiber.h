@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stackful fibers: the switch from one stack to another, by hand where we know the machine (a few
 // nanoseconds), by ucontext elsewhere (hundreds: it makes a system call).
+// Included once: it defines the switch.
 #pragma once
 
 #include <cstddef>

@@ -8,6 +8,8 @@
 #include <source_location>
 #include <string>
 #include <typeinfo>
+#include <utility>
+#include <vector>
 
 #include "simt/types.h"
 
@@ -88,11 +90,17 @@ unsigned char* shared_memory();
 // Ends the launch with "<kernel>, block (x, y, z), thread (x, y, z): <what> (file:line)".
 [[noreturn]] void fail(const std::string& what, const Site& site);
 
+// The same with the place as text.
+[[noreturn]] void fail_at(const std::string& what, const std::string& place);
+
+// The thread that runs, as a number in its block; -1 while the host does.
+extern int current_thread;
+
 // A warp collective: what its lanes agree on, and what the last to arrive does for all of them.
 struct Collective {
   const char* name;
   void (*complete)(void* const* operands, uint32_t mask);  // operands[lane], of lanes in the mask
-  bool orders_memory = false;
+  bool orders_memory = false;                              // CUDA promises it of __syncwarp alone
 };
 
 // Waits until every lane of the mask is in the same collective at the same place.
@@ -119,17 +127,20 @@ void check_shared(const void* pointer, size_t bytes, const char* what, const Sit
 // for the same argument, as in hardware.
 float approximate(float exact, float argument);
 
-// Told to the race detector; nothing in other builds.
+// Told to the race detector; nothing in other builds. `thread`: -1 is the one that runs.
 #if defined(SPECOPS_SIMT_RACE)
-void on_read(const void* pointer, size_t bytes, const Site& site);
+void on_read(const void* pointer, size_t bytes, const Site& site, int thread = -1);
 void on_write(const void* pointer, size_t bytes, const Site& site);
 void on_atomic(const void* pointer, size_t bytes, const Site& site);
 void on_fence();
 #else
-inline void on_read(const void*, size_t, const Site&) {}
+inline void on_read(const void*, size_t, const Site&, int = -1) {}
 inline void on_write(const void*, size_t, const Site&) {}
 inline void on_atomic(const void*, size_t, const Site&) {}
 inline void on_fence() {}
 #endif
+
+// The global memory kernels may touch, as [first, end); empty: any. Race builds only.
+void set_regions(std::vector<std::pair<uintptr_t, uintptr_t>> regions);
 
 }  // namespace specops::simt

@@ -200,6 +200,7 @@ void complete_mma_e4m3(void* const* operands, uint32_t) { multiply<4, e4m3>(oper
 // 2 * quad and 2 * quad + 1 of row `group`; transposed, of column `group`.
 template <int kTiles, bool kTrans>
 void complete_ldmatrix(void* const* operands, uint32_t) {
+  [[maybe_unused]] int warp_first = current_thread / kLanes * kLanes;
   for (int lane = 0; lane < 8 * kTiles; ++lane) {
     const auto& own = *static_cast<const LdmatrixOperands*>(operands[lane]);
     check_aligned(own.row, 16, "a row of ldmatrix", *own.site);
@@ -223,6 +224,7 @@ void complete_ldmatrix(void* const* operands, uint32_t) {
         int row = kTrans ? 2 * quad + i : group;
         int col = kTrans ? group : 2 * quad + i;
         const auto& source = *static_cast<const LdmatrixOperands*>(operands[8 * tile + row]);
+        on_read(static_cast<const char*>(source.row) + 2 * col, 2, *source.site, warp_first + lane);
         std::memcpy(&halves[i], static_cast<const char*>(source.row) + 2 * col, 2);
       }
       auto& own = *static_cast<LdmatrixOperands*>(operands[lane]);

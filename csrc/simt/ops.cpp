@@ -2,6 +2,8 @@
 // The interpreter's settings and counters, for tests.
 #include "simt/ops.h"
 
+#include <pybind11/stl.h>
+
 #include <stdexcept>
 #include <string>
 
@@ -64,6 +66,9 @@ void register_simt(pybind11::module_& m) {
   m.def("set_num_sms", &set_num_sms);
   m.def("set_fuzz", [](uint64_t seed) { simt::settings.fuzz = seed; });
   m.def("set_bank_conflicts", [](bool on) { simt::settings.bank_conflicts = on; });
+  m.def("set_regions", [](const std::vector<std::pair<uintptr_t, uintptr_t>>& regions) {
+    simt::set_regions(regions);
+  });
   m.def("counters", &counters);
   m.def("reset_counters", [] { simt::counters = {}; });
 }

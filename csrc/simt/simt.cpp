@@ -15,7 +15,9 @@
 #include <string>
 #include <vector>
 
+#include "simt/detector.h"
 #include "simt/fiber.h"
+#include "simt/traps.h"
 
 uint3 threadIdx;
 uint3 blockIdx;
@@ -26,6 +28,7 @@ namespace specops::simt {
 
 Settings settings;
 Counters counters;
+int current_thread = -1;
 
 namespace {
 
@@ -40,6 +43,7 @@ struct AsyncCopy {
   unsigned char* to;
   const void* from;  // nullptr: zeros
   bool landed;
+  Site site;
 };
 
 struct Thread {
@@ -76,7 +80,7 @@ class Machine {
            void (*body)(const void*),
            const void* context);
 
-  [[noreturn]] void fail(const std::string& what, const Site& site);
+  [[noreturn]] void fail(const std::string& what, const std::string& place);
   void enter(const Collective& what, uint32_t mask, void* operands, const Site& site);
   int arrive_block(Vote vote, bool predicate, const Site& site);
   void arrive_named(int id, int threads, bool wait, const Site& site);
@@ -84,6 +88,8 @@ class Machine {
   void commit();
   void land(size_t newest_groups);
   unsigned char* arena() { return arena_; }
+  std::string describe_fault(uintptr_t address) const;
+  std::string last_place() const;
   bool in_arena(const void* pointer, size_t bytes) const {
     auto* first = static_cast<const unsigned char*>(pointer);
     return first >= arena_ && first + bytes <= arena_ + smem_bytes_;
@@ -94,6 +100,7 @@ class Machine {
   void prepare(int threads, size_t smem_bytes);
   void run_block();
   [[noreturn]] void exit_thread();
+  [[noreturn]] void back_to_host();
   void leave();  // the current thread waits: goes on with another
   void yield();  // it could go on, and so could others
   void resume(int number);
@@ -108,7 +115,7 @@ class Machine {
     ready_[warp] |= lanes;
     if (lanes != 0) ready_warps_ |= 1u << warp;
   }
-  void complete(Barrier& barrier);
+  void complete(int id, bool passes);
   std::string deadlock() const;
   std::string name(int number) const;
   uint64_t random() const {
@@ -223,6 +230,8 @@ void Machine::run(dim3 grid,
            " bytes of shared memory, got " + std::to_string(smem_bytes));
   }
   prepare(static_cast<int>(threads), smem_bytes);
+  FaultGuard guard;
+  detector::begin_launch(num_threads_, stacks_, kMaxThreads * kStackBytes, arena_end_);
   failed_ = false;
   random_ = settings.seed * 0x9e3779b97f4a7c15u + 0x1234567u;
   if (random_ == 0) random_ = 1;
@@ -256,8 +265,8 @@ void Machine::run_block() {
   for (unsigned char* byte = arena_; byte < arena_end_; byte += sizeof kPoison) {
     std::memcpy(byte, &kPoison, sizeof kPoison);
   }
+  detector::begin_block(arena_, smem_bytes_);
   exited_ = 0;
-  current_ = -1;
   for (Barrier& barrier : barriers_) barrier = {};
   uint3 index{0, 0, 0};
   for (int i = 0; i < num_threads_; ++i) {
@@ -266,6 +275,7 @@ void Machine::run_block() {
     thread.index = index;
     thread.wait = Wait::kNothing;
     thread.exited = false;
+    thread.site = {};
     thread.copies.clear();
     thread.groups.clear();
     size_t colour = static_cast<size_t>(i % 31) * 192;
@@ -293,7 +303,7 @@ void Machine::run_block() {
   current_ = num_threads_ - 1;  // so that the first in order is 0
   if (settings.schedule == Schedule::kReverse) current_ = 0;
   int first = next();
-  current_ = first;
+  current_ = current_thread = first;
   Thread& thread = threads_[static_cast<size_t>(first)];
   threadIdx = thread.index;
   main_.switch_to(thread.fiber);
@@ -316,16 +326,17 @@ void Machine::exit_thread() {
     int lane = std::countr_zero(rest);
     const Thread& other = threads_[static_cast<size_t>(warp * kLanes + lane)];
     if ((other.mask & bit) != 0) {
-      fail(std::string("the thread has returned, while lane ") + std::to_string(lane) +
-               " of its warp waits for it in " + other.what->name + " with mask " + hex(other.mask),
-           other.site);
+      simt::fail(std::string("the thread has returned, while lane ") + std::to_string(lane) +
+                     " of its warp waits for it in " + other.what->name + " with mask " +
+                     hex(other.mask),
+                 other.site);
     }
   }
   Barrier& all = barriers_[0];
   if (all.arrived > 0) {
-    fail("the thread has returned, while " + std::to_string(all.arrived) +
-             " threads wait for it at __syncthreads",
-         all.site);
+    simt::fail("the thread has returned, while " + std::to_string(all.arrived) +
+                   " threads wait for it at __syncthreads",
+               all.site);
   }
   self.exited = true;
   ++exited_;
@@ -381,7 +392,7 @@ int Machine::next() const {
 void Machine::resume(int number) {
   Thread& from = threads_[static_cast<size_t>(current_)];
   Thread& to = threads_[static_cast<size_t>(number)];
-  current_ = number;
+  current_ = current_thread = number;
   threadIdx = to.index;
   ++counters.switches;
   // The stack that will likely follow; the cache does not hold them all.
@@ -399,7 +410,7 @@ void Machine::leave() {
     failed_ = true;
     error_ = deadlock();
   }
-  threads_[static_cast<size_t>(current_)].fiber.switch_to(main_);
+  back_to_host();
 }
 
 void Machine::yield() {
@@ -407,10 +418,16 @@ void Machine::yield() {
   if (number != current_) resume(number);
 }
 
-void Machine::fail(const std::string& what, const Site& site) {
+void Machine::fail(const std::string& what, const std::string& place) {
   failed_ = true;
-  error_ = name(current_) + ": " + what + " (" + place(site) + ")";
-  threads_[static_cast<size_t>(current_)].fiber.switch_to(main_);
+  error_ = name(current_) + ": " + what + " (" + place + ")";
+  back_to_host();
+}
+
+void Machine::back_to_host() {
+  Fiber& from = threads_[static_cast<size_t>(current_)].fiber;
+  current_thread = -1;
+  from.switch_to(main_);
   __builtin_unreachable();
 }
 
@@ -418,6 +435,23 @@ std::string Machine::name(int number) const {
   const uint3& index = threads_[static_cast<size_t>(number)].index;
   return std::string(kernel_) + ", block " + triple(blockIdx.x, blockIdx.y, blockIdx.z) +
          ", thread " + triple(index.x, index.y, index.z);
+}
+
+std::string Machine::describe_fault(uintptr_t address) const {
+  auto arena_end = reinterpret_cast<uintptr_t>(arena_end_);
+  if (address >= arena_end && address < arena_end + kPageBytes) {
+    return "touches byte " + std::to_string(address - reinterpret_cast<uintptr_t>(arena_)) +
+           " of a shared memory of " + std::to_string(smem_bytes_) + " bytes,";
+  }
+  uintptr_t stack =
+      reinterpret_cast<uintptr_t>(stacks_) + static_cast<uintptr_t>(current_) * kStackBytes;
+  if (address >= stack && address < stack + kPageBytes) return "the stack has run over";
+  return "touches memory that is not there,";
+}
+
+std::string Machine::last_place() const {
+  const Site& site = threads_[static_cast<size_t>(current_)].site;
+  return site.line() == 0 ? "the start" : place(site);
 }
 
 // Who waits where, threads in the same place together.
@@ -472,16 +506,17 @@ void Machine::enter(const Collective& what, uint32_t mask, void* operands, const
   int warp = current_ / kLanes;
   int lane = current_ % kLanes;
   uint32_t bit = 1u << lane;
+  self.site = site;
   if ((mask & bit) == 0) {
-    fail(std::string(what.name) + " with mask " + hex(mask) + ", which leaves its own lane " +
-             std::to_string(lane) + " out",
-         site);
+    simt::fail(std::string(what.name) + " with mask " + hex(mask) + ", which leaves its own lane " +
+                   std::to_string(lane) + " out",
+               site);
   }
   if ((mask & ~present_[warp]) != 0) {
-    fail(std::string(what.name) + " with mask " + hex(mask) + ", but lane " +
-             std::to_string(std::countr_zero(mask & ~present_[warp])) +
-             " has returned or is outside the block",
-         site);
+    simt::fail(std::string(what.name) + " with mask " + hex(mask) + ", but lane " +
+                   std::to_string(std::countr_zero(mask & ~present_[warp])) +
+                   " has returned or is outside the block",
+               site);
   }
   // A lane that waits for this one must wait in the same place.
   for (uint32_t rest = meeting_[warp] & mask; rest != 0; rest &= rest - 1) {
@@ -489,10 +524,10 @@ void Machine::enter(const Collective& what, uint32_t mask, void* operands, const
     const Thread& other = threads_[static_cast<size_t>(warp * kLanes + other_lane)];
     if (other.what == &what && other.mask == mask && same(other.site, site)) break;
     if ((other.mask & bit) == 0) continue;
-    fail(std::string(what.name) + " with mask " + hex(mask) + " meets lane " +
-             std::to_string(other_lane) + " in " + other.what->name + " with mask " +
-             hex(other.mask) + " at " + place(other.site),
-         site);
+    simt::fail(std::string(what.name) + " with mask " + hex(mask) + " meets lane " +
+                   std::to_string(other_lane) + " in " + other.what->name + " with mask " +
+                   hex(other.mask) + " at " + place(other.site),
+               site);
   }
   operands_[warp][lane] = operands;
   uint32_t others = mask & ~bit;
@@ -500,7 +535,6 @@ void Machine::enter(const Collective& what, uint32_t mask, void* operands, const
     self.wait = Wait::kCollective;
     self.what = &what;
     self.mask = mask;
-    self.site = site;
     meeting_[warp] |= bit;
     stop(current_);
     leave();
@@ -511,19 +545,22 @@ void Machine::enter(const Collective& what, uint32_t mask, void* operands, const
     int other_lane = std::countr_zero(rest);
     const Thread& other = threads_[static_cast<size_t>(warp * kLanes + other_lane)];
     if (other.what == &what && other.mask == mask && same(other.site, site)) continue;
-    fail(std::string(what.name) + " with mask " + hex(mask) + " meets lane " +
-             std::to_string(other_lane) + " in " + other.what->name + " with mask " +
-             hex(other.mask) + " at " + place(other.site),
-         site);
+    simt::fail(std::string(what.name) + " with mask " + hex(mask) + " meets lane " +
+                   std::to_string(other_lane) + " in " + other.what->name + " with mask " +
+                   hex(other.mask) + " at " + place(other.site),
+               site);
   }
   ++counters.collectives;
   what.complete(operands_[warp], mask);
+  if (what.orders_memory) detector::sync_lanes(warp, mask);
   meeting_[warp] &= ~mask;
   release(warp, others);
   yield();
 }
 
-void Machine::complete(Barrier& barrier) {
+// The current thread is the last to arrive; whether it waits too says `passes`.
+void Machine::complete(int id, bool passes) {
+  Barrier& barrier = barriers_[id];
   switch (barrier.vote) {
     case Vote::kNone:
       break;
@@ -540,37 +577,47 @@ void Machine::complete(Barrier& barrier) {
   barrier.arrived = 0;
   barrier.votes = 0;
   for (int warp = 0; warp * kLanes < num_threads_; ++warp) {
-    release(warp, barrier.waiting[warp]);
+    uint32_t lanes = barrier.waiting[warp];
+    release(warp, lanes);
+#if defined(SPECOPS_SIMT_RACE)
+    for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+      detector::pass(id, warp * kLanes + std::countr_zero(rest));
+    }
+#endif
     barrier.waiting[warp] = 0;
   }
+  if (passes) detector::pass(id, current_);
+  detector::reset(id);
 }
 
 int Machine::arrive_block(Vote vote, bool predicate, const Site& site) {
   Thread& self = threads_[static_cast<size_t>(current_)];
+  self.site = site;
   Barrier& barrier = barriers_[0];
   if (exited_ > 0) {
-    fail("__syncthreads, but " + std::to_string(exited_) + " threads of the block have returned",
-         site);
+    simt::fail(
+        "__syncthreads, but " + std::to_string(exited_) + " threads of the block have returned",
+        site);
   }
   if (barrier.arrived == 0) {
     barrier.site = site;
     barrier.vote = vote;
   } else if (barrier.vote != vote || !same(barrier.site, site)) {
-    fail(
+    simt::fail(
         "__syncthreads meets threads that wait at another __syncthreads, at " + place(barrier.site),
         site);
   }
   barrier.votes += predicate;
+  detector::arrive(0, current_);
   if (++barrier.arrived == num_threads_) {
     ++counters.barriers;
-    complete(barrier);
+    complete(0, true);
     yield();
     return barrier.result;
   }
   barrier.waiting[current_ / kLanes] |= 1u << current_ % kLanes;
   self.wait = Wait::kBarrier;
   self.barrier = 0;
-  self.site = site;
   stop(current_);
   leave();
   self.wait = Wait::kNothing;
@@ -580,25 +627,27 @@ int Machine::arrive_block(Vote vote, bool predicate, const Site& site) {
 void Machine::arrive_named(int id, int threads, bool wait, const Site& site) {
   Thread& self = threads_[static_cast<size_t>(current_)];
   if (id < 1 || id >= kNumBarriers) {
-    fail("a named barrier is 1 to 15, got " + std::to_string(id), site);
+    simt::fail("a named barrier is 1 to 15, got " + std::to_string(id), site);
   }
   if (threads < kLanes || threads % kLanes != 0 || threads > (num_threads_ + 31) / 32 * 32) {
-    fail("a named barrier takes a multiple of 32 threads up to the block's " +
-             std::to_string(num_threads_) + ", got " + std::to_string(threads),
-         site);
+    simt::fail("a named barrier takes a multiple of 32 threads up to the block's " +
+                   std::to_string(num_threads_) + ", got " + std::to_string(threads),
+               site);
   }
+  self.site = site;
   Barrier& barrier = barriers_[id];
   if (barrier.arrived == 0) {
     barrier.expected = threads;
     barrier.site = site;
   } else if (barrier.expected != threads) {
-    fail("barrier " + std::to_string(id) + " of " + std::to_string(threads) +
-             " threads meets threads that wait for " + std::to_string(barrier.expected) + " at " +
-             place(barrier.site),
-         site);
+    simt::fail("barrier " + std::to_string(id) + " of " + std::to_string(threads) +
+                   " threads meets threads that wait for " + std::to_string(barrier.expected) +
+                   " at " + place(barrier.site),
+               site);
   }
+  detector::arrive(id, current_);
   if (++barrier.arrived == barrier.expected) {
-    complete(barrier);
+    complete(id, wait);
     yield();
     return;
   }
@@ -606,7 +655,6 @@ void Machine::arrive_named(int id, int threads, bool wait, const Site& site) {
   barrier.waiting[current_ / kLanes] |= 1u << current_ % kLanes;
   self.wait = Wait::kBarrier;
   self.barrier = id;
-  self.site = site;
   stop(current_);
   leave();
   self.wait = Wait::kNothing;
@@ -627,9 +675,12 @@ void Machine::copy(void* smem, const void* global, bool valid, const Site& site)
   check_aligned(smem, 16, "the target of a cp.async", site);
   if (valid) check_aligned(global, 16, "the source of a cp.async", site);
   check_shared(smem, 16, "cp.async", site);
+  self.site = site;
+  if (valid) on_read(global, 16, site);
+  detector::issue(smem, site);
   auto* to = static_cast<unsigned char*>(smem);
   for (int i = 0; i < 16; i += 4) std::memcpy(to + i, &kPoison, sizeof kPoison);
-  self.copies.push_back({to, valid ? global : nullptr, false});
+  self.copies.push_back({to, valid ? global : nullptr, false, site});
   bool at_once = settings.landing == Landing::kEarly ||
                  (settings.landing == Landing::kRandom && (random() & 1) != 0);
   if (at_once) land_one(self.copies.back());
@@ -645,7 +696,10 @@ void Machine::land(size_t newest_groups) {
   if (self.groups.size() <= newest_groups) return;
   size_t closed = self.groups.size() - newest_groups;
   size_t end = self.groups[closed - 1];
-  for (size_t i = 0; i < end; ++i) land_one(self.copies[i]);
+  for (size_t i = 0; i < end; ++i) {
+    land_one(self.copies[i]);
+    detector::land(self.copies[i].to, self.copies[i].site);
+  }
   // Random landing: newer copies may have arrived too.
   if (settings.landing == Landing::kRandom) {
     for (size_t i = end; i < self.copies.size(); ++i) {
@@ -680,7 +734,17 @@ void run_blocks(dim3 grid,
 
 unsigned char* shared_memory() { return machine.arena(); }
 
-void fail(const std::string& what, const Site& site) { machine.fail(what, site); }
+void fail(const std::string& what, const Site& site) { machine.fail(what, place(site)); }
+
+void fail_at(const std::string& what, const std::string& place) { machine.fail(what, place); }
+
+#if !defined(SPECOPS_SIMT_RACE)
+void set_regions(std::vector<std::pair<uintptr_t, uintptr_t>>) {}
+#endif
+
+std::string describe_fault(uintptr_t address) { return machine.describe_fault(address); }
+
+std::string last_place() { return machine.last_place(); }
 
 void collective(const Collective& what, uint32_t mask, void* operands, const Site& site) {
   machine.enter(what, mask, operands, site);

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the machine tells the race detector (detector.cpp); nothing outside race builds.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "simt/machine.h"
+
+namespace specops::simt::detector {
+
+#if defined(SPECOPS_SIMT_RACE)
+
+void begin_launch(int threads,
+                  const unsigned char* stacks,
+                  size_t stacks_bytes,
+                  const unsigned char* arena_end);
+void begin_block(const unsigned char* arena, size_t smem_bytes);
+void sync_lanes(int warp, uint32_t mask);        // the lanes of a warp have met, memory included
+void arrive(int barrier, int thread);            // what the thread did is before the barrier
+void pass(int barrier, int thread);              // what was before the barrier is before the thread
+void reset(int barrier);                         // all have passed
+void issue(const void* smem, const Site& site);  // cp.async under way to 16 bytes
+void land(const void* smem, const Site& site);   // they are there, as if the thread wrote them
+
+#else
+
+inline void begin_launch(int, const unsigned char*, size_t, const unsigned char*) {}
+inline void begin_block(const unsigned char*, size_t) {}
+inline void sync_lanes(int, uint32_t) {}
+inline void arrive(int, int) {}
+inline void pass(int, int) {}
+inline void reset(int) {}
+inline void issue(const void*, const Site&) {}
+inline void land(const void*, const Site&) {}
+
+#endif
+
+}  // namespace specops::simt::detector
