@@ -79,6 +79,10 @@ class TwinDevice:
         self._blocks.append(self.host_block(num_bytes))
         return self._blocks[-1]
 
+    def workspace(self, num_bytes: int) -> Tensor:
+        self.log.append("allocate")
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
     def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
         self.log.append("in")
         for memory in (*self._blocks, *self.scratch):

@@ -5,6 +5,7 @@ The engine knows devices by this protocol alone. On the CPU both memories are on
 sequence of calls; on CUDA a step is one copy in, a captured graph, one copy out and one wait.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,9 @@ class Device(Protocol):
     def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
         """Allocates bytes that kernels read and write; with `host`, its counterpart."""
 
+    def workspace(self, num_bytes: int) -> Tensor:
+        """Allocates zeros for ops that count in memory, and leave zeros where they did."""
+
     def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
         """Begins to copy the first bytes of a host block to its counterpart."""
 
@@ -72,6 +76,10 @@ class CpuDevice:
     def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
         """Returns the host's block: kernels read and write it where it is."""
         return self.host_block(num_bytes) if host is None else host
+
+    def workspace(self, num_bytes: int) -> Tensor:
+        """Allocates zeros."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
         """Nothing to copy."""
@@ -123,6 +131,10 @@ class CudaDevice:
         """Allocates memory of the GPU."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def workspace(self, num_bytes: int) -> Tensor:
+        """Allocates zeros on the GPU."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
     def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
         """Begins one copy to the GPU."""
         block[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
@@ -149,8 +161,11 @@ class CudaDevice:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     launch()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # the first error says more
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         except (RuntimeError, ValueError) as error:
             raise EngineError(
                 f"a step could not be captured as a CUDA graph: {error}; --enforce-eager runs "

@@ -143,13 +143,15 @@ class StepMemory:
         """Drops all steps: what they use has moved."""
         self._steps.clear()
 
-    def block(self, name: str, num_bytes: int, *, shared: bool) -> tuple[Tensor, Tensor]:
+    def block(self, name: str, num_bytes: int) -> tuple[Tensor, Tensor]:
         """Returns a block's host and device sides, of at least so many bytes.
 
+        A block grows when it must, and then all steps are dropped.
+
         Args:
-            name: which block; it grows, and then all steps are dropped.
+            name: "inputs" and "results" have two sides. "scratch" and "workspace" are the device's
+                alone; ops find their workspace as they left it, and zeros in the beginning.
             num_bytes: bytes needed.
-            shared: False for memory that the host does not see.
         """
         have = self._blocks.get(name)
         if have is None or have[1].numel() < num_bytes:
@@ -158,12 +160,13 @@ class StepMemory:
             size = max(num_bytes, old + min(old, 64 << 20), 4096)
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
             self.forget()
-            if shared:
+            if name in ("inputs", "results"):
                 host = self.device.host_block(size)
                 have = host, self.device.device_block(size, host)
+            elif name == "workspace":
+                have = (self.device.workspace(size),) * 2
             else:
-                block = self.device.device_block(size)
-                have = block, block
+                have = (self.device.device_block(size),) * 2
             self._blocks[name] = have
         return have
 
@@ -244,13 +247,15 @@ class Step:
             gathered=(model.dtype, (0 if outputs == rows else outputs, model.config.hidden_size)),
             logits=(f32, (outputs, model.config.vocab_size)),
             lse=(f32, (outputs if alternatives else 0,)),
-            workspace=(f32, (model.workspace_size(rows, batch, shape.pages, cache),)),
+        )
+        workspace = _Layout(
+            workspace=(f32, (model.workspace_size(rows, batch, shape.pages, cache),))
         )
         # All blocks before any view: one that grows forgets the steps, this one among them.
-        needs = ((self._inputs, "inputs"), (self._results, "results"))
-        pairs = [memory.block(name, one.num_bytes, shared=True) for one, name in needs]
-        (self._host_in, self._in), (self._host_out, self._out) = pairs
-        _, block = memory.block("scratch", scratch.num_bytes, shared=False)
+        self._host_in, self._in = memory.block("inputs", self._inputs.num_bytes)
+        self._host_out, self._out = memory.block("results", self._results.num_bytes)
+        _, scratch_block = memory.block("scratch", scratch.num_bytes)
+        _, workspace_block = memory.block("workspace", workspace.num_bytes)
         model.reserve(rows)
 
         host = self._inputs.numpy(self._host_in)
@@ -279,7 +284,7 @@ class Step:
 
         given = self._inputs.tensors(self._in)
         results = self._results.tensors(self._out)
-        inner = scratch.tensors(block)
+        inner = scratch.tensors(scratch_block) | workspace.tensors(workspace_block)
         self._bind(given, results, inner)
         self._drafts = [
             (
