@@ -5,8 +5,10 @@ The twin device stands for a GPU and poisons what a step does not bring with it;
 runs the CUDA kernels; and where there is a GPU, the same is asked of it.
 """
 
+import inspect
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from specops.engine import (
     SpeculativeConfig,
 )
 from specops.engine.__main__ import main
-from specops.engine.device import CpuDevice, open_device
+from specops.engine.device import CpuDevice, CudaDevice, open_device
 from specops.engine.step import StepShape, rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin_device import OP_MODULES, TwinDevice
@@ -386,6 +388,88 @@ def test_gpus_that_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"capability is 7\.5, and the kernels need 8\.0"):
         open_device("cuda")
     assert isinstance(open_device("auto"), CpuDevice)
+
+
+class FakeCuda:
+    """torch.cuda without a GPU: the calls that a CUDA device makes, by torch's own signatures."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.fail_at = ""
+        fake = self
+
+        class Stream:
+            def __init__(self, device: Any = None) -> None:
+                self.name = "side" if device is not None else "current"
+
+            def wait_stream(self, stream: "Stream") -> None:
+                fake.note(f"{self.name} waits for {stream.name}")
+
+        class Event:
+            def record(self, stream: Stream) -> None:
+                fake.note(f"record on {stream.name}")
+
+            def synchronize(self) -> None:
+                fake.note("synchronize")
+
+        begins_with = inspect.signature(torch.cuda.CUDAGraph.capture_begin)
+
+        class Graph:
+            def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+                bound = begins_with.bind(self, *args, **kwargs)
+                del bound.arguments["self"]
+                assert bound.arguments == {"pool": "pool", "capture_error_mode": "thread_local"}
+                fake.note("begin")
+
+            def capture_end(self) -> None:
+                fake.note("end")
+
+            def replay(self) -> None:
+                fake.note("replay")
+
+        @contextmanager
+        def on_stream(stream: Stream) -> Iterator[None]:
+            fake.note(f"on {stream.name}")
+            yield
+            fake.note("off")
+
+        for name, value in {
+            "Stream": Stream,
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "current_stream": lambda device: Stream(),
+            "stream": on_stream,
+            "device": lambda device: nullcontext(),
+            "graph_pool_handle": lambda: "pool",
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fail_at:
+            raise RuntimeError(f"{call} failed")
+
+
+def test_captures_go_to_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    device = CudaDevice(0, graphs=True)
+    replay = device.capture(lambda: cuda.note("launch"))
+    captured = ["on side", "begin", "launch", "end", "off"]
+    assert cuda.calls == ["side waits for current", *captured, "current waits for side"]
+    cuda.calls.clear()
+    replay()
+    device.wait()
+    assert cuda.calls == ["replay", "record on current", "synchronize"]
+
+
+@pytest.mark.parametrize("fail_at", ["begin", "launch", "end"])
+def test_a_capture_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, fail_at: str) -> None:
+    cuda = FakeCuda(monkeypatch)
+    device = CudaDevice(0, graphs=True)
+    cuda.fail_at = fail_at
+    with pytest.raises(EngineError, match=f"graph: {fail_at} failed; --enforce-eager"):
+        device.capture(lambda: cuda.note("launch"))
+    assert ("end" in cuda.calls) == (fail_at != "begin")
 
 
 def test_pages_must_fit_the_memory(model_dir: Path) -> None:

@@ -158,6 +158,7 @@ class CudaDevice:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with torch.cuda.stream(self._side):
+                # Another thread, such as a server's, may do with CUDA what it likes meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     launch()
