@@ -247,6 +247,7 @@ class Step:
             gathered=(model.dtype, (0 if outputs == rows else outputs, model.config.hidden_size)),
             logits=(f32, (outputs, model.config.vocab_size)),
             lse=(f32, (outputs if alternatives else 0,)),
+            sums=(f32, (model.sums_size(rows, outputs),)),
         )
         workspace = _Layout(
             workspace=(f32, (model.workspace_size(rows, batch, shape.pages, cache),))
@@ -336,6 +337,7 @@ class Step:
             kv_indices=given["kv_indices"],
             kv_lens=self._kv_lens,
             workspace=inner["workspace"],
+            sums=inner["sums"] if inner["sums"].numel() else None,
         )
         self._gathered, self._logits = inner["gathered"], inner["logits"]
         self._draft_token_ids = given["draft_token_ids"]
@@ -413,7 +415,7 @@ class Step:
                 hidden = batching.gather_output_rows(
                     hidden, indices.output_rows, out=self._gathered
                 )
-            logits = self._model.logits(hidden, out=self._logits)
+            logits = self._model.logits(hidden, out=self._logits, sums=self._batch.sums)
             sampling.verify(
                 logits, indices.output_indptr, self._draft_token_ids, **self._verify_args
             )

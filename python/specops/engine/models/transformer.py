@@ -57,7 +57,9 @@ class StepBatch:
     kv_indptr: Tensor  # int32 [batch + 1], pages
     kv_indices: Tensor  # int32 [pages]
     kv_lens: Tensor  # int32 [batch]
-    workspace: Tensor | None = None  # float32 [workspace_size()]; None: allocated per layer
+    # Both float32, for every layer, as they run one after the other; None: allocated per layer.
+    workspace: Tensor | None = None  # [workspace_size()], for attention
+    sums: Tensor | None = None  # [sums_size()], for the projections
 
 
 class _Buffers:
@@ -157,6 +159,14 @@ class Transformer:
         q_shape = (rows, self.config.num_qo_heads, self.config.head_dim)
         return attention.attention_workspace_size(q_shape, cache.k[0].shape, pages, batch)
 
+    def sums_size(self, rows: int, outputs: int) -> int:
+        """Returns the floats that projections split their sums with, the head of `outputs` too."""
+        sizes = [dense.linear_workspace_size(outputs, self._lm_head)]
+        for layer in self._layers[:1]:  # the others have the same shapes
+            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                sizes.append(dense.linear_workspace_size(rows, weight))
+        return max(sizes)
+
     def forward(self, batch: StepBatch, cache: KvCache) -> Tensor:
         """Runs every layer over the rows of a step and writes their keys and values.
 
@@ -168,10 +178,11 @@ class Transformer:
         buffers = self._views_of(rows)
         eps = self.config.rms_norm_eps
         residual, normed, branch = buffers.residual, buffers.normed, buffers.branch
+        sums = batch.sums
         dense.embedding(batch.token_ids, self._embedding, out=residual)
         dense.rms_norm(residual, self._layers[0].input_norm, eps, out=normed)
         for index, layer in enumerate(self._layers):
-            dense.linear(normed, layer.qkv, layer.qkv_bias, out=buffers.qkv)
+            dense.linear(normed, layer.qkv, layer.qkv_bias, out=buffers.qkv, workspace=sums)
             attention.rope_append_kv(
                 buffers.q,
                 buffers.k,
@@ -196,19 +207,23 @@ class Transformer:
                 batch.kv_lens,
                 sliding_window=layer.sliding_window,
                 out=buffers.attended,
-                workspace=batch.workspace,  # of every layer: they run one after the other
+                workspace=batch.workspace,
             )
-            dense.linear(buffers.attended_rows, layer.o, layer.o_bias, out=branch)
+            dense.linear(buffers.attended_rows, layer.o, layer.o_bias, out=branch, workspace=sums)
             dense.rms_norm(branch, layer.post_norm, eps, residual=residual, out=normed)
-            dense.linear(normed, layer.gate_up, layer.gate_up_bias, out=buffers.gate_up)
+            dense.linear(
+                normed, layer.gate_up, layer.gate_up_bias, out=buffers.gate_up, workspace=sums
+            )
             dense.silu_mul(buffers.gate_up, out=buffers.activated)
-            dense.linear(buffers.activated, layer.down, layer.down_bias, out=branch)
+            dense.linear(buffers.activated, layer.down, layer.down_bias, out=branch, workspace=sums)
             dense.rms_norm(branch, self._next_norms[index], eps, residual=residual, out=normed)
         return normed
 
-    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+    ) -> Tensor:
         """Returns the fp32 logits [rows, vocab_size] of rows that `forward` returned."""
-        return dense.linear(hidden, self._lm_head, out=out, out_dtype=torch.float32)
+        return dense.linear(hidden, self._lm_head, out=out, out_dtype=torch.float32, workspace=sums)
 
     def _views_of(self, rows: int) -> _Views:
         views = self._views.get(rows)
