@@ -2,13 +2,13 @@
 """The attention family against its reference, and row identity."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import specops
 import torch
-from conftest import assert_close
+from conftest import assert_close, expect_fault
 from specops import attention, reference
 from torch import Tensor
 
@@ -523,14 +523,52 @@ def test_rope_append_kv(
             assert torch.equal(v_one.flatten(0, 1)[slots[row]], v[row])
 
 
-def test_rope_append_kv_refuses_before_writing(device: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_append_kv_does_not_depend_on_where_things_lie(
+    device: str, isa: str, dtype: torch.dtype, interleaved: bool
+) -> None:
+    def moved(x: Tensor) -> Tensor:
+        """The same numbers, one element off every alignment."""
+        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+    q, k, v = torch.randn(400, 12, 64).to(dtype).split([8, 2, 2], dim=1)
+    q[3], k[4] = torch.nan, torch.inf  # of other rows, and of this row's other heads
+    weights = {f"{name}_norm_weight": torch.randn(64).to(dtype) for name in "qk"}
+    slots, positions = torch.randperm(416)[:400], torch.arange(400, dtype=torch.int32)
+    cos_sin = attention.rope_cos_sin(400, 48, 1e4)
+
+    def call(rows: slice, place: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        cache = torch.zeros(2, 26, 16, 2, 64, dtype=dtype)
+        kv = [place(x) for x in cache]
+        out = attention.rope_append_kv(
+            *(place(x[rows]) for x in (q, k, v)),
+            *kv,
+            slots[rows],
+            positions[rows],
+            place(cos_sin),
+            interleaved=interleaved,
+            **{name: place(weight) for name, weight in weights.items()},
+        )
+        return out, torch.stack([x.flatten(0, 1)[slots[rows]] for x in kv])
+
+    # Many rows share cosines among heads, few do not.
+    many, many_kv = call(slice(0, 400), lambda x: x)
+    for rows in (slice(330, 400), slice(2, 3)):
+        for place in (moved, torch.clone):
+            out, kv = call(rows, place)
+            assert torch.equal(as_bits(out), as_bits(many[rows]))
+            assert torch.equal(as_bits(kv), as_bits(many_kv[:, rows]))
+
+
+def test_rope_append_kv_refuses_before_writing(device: str, on_cuda: bool) -> None:
     q, k = torch.randn(2, 4, 64), torch.randn(2, 2, 64)
-    k_cache, v_cache = torch.zeros(2, 16, 2, 64), torch.zeros(2, 16, 2, 64)
     cos_sin = attention.rope_cos_sin(8, 64, 1e4)
-    q_out = torch.zeros_like(q)
 
     def refused(message: str, slots: list[int], positions: list[int]) -> None:
-        with pytest.raises(ValueError, match=message):
+        k_cache, v_cache = torch.zeros(2, 16, 2, 64), torch.zeros(2, 16, 2, 64)
+        q_out = torch.full_like(q, 7.0)
+        with expect_fault(on_cuda, message):
             attention.rope_append_kv(
                 q,
                 k,
@@ -542,12 +580,18 @@ def test_rope_append_kv_refuses_before_writing(device: str) -> None:
                 cos_sin,
                 q_out=q_out,
             )
+        # The second row is at fault. CUDA leaves it out; cpu has written nothing at all.
+        caches = torch.stack([k_cache, v_cache]).flatten(1, 2)
+        assert (caches[:, 1:] == 0).all()
+        assert (q_out[1] == (0.0 if on_cuda else 7.0)).all()
+        assert on_cuda or ((caches == 0).all() and (q_out == 7.0).all())
 
-    refused(r"cache_slots\[1\] must be -1 or in \[0, 32\), got 32", [0, 32], [0, 1])
-    refused(r"cache_slots\[1\].*got -2", [0, -2], [0, 1])
-    refused(r"positions\[1\].*got 8", [0, 1], [0, 8])
-    refused(r"positions\[1\].*got -1", [0, 1], [0, -1])
-    assert (k_cache == 0).all() and (q_out == 0).all()
+    refused(
+        r"^rope_append_kv: cache_slots.* must be -1 or .*, got (32|one outside)", [0, 32], [0, 1]
+    )
+    refused(r"cache_slots.* must be -1 or .*, got (-2|one outside)", [0, -2], [0, 1])
+    refused(r"positions.* must be in \[0, max_positions.*, got (8|one outside)", [0, 1], [0, 8])
+    refused(r"positions.*, or -1 where cache_slots is -1, got (-1|one outside)", [0, 1], [0, -1])
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -61,50 +61,51 @@ void rope_append_kv(const TensorView& q,
              "even and at most head_dim=" + std::to_string(head_dim),
              rotary_dim.value);
   if (rows == 0) return;
+  RopeAppendKvParams params{
+      .q = q.raw(),
+      .k = k.raw(),
+      .v = v.raw(),
+      .q_out = q_out.raw(),
+      .k_cache = k_cache.raw(),
+      .v_cache = v_cache.raw(),
+      .cache_slots = cache_slots.data<int64_t>(),
+      .positions = positions.data<int32_t>(),
+      .cos_sin = cos_sin.data<float>(),
+      .q_norm_weight = q_norm_weight.data<void>(),
+      .k_norm_weight = k_norm_weight.data<void>(),
+      .rows = rows,
+      .num_qo_heads = qo_heads,
+      .num_kv_heads = kv_heads,
+      .head_dim = head_dim,
+      .rotary_dim = rotary_dim,
+      .num_slots = num_pages * page_size,
+      .max_positions = max_positions,
+      .q_stride = q.stride(0),
+      .k_stride = k.stride(0),
+      .v_stride = v.stride(0),
+      .norm_eps = static_cast<float>(norm_eps),
+      .interleaved = interleaved,
+      .dtype = dtype,
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return rope_append_kv_cuda(params, check.stream());
 
   // Every index is read before anything is written.
-  const auto* slots = cache_slots.data<int64_t>();
-  const auto* places = positions.data<int32_t>();
-  int64_t num_slots = num_pages * page_size;
   for (int64_t row = 0; row < rows; ++row) {
-    if (slots[row] < -1 || slots[row] >= num_slots) {
+    int64_t slot = params.cache_slots[row], position = params.positions[row];
+    if (slot < -1 || slot >= params.num_slots) {
       check.fail(at("cache_slots", row),
-                 "-1 or in [0, " + std::to_string(num_slots) + ")",
-                 std::to_string(slots[row]));
+                 "-1 or in [0, " + std::to_string(params.num_slots) + ")",
+                 std::to_string(slot));
     }
-    if (places[row] < (slots[row] < 0 ? -1 : 0) || places[row] >= max_positions) {
+    if (position < (slot < 0 ? -1 : 0) || position >= max_positions) {
       check.fail(at("positions", row),
                  "in [0, max_positions=" + std::to_string(max_positions) +
                      "), or -1 where cache_slots is -1",
-                 std::to_string(places[row]));
+                 std::to_string(position));
     }
   }
-  launch(rows * (qo_heads + 2 * kv_heads) * head_dim, [&] {
-    rope_append_kv_cpu({
-        .q = q.raw(),
-        .k = k.raw(),
-        .v = v.raw(),
-        .q_out = q_out.raw(),
-        .k_cache = k_cache.raw(),
-        .v_cache = v_cache.raw(),
-        .cache_slots = slots,
-        .positions = places,
-        .cos_sin = cos_sin.data<float>(),
-        .q_norm_weight = q_norm_weight.data<void>(),
-        .k_norm_weight = k_norm_weight.data<void>(),
-        .rows = rows,
-        .num_qo_heads = qo_heads,
-        .num_kv_heads = kv_heads,
-        .head_dim = head_dim,
-        .rotary_dim = rotary_dim,
-        .q_stride = q.stride(0),
-        .k_stride = k.stride(0),
-        .v_stride = v.stride(0),
-        .norm_eps = static_cast<float>(norm_eps),
-        .interleaved = interleaved,
-        .dtype = dtype,
-    });
-  });
+  launch(rows * (qo_heads + 2 * kv_heads) * head_dim, [&] { rope_append_kv_cpu(params); });
 }
 
 // Checks what the index arrays hold, once over the batch and the pages in use; returns how many

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 
+#include "common/cuda_stream.h"
 #include "common/dtype.h"
+#include "common/error_flag.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -26,14 +28,18 @@ struct RopeAppendKvParams {
   int64_t num_kv_heads;
   int64_t head_dim;    // at most 256
   int64_t rotary_dim;  // even, at most head_dim
+  int64_t num_slots;   // of the caches
+  int64_t max_positions;
   int64_t q_stride;
   int64_t k_stride;
   int64_t v_stride;
   float norm_eps;
   bool interleaved;  // pairs are neighbours; otherwise the halves of the rotary part
   DType dtype;       // float32, bfloat16 or float16; of all but cos_sin
+  ErrorFlag error;   // CUDA: where wrong slots and positions are reported
 };
 
 SPECOPS_DECLARE_CPU(rope_append_kv_cpu, RopeAppendKvParams);
+SPECOPS_DECLARE_CUDA(rope_append_kv_cuda, RopeAppendKvParams);
 
 }  // namespace specops

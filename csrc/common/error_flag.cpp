@@ -9,6 +9,11 @@ const char* error_sentence(int32_t code) {
       break;
     case ErrorCode::kEmbeddingTokenId:
       return "embedding: token_ids must be in [0, vocab), got an id outside";
+    case ErrorCode::kRopeSlot:
+      return "rope_append_kv: cache_slots must be -1 or a slot of the caches, got one outside";
+    case ErrorCode::kRopePosition:
+      return "rope_append_kv: positions must be in [0, max_positions), or -1 where cache_slots is "
+             "-1, got one outside";
 
     case ErrorCode::kPrepareBatchQoLens:
       return "prepare_batch: qo_lens must be at least 0, got a length below";

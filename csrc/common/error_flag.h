@@ -16,6 +16,10 @@ enum class ErrorCode : int32_t {
   // dense
   kEmbeddingTokenId = 1,
 
+  // attention
+  kRopeSlot = 10,
+  kRopePosition = 11,
+
   // batching
   kPrepareBatchQoLens = 20,
   kPrepareBatchKvLens = 21,
