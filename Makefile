@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup serve simt gates test prove bench bench-peers lint format clean
+.PHONY: setup serve simt simt-race simt-asan test-race test-asan gates test prove bench bench-peers lint format clean
 
 setup: $(VENV)/built
 
@@ -56,8 +56,20 @@ $(VENV)/lint-deps: $(VENV)/serve-deps
 simt: $(VENV)/simt
 
 $(VENV)/simt: $(VENV)/built
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt _simt_test
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt _simt_test _simt_test_race _simt_test_asan
 	touch $@
+
+# The same with every access to memory checked for races, and under AddressSanitizer:
+# `make test-race` and `make test-asan` run the op tests in them.
+simt-race simt-asan: $(VENV)/simt
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(subst simt-,_simt_,$@)
+
+test-race: simt-race $(VENV)/test-deps
+	SPECOPS_SIMT_BUILD=race $(BIN)/python -m pytest -m "not prove" -k simt
+
+test-asan: simt-asan $(VENV)/test-deps
+	SPECOPS_SIMT_BUILD=asan LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(BIN)/python -m pytest -m "not prove" -k simt
 
 # nvcc from its wheels, where there is none: in a folder of its own, since torch pins some of them.
 $(VENV)/nvcc: $(VENV)/serve-deps constraints.txt

@@ -7,6 +7,7 @@ with the same bits: most missing barriers and every dependence on the order of b
 
 import importlib.util
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +18,10 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# plain, race (every access to memory is checked) or asan (under AddressSanitizer).
 BUILD = os.environ.get("SPECOPS_SIMT_BUILD", "plain")
+TARGETS = {"plain": "simt", "race": "simt-race", "asan": "simt-asan"}
 
 # (schedule, seed, landing of cp.async)
 SCHEDULES = [
@@ -33,12 +37,14 @@ _ONCE = {"take_error"}
 
 
 @cache
-def load(name: str = "_simt") -> ModuleType:
-    """Imports the interpreter's module from the build folder."""
-    name = name if BUILD == "plain" else f"{name}_{BUILD}"
+def load(name: str = "_simt", build: str = BUILD) -> ModuleType:
+    """Imports a module of the interpreter from the build folder."""
+    name = name if build == "plain" else f"{name}_{build}"
     found = sorted((ROOT / "build" / "simt").glob(f"{name}.*so"))
     if not found:
-        raise RuntimeError(f"the interpreter's module {name} is not built: run `make simt`")
+        raise RuntimeError(
+            f"the interpreter's module {name} is not built: run `make {TARGETS[build]}`"
+        )
     spec = importlib.util.spec_from_file_location(name, found[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -64,6 +70,7 @@ class UnderEverySchedule:
             before = [storage.clone() for storage in memory]
             after: list[torch.Tensor] = []
             result = None
+            self._module.set_regions(_regions(args))
             for number, (schedule, seed, landing) in enumerate(SCHEDULES):
                 for storage, saved in zip(memory, before, strict=True):
                     storage.copy_(saved)
@@ -92,6 +99,30 @@ def _storages(args: tuple[Any, ...]) -> list[torch.Tensor]:
             if storage.nbytes():
                 found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
     return list(found.values())
+
+
+def asan_environment() -> dict[str, str]:
+    """What a process needs to load a module built with AddressSanitizer."""
+    command = ["g++", "-print-file-name=libasan.so", "-print-file-name=libstdc++.so"]
+    libraries = [
+        subprocess.run([command[0], option], capture_output=True, text=True, check=True).stdout
+        for option in command[1:]
+    ]
+    return {
+        "LD_PRELOAD": " ".join(path.strip() for path in libraries),
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=0",
+    }
+
+
+def _regions(args: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """From the first to the last byte of every tensor argument: what a kernel may touch."""
+    found = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.numel():
+            reach = sum((n - 1) * step for n, step in zip(arg.shape, arg.stride(), strict=True))
+            end = arg.data_ptr() + (reach + 1) * arg.element_size()
+            found.append((arg.data_ptr(), end))
+    return found
 
 
 @contextmanager

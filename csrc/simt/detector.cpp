@@ -290,7 +290,7 @@ void look(const void* pointer, size_t bytes, const Access& access) {
     return;
   }
   auto* byte = static_cast<const unsigned char*>(pointer);
-  if (byte >= state.arena && byte < state.arena_limit) {
+  if (byte >= state.arena && byte < state.arena_limit + kPage) {  // with the page behind it
     auto offset = static_cast<size_t>(byte - state.arena);
     if (offset + bytes > state.smem_bytes) {
       fail_at("byte " + std::to_string(offset + bytes - 1) + " of a shared memory of " +

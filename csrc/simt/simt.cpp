@@ -88,6 +88,7 @@ class Machine {
   void commit();
   void land(size_t newest_groups);
   unsigned char* arena() { return arena_; }
+  [[maybe_unused]] void note(const char* report);  // of AddressSanitizer, which goes on after it
   std::string describe_fault(uintptr_t address) const;
   std::string last_place() const;
   bool in_arena(const void* pointer, size_t bytes) const {
@@ -202,6 +203,11 @@ void Machine::prepare(int threads, size_t smem_bytes) {
   smem_bytes_ = smem_bytes;
   // The end of the arena stands before a page nobody may touch.
   arena_ = arena_end_ - (smem_bytes + 127) / 128 * 128;
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_poison_memory_region(arena_end_ - kMaxSharedBytes, kMaxSharedBytes);
+  __asan_unpoison_memory_region(arena_, smem_bytes);
+  __asan_set_error_report_callback([](const char* text) { machine.note(text); });
+#endif
 }
 
 void Machine::run(dim3 grid,
@@ -262,8 +268,8 @@ void Machine::run(dim3 grid,
 
 void Machine::run_block() {
   ++counters.blocks;
-  for (unsigned char* byte = arena_; byte < arena_end_; byte += sizeof kPoison) {
-    std::memcpy(byte, &kPoison, sizeof kPoison);
+  for (size_t i = 0; i < smem_bytes_; i += sizeof kPoison) {
+    std::memcpy(arena_ + i, &kPoison, std::min(sizeof kPoison, smem_bytes_ - i));
   }
   detector::begin_block(arena_, smem_bytes_);
   exited_ = 0;
@@ -317,6 +323,7 @@ void Machine::entry() {
 }
 
 void Machine::exit_thread() {
+  if (failed_) back_to_host();
   Thread& self = threads_[static_cast<size_t>(current_)];
   int warp = current_ / kLanes;
   uint32_t bit = 1u << current_ % kLanes;
@@ -406,7 +413,7 @@ void Machine::leave() {
     resume(number);
     return;
   }
-  if (exited_ < num_threads_) {
+  if (exited_ < num_threads_ && !failed_) {
     failed_ = true;
     error_ = deadlock();
   }
@@ -435,6 +442,23 @@ std::string Machine::name(int number) const {
   const uint3& index = threads_[static_cast<size_t>(number)].index;
   return std::string(kernel_) + ", block " + triple(blockIdx.x, blockIdx.y, blockIdx.z) +
          ", thread " + triple(index.x, index.y, index.z);
+}
+
+void Machine::note(const char* report) {
+  if (failed_ || current_thread < 0) return;
+  failed_ = true;
+  std::string text = report;
+  // "==1==ERROR: AddressSanitizer: <what> on address ... at pc ...", then the stack of the access.
+  auto after = [&](const char* mark, size_t from) {
+    size_t found = text.find(mark, from);
+    return found == std::string::npos ? from : found + std::strlen(mark);
+  };
+  size_t what = after("AddressSanitizer: ", 0);
+  size_t access = after("\n", what);
+  size_t frame = after("#0 ", access);
+  error_ = name(current_) + ": " + text.substr(what, text.find(" at pc", what) - what) + ", " +
+           text.substr(access, text.find(" at ", access) - access) + " (" +
+           text.substr(frame, text.find('\n', frame) - frame) + ")";
 }
 
 std::string Machine::describe_fault(uintptr_t address) const {

@@ -44,6 +44,16 @@ __global__ void ldmatrix_kernel(const uint4* rows, uint32_t* out) {
   for (int i = 0; i < kTiles; ++i) out[threadIdx.x * kTiles + i] = words[i];
 }
 
+// Rows `stride` bytes apart.
+__global__ void strided_ldmatrix_kernel(int stride, int* out) {
+  unsigned char* smem = shared_memory();
+  for (int i = 0; i < 16; ++i) smem[threadIdx.x * stride + i] = 0;
+  __syncwarp(kFullMask);
+  uint32_t words[4];
+  ptx::ldmatrix_x4(words, smem + threadIdx.x * stride);
+  out[threadIdx.x] = static_cast<int>(words[0]);
+}
+
 // in: [2][32]: values and lane arguments. One warp.
 __global__ void shuffle_kernel(int kind, int width, const int* in, int* out) {
   int value = in[threadIdx.x];
@@ -191,6 +201,19 @@ __global__ void out_of_bounds_kernel(int* out) {
   smem[threadIdx.x + (kFixed ? 256 : 257)] = 1;
   __syncthreads();
   out[threadIdx.x] = 1;
+}
+
+// One byte past a size that is no multiple of the arena's alignment.
+template <bool kFixed>
+__global__ void small_overrun_kernel(int* out) {
+  if (threadIdx.x == 0) shared_memory()[kFixed ? 1299 : 1300] = 1;
+  out[threadIdx.x] = 1;
+}
+
+// Reads past the end of the tensor; the value goes nowhere.
+template <bool kFixed>
+__global__ void global_out_of_bounds_kernel(int* out) {
+  out[threadIdx.x] = out[64 + 8 * threadIdx.x + (kFixed ? 7 : 8)] == 12345;
 }
 
 template <bool kFixed>
@@ -351,14 +374,19 @@ struct Planted {
 
 #define PLANTED(name) {#name, name##_kernel<false>, name##_kernel<true>}
 constexpr Planted kPlanted[] = {
-    PLANTED(missing_barrier),      PLANTED(missing_second_barrier), PLANTED(missing_syncwarp),
-    PLANTED(missing_wait),         PLANTED(missing_commit),         PLANTED(wrong_wait_count),
-    PLANTED(wait_without_barrier), PLANTED(uninitialised),          PLANTED(out_of_bounds),
-    PLANTED(missing_lane),         PLANTED(outside_lane),           PLANTED(shuffle_from_outside),
-    PLANTED(exited_lane),          PLANTED(different_collectives),  PLANTED(divergent_barrier),
-    PLANTED(early_return),         PLANTED(misaligned_copy),        PLANTED(misaligned_ldmatrix),
-    PLANTED(misaligned_vector),    PLANTED(named_deadlock),         PLANTED(named_count),
-    PLANTED(null_pointer),         PLANTED(register_array),         PLANTED(blocks_write),
+    PLANTED(missing_barrier),      PLANTED(missing_second_barrier),
+    PLANTED(missing_syncwarp),     PLANTED(missing_wait),
+    PLANTED(missing_commit),       PLANTED(wrong_wait_count),
+    PLANTED(wait_without_barrier), PLANTED(uninitialised),
+    PLANTED(out_of_bounds),        PLANTED(small_overrun),
+    PLANTED(global_out_of_bounds), PLANTED(missing_lane),
+    PLANTED(outside_lane),         PLANTED(shuffle_from_outside),
+    PLANTED(exited_lane),          PLANTED(different_collectives),
+    PLANTED(divergent_barrier),    PLANTED(early_return),
+    PLANTED(misaligned_copy),      PLANTED(misaligned_ldmatrix),
+    PLANTED(misaligned_vector),    PLANTED(named_deadlock),
+    PLANTED(named_count),          PLANTED(null_pointer),
+    PLANTED(register_array),       PLANTED(blocks_write),
     PLANTED(last_block),
 };
 #undef PLANTED
@@ -399,6 +427,10 @@ void run_ldmatrix(int tiles, bool trans, const void* rows, void* out) {
   trans ? run(ldmatrix_kernel<2, true>) : run(ldmatrix_kernel<2, false>);
 }
 
+void run_strided_ldmatrix(int stride, int* out) {
+  launch(strided_ldmatrix_kernel, 1, 32, static_cast<size_t>(32 * stride), {}, stride, out);
+}
+
 void run_shuffle(const std::string& kind, int width, const int* in, int* out) {
   launch(
       shuffle_kernel, 1, 32, 0, {}, index_of(kind, {"index", "xor", "up", "down"}), width, in, out);
@@ -419,7 +451,7 @@ void run_planted(const std::string& name, bool fixed, int* out) {
   for (const Planted& planted : kPlanted) {
     if (name != planted.name) continue;
     bool two_blocks = name == "blocks_write" || name == "last_block";
-    size_t smem = name == "out_of_bounds" ? 1280 : 2048;
+    size_t smem = name == "out_of_bounds" ? 1280 : name == "small_overrun" ? 1300 : 2048;
     return launch(fixed ? planted.fixed : planted.buggy, two_blocks ? 2 : 1, 64, smem, {}, out);
   }
   throw std::invalid_argument("no such kernel: " + name);

@@ -9,6 +9,7 @@ namespace specops {
 
 void run_mma(const std::string& type, const void* a, const void* b, float* d);
 void run_ldmatrix(int tiles, bool trans, const void* rows, void* out);
+void run_strided_ldmatrix(int stride, int* out);
 void run_shuffle(const std::string& kind, int width, const int* in, int* out);
 void run_votes(const int* in, unsigned* out);
 void run_atomics(int* out, int blocks);

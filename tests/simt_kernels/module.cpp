@@ -25,6 +25,8 @@ PYBIND11_MODULE(SPECOPS_MODULE, m) {
   m.def("ldmatrix", [](int tiles, bool trans, uintptr_t rows, uintptr_t out) {
     run_ldmatrix(tiles, trans, at<void>(rows), at<void>(out));
   });
+  m.def("strided_ldmatrix",
+        [](int stride, uintptr_t out) { run_strided_ldmatrix(stride, at<int>(out)); });
   m.def("shuffle", [](const std::string& kind, int width, uintptr_t in, uintptr_t out) {
     run_shuffle(kind, width, at<int>(in), at<int>(out));
   });
