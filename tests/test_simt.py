@@ -421,7 +421,7 @@ def test_counters(machine: ModuleType) -> None:
 
 
 def test_settings_are_checked(machine: ModuleType) -> None:
-    with pytest.raises(ValueError, match="schedule must be one of in_order, .* got 'fifo'"):
+    with pytest.raises(ValueError, match=r"schedule must be one of in_order, .* got 'fifo'"):
         machine.set_schedule("fifo", 0)
     with pytest.raises(ValueError, match="landing must be one of late, early, random"):
         machine.set_landing("never")
