@@ -10,6 +10,9 @@ PORT ?= 8000
 MODEL ?=
 SPECULATIVE_CONFIG ?=
 ONLY ?=
+PART ?=
+BUDGET ?=
+OUT ?=
 # auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py says how it chooses).
 SPECOPS_CUDA ?= auto
 export SPECOPS_CUDA
@@ -19,7 +22,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup serve simt simt-race simt-asan test-race test-asan gates test prove bench bench-peers lint format clean
+.PHONY: setup serve simt simt-race simt-asan test-race test-asan gates test prove bench bench-peers
+.PHONY: gpu-check lint format clean
 
 setup: $(VENV)/built
 
@@ -100,6 +104,12 @@ bench: setup
 # The peers' own environment; `make bench` compares with whatever of it is there.
 bench-peers:
 	$(BIN)/python -m bench.peers.setup $(if $(PIP_ARGS),--pip-args "$(PIP_ARGS)")
+
+# On a machine with an NVIDIA GPU, torch and nvcc: $(PYTHON) as it is, no network, no git (COMMIT).
+# PART=tests, sanitize or bench (ONLY=family) cuts it; BUDGET bounds it in seconds.
+gpu-check:
+	$(PYTHON) -m tools.gpu_check $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) \
+	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out "$(OUT)")
 
 lint: setup $(VENV)/lint-deps
 	$(BIN)/ruff check .

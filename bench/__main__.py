@@ -3,7 +3,8 @@
 
 The read line, the threads and the cores are fixed before torch is imported. Families run in an
 order that leaves the machine's memory to the big ones last; a family that fails is reported and
-the rest still runs.
+the rest still runs. `--device cuda` measures on a GPU, with families of its own; `--device
+rehearsal` runs their code on the CPU with small sizes, and keeps no figure.
 """
 
 import argparse
@@ -12,6 +13,12 @@ import os
 import sys
 import time
 import traceback
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench.common import Figure
 
 # Each family and the module it lives in.
 FAMILIES = {
@@ -25,6 +32,16 @@ FAMILIES = {
     "bundled": "engine",
     "qwen06": "engine",
 }
+CUDA_FAMILIES = {
+    "binding": "binding",
+    "attention": "attention",
+    "attention_peers": "attention",
+    "linear": "dense",
+    "elementwise": "dense",
+    "sampling": "sampling",
+    "sampling_peers": "sampling",
+    "bundled": "engine",
+}
 GROUPS = {"engine": ("server", "lossless", "ngram", "bundled", "qwen06")}
 BUDGET_MINUTES = 20
 
@@ -33,8 +50,12 @@ def main() -> int:
     """Runs the chosen families; the exit status counts families that failed, not missed bars."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(FAMILIES)}")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rehearsal"))
+    parser.add_argument("--results", type=Path, help="the JSON file (by kind of machine)")
     parser.add_argument("--threads", type=int, default=2, help="threads of every case (2)")
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        return main_cuda(parser, arguments)
     asked = [name for name in arguments.only.split(",") if name] or list(FAMILIES)
     chosen = [family for name in asked for family in GROUPS.get(name, (name,))]
     if unknown := set(chosen) - set(FAMILIES):
@@ -69,18 +90,61 @@ def main() -> int:
                 minutes=(time.monotonic() - begun) / 60,
                 versions={**common.versions("torch", "specops"), **bench.peer_versions()},
                 disturbed=f"{bench.disturbed_windows} of {bench.windows}",
+                path=arguments.results or common.RESULTS,
             )
         everything += bench.figures
     minutes = (time.monotonic() - started) / 60
-    missed = [figure for figure in everything if figure.met is False]
-    print(f"{len(everything)} figures in {minutes:.1f} min, {len(missed)} below their bars")
-    for figure in missed:
-        print(f"  missed: {figure.what}: bar {figure.bar}")
+    summary(everything, failed, minutes)
     if minutes > BUDGET_MINUTES:
         print(f"  over the budget of {BUDGET_MINUTES} min")
+    return len(failed)
+
+
+def main_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """The same on a GPU, or its rehearsal."""
+    from bench import common, cuda
+
+    chosen = [name for name in arguments.only.split(",") if name] or list(CUDA_FAMILIES)
+    if unknown := set(chosen) - set(CUDA_FAMILIES):
+        parser.error(f"unknown family {', '.join(sorted(unknown))}; one of {list(CUDA_FAMILIES)}")
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    path = arguments.results or common.gpu_results(date)
+    print(common.HEADER, flush=True)
+    failed, everything, started = [], [], time.monotonic()
+    for family in chosen:
+        run = importlib.import_module(f"bench.bench_{CUDA_FAMILIES[family]}")
+        bench = cuda.CudaBench("cuda" if arguments.device == "cuda" else "cpu")
+        begun = time.monotonic()
+        try:
+            getattr(run, f"run_{family}_cuda")(bench)
+        except Exception:
+            traceback.print_exc()
+            failed.append(family)
+        if bench.figures and not bench.rehearsal:
+            common.save(
+                bench.figures,
+                family=family,
+                minutes=(time.monotonic() - begun) / 60,
+                versions=cuda.gpu_versions(),
+                command=f"make gpu-check PART=bench ONLY={family}",
+                on=cuda.gpu_machine(),
+                path=path,
+            )
+        everything += bench.figures
+        del bench
+        cuda.free_memory()
+    summary(everything, failed, (time.monotonic() - started) / 60)
+    return len(failed)
+
+
+def summary(figures: "list[Figure]", failed: list[str], minutes: float) -> None:
+    """What the run amounts to, in a few lines."""
+    missed = [figure for figure in figures if figure.met is False]
+    print(f"{len(figures)} figures in {minutes:.1f} min, {len(missed)} below their bars")
+    for figure in missed:
+        print(f"  missed: {figure.what}: bar {figure.bar}")
     if failed:
         print(f"failed: {', '.join(failed)}")
-    return len(failed)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 
 import torch
 from specops import _C, sampling, torch_ops
+from specops.dense import rms_norm, silu_mul
 
 from bench.common import Bench, Figure
+from bench.cuda import CudaBench
 
 
 def run_binding(bench: Bench) -> None:
@@ -34,5 +36,27 @@ def run_binding(bench: Bench) -> None:
                 "us",
                 bar=bar,
                 read_gb_s=timing.read_gb_s(case),
+            )
+        )
+
+
+def run_binding_cuda(bench: CudaBench) -> None:
+    """Host time of eager calls, checks and launch included; buffers are the caller's."""
+    width = 1024
+    x, weight, out = bench.randn(1, width), bench.randn(width), bench.randn(1, width)
+    pair = bench.randn(1, 2 * width)
+    for name, call in (
+        ("silu_mul", lambda: silu_mul(pair, out=out)),
+        ("rms_norm", lambda: rms_norm(x, weight, 1e-6, out=out)),
+        ("torch.mul", lambda: torch.mul(x, weight, out=out)),
+    ):
+        ours = "torch" not in name
+        bench.add(
+            Figure(
+                f"binding.host.{name}",
+                f"{name}, one row, eager: time of the host",
+                bench.host_us(call),
+                "us",
+                bar="value <= 3" if ours else None,
             )
         )

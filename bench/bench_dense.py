@@ -3,7 +3,8 @@
 
 A call multiplies all four of one layer; layers rotate over at least 512 MiB, so every weight comes
 from memory. Bytes are the weights'; torch multiplies the same numbers. Beside them one matrix of a
-small model, which stays in cache: there the cost of a call itself shows.
+small model, which stays in cache: there the cost of a call itself shows. On a GPU the layer is that
+of an 8B model, and the elementwise ops of a layer are timed as well.
 """
 
 from collections.abc import Callable
@@ -12,10 +13,11 @@ from itertools import cycle
 
 import torch
 import torch.nn.functional as F
-from specops.dense import PackedWeight, linear, pack_weight
+from specops.dense import PackedWeight, embedding, linear, pack_weight, rms_norm, silu_mul
 from torch import Tensor
 
 from bench.common import Bench, Figure
+from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
 
 COLD_BYTES = 512 << 20
 LAYER = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
@@ -154,3 +156,91 @@ def _torch(plain: list[list[Tensor]], inputs: list[Tensor]) -> Callable[[], None
             F.linear(x, weight)
 
     return call
+
+
+# On a GPU: the layer and the head of Llama 3.1 8B
+
+CUDA_LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+CUDA_HEAD = ((128256, 4096),)
+
+
+def run_linear_cuda(bench: CudaBench) -> None:
+    """Share of the read line at M rows, and torch's matmul beside each."""
+    _cuda_matrices(bench, "layer", CUDA_LAYER, (1, 2, 4, 5, 8, 16, 32, 64, 128, 256))
+    _cuda_matrices(bench, "head", CUDA_HEAD, (1, 5, 8, 64))
+    _cuda_matrices(bench, "small", (SMALL,), (1, 5, 8))
+
+
+def _cuda_matrices(
+    bench: CudaBench, name: str, shapes: tuple[tuple[int, int], ...], row_counts: tuple[int, ...]
+) -> None:
+    shapes = bench.pick(shapes, tuple((a // 64 or 1, b // 64 or 1) for a, b in shapes))
+    num_bytes = 2 * sum(outputs * inputs for outputs, inputs in shapes)
+    copies = range(bench.copies(num_bytes)) if name != "small" else range(1)
+    plain = [[bench.randn(*shape, scale=0.02) for shape in shapes] for _ in copies]
+    packed = [[pack_weight(weight) for weight in layer] for layer in plain]
+    cases: dict[str, list[Call]] = {}
+    for rows in row_counts:
+        xs = [bench.randn(rows, inputs) for _, inputs in shapes]
+        outs = [bench.randn(rows, outputs) for outputs, _ in shapes]
+        cases[f"m{rows}"] = [_each(linear, xs, layer, outs) for layer in packed]
+        cases[f"torch m{rows}"] = [
+            _each(torch.mm, xs, [weight.t() for weight in layer], outs) for layer in plain
+        ]
+    timings = bench.time(cases)
+    for rows in row_counts:
+        case, id = f"m{rows}", f"linear.{name}.m{rows}"
+        what = f"linear bf16, {name}, M={rows}"
+        if name != "small":
+            bar = "ratio >= 0.8" if rows <= 8 else None
+            text = f"{what}, cold weights: share of read bandwidth"
+            bench.add(bandwidth_figure(timings, case, id, text, num_bytes, bar))
+        text = f"{what}: times faster than torch.mm"
+        peers = {f"torch m{rows}": "torch.mm"}
+        bar = "ratio >= 1" if rows <= 16 else None
+        bench.add(time_figure(timings, case, f"{id}.vs_torch", text, peers, bar))
+    text = f"linear bf16, {name}: time at M=8 over M=1"
+    id = f"linear.{name}.m8_over_m1"
+    bench.add(time_figure(timings, "m8", id, text, over=("m1", "M=1"), bar="ratio <= 1.1"))
+
+
+def _each(op: Callable[..., object], xs: list[Tensor], weights: list, outs: list[Tensor]) -> Call:
+    def call() -> None:
+        for x, weight, out in zip(xs, weights, outs, strict=True):
+            op(x, weight, out=out)
+
+    return call
+
+
+def run_elementwise_cuda(bench: CudaBench) -> None:
+    """rms_norm, silu_mul and embedding: 8 rows for the time, 4,096 for the bandwidth."""
+    width, vocab = bench.pick((4096, 128256), (64, 256))
+    weight, table = bench.randn(width), bench.randn(vocab, width)
+    for rows in bench.pick((8, 4096), (2, 8)):
+        sets = range(bench.copies(2 * rows * width) if rows > 8 else 1)
+        xs = [bench.randn(rows, width) for _ in sets]
+        residuals = [bench.randn(rows, width) for _ in sets]
+        pairs = [bench.randn(rows, 2 * width) for _ in sets]
+        ids = [bench.ints(torch.randint(vocab, (rows,))) for _ in sets]
+        outs = [bench.randn(rows, width) for _ in sets]
+
+        cases: dict[str, list[Call]] = {
+            "rms_norm": [
+                partial(rms_norm, x, weight, 1e-6, residual=residual, out=out)
+                for x, residual, out in zip(xs, residuals, outs, strict=True)
+            ],
+            "silu_mul": [partial(silu_mul, x, out=o) for x, o in zip(pairs, outs, strict=True)],
+            "embedding": [
+                partial(embedding, i, table, out=o) for i, o in zip(ids, outs, strict=True)
+            ],
+        }
+        timings = bench.time(cases)
+        moved = {"rms_norm": 4, "silu_mul": 3, "embedding": 2}
+        for case in cases:
+            id, what = f"elementwise.{case}.rows{rows}", f"{case} bf16, {rows} rows of {width}"
+            if rows <= 8:
+                bench.add(time_figure(timings, case, id, what))
+            else:
+                num_bytes = 2 * rows * width * moved[case]
+                text = f"{what}: bytes read and written, beside the read line"
+                bench.add(bandwidth_figure(timings, case, id, text, num_bytes, None))

@@ -21,6 +21,7 @@ from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConf
 
 from bench.checkpoints import Checkpoint, bundled, qwen06
 from bench.common import BENCH, Bench, Figure, Peer, PeerError, Timing
+from bench.cuda import CudaBench
 from bench.engine_runs import Decoding, Stepper, decode
 
 PEERS = ("llama_cpp_peer", "openvino_peer", "transformers_peer")
@@ -103,6 +104,7 @@ def run_ngram(bench: Bench) -> None:
     peers = _load_peers(bench, checkpoint, PEERS[:1])
     engine = Engine(
         EngineConfig(
+            device="cpu",
             speculative_config=SpeculativeConfig(method="naive"),
             enable_prefix_caching=False,
             num_threads=bench.num_threads,
@@ -372,3 +374,55 @@ def _first_token_seconds() -> float:
     finally:
         server.terminate()
         server.wait()
+
+
+# On a GPU
+
+
+def run_bundled_cuda(bench: CudaBench) -> None:
+    """The bundled model: tokens a second plain and with n-gram drafts, and what they change."""
+    device = bench.pick("cuda", "cpu")
+    count, max_tokens = bench.pick((20, MAX_TOKENS), (2, 8))
+    for batch in (1, 8):
+        engine = Engine(
+            EngineConfig(
+                device=device,
+                speculative_config=SpeculativeConfig(method="naive"),
+                enable_prefix_caching=False,
+                max_num_seqs=batch,
+            )
+        )
+        for kind in ("edits", "completions"):
+            prompts = prompt_token_ids(engine, kind)[:count]
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            texts, rates = {}, {}
+            for case, config in (("plain", {"method": "naive"}), ("ngram", NGRAM)):
+                took = []
+                for _ in range(bench.pick(3, 1)):  # the first captures graphs
+                    begun = time.perf_counter()
+                    done = engine.generate(prompts, params, speculative_config=config)
+                    took.append(time.perf_counter() - begun)
+                texts[case] = [output.token_ids for output in done]
+                rates[case] = max_tokens * len(prompts) / min(took)
+            prefix, what = f"bundled.{kind}.b{batch}", f"bundled model, {kind}, batch {batch}"
+            bench.add(
+                Figure(
+                    f"{prefix}.ngram",
+                    f"{what}, greedy, prefill included: ngram over plain",
+                    rates["ngram"],
+                    "tok/s",
+                    "specops, plain",
+                    rates["plain"],
+                    rates["ngram"] / rates["plain"],
+                )
+            )
+            differ = sum(a != b for a, b in zip(texts["plain"], texts["ngram"], strict=True))
+            bench.add(
+                Figure(
+                    f"{prefix}.differ",
+                    f"{what}: greedy texts of {len(prompts)} that ngram changes",
+                    differ,
+                    "texts",
+                    bar="value == 0",
+                )
+            )

@@ -22,7 +22,9 @@ def run_lossless(bench: Bench) -> None:
     """Counts the prompts whose 128 tokens differ; ours must be none."""
     engine = Engine(
         EngineConfig(
-            speculative_config=SpeculativeConfig(method="naive"), num_threads=bench.num_threads
+            device="cpu",
+            speculative_config=SpeculativeConfig(method="naive"),
+            num_threads=bench.num_threads,
         )
     )
     prompts = {

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sample` and `verify` on 48 rows of 151,936 fp32 logits, rotated over at least 512 MiB."""
+"""`sample` and `verify` on 48 rows of 151,936 fp32 logits, rotated over at least 512 MiB.
+
+On a GPU: 256 requests with 4 drafts each over 128,256 tokens, and one request; FlashInfer beside.
+"""
 
 from collections.abc import Callable
 from itertools import cycle
@@ -9,6 +12,8 @@ from specops.sampling import AcceptPolicy, VerifyStrategy, sample, verify
 from torch import Tensor
 
 from bench.common import Bench, Figure
+from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
+from bench.peers import flashinfer_peer
 
 ROWS, VOCAB = 48, 151936
 BATCH, DRAFTS = 8, 5
@@ -130,3 +135,120 @@ def _torch_top_p(logits: list[Tensor]) -> Callable[[], Tensor]:
 def _argmax(logits: list[Tensor]) -> Callable[[], Tensor]:
     rotated = cycle(logits)
     return lambda: next(rotated).argmax(-1)
+
+
+# On a GPU
+
+CUDA_BATCH, CUDA_DRAFTS, CUDA_VOCAB = 256, 4, 128256
+# Greedy verification reads every logit once: 80 % of that, in microseconds on an H200.
+GREEDY_BARS = {torch.bfloat16: "value <= 95", torch.float32: "value <= 190"}
+
+
+def _logits(bench: CudaBench, rows: int, dtype: torch.dtype) -> list[Tensor]:
+    vocab = bench.pick(CUDA_VOCAB, 512)
+    copies = bench.copies(rows * vocab * torch.empty(0, dtype=dtype).element_size())
+    return [bench.randn(rows, vocab, dtype=dtype, scale=SCALE) for _ in range(copies)]
+
+
+def _cuda_verify(
+    bench: CudaBench, logits: list[Tensor], batch: int, strategy: VerifyStrategy, top_p: float
+) -> list[Call]:
+    """Drafts are the target's own choices where greedy, so that whole chains are walked."""
+    rows = CUDA_DRAFTS + 1
+    whole, real = bench.ints([0] * batch), torch.zeros(batch, device=bench.device)
+    shared = {
+        "positions": whole,
+        "strategy": torch.full_like(whole, strategy),
+        "policy": torch.full_like(whole, AcceptPolicy.NORMAL),
+        "temperature": real if strategy == VerifyStrategy.GREEDY else real + 1.0,
+        "top_k": whole,
+        "top_p": real + top_p,
+        "min_p": real,
+        "seeds": bench.ints(torch.arange(batch), torch.int64),
+        "output_token_ids": bench.ints(torch.zeros(batch, rows, dtype=torch.int32)),
+        "num_accepted_tokens": bench.ints([0] * batch),
+    }
+    output_indptr = bench.ints(torch.arange(batch + 1) * rows)
+
+    def call(x: Tensor) -> Call:
+        drafts = x.argmax(-1).view(batch, rows)[:, :CUDA_DRAFTS].to(torch.int32).contiguous()
+        return lambda: verify(x, output_indptr, drafts, **shared)
+
+    return [call(x) for x in logits]
+
+
+def run_sampling_cuda(bench: CudaBench) -> None:
+    """Greedy and sampled verification, and sampling, beside the read line."""
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        for batch in bench.pick((CUDA_BATCH, 1), (4, 1)):
+            rows = batch * (CUDA_DRAFTS + 1)
+            logits = _logits(bench, rows, dtype)
+            greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
+            cases = {
+                "greedy": _cuda_verify(bench, logits, batch, greedy, 1.0),
+                "target_match": _cuda_verify(bench, logits, batch, target, TOP_P),
+                "torch argmax": [lambda x=x: x.argmax(-1) for x in logits],
+            }
+            timings = bench.time(cases)
+            prefix, what = f"sampling.verify.{name}.b{batch}", f"verify {name}, batch {batch}, k 4"
+            if batch == 1:
+                bar = bench.on("H200", "value <= 8")
+                bench.add(time_figure(timings, "greedy", f"{prefix}.greedy", what, bar=bar))
+            else:
+                bar = bench.on("H200", GREEDY_BARS[dtype])
+                peers = {"torch argmax": "torch argmax"}
+                text = f"{what}, greedy: time, and times faster than torch's argmax"
+                bench.add(time_figure(timings, "greedy", f"{prefix}.greedy", text, peers, bar))
+                text = f"{what}, greedy: share of read bandwidth"
+                num_bytes = logits[0].numel() * logits[0].element_size()
+                id = f"{prefix}.greedy.read"
+                figure = bandwidth_figure(timings, "greedy", id, text, num_bytes, "ratio >= 0.8")
+                bench.add(figure)
+            text = f"{what}, target_match with top-p: time over greedy's"
+            id = f"{prefix}.target_match"
+            over = ("greedy", "greedy verify")
+            bar = "ratio <= 1.25" if batch > 1 else None
+            bench.add(time_figure(timings, "target_match", id, text, over=over, bar=bar))
+            del logits, cases
+
+
+def _cuda_sample(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: float) -> list[Call]:
+    rows = logits[0].shape[0]
+    real = torch.ones(rows, device=bench.device)
+    parameters = {
+        "temperature": real,
+        "top_k": bench.ints([top_k] * rows),
+        "top_p": real * top_p,
+        "min_p": real * 0.0,
+        "seeds": bench.ints(torch.arange(rows), torch.int64),
+        "out": bench.ints([0] * rows),
+    }
+    positions = bench.ints(torch.arange(rows))
+    return [lambda x=x: sample(x, positions, **parameters) for x in logits]
+
+
+def run_sampling_peers_cuda(bench: CudaBench) -> None:
+    """Sampling and verification beside FlashInfer's pipelines on the same fp32 logits."""
+    batch = bench.pick(CUDA_BATCH, 4)
+    logits = _logits(bench, batch, torch.float32)
+    for what, top_k in (("top-p", 0), ("top-k top-p", 50)):
+        cases = {"ours": _cuda_sample(bench, logits, top_k, TOP_P)}
+        if calls := flashinfer_peer.sampling(what, logits, top_k, TOP_P):
+            cases["peer"] = calls
+        name = what.replace(" ", "_").replace("-", "_")
+        text = f"sample {what}, {batch} rows fp32: times faster than FlashInfer"
+        peers = {"peer": "FlashInfer"} if "peer" in cases else None
+        id = f"sampling_peers.sample.{name}"
+        bench.add(time_figure(bench.time(cases), "ours", id, text, peers, "ratio >= 1"))
+    del logits, cases
+    logits = _logits(bench, batch * (CUDA_DRAFTS + 1), torch.float32)
+    drafts = bench.ints(torch.zeros(batch, CUDA_DRAFTS, dtype=torch.int32))
+    one_hot = torch.zeros(batch, CUDA_DRAFTS, logits[0].shape[1], device=bench.device)
+    one_hot[:, :, 0] = 1.0
+    cases = {"ours": _cuda_verify(bench, logits, batch, VerifyStrategy.TARGET_MATCH, TOP_P)}
+    if calls := flashinfer_peer.chain_verification(logits, drafts, TOP_P, one_hot):
+        cases["peer"] = calls
+    text = f"verify with top-p, {batch} requests of 5 rows fp32: times faster than FlashInfer"
+    peers = {"peer": "FlashInfer softmax, renorm, chain"} if "peer" in cases else None
+    id = "sampling_peers.verify.top_p"
+    bench.add(time_figure(bench.time(cases), "ours", id, text, peers, "ratio >= 4"))

@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from tools.cuda_toolkit import gpu_names
+
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 WORK = BENCH / "work"
@@ -48,8 +50,10 @@ class Figure:
     ratio: float | None = None
     bar: str | None = None
     met: bool | None = None
-    threads: int = 1
+    threads: int | None = 1
     read_gb_s: float | None = None
+    us: float | None = None
+    spread: float | None = None
 
 
 @dataclass
@@ -301,7 +305,7 @@ def format_row(figure: Figure) -> str:
     return (
         f"{figure.id:34} {_number(figure.value):>8} {figure.unit:9} {figure.peer or '':22} "
         f"{_number(figure.peer_value):>8} {_number(figure.ratio):>6}  {bar:16} {met:4} "
-        f"{figure.threads:>3} {_number(figure.read_gb_s):>9}"
+        f"{figure.threads or '':>3} {_number(figure.read_gb_s):>9}"
     )
 
 
@@ -317,14 +321,26 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is measured, marked when the tree differs from it (results aside)."""
+    """The commit that is measured, marked when the tree differs from it (results aside).
+
+    Where there is no git, COMMIT says it.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results")
-    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("-dirty" if changed else "")
+    head = git("rev-parse", "--short=12", "HEAD")
+    if not head:
+        return os.environ.get("COMMIT") or "unknown"
+    return head + ("-dirty" if changed else "")
+
+
+def gpu_results(date: str) -> Path:
+    """The results of this machine's GPU on a day: bench/results/nvidia-h200-2026-11-21.json."""
+    name = (gpu_names() or ["no gpu"])[0].lower()
+    return RESULTS.parent / f"{'-'.join(re.findall('[a-z0-9]+', name))}-{date}.json"
 
 
 def save(
@@ -333,20 +349,22 @@ def save(
     family: str,
     minutes: float,
     versions: Mapping[str, str],
-    disturbed: str,
+    disturbed: str | None = None,
+    command: str | None = None,
+    on: Mapping[str, Any] | None = None,
     path: Path = RESULTS,
 ) -> None:
     """Merges one family's figures into the results: by id, and the family's vanished ids go."""
     saved: dict[str, Any] = {"machine": {}, "runs": {}, "figures": []}
     if path.exists():
-        saved = json.loads(path.read_text())
-    saved["machine"] = machine()
+        saved = {**saved, **json.loads(path.read_text())}
+    saved["machine"] = machine() if on is None else dict(on)
     saved["runs"][family] = {
         "commit": commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": f"make bench ONLY={family}",
+        "command": command or f"make bench ONLY={family}",
         "minutes": round(minutes, 1),
-        "disturbed_windows": disturbed,
+        **({} if disturbed is None else {"disturbed_windows": disturbed}),
         "versions": dict(versions),
     }
     fresh = {figure.id: asdict(figure) for figure in figures}

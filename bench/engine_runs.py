@@ -67,6 +67,7 @@ class Stepper:
             self.engine = Engine(
                 EngineConfig(
                     model=str(checkpoint.path),
+                    device="cpu",
                     speculative_config=config,
                     max_num_seqs=batch,
                     max_model_len=max_model_len,

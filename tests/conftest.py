@@ -17,6 +17,27 @@ from torch import Tensor
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--smoke DEVICE: the first and the last case of every op test on that device, no others."""
+    parser.addoption("--smoke", metavar="DEVICE", help=pytest_addoption.__doc__)
+
+
+def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Applies --smoke: enough for tools that make every kernel a hundred times slower."""
+    wanted = config.getoption("--smoke")
+    if not wanted:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        on_device = callspec is not None and callspec.params.get("device") == wanted
+        if on_device and item.get_closest_marker("prove") is None:
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept = {id(item) for of_test in cases.values() for item in (of_test[0], of_test[-1])}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
 OP_MODULES = [attention, batching, dense, runtime, sampling, suffix_tree]
 
 
@@ -45,6 +66,7 @@ def pytest_collection_modifyitems(
 ) -> Iterator[None]:
     """Notes which files run whole, and leaves the look at what they called to the end."""
     everything = list(items)
+    keep_smoke(config, items)
     yield
     chosen = set(items)
     for item in everything:

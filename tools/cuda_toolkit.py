@@ -76,16 +76,25 @@ def torch_cuda() -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def gpu_archs() -> list[str]:
-    """Architectures of the GPUs of this machine, as nvcc names them; empty without one."""
+def gpu_property(name: str) -> list[str]:
+    """What nvidia-smi says of each GPU of this machine; empty without one."""
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader"]
     told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    numbers = {line.strip().replace(".", "") for line in told.stdout.splitlines()}
-    archs = sorted(number for number in numbers if number.isdecimal())
+    return [line.strip() for line in told.stdout.splitlines()] if told.returncode == 0 else []
+
+
+def gpu_names() -> list[str]:
+    """The GPUs of this machine, like `NVIDIA H200`."""
+    return gpu_property("name")
+
+
+def gpu_archs() -> list[str]:
+    """Architectures of the GPUs of this machine, as nvcc names them; empty without one."""
+    archs = sorted({number.replace(".", "") for number in gpu_property("compute_cap")})
     # Hopper's own instructions exist under the name 90a only.
-    return ["90a" if arch == "90" else arch for arch in archs]
+    return ["90a" if arch == "90" else arch for arch in archs if arch.isdecimal()]
 
 
 def wanted_archs() -> list[str]:

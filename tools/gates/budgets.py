@@ -54,6 +54,12 @@ BUDGETS = (
     Budget("prepare_batch_kernel", registers=48, threads=256, smem_bytes=5248, blocks_per_sm=5),
     # attention
     # dense
+    Budget("linear_stream_kernel<*", 128, threads=128, smem_bytes=64 << 10, blocks_per_sm=2),
+    # A wide tile lives in registers: one block of it, with 96 KiB in flight, fills an SM.
+    Budget("linear_tile_kernel<*, 64>", registers=255, threads=128, smem_bytes=96 << 10),
+    Budget("linear_tile_kernel<*, 128>", registers=255, threads=256, smem_bytes=96 << 10),
+    Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
+    Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
     # sampling
     # suffix_tree

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timings on a GPU: CUDA-graph replay, cold L2, random data, medians, everything twice.
+
+A case is a list of calls that touch different memory, together more than three times the L2, so
+that whatever a call reads has been pushed out since it was last read. The calls are captured in
+turn into one CUDA graph; a window replays it between two events, right after a read line.
+
+On `cpu` the same code runs with small sizes and a host clock: a rehearsal, which tests use, so that
+the first run on a GPU does not end at a typing error. Its figures mean nothing and are not kept.
+"""
+
+import ctypes
+import gc
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from bench.common import BENCH, WORK, Figure, Timing, format_row, judged
+from tools.cuda_toolkit import find_nvcc, gpu_property, nvcc_version
+
+Call = Callable[[], object]
+Size = TypeVar("Size")
+
+ROUNDS = 9
+REPEATS = 2
+GRAPH_S = 1e-3  # a graph holds about this much work, so that its own launch does not count
+MAX_CALLS = 512  # of a graph
+READ_BYTES = 1 << 30
+
+
+class CudaBench:
+    """One run on one GPU, or its rehearsal on `cpu`: its read line and its figures."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = torch.device(device)
+        self.rehearsal = self.device.type == "cpu"
+        self.figures: list[Figure] = []
+        self.notes: dict[str, str] = {}
+        self.gpu = "rehearsal" if self.rehearsal else torch.cuda.get_device_name()
+        self.cold_bytes = self.pick(3 * self._l2_bytes() + (1 << 20), 1)
+        self.generator = torch.Generator(self.device).manual_seed(0)
+        self._read_graph = self._read_line()
+
+    def _l2_bytes(self) -> int:
+        if self.rehearsal:
+            return 0
+        return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+
+    def pick(self, real: Size, rehearsed: Size) -> Size:
+        """The size on a GPU, or the one that a rehearsal can afford."""
+        return rehearsed if self.rehearsal else real
+
+    def copies(self, num_bytes: float) -> int:
+        """How many buffers of this size a case rotates over: more than three times the L2."""
+        return max(2, int(self.cold_bytes // num_bytes) + 1)
+
+    def on(self, gpu: str, bar: str) -> str | None:
+        """A bar in absolute units, which holds for one kind of GPU only."""
+        return bar if gpu in self.gpu else None
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+        """Random numbers on the device."""
+        numbers = torch.empty(shape, dtype=dtype, device=self.device)
+        return numbers.normal_(0.0, scale, generator=self.generator)
+
+    def ints(self, values: Sequence[int] | Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Integers on the device."""
+        return torch.as_tensor(values, dtype=dtype).to(self.device)
+
+    def time(self, cases: Mapping[str, Sequence[Call]]) -> "list[Timing]":
+        """Times the cases in turn, each window beside its read line; the whole REPEATS times."""
+        windows = {case: self._window(calls) for case, calls in cases.items()}
+        timings = []
+        for _ in range(self.pick(REPEATS, 1)):
+            timing = Timing({case: [] for case in cases}, {case: [] for case in cases})
+            for _ in range(self.pick(ROUNDS, 1)):
+                for case, window in windows.items():
+                    timing.reads[case].append(self.read_gb_s())
+                    timing.seconds[case].append(window())
+            timings.append(timing)
+        return timings
+
+    def host_us(self, call: Call, calls: int = 300) -> float:
+        """Microseconds the host spends in a call; the device is let to catch up now and then."""
+        per_call = []
+        for _ in range(self.pick(20, 2)):
+            self.synchronize()
+            begun = time.perf_counter()
+            for _ in range(calls):
+                call()
+            per_call.append((time.perf_counter() - begun) / calls * 1e6)
+        self.synchronize()
+        return median(per_call)
+
+    def read_gb_s(self) -> float:
+        """Reads memory once; GB/s (10^9)."""
+        num_bytes, window = self._read_graph
+        return num_bytes * 1e-9 / window()
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if not self.rehearsal:
+            torch.cuda.synchronize()
+
+    def add(self, figure: Figure) -> None:
+        """Judges a figure against its bar, keeps and prints it."""
+        bar = None if self.rehearsal else figure.bar
+        self.figures.append(judged(replace(figure, bar=bar, threads=None)))
+        print(format_row(self.figures[-1]), flush=True)
+
+    def _window(self, calls: Sequence[Call]) -> Callable[[], float]:
+        """Something that returns the seconds of one call, averaged over a graph of many."""
+        if self.rehearsal:
+            return lambda: _host_seconds(calls)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for call in calls[:2]:
+                call()
+            stream.synchronize()
+            begun = time.perf_counter()
+            for call in calls:
+                call()
+            stream.synchronize()
+            seconds = (time.perf_counter() - begun) / len(calls)
+        turns = min(MAX_CALLS, max(1, round(GRAPH_S / seconds)))
+        count = -(-turns // len(calls)) * len(calls)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(count):
+                calls[i % len(calls)]()
+        graph.replay()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def window() -> float:
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) * 1e-3 / count
+
+        return window
+
+    def _read_line(self) -> tuple[int, Callable[[], float]]:
+        if self.rehearsal:
+            data = torch.ones(1 << 16)
+            return data.numel() * 4, lambda: _host_seconds([data.sum])
+        library = _compiled("read_bandwidth")
+        library.read_unit_bytes.restype = ctypes.c_int64
+        library.read_memory.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]
+        assert READ_BYTES % library.read_unit_bytes() == 0
+        self._read_data = torch.randint(
+            256, (READ_BYTES,), dtype=torch.uint8, device=self.device, generator=self.generator
+        )
+        sink = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+        def read() -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            data = self._read_data.data_ptr()
+            error = library.read_memory(data, READ_BYTES, sink.data_ptr(), stream)
+            assert error == 0, f"read_memory: CUDA error {error}"
+
+        return READ_BYTES, self._window([read] * 4)
+
+
+def _host_seconds(calls: Sequence[Call]) -> float:
+    begun = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - begun) / len(calls)
+
+
+def _compiled(name: str) -> ctypes.CDLL:
+    """Compiles bench/`name`.cu for this GPU, unless that has been done, and loads it."""
+    WORK.mkdir(exist_ok=True)
+    source, library = BENCH / f"{name}.cu", WORK / f"{name}_cuda.so"
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        nvcc = find_nvcc()
+        assert nvcc, "nvcc is missing"
+        major, minor = torch.cuda.get_device_capability()
+        code = f"arch=compute_{major}{minor},code=sm_{major}{minor}"
+        flags = ["-std=c++20", "-O3", "-gencode", code, "-shared", "-Xcompiler", "-fPIC"]
+        subprocess.run([str(nvcc), *flags, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def spread(timings: Sequence[Timing], case: str) -> float:
+    """How far the repeats lie apart, as a share of the fastest."""
+    medians = [timing.median(case) for timing in timings]
+    return max(medians) / min(medians) - 1.0
+
+
+def seconds(timings: Sequence[Timing], case: str) -> float:
+    """Median over all rounds of all repeats."""
+    return median([x for timing in timings for x in timing.seconds[case]])
+
+
+def read_line(timings: Sequence[Timing], case: str) -> float:
+    """Median read line beside a case, GB/s."""
+    return median([x for timing in timings for x in timing.reads[case]])
+
+
+def bandwidth_figure(
+    timings: Sequence[Timing], case: str, id: str, what: str, num_bytes: float, bar: str | None
+) -> Figure:
+    """Bytes per second of a case beside the read line of the same run."""
+    share = median([timing.share(case, num_bytes) for timing in timings])
+    read = read_line(timings, case)
+    took = seconds(timings, case)
+    return Figure(
+        id,
+        what,
+        num_bytes * 1e-9 / took,
+        "GB/s",
+        "read bandwidth",
+        read,
+        share,
+        bar,
+        read_gb_s=read,
+        us=took * 1e6,
+        spread=spread(timings, case),
+    )
+
+
+def time_figure(
+    timings: Sequence[Timing],
+    case: str,
+    id: str,
+    what: str,
+    peers: Mapping[str, str] | None = None,
+    bar: str | None = None,
+    over: tuple[str, str] | None = None,
+) -> Figure:
+    """Microseconds of a case, beside the fastest of its peers (case: name; ratio = peer / ours).
+
+    `over` names another case and what it is called: the ratio is then ours over that.
+    """
+    ours = seconds(timings, case)
+    figure = Figure(
+        id,
+        what,
+        ours * 1e6,
+        "us",
+        bar=bar,
+        read_gb_s=read_line(timings, case),
+        us=ours * 1e6,
+        spread=spread(timings, case),
+    )
+    if over:
+        other, name = over
+        ratio = median([timing.ratio(case, other) for timing in timings])
+        took = seconds(timings, other) * 1e6
+        return replace(figure, peer=name, peer_value=took, ratio=ratio)
+    if not peers:
+        return replace(figure, bar=bar if (bar or "").startswith("value") else None)
+    peer = min(peers, key=lambda name: seconds(timings, name))
+    ratio = median([timing.ratio(peer, case) for timing in timings])
+    took = seconds(timings, peer) * 1e6
+    return replace(figure, peer=peers[peer], peer_value=took, ratio=ratio)
+
+
+def gpu_machine() -> dict[str, Any]:
+    """The GPU and the driver, in words that name the kind, not the instance."""
+    if not torch.cuda.is_available():
+        return {"gpu": "none"}
+    properties = torch.cuda.get_device_properties(0)
+    driver = gpu_property("driver_version")
+    return {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30),
+        "l2_mb": round(properties.L2_cache_size / 1e6),
+        "driver": (driver or ["unknown"])[0],
+        "cores": os.cpu_count(),
+    }
+
+
+def gpu_versions() -> dict[str, str]:
+    """Of what a timing on a GPU depends on."""
+    nvcc = find_nvcc()
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cuda": str(torch.version.cuda),
+        "nvcc": ".".join(map(str, nvcc_version(nvcc))) if nvcc else "none",
+    }
+    try:
+        import flashinfer
+
+        found["flashinfer"] = str(flashinfer.__version__)
+    except Exception:  # whatever it lacks, it is not there
+        found["flashinfer"] = "none"
+    return found
+
+
+def free_memory() -> None:
+    """Gives the memory of a family back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
