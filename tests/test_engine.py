@@ -27,7 +27,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(model_dir: Path, **config: Any) -> Engine:
     config.setdefault("speculative_config", SpeculativeConfig(method="naive"))
-    return Engine(EngineConfig(model=str(model_dir), dtype="float32", **config))
+    return Engine(EngineConfig(model=str(model_dir), dtype="float32", device="cpu", **config))
 
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, min_ngram_size=1)

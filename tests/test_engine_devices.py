@@ -6,6 +6,7 @@ runs the CUDA kernels; and where there is a GPU, the same is asked of it.
 """
 
 import inspect
+import json
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,7 @@ from specops.engine.step import StepShape, rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin_device import OP_MODULES, TwinDevice
 
+BENCH_PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
 NAIVE = SpeculativeConfig(method="naive")
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
 needs_gpu = pytest.mark.skipif(
@@ -42,8 +44,6 @@ needs_gpu = pytest.mark.skipif(
 
 def write_config(directory: Path, **changes: Any) -> Path:
     """A directory for random weights: a configuration and a tokenizer, nothing else."""
-    import json
-
     config = {**BASE, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **changes}
     (directory / "config.json").write_text(json.dumps(config))
     write_tokenizer(directory, min(config["vocab_size"], 160))
@@ -513,6 +513,29 @@ def test_the_bundled_model_on_a_gpu() -> None:
             if right.token_id != left.token_id:
                 break  # a near tie: the texts part here
             assert abs(right.logprob - left.logprob) < 0.1
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_bundled_model_is_lossless_on_a_gpu(temperature: float) -> None:
+    prompts = json.loads((BENCH_PROMPTS / "edits.json").read_text())[:12]
+    each = [
+        SamplingParams(max_tokens=96, temperature=temperature, seed=i, logprobs=1, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    results = []
+    for speculative, limits in (
+        (NAIVE, {"max_num_seqs": 1, "enforce_eager": True}),
+        (NGRAM, {"max_num_seqs": 12}),
+        (NGRAM, {"max_num_seqs": 5, "max_num_batched_tokens": 32, "page_size": 64}),
+    ):
+        engine = Engine(EngineConfig(device="cuda", speculative_config=speculative, **limits))
+        results.append(bits(engine.generate([prompt["text"] for prompt in prompts], each)))
+        if speculative is NGRAM:
+            stats = engine.stats.speculative
+            assert engine.num_captures and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert results[1] == results[0]
+    assert results[2] == results[0]
 
 
 @needs_gpu

@@ -48,7 +48,11 @@ def run(
     if drafting and temperature == 0:
         drafting = {"num_speculative_tokens": 6, "min_ngram_size": 1}
     engine = Engine(
-        EngineConfig(speculative_config=SpeculativeConfig(method=method, **drafting), **config)
+        EngineConfig(
+            device="cpu",
+            speculative_config=SpeculativeConfig(method=method, **drafting),
+            **config,
+        )
     )
     texts = prompts()
     done = engine.generate([texts[i] for i in order], [params(i, temperature) for i in order])
@@ -119,7 +123,7 @@ def test_rejecting_everything_changes_nothing() -> None:
     speculative = SpeculativeConfig(
         method="ngram", num_speculative_tokens=7, accept_policy="reject_all", min_ngram_size=1
     )
-    engine = Engine(EngineConfig(speculative_config=speculative))
+    engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
     order = shuffled(3)[:10]
     done = engine.generate([prompts()[i] for i in order], [params(i, 0.8) for i in order])
     assert engine.stats.speculative.num_draft_tokens > 100
@@ -128,7 +132,8 @@ def test_rejecting_everything_changes_nothing() -> None:
 
 
 def test_a_request_may_choose_its_own_method_and_greedy_strategy() -> None:
-    engine = Engine(EngineConfig(speculative_config=SpeculativeConfig(method="naive")))
+    speculative = SpeculativeConfig(method="naive")
+    engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
     order = list(range(8))
     own = {"method": "ngram", "num_speculative_tokens": 9, "verify_strategy": "greedy"}
     done = engine.generate(
@@ -154,7 +159,9 @@ def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dt
     ):
         drafting = {"num_speculative_tokens": 5} if method == "ngram" else {}
         speculative = SpeculativeConfig(method=method, **drafting)
-        engine = Engine(EngineConfig(speculative_config=speculative, dtype=dtype, **config))
+        engine = Engine(
+            EngineConfig(device="cpu", speculative_config=speculative, dtype=dtype, **config)
+        )
         outputs.append([bits(done) for done in engine.generate(texts, each)])
     assert outputs[1] == outputs[0]
     assert outputs[2] == outputs[0]

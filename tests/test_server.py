@@ -786,7 +786,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tiny_engine(model_dir: Path, **options: Any) -> Engine:
     options.setdefault("speculative_config", NGRAM)
-    return Engine(EngineConfig(model=str(model_dir), served_model_name="tiny", **options))
+    options = {"model": str(model_dir), "served_model_name": "tiny", "device": "cpu", **options}
+    return Engine(EngineConfig(**options))
 
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
