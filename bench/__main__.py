@@ -41,6 +41,7 @@ CUDA_FAMILIES = {
     "sampling": "sampling",
     "sampling_peers": "sampling",
     "bundled": "engine",
+    "qwen8": "engine",
 }
 GROUPS = {"engine": ("server", "lossless", "ngram", "bundled", "qwen06")}
 BUDGET_MINUTES = 20

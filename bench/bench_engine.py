@@ -19,9 +19,9 @@ from statistics import median
 
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 
-from bench.checkpoints import Checkpoint, bundled, qwen06
+from bench.checkpoints import QWEN8, Checkpoint, bundled, decode_bytes, qwen06, without_weights
 from bench.common import BENCH, Bench, Figure, Peer, PeerError, Timing
-from bench.cuda import CudaBench
+from bench.cuda import CudaBench, free_memory
 from bench.engine_runs import Decoding, Stepper, decode
 
 PEERS = ("llama_cpp_peer", "openvino_peer", "transformers_peer")
@@ -426,3 +426,59 @@ def run_bundled_cuda(bench: CudaBench) -> None:
                     bar="value == 0",
                 )
             )
+
+
+def run_qwen8_cuda(bench: CudaBench) -> None:
+    """Whole steps in the shape of Qwen3-8B, random weights, beside the time to read them."""
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
+    small |= {"num_key_value_heads": 1, "intermediate_size": 64}
+    config = bench.pick(QWEN8, {**QWEN8, **small})
+    checkpoint = without_weights(bench.pick("qwen8", "rehearsal"), config)
+    kv_len, steps = bench.pick((1024, 20), (32, 2))
+    for batch in bench.pick((1, 32), (1, 2)):
+        took: dict[int, float] = {}
+        for drafts in (0, DRAFTS):
+            stepper = Stepper(
+                checkpoint,
+                batch=batch,
+                kv_len=kv_len,
+                drafts=drafts,
+                device=bench.pick("cuda", "cpu"),
+                load_format="dummy",
+            )
+            stepper.step(steps, drafts)
+            windows = [stepper.step(steps, drafts) for _ in range(bench.pick(7, 1))]
+            took[1 + drafts] = median(windows)
+            length = stepper.kv_len
+            del stepper
+            free_memory()
+        reads = [bench.read_gb_s() for _ in range(9)]
+        floor = decode_bytes(config, batch=batch, kv_len=length) * 1e-9 / median(reads)
+        prefix, what = f"qwen8.b{batch}", f"Qwen3-8B shape, kv {kv_len}, batch {batch}"
+        bench.add(
+            Figure(
+                f"{prefix}.decode",
+                f"{what}: a decode step over the time to read weights and KV",
+                took[1] * 1e3,
+                "ms",
+                "read floor",
+                floor * 1e3,
+                took[1] / floor,
+                "ratio <= 1.25",
+                read_gb_s=median(reads),
+            )
+        )
+        rows = 1 + DRAFTS
+        bench.add(
+            Figure(
+                f"{prefix}.verify",
+                f"{what}: a step of {rows} rows a request over one of 1",
+                took[rows] * 1e3,
+                "ms",
+                "1 row",
+                took[1] * 1e3,
+                took[rows] / took[1],
+                "ratio <= 1.2",
+                read_gb_s=median(reads),
+            )
+        )

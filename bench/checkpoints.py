@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -39,6 +40,14 @@ QWEN06 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
     "torch_dtype": "bfloat16",
+}
+QWEN8 = {
+    **QWEN06,
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
 }
 
 
@@ -121,6 +130,25 @@ def qwen06() -> Checkpoint:
         # The engine wants a tokenizer; prompts are token ids, and texts are not looked at.
         shutil.copy(BUNDLED / "tokenizer.json", path)
     return Checkpoint("qwen06", path)
+
+
+def without_weights(name: str, config: dict[str, object]) -> Checkpoint:
+    """A directory for load_format="dummy": config.json, and the tokenizer the engine wants."""
+    path = WORK / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    shutil.copy(BUNDLED / "tokenizer.json", path)
+    return Checkpoint(name, path)
+
+
+def decode_bytes(config: dict[str, Any], *, batch: int, kv_len: float) -> float:
+    """Bytes of bf16 weights and KV that one decode step of a dense model reads."""
+    width, head_dim = config["hidden_size"], config["head_dim"]
+    heads = config["num_attention_heads"] + config["num_key_value_heads"]
+    layer = 2 * width * heads * head_dim + 3 * width * config["intermediate_size"]
+    weights = config["num_hidden_layers"] * layer + config["vocab_size"] * width
+    kv = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+    return 2.0 * (weights + batch * kv_len * kv)
 
 
 def _random_weights() -> dict[str, torch.Tensor]:

@@ -21,13 +21,17 @@ from bench.checkpoints import Checkpoint
 class FixedDrafter:
     """Proposes the same number of arbitrary tokens at every step, to time verification."""
 
-    def __init__(self) -> None:
-        self.num_drafts = 0
+    def __init__(self, device: torch.device) -> None:
+        # On the device, since what `propose` does may have been captured.
+        self._num_drafts = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def set_num_drafts(self, num_drafts: int) -> None:
+        """From the next step on."""
+        self._num_drafts.fill_(num_drafts)
 
     def propose(self, batch: DraftBatch) -> None:
-        """Every slot that may draft gets `num_drafts` tokens."""
-        counts = batch.max_draft_tokens.clamp(max=self.num_drafts)
-        batch.num_draft_tokens.copy_(counts)
+        """Every slot that may draft gets that many tokens."""
+        torch.minimum(batch.max_draft_tokens, self._num_drafts, out=batch.num_draft_tokens)
         batch.draft_token_ids.fill_(1)
 
     def start(self, request: Request) -> None:
@@ -50,7 +54,15 @@ class Stepper:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, batch: int, kv_len: int, drafts: int, num_threads: int
+        self,
+        checkpoint: Checkpoint,
+        *,
+        batch: int,
+        kv_len: int,
+        drafts: int,
+        num_threads: int | None = None,
+        device: str = "cpu",
+        load_format: str = "auto",
     ) -> None:
         config = SpeculativeConfig(method="naive")
         if drafts:
@@ -59,7 +71,7 @@ class Stepper:
             )
         limit = checkpoint.config["max_position_embeddings"]
         max_model_len = min(limit, kv_len + 512)
-        self._drafter = FixedDrafter()
+        self._drafter = FixedDrafter(torch.device(device))
         self._names: list[str] = []
         self._lengths: list[float] = []
         self._steps = self._starts = 0
@@ -67,7 +79,8 @@ class Stepper:
             self.engine = Engine(
                 EngineConfig(
                     model=str(checkpoint.path),
-                    device="cpu",
+                    device=device,
+                    load_format=load_format,
                     speculative_config=config,
                     max_num_seqs=batch,
                     max_model_len=max_model_len,
@@ -106,7 +119,7 @@ class Stepper:
     def step(self, steps: int, drafts: int = 0) -> float:
         """Mean seconds of one `Engine.step` with 1 + `drafts` rows a request."""
         self._make_room(steps + 1)
-        self._drafter.num_drafts = drafts
+        self._drafter.set_num_drafts(drafts)
         self.engine.step()  # which proposes for the next
         self._steps += 1
         begun = time.perf_counter()

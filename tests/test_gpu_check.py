@@ -27,6 +27,7 @@ FAMILIES = {
     "sampling": bench_sampling,
     "sampling_peers": bench_sampling,
     "bundled": bench_engine,
+    "qwen8": bench_engine,
 }
 
 

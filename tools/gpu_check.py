@@ -45,6 +45,7 @@ BENCH_LIMITS = {
     "elementwise": 60,
     "sampling": 90,
     "bundled": 150,
+    "qwen8": 150,
     "attention_peers": 300,
     "sampling_peers": 240,
 }
@@ -177,7 +178,6 @@ def _sanitizer_step(tool: str, device: str) -> Step:
     command = (
         *(str(sanitizer), "--tool", tool, "--kernel-name", "kns=specops", "--print-limit", "20"),
         *("--error-exitcode", str(SANITIZER_ERROR), "--require-cuda-init", "no"),
-        *("--target-processes", "application-only"),
         *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--smoke", device, *OP_TESTS),
     )
     # A tensor from a pool has neighbours that hide where it ends, and contents from before.
