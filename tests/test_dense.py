@@ -155,16 +155,34 @@ def test_linear_schedules_keep_their_bits(
         assert torch.equal(got, whole[first : first + rows]), rows
 
 
+@pytest.mark.parametrize(
+    "num_outputs,num_inputs,out_dtype", [(264, 600, torch.bfloat16), (500, 100, torch.float32)]
+)
+def test_linear_large_tiles_keep_their_bits(
+    device: str, accumulation: str, num_outputs: int, num_inputs: int, out_dtype: torch.dtype
+) -> None:
+    """Tiles of 256 outputs, which CUDA takes where they fill the device, and its smaller ones."""
+    x, weight, bias = make_linear(device, 140, num_inputs, num_outputs, torch.bfloat16)
+    packed = dense.pack_weight(weight)
+    workspace = torch.empty(3, device=device)  # too short to split anything
+    whole = dense.linear(x, packed, bias, out_dtype=out_dtype, workspace=workspace)
+    for row in (0, 70, 139):
+        alone = dense.linear(x[row : row + 1], packed, bias, out_dtype=out_dtype)
+        assert torch.equal(alone, whole[row : row + 1])
+    some = dense.linear(x[37:67], packed, bias, out_dtype=out_dtype)
+    assert torch.equal(some, whole[37:67])
+
+
 @pytest.mark.prove
-@pytest.mark.parametrize("num_outputs,rows", [(8400, 17), (40, 1200), (4200, 70)])
+@pytest.mark.parametrize("num_outputs,rows", [(8100, 17), (40, 1200), (4200, 70), (700, 640)])
 def test_linear_splits_keep_their_bits(device: str, num_outputs: int, rows: int) -> None:
-    """Four leaves spread over four blocks, over two, and over one: the same bits."""
+    """Four leaves in four blocks or in one: the same bits."""
     x, weight, bias = make_linear(device, rows, 2048, num_outputs, torch.bfloat16)
     packed = dense.pack_weight(weight)
     whole = dense.linear(x, packed, bias)
     for row in range(0, rows, 23):
         assert torch.equal(dense.linear(x[row : row + 1], packed, bias), whole[row : row + 1])
-    workspace = torch.empty(3, dtype=torch.float32, device=device)  # too short
+    workspace = torch.empty(3, device=device)  # too short
     assert torch.equal(dense.linear(x, packed, bias, workspace=workspace), whole)
 
 

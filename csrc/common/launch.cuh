@@ -32,6 +32,9 @@ void launch(void (*kernel)(Params...),
 // Of the machine the grids are sized for.
 inline int num_sms(CudaStream /*stream*/) { return simt::num_sms(); }
 
+// What a block may ask for.
+inline int max_shared_bytes(CudaStream /*stream*/) { return simt::kMaxSharedBytes; }
+
 #else
 
 inline void check_cuda(cudaError_t error, const char* what) {
@@ -87,17 +90,26 @@ void launch(void (*kernel)(Params...),
   check_cuda(error, "launch");
 }
 
-inline int num_sms(CudaStream stream) {
+// An attribute of the stream's device, asked for once.
+template <cudaDeviceAttr kAttribute>
+int device_attribute(CudaStream stream) {
   constexpr int kMaxDevices = 64;
   static std::atomic<int> cached[kMaxDevices];
-  std::atomic<int>& count = cached[stream.device % kMaxDevices];
-  if (count.load(std::memory_order_relaxed) == 0) {
-    int value = 0;
-    check_cuda(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, stream.device),
-               "cudaDeviceGetAttribute");
-    count.store(value, std::memory_order_relaxed);
+  std::atomic<int>& value = cached[stream.device % kMaxDevices];
+  if (value.load(std::memory_order_relaxed) == 0) {
+    int found = 0;
+    check_cuda(cudaDeviceGetAttribute(&found, kAttribute, stream.device), "cudaDeviceGetAttribute");
+    value.store(found, std::memory_order_relaxed);
   }
-  return count.load(std::memory_order_relaxed);
+  return value.load(std::memory_order_relaxed);
+}
+
+inline int num_sms(CudaStream stream) {
+  return device_attribute<cudaDevAttrMultiProcessorCount>(stream);
+}
+
+inline int max_shared_bytes(CudaStream stream) {
+  return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(stream);
 }
 
 #endif

@@ -14,7 +14,7 @@ struct LinearPlan {
   int stages;  // as linear_leaves() has them
   int leaf_stages;
   int leaves;
-  int parts;     // blocks that share the leaves of a tile
+  bool split;    // each leaf of a tile has a block of its own
   bool aligned;  // rows of x can be read by chunks of 16 bytes
   bool quads;    // out can be written by four outputs
 };
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kPackThreads)
 // Assumes: rows <= 8 * kColumns; weights packed by pack_weight.
 // Order:   linear_leaves(): a chain of mma.m16n8k16 a leaf, then leaves in order, then the bias.
 // Source:  weights on the M side ("swap AB"), as TensorRT-LLM and FlashInfer do for few rows.
-constexpr int kStreamRing = 1024;  // uint4 of a warp
+constexpr int kStreamRing = 1536;  // uint4 of a warp
 
 template <typename T, int kTiles, int kColumns>
 __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params, LinearPlan plan) {
@@ -252,36 +252,52 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
   }
 }
 
-// The same for any number of rows, in tiles of 128 outputs and kRows rows.
-// Grid:    x = tiles, rows fastest within bands of 16 row tiles, so that a wave of blocks shares
-//          weights and x in the second-level cache (unbounded); y = parts of the leaves.
-// Block:   2 * kRows threads; a warp owns 32 outputs and 64 rows.
-// Smem:    stages of 64 inputs: 16 KiB of weights and kRows * 128 bytes of x; 96 KiB in all.
-// Cost:    2 * 128 * kRows * num_inputs flops and 2 * (128 + kRows) * num_inputs bytes a tile, from
-//          memory or cache; bound by the tensor cores from about 200 rows on.
-// Assumes: weights packed by pack_weight; with several parts a workspace of all leaves.
-// Order:   as linear_stream_kernel: leaves are added in registers, or by linear_fold_kernel.
+// How linear_tile_kernel cuts its work: 8 warps, or 4 for 64 rows; each has kWarpTiles tiles of 16
+// outputs and 64 rows. With four tiles the sums of a leaf take all registers there are, and what
+// came before waits in shared memory.
+template <int kWarpTiles, int kRows>
+struct TileShape {
+  static constexpr int kTiles = 4 * kWarpTiles;
+  static constexpr int kOutputs = 16 * kTiles;
+  static constexpr int kThreads = 2 * kRows;
+  static constexpr int kSteps = kWarpTiles == 2 ? 2 : 1;  // of a stage
+  static constexpr int kStages = kRows == 128 && kSteps == 2 ? 3 : 4;
+  static constexpr int kWeights = kTiles * kSteps * kStepVectors;              // uint4 of a stage
+  static constexpr int kInputs = kRows * kSteps * 4;                           // uint4 of a stage
+  static constexpr bool kKeepTotals = kWarpTiles == 4;                         // in shared memory
+  static constexpr int kTotals = kKeepTotals ? kThreads * kWarpTiles * 8 : 0;  // float4
+  static constexpr int kSmemBytes = (kStages * (kWeights + kInputs) + kTotals) * 16;
+};
+
+constexpr int kTileBand = 16;  // tiles of rows
+
+// The same for any number of rows, in tiles of 128 or 256 outputs and 64 or 128 rows.
+// Grid:    x = tiles, rows fastest within bands of 16 tiles of rows, so that a wave of blocks shares
+//          weights and x in the second-level cache (unbounded); y = 1, or one leaf each.
+// Block:   2 * kRows threads; a warp owns 32 or 64 outputs and 64 rows.
+// Smem:    96 KiB: 3 or 4 stages of 64 inputs of 128 outputs, or of 32 of 256. For 256 also 128 KiB
+//          of totals, float4 by thread; a thread touches none but its own.
+// Cost:    2 * kOutputs * kRows * num_inputs flops and 2 * (kOutputs + kRows) * num_inputs bytes a
+//          tile, from memory or cache; bound by the tensor cores from about 200 rows on. Totals in
+//          shared memory cost 6 % of that at 4,096 inputs.
+// Assumes: weights packed by pack_weight; where split, a workspace of all leaves.
+// Order:   as linear_stream_kernel: leaves are added as they end, or by linear_fold_kernel.
 // Source:  multistage cp.async GEMM as in CUTLASS, with fragments read whole from both layouts.
-template <int kRows>
-constexpr int kTileStages = kRows == 64 ? 4 : 3;
-
-constexpr int kTileBand = 16;  // row tiles
-
-template <int kRows>
-constexpr int kTileStageVectors = 8 * kStageVectors + kRows * 8;
-
-template <typename T, int kRows>
+template <typename T, int kWarpTiles, int kRows>
 __global__ void __launch_bounds__(2 * kRows)
     linear_tile_kernel(LinearParams params, LinearPlan plan) {
-  constexpr int kThreads = 2 * kRows;
-  constexpr int kStages = kTileStages<kRows>;
+  using Shape = TileShape<kWarpTiles, kRows>;
+  constexpr int kThreads = Shape::kThreads;
+  constexpr int kSteps = Shape::kSteps;
+  constexpr int kStages = Shape::kStages;
+  constexpr int kRing = Shape::kWeights + Shape::kInputs;
   int thread = static_cast<int>(threadIdx.x);
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   auto* smem = reinterpret_cast<uint4*>(shared_memory());
 
   // Which tile
   int64_t row_tiles = (params.rows + kRows - 1) / kRows;
-  int64_t output_tiles = (params.num_outputs + kLinearTileOutputs - 1) / kLinearTileOutputs;
+  int64_t output_tiles = (params.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
   int64_t band = blockIdx.x / (output_tiles * kTileBand);
   int64_t in_band = blockIdx.x % (output_tiles * kTileBand);
   int64_t band_rows = min(row_tiles - band * kTileBand, int64_t{kTileBand});
@@ -289,136 +305,155 @@ __global__ void __launch_bounds__(2 * kRows)
   int64_t output_tile = in_band / band_rows;
 
   // Which leaves, and of them stage by stage
-  int first_leaf = static_cast<int>(blockIdx.y) * plan.leaves / plan.parts;
-  int last_leaf = (static_cast<int>(blockIdx.y) + 1) * plan.leaves / plan.parts;
-  int first_stage = first_leaf * plan.leaf_stages;
-  int last_stage = min(last_leaf * plan.leaf_stages, plan.stages);
+  constexpr int kStagesOfPlan = 2 / kSteps;
+  int leaf_stages = plan.leaf_stages * kStagesOfPlan;
+  int first_leaf = static_cast<int>(blockIdx.y);
+  int last_leaf = plan.split ? first_leaf + 1 : plan.leaves;
+  int first_stage = first_leaf * leaf_stages;
+  int last_stage = min(last_leaf * leaf_stages, plan.stages * kStagesOfPlan);
 
-  // What a thread copies: the same vector of every second (or fourth) tile, the same chunk of rows
-  // 16 (or 32) apart. Odd rows have the halves of their 128 bytes exchanged, so that eight lanes
-  // that read two rows meet all banks.
-  constexpr int kTilesApart = kThreads / kStageVectors;
-  constexpr int kRowsApart = kThreads / 8;
-  int64_t tile_vectors = int64_t{plan.stages} * kStageVectors;
-  int64_t tiles = linear_groups(params.num_outputs) * 2;
-  int64_t tile = output_tile * 8 + thread / kStageVectors;
-  const uint4* weights =
-      static_cast<const uint4*>(params.packed) + tile * tile_vectors + thread % kStageVectors;
-  int x_row = thread / 8, x_chunk = thread % 8;
+  // What a thread copies: vectors of one tile, and one chunk of every kRowsApart-th row. Eight lanes
+  // that read chunks of two rows must meet all banks: rows of 64 bytes do that by themselves; of
+  // rows of 128 bytes every other one has its halves exchanged.
+  constexpr int kTileVectors = kSteps * kStepVectors;
+  constexpr int kTileThreads = kThreads / Shape::kTiles;
+  constexpr int kRowChunks = kSteps * 4;
+  constexpr int kRowsApart = kThreads / kRowChunks;
+  auto x_place = [](int row, int chunk) {
+    return row * kRowChunks + (kSteps == 2 ? chunk ^ (row % 2 * 4) : chunk);
+  };
+  int64_t tile = output_tile * Shape::kTiles + thread / kTileThreads;
+  bool tile_exists = tile < linear_groups(params.num_outputs) * 2;
+  const uint4* weights = static_cast<const uint4*>(params.packed) +
+                         tile * plan.stages * kStageVectors + thread % kTileThreads;
+  int w_to = thread / kTileThreads * kTileVectors + thread % kTileThreads;
+  int x_row = thread / kRowChunks, x_chunk = thread % kRowChunks;
   const T* x = static_cast<const T*>(params.x) + (first_row + x_row) * params.x_stride;
-  int x_to = 8 * kStageVectors + x_row * 8 + (x_chunk ^ (x_row % 2 * 4));
+  int x_to = Shape::kWeights + x_place(x_row, x_chunk);
   int num_inputs = static_cast<int>(params.num_inputs);
   int rows_left = static_cast<int>(min(params.rows - first_row, int64_t{kRows}));
 
   auto fetch = [&](int stage) {
     if (stage < last_stage) {
-      uint4* to = smem + (stage - first_stage) % kStages * kTileStageVectors<kRows>;
+      uint4* to = smem + (stage - first_stage) % kStages * kRing;
+      const uint4* from = weights + int64_t{stage} * kTileVectors;
 #pragma unroll
-      for (int i = 0; i < 8 / kTilesApart; ++i) {
-        ptx::cp_async_16(to + thread + i * kThreads,
-                         weights + i * kTilesApart * tile_vectors + int64_t{stage} * kStageVectors,
-                         tile + i * kTilesApart < tiles);
+      for (int i = 0; i < kTileVectors; i += kTileThreads) {
+        ptx::cp_async_16(to + w_to + i, from + i, tile_exists);
       }
-      int first = static_cast<int>(stage * kLinearStage) + x_chunk * 8;
+      int first = stage * (kSteps * 32) + x_chunk * 8;
 #pragma unroll
       for (int i = 0; i < kRows / kRowsApart; ++i) {
         bool valid = x_row + i * kRowsApart < rows_left && first < num_inputs;
-        const T* from = x + i * kRowsApart * params.x_stride;
+        const T* row = x + i * kRowsApart * params.x_stride;
         if (plan.aligned) {
-          ptx::cp_async_16(to + x_to + i * kRowsApart * 8, valid ? from + first : from, valid);
+          ptx::cp_async_16(to + x_to + i * kThreads, valid ? row + first : row, valid);
         } else {
-          to[x_to + i * kRowsApart * 8] =
-              load_inputs(valid ? from : nullptr, first, num_inputs, false);
+          to[x_to + i * kThreads] = load_inputs(valid ? row : nullptr, first, num_inputs, false);
         }
       }
     }
     ptx::cp_async_commit();
   };
 
-  // What a warp multiplies: outputs 32 * (warp % 4), rows 64 * (warp / 4); 8 columns of 8 rows.
+  // What a warp multiplies, and what a lane holds of it: rows 8 c + 2 t, 2 t + 1 and of each pair of
+  // tiles, which are a group, outputs 4 g to 4 g + 3.
   constexpr int kColumns = 8;
-  const uint4* w_from = smem + warp % 4 * 2 * kStageVectors + lane;
-  const uint4* x_from = smem + 8 * kStageVectors + (warp / 4 * 64 + lane / 4) * 8;
-  int x_lane = lane % 4 + lane / 4 % 2 * 4;  // of the first step; the second has the other half
+  constexpr int kTogether = 8 / kWarpTiles;  // columns, for eight chains that do not wait
+  int warp_outputs = warp % 4 * kWarpTiles * 16, warp_rows = warp / 4 * 64;
+  const uint4* w_from = smem + warp % 4 * kWarpTiles * kTileVectors + lane;
+  const uint4* x_from = smem + Shape::kWeights;
+  float sums[kWarpTiles][kColumns][4] = {};
+  float totals[Shape::kKeepTotals ? 1 : kWarpTiles][kColumns][4] = {};
+  auto* kept = reinterpret_cast<float4*>(smem + kStages * kRing) + thread;
 
-  float totals[2][kColumns][4];
-  float sums[2][kColumns][4];
-#pragma unroll
-  for (int i = 0; i < 2 * kColumns * 4; ++i) {
-    totals[i / 32][i / 4 % 8][i % 4] = 0.0f;
-    sums[i / 32][i / 4 % 8][i % 4] = 0.0f;
-  }
-  int64_t output = output_tile * kLinearTileOutputs + warp % 4 * 32 + lane / 4 * 4;
+  int64_t output = output_tile * Shape::kOutputs + warp_outputs + lane / 4 * 4;
   int64_t padded_outputs = linear_groups(params.num_outputs) * kLinearGroup;
-  auto row_of = [&](int c, int i) { return warp / 4 * 64 + 8 * c + lane % 4 * 2 + i; };
-
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) fetch(first_stage + i);
   for (int leaf = first_leaf; leaf < last_leaf; ++leaf) {
-    int end = min((leaf + 1) * plan.leaf_stages, last_stage);
-    for (int stage = leaf * plan.leaf_stages; stage < end; ++stage) {
+    int end = min((leaf + 1) * leaf_stages, last_stage);
+    for (int stage = leaf * leaf_stages; stage < end; ++stage) {
       ptx::cp_async_wait<kStages - 2>();
       __syncthreads();
+      // Into the place of the stage before, which no warp reads any more.
       fetch(stage + kStages - 1);
-      int at = (stage - first_stage) % kStages * kTileStageVectors<kRows>;
+      int at = (stage - first_stage) % kStages * kRing;
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        uint4 w[2][2], xs[kColumns];
+      for (int step = 0; step < kSteps; ++step) {
+        uint4 w[kWarpTiles][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          w[i / 2][i % 2] = w_from[at + i / 2 * kStageVectors + step * kStepVectors + i % 2 * 32];
+        for (int i = 0; i < 2 * kWarpTiles; ++i) {
+          w[i / 2][i % 2] = w_from[at + (i / 2 * kSteps + step) * kStepVectors + i % 2 * kWarpSize];
         }
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) xs[c] = x_from[at + c * 64 + (x_lane ^ (step * 4))];
+        for (int first = 0; first < kColumns; first += kTogether) {
+          uint4 xs[kTogether];
 #pragma unroll
-        for (int i = 0; i < 2 * kColumns; ++i) {
-          multiply<T, 0>(sums[i % 2][i / 2], w[i % 2][0], w[i % 2][1], xs[i / 2]);
-        }
+          for (int c = 0; c < kTogether; ++c) {
+            xs[c] =
+                x_from[at + x_place(warp_rows + 8 * (first + c) + lane / 4, step * 4 + lane % 4)];
+          }
 #pragma unroll
-        for (int i = 0; i < 2 * kColumns; ++i) {
-          multiply<T, 1>(sums[i % 2][i / 2], w[i % 2][0], w[i % 2][1], xs[i / 2]);
-        }
-      }
-    }
-    if (plan.parts > 1) {
+          for (int i = 0; i < 8; ++i) {
+            int tile_of = i % kWarpTiles, c = i / kWarpTiles;
+            multiply<T, 0>(sums[tile_of][first + c], w[tile_of][0], w[tile_of][1], xs[c]);
+          }
 #pragma unroll
-      for (int i = 0; i < 2 * kColumns; ++i) {
-        int row = row_of(i / 2, i % 2);
-        if (row < rows_left && output < padded_outputs) {
-          float* to =
-              params.workspace + ((leaf * params.rows) + first_row + row) * padded_outputs + output;
-          const auto& low = sums[0][i / 2];
-          const auto& high = sums[1][i / 2];
-          *reinterpret_cast<float4*>(to) =
-              make_float4(low[i % 2], low[2 + i % 2], high[i % 2], high[2 + i % 2]);
+          for (int i = 0; i < 8; ++i) {
+            int tile_of = i % kWarpTiles, c = i / kWarpTiles;
+            multiply<T, 1>(sums[tile_of][first + c], w[tile_of][0], w[tile_of][1], xs[c]);
+          }
         }
       }
     }
+    // What was, plus the leaf; the last leaf leaves it in `sums`.
+    bool is_first = leaf == first_leaf, is_last = leaf + 1 == last_leaf;
 #pragma unroll
-    for (int i = 0; i < 2 * kColumns * 4; ++i) {
-      float& total = totals[i / 32][i / 4 % 8][i % 4];
-      float& sum = sums[i / 32][i / 4 % 8][i % 4];
-      total = leaf == first_leaf ? sum : __fadd_rn(total, sum);
-      sum = 0.0f;
+    for (int i = 0; i < kWarpTiles * kColumns; ++i) {
+      auto& sum = sums[i / kColumns][i % kColumns];
+      float4 total;
+      if constexpr (Shape::kKeepTotals) {
+        if (!is_first) total = kept[i * kThreads];
+      } else {
+        const auto& t = totals[i / kColumns][i % kColumns];
+        total = make_float4(t[0], t[1], t[2], t[3]);
+      }
+      if (!is_first) {
+        sum[0] = __fadd_rn(total.x, sum[0]);
+        sum[1] = __fadd_rn(total.y, sum[1]);
+        sum[2] = __fadd_rn(total.z, sum[2]);
+        sum[3] = __fadd_rn(total.w, sum[3]);
+      }
+      if (is_last) continue;
+      if constexpr (Shape::kKeepTotals) {
+        kept[i * kThreads] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (!Shape::kKeepTotals) totals[i / kColumns][i % kColumns][j] = sum[j];
+        sum[j] = 0.0f;
+      }
     }
   }
-  if (plan.parts > 1) return;
 #pragma unroll
-  for (int i = 0; i < 2 * kColumns; ++i) {
-    int row = row_of(i / 2, i % 2);
-    if (row < rows_left) {
-      const auto& low = totals[0][i / 2];
-      const auto& high = totals[1][i / 2];
-      finish4<T>(params,
-                 plan.quads,
-                 first_row + row,
-                 output,
-                 make_float4(low[i % 2], low[2 + i % 2], high[i % 2], high[2 + i % 2]));
+  for (int i = 0; i < kWarpTiles * kColumns; ++i) {
+    int c = i / 2 % kColumns, pair = i / 2 / kColumns;
+    int row = warp_rows + 8 * c + lane % 4 * 2 + i % 2;
+    if (row >= rows_left || output + 32 * pair >= padded_outputs) continue;
+    const auto& low = sums[2 * pair][c];
+    const auto& high = sums[2 * pair + 1][c];
+    float4 quad = make_float4(low[i % 2], low[2 + i % 2], high[i % 2], high[2 + i % 2]);
+    if (plan.split) {
+      int64_t place = (first_leaf * params.rows + first_row + row) * padded_outputs;
+      *reinterpret_cast<float4*>(params.workspace + place + output + 32 * pair) = quad;
+    } else {
+      finish4<T>(params, plan.quads, first_row + row, output + 32 * pair, quad);
     }
   }
 }
 
-// Adds the leaves that the parts of linear_tile_kernel have left in the workspace.
+// Adds the leaves that a split linear_tile_kernel has left in the workspace.
 // Grid:    x = rows * outputs / 4 / 256 (unbounded).
 // Block:   256 threads; a thread owns four neighbouring outputs of a row.
 // Smem:    none.

@@ -71,17 +71,15 @@ constexpr int64_t kLinearTileOutputs = 128;
 
 inline int64_t linear_tile_rows(int64_t rows) { return rows <= 64 ? 64 : 128; }
 
-// Over how many blocks the leaves of a tile are spread, so that few tiles keep a large GPU busy: as
-// many as leave about 256 tiles of 64 rows, or 128 of 128.
-inline int64_t linear_parts(int64_t rows, int64_t num_outputs, int64_t num_inputs, DType dtype) {
-  if (dtype == DType::kFloat32 || rows <= kLinearStreamRows) return 1;
+// Whether each leaf of a tile gets a block of its own, so that few tiles keep a large GPU busy.
+inline bool linear_splits(int64_t rows, int64_t num_outputs, int64_t num_inputs, DType dtype) {
+  if (dtype == DType::kFloat32 || rows <= kLinearStreamRows) return false;
+  constexpr int64_t kMaxBlocks = 256;
   int64_t leaves = linear_leaves(num_inputs).leaves;
   int64_t tile_rows = linear_tile_rows(rows);
   int64_t tiles = (rows + tile_rows - 1) / tile_rows *
                   ((num_outputs + kLinearTileOutputs - 1) / kLinearTileOutputs);
-  int64_t wanted = 16384 / tile_rows;
-  if (tiles * leaves <= wanted) return leaves;
-  return leaves % 2 == 0 && tiles * 2 <= wanted ? 2 : 1;
+  return leaves > 1 && tiles * leaves <= kMaxBlocks;
 }
 
 // Floats of a workspace for that: the leaves of every output.
@@ -89,13 +87,13 @@ inline int64_t linear_workspace_floats(int64_t rows, int64_t num_outputs, int64_
   return linear_leaves(num_inputs).leaves * rows * linear_groups(num_outputs) * kLinearGroup;
 }
 
-// The most rows whose leaves are ever spread; 0 for none.
+// The most rows whose leaves are ever split; 0 for none.
 inline int64_t linear_max_split_rows(int64_t num_outputs, int64_t num_inputs, DType dtype) {
-  for (int64_t rows = 64 * 128; rows > 128; rows -= 128) {
-    if (linear_parts(rows, num_outputs, num_inputs, dtype) > 1) return rows;
+  for (int64_t rows = 256 * 128; rows > 128; rows -= 128) {
+    if (linear_splits(rows, num_outputs, num_inputs, dtype)) return rows;
   }
   for (int64_t rows : {128, 64}) {
-    if (linear_parts(rows, num_outputs, num_inputs, dtype) > 1) return rows;
+    if (linear_splits(rows, num_outputs, num_inputs, dtype)) return rows;
   }
   return 0;
 }
