@@ -6,6 +6,7 @@ from _C.pyi. A new op needs its good call in GOOD_CALLS and nothing else.
 """
 
 import ast
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -316,3 +317,84 @@ def test_dimensions_must_agree(name: str) -> None:
 def test_an_argument_too_few(name: str) -> None:
     with pytest.raises(TypeError):
         getattr(_C, name)(*list(GOOD_CALLS[name]().values())[:-1])
+
+
+def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The documented function of an op, and a good call of it that leaves allocation to it."""
+    function = next(getattr(family, name) for family in FAMILIES if hasattr(family, name))
+    good = GOOD_CALLS[name]()
+    if name == "linear":
+        good["weight"] = dense.pack_weight(torch.zeros(5, 4))
+    if name == "top_logprobs":
+        good = {"logits": good["logits"], "n": 3}
+    given = {"residual", "bias"}
+    needed = {
+        argument
+        for argument, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is inspect.Parameter.empty or argument in given
+    }
+    assert needed <= set(good)
+    return function, {argument: good[argument] for argument in good if argument in needed}
+
+
+WRONG_KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "none": lambda t: None,
+    "list": lambda t: t.tolist(),
+    "numpy": lambda t: t.numpy(),
+    "scalar": lambda t: torch.zeros((), dtype=t.dtype),
+    "flat": lambda t: t.flatten(),
+    "rank": lambda t: t.unsqueeze(0),
+    "device": lambda t: t.to("meta"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_KINDS)
+@pytest.mark.parametrize("name", sorted(set(GOOD_CALLS) - {"sample", "verify", "top_logprobs"}))
+def test_wrong_kind_before_allocation(name: str, wrong: str) -> None:
+    """A function that allocates for its caller still lets the op say which argument is wrong."""
+    function, good = public_call(name)
+    function(**good)
+    for argument, value in public_call(name)[1].items():
+        if not isinstance(value, Tensor) or (wrong == "flat" and value.dim() == 1):
+            continue
+        if wrong == "none" and argument in {"residual", "bias"}:
+            continue
+        with pytest.raises(ValueError) as caught:
+            function(**{**public_call(name)[1], argument: WRONG_KINDS[wrong](value)})
+        assert re.search(rf"^{name}: {argument} must be .*got ", str(caught.value)), caught.value
+
+
+def test_wrong_sizes_before_allocation() -> None:
+    def refused(message: str, name: str, **changes: Any) -> None:
+        function, good = public_call(name)
+        with pytest.raises(ValueError, match=message):
+            function(**{**good, **changes})
+
+    for size in (0, 2**31, 2**62):
+        refused(
+            f"prepare_batch: page_size must be an int32.*got {size}",
+            "prepare_batch",
+            page_size=size,
+        )
+    refused("total_rows must be an int32 of at least 0, got -1", "prepare_batch", total_rows=-1)
+    refused("num_output_rows must be.*got -1", "prepare_batch", num_output_rows=-1)
+    refused(
+        r"linear: weight must be a PackedWeight.*got Tensor", "linear", weight=torch.zeros(5, 4)
+    )
+    refused(
+        r"silu_mul: gate_up must be \[rows, 2 \* width\], got 7",
+        "silu_mul",
+        gate_up=torch.zeros(3, 7),
+    )
+
+
+def test_rms_norm_refuses_memory_it_would_read_after_writing() -> None:
+    x, weight = torch.randn(6, 4), torch.ones(4)
+    good = {"x": x[:3], "weight": weight, "eps": 1e-6}
+    with pytest.raises(ValueError, match="rms_norm: residual must be another tensor than x"):
+        dense.rms_norm(**good, residual=x[:3])
+    with pytest.raises(ValueError, match="rms_norm: residual must be another tensor than x"):
+        dense.rms_norm(**good, residual=x[2:5])
+    with pytest.raises(ValueError, match="rms_norm: out must be another tensor than residual"):
+        dense.rms_norm(**good, residual=x[3:], out=x[3:])
+    dense.rms_norm(**good, residual=x[3:], out=x[:3])

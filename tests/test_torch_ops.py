@@ -96,7 +96,7 @@ def test_opcheck(op: Any) -> None:
 
 
 def test_faults_speak_as_they_do_without_torch() -> None:
-    with pytest.raises(ValueError, match=r"^silu_mul: gate_up must be .*got float32 \[3, 8\]"):
+    with pytest.raises(ValueError, match=r"^silu_mul: out must be .*got float32 \[4, 4\]"):
         torch.ops.specops.silu_mul(torch.zeros(3, 8), torch.zeros(4, 4))
 
 

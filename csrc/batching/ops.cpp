@@ -109,7 +109,8 @@ void prepare_batch(const TensorView& qo_lens,
                    const TensorView& output_padding_offset,
                    const TensorView& output_cum_offsets) {
   Checker check("prepare_batch");
-  check.that(page_size >= 1, "page_size", "at least 1", page_size);
+  check.that(
+      page_size >= 1 && page_size <= kMaxInt32, "page_size", "an int32 of at least 1", page_size);
   check.that(total_rows >= 0 && total_rows <= kMaxInt32,
              "total_rows",
              "an int32 of at least 0",

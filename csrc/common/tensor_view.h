@@ -61,6 +61,17 @@ struct TensorView {
 // torch's table, as the last tensor borrowed had it.
 inline const DLPackExchangeAPI* exchange_api = nullptr;
 
+// Whether the memory from the first element to the last of one meets that of the other.
+inline bool overlap(const TensorView& a, const TensorView& b) {
+  auto last_byte = [](const TensorView& view) {
+    int64_t last = 0;
+    for (int axis = 0; axis < view.ndim(); ++axis)
+      last += (view.size(axis) - 1) * view.stride(axis);
+    return static_cast<char*>(view.raw()) + (last + 1) * dtype_bytes(view.dtype()) - 1;
+  };
+  return a.raw() <= last_byte(b) && b.raw() <= last_byte(a);
+}
+
 // Fills the view from a torch tensor; leaves is_tensor false for anything else, and for tensors
 // without plain memory: meta, fake, sparse, nested or quantized ones.
 inline void borrow_tensor(PyObject* object, TensorView& view) {

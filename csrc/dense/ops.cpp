@@ -31,9 +31,14 @@ class ReleaseGil {
 void silu_mul(const TensorView& gate_up, const TensorView& out) {
   Checker check("silu_mul");
   Dim rows{"rows"}, width{"width"}, two_width{"2 * width"};
-  check.tensor("out", out, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}, {&rows, &width});
-  two_width.value = 2 * width;
-  check.tensor("gate_up", gate_up, {out.dtype()}, {&rows, &two_width}, Layout::kRows);
+  check.tensor("gate_up",
+               gate_up,
+               {DType::kFloat32, DType::kBFloat16, DType::kFloat16},
+               {&rows, &two_width},
+               Layout::kRows);
+  check.that(two_width % 2 == 0, "gate_up", "[rows, 2 * width]", two_width.value);
+  width.value = two_width / 2;
+  check.tensor("out", out, {gate_up.dtype()}, {&rows, &width});
   if (rows == 0 || width == 0) return;
   SiluMulParams params{
       .gate_up = gate_up.raw(),
@@ -189,8 +194,11 @@ void rms_norm(const TensorView& x,
   check.optional("residual", residual, {dtype}, {&rows, &width});
   check.tensor("out", out, {dtype}, {&rows, &width});
   if (rows == 0 || width == 0) return;
-  if (residual.defined() && residual.raw() == out.raw()) {
-    check.fail("out", "another tensor than residual", "the same memory");
+  if (residual.defined() && overlap(residual, out)) {
+    check.fail("out", "another tensor than residual", "overlapping memory");
+  }
+  if (residual.defined() && overlap(residual, x)) {
+    check.fail("residual", "another tensor than x", "overlapping memory");
   }
   RmsNormParams params{
       .x = x.raw(),

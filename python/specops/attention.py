@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
+from specops._wrong import unless_wrong
 
 # As in csrc/attention: KV tokens of a chunk, and the most (row, head) pairs per KV head of a tile.
 _CHUNK = 512
@@ -224,7 +225,7 @@ def rope_append_kv(
     Source: Su et al. 2021, "RoFormer".
     """
     if q_out is None:
-        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q_out = unless_wrong(lambda: torch.empty(q.shape, dtype=q.dtype, device=q.device))
     _C.rope_append_kv(
         q,
         k,
@@ -322,15 +323,19 @@ def append_attention(
     Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV).
     """
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = unless_wrong(lambda: torch.empty(q.shape, dtype=q.dtype, device=q.device))
     if lse is None and return_lse:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        lse = unless_wrong(lambda: torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
     if workspace is None:
-        floats = attention_workspace_size(
-            q.shape, k_cache.shape, kv_indices.shape[0], kv_lens.shape[0]
+        floats = unless_wrong(
+            lambda: attention_workspace_size(
+                q.shape, k_cache.shape, kv_indices.shape[0], kv_lens.shape[0]
+            )
         )
         if floats:
             workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
+    if sm_scale is None:
+        sm_scale = unless_wrong(lambda: 1.0 / math.sqrt(q.shape[-1])) or 1.0
     _C.append_attention(
         q,
         k_cache,
@@ -339,7 +344,7 @@ def append_attention(
         kv_indptr,
         kv_indices,
         kv_lens,
-        1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
+        sm_scale,
         _window(sliding_window),
         prefix_leaders,
         prefix_lens,
@@ -410,8 +415,12 @@ def merge_states(
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
     """
     if out is None:
-        out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+        out = unless_wrong(
+            lambda: torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+        )
     if lse is None:
-        lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=lses.device)
+        lse = unless_wrong(
+            lambda: torch.empty(lses.shape[1:], dtype=torch.float32, device=lses.device)
+        )
     _C.merge_states(outs, lses, out, lse)
     return out, lse

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
+from specops._wrong import unless_wrong
 
 
 class OutputMode(IntEnum):
@@ -146,13 +147,15 @@ def prepare_batch(
         speculate_get_output_padding_offset).
     """
     if out is None:
-        out = BatchIndices.empty(
-            qo_lens.numel(),
-            total_rows=total_rows,
-            num_output_rows=num_output_rows,
-            max_seq_len=max_seq_len,
-            device=qo_lens.device,
-        )
+        out = unless_wrong(
+            lambda: BatchIndices.empty(
+                qo_lens.numel(),
+                total_rows=max(total_rows, 0),
+                num_output_rows=max(num_output_rows, 0),
+                max_seq_len=max_seq_len,
+                device=qo_lens.device,
+            )
+        ) or BatchIndices.empty(0, total_rows=0, num_output_rows=0, max_seq_len=max_seq_len)
     _C.prepare_batch(
         qo_lens,
         kv_lens,
@@ -201,8 +204,10 @@ def gather_output_rows(hidden: Tensor, output_rows: Tensor, *, out: Tensor | Non
     Source: FastDeploy's rebuild_padding.
     """
     if out is None:
-        out = torch.empty(
-            output_rows.numel(), hidden.shape[-1], dtype=hidden.dtype, device=hidden.device
+        out = unless_wrong(
+            lambda: torch.empty(
+                output_rows.numel(), hidden.shape[-1], dtype=hidden.dtype, device=hidden.device
+            )
         )
     _C.gather_output_rows(hidden, output_rows, out)
     return out

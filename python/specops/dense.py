@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
+from specops._wrong import unless_wrong
 
 # Up to so many rows CUDA kernels stream weights past all of them, and need no workspace.
 _MAX_STREAMED_ROWS = 16
@@ -54,10 +55,9 @@ def pack_weight(weight: Tensor) -> PackedWeight:
     Note:
         A permutation: no number changes.
     """
-    if weight.dim() != 2:
-        raise ValueError(
-            "pack_weight: weight must be [num_outputs, num_inputs], got " + str(list(weight.shape))
-        )
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"pack_weight: weight must be [num_outputs, num_inputs], got {got}")
     num_outputs, num_inputs = weight.shape
     *shape, num_leaves, max_split_rows = _C.packed_weight_layout(
         weight.device.type, weight.element_size(), num_outputs, num_inputs
@@ -103,13 +103,16 @@ def linear(
         its bits do not depend on the number of rows, on which row it is, on the other outputs, on
         threads or on the workspace.
     """
+    if not isinstance(weight, PackedWeight):
+        got = type(weight).__name__
+        raise ValueError(f"linear: weight must be a PackedWeight of pack_weight, got {got}")
     if out is None:
-        out = x.new_empty(x.shape[0], weight.num_outputs, dtype=out_dtype)
+        out = unless_wrong(lambda: x.new_empty(x.shape[0], weight.num_outputs, dtype=out_dtype))
     elif out_dtype is not None and out.dtype != out_dtype:
         raise ValueError(f"linear: out_dtype must be that of out, {out.dtype}, got {out_dtype}")
-    if workspace is None and x.shape[0] <= weight.max_split_rows:
-        floats = linear_workspace_size(x.shape[0], weight)
-        if floats > 0:
+    if workspace is None and weight.max_split_rows > 0:
+        floats = unless_wrong(lambda: linear_workspace_size(x.shape[0], weight))
+        if floats:
             workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
     _C.linear(x, weight.data, weight.num_outputs, weight.num_inputs, bias, out, workspace)
     return out
@@ -165,7 +168,7 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
     if out is None:
-        out = torch.empty_like(x)
+        out = unless_wrong(lambda: torch.empty(x.shape, dtype=x.dtype, device=x.device))
     _C.rms_norm(x, weight, eps, residual, out)
     return out
 
@@ -191,7 +194,7 @@ def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -
         Deterministic; a copy.
     """
     if out is None:
-        out = weight.new_empty(token_ids.shape[0], weight.shape[-1])
+        out = unless_wrong(lambda: weight.new_empty(token_ids.shape[0], weight.shape[-1]))
     _C.embedding(token_ids, weight, out)
     return out
 
@@ -218,6 +221,6 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     Source: Shazeer 2020, "GLU Variants Improve Transformer".
     """
     if out is None:
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[-1] // 2)
+        out = unless_wrong(lambda: gate_up.new_empty(gate_up.shape[0], gate_up.shape[-1] // 2))
     _C.silu_mul(gate_up, out)
     return out

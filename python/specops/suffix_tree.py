@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
+from specops._wrong import unless_wrong
 
 
 def ngram_propose(
@@ -56,7 +57,9 @@ def ngram_propose(
     Source: Saxena 2023, "Prompt Lookup Decoding"; FastDeploy's ngram_match.
     """
     if num_draft_tokens is None:
-        num_draft_tokens = torch.empty(lens.numel(), dtype=torch.int32, device=lens.device)
+        num_draft_tokens = unless_wrong(
+            lambda: torch.empty(lens.numel(), dtype=torch.int32, device=lens.device)
+        )
     _C.ngram_propose(
         token_ids,
         lens,
