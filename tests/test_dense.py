@@ -65,7 +65,16 @@ def linear_dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
 @pytest.mark.parametrize("use_bias", [False, True])
 @pytest.mark.parametrize(
     "rows,num_inputs,num_outputs",
-    [(0, 8, 8), (1, 0, 5), (1, 1, 1), (3, 7, 17), (5, 256, 384), (13, 129, 250), (1500, 64, 48)],
+    [
+        (0, 8, 8),
+        (1, 0, 5),
+        (20, 0, 5),
+        (1, 1, 1),
+        (3, 7, 17),
+        (5, 256, 384),
+        (13, 129, 250),
+        (1500, 64, 48),
+    ],
 )
 def test_linear(
     device: str,
@@ -171,6 +180,17 @@ def test_linear_large_tiles_keep_their_bits(
         assert torch.equal(alone, whole[row : row + 1])
     some = dense.linear(x[37:67], packed, bias, out_dtype=out_dtype)
     assert torch.equal(some, whole[37:67])
+
+
+def test_linear_workspace_size(device: str, on_cuda: bool) -> None:
+    """It never shrinks with rows, so that one for the largest step serves every step."""
+    packed = dense.pack_weight(torch.randn(72, 1200).bfloat16().to(device))
+    sizes = [dense.linear_workspace_size(n, packed) for n in (0, 1, 16, 17, 64, 1000, 10**6, 10**7)]
+    assert sizes == sorted(sizes)
+    if on_cuda:
+        assert sizes[2] == 0 and sizes[3] == 3 * 17 * 96 and sizes[-1] == sizes[-2]
+    else:
+        assert not any(sizes)
 
 
 @pytest.mark.prove

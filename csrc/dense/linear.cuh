@@ -46,11 +46,13 @@ __device__ inline void finish(const LinearParams& params, int64_t row, int64_t o
     sum = __fadd_rn(sum, to_float(static_cast<const T*>(params.bias)[output]));
   }
   int64_t at = row * params.num_outputs + output;
-  if (params.out_dtype == DType::kFloat32) {
-    static_cast<float*>(params.out)[at] = sum;
-  } else {
-    static_cast<T*>(params.out)[at] = from_float<T>(sum);
+  if constexpr (sizeof(T) == 2) {
+    if (params.out_dtype != DType::kFloat32) {
+      static_cast<T*>(params.out)[at] = T{static_cast<uint16_t>(ptx::pack2<T>(sum, 0.0f))};
+      return;
+    }
   }
+  static_cast<float*>(params.out)[at] = sum;
 }
 
 // Four neighbouring outputs; the first is a multiple of four.
@@ -81,6 +83,8 @@ __device__ inline void finish4(
   }
 }
 
+constexpr int kPackThreads = 256;
+
 // packed = weight in the layout of linear.h.
 // Grid:    x = vectors of 16 bytes of packed / 256 (unbounded).
 // Block:   256 threads; a thread owns one vector.
@@ -89,8 +93,6 @@ __device__ inline void finish4(
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.
 // Source:  -
-constexpr int kPackThreads = 256;
-
 template <typename T>
 __global__ void __launch_bounds__(kPackThreads)
     pack_weight_kernel(PackWeightParams params, int64_t steps, int64_t vectors, bool aligned) {
@@ -114,18 +116,18 @@ __global__ void __launch_bounds__(kPackThreads)
   static_cast<uint4*>(params.packed)[vector] = chunk;
 }
 
+constexpr int kStreamRing = 1536;  // uint4 of a warp
+
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for at most 8 * kColumns rows.
 // Grid:    x = kTiles tiles of 16 outputs each, several to a block where there are few leaves.
 // Block:   up to 4 warps; a warp owns one leaf of kTiles tiles and all rows.
-// Smem:    a ring of 16 KiB a warp; a lane reads back what it copied itself, so that no warp waits
-//          for another. Leaves meet in the rings at the end. 64 KiB.
-// Cost:    the weights once from memory: 12 to 14 KiB a warp under way, 48 KiB and more an SM. Of x
-//          what the first-level cache does not hold: num_inputs * 2 bytes a row and block.
+// Smem:    a ring of 24 KiB a warp; a lane reads back what it copied itself, so that no warp waits
+//          for another. Leaves meet in the rings at the end. 96 KiB.
+// Cost:    the weights once from memory: 20 KiB a warp under way, 80 KiB and more an SM. Of x what
+//          the first-level cache does not hold: num_inputs * 2 bytes a row and block.
 // Assumes: rows <= 8 * kColumns; weights packed by pack_weight.
 // Order:   linear_leaves(): a chain of mma.m16n8k16 a leaf, then leaves in order, then the bias.
 // Source:  weights on the M side ("swap AB"), as TensorRT-LLM and FlashInfer do for few rows.
-constexpr int kStreamRing = 1536;  // uint4 of a warp
-
 template <typename T, int kTiles, int kColumns>
 __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params, LinearPlan plan) {
   constexpr int kDepth = kStreamRing / (kTiles * kStageVectors);  // stages
@@ -453,6 +455,8 @@ __global__ void __launch_bounds__(2 * kRows)
   }
 }
 
+constexpr int kFoldThreads = 256;
+
 // Adds the leaves that a split linear_tile_kernel has left in the workspace.
 // Grid:    x = rows * outputs / 4 / 256 (unbounded).
 // Block:   256 threads; a thread owns four neighbouring outputs of a row.
@@ -461,8 +465,6 @@ __global__ void __launch_bounds__(2 * kRows)
 // Assumes: workspace is [leaves, rows, outputs rounded up to 32].
 // Order:   leaves in order, then the bias, then one rounding.
 // Source:  -
-constexpr int kFoldThreads = 256;
-
 template <typename T>
 __global__ void __launch_bounds__(kFoldThreads)
     linear_fold_kernel(LinearParams params, LinearPlan plan) {
@@ -482,6 +484,8 @@ __global__ void __launch_bounds__(kFoldThreads)
   finish4<T>(params, plan.quads, item / quads, item % quads * 4, total);
 }
 
+constexpr int kFloatRows = 8;
+
 // The same for float32, without tensor cores, in tiles of 32 outputs and 8 rows.
 // Grid:    x = groups of 32 outputs, several to a block where there are few leaves, times tiles of
 //          rows, rows fastest (unbounded).
@@ -492,8 +496,6 @@ __global__ void __launch_bounds__(kFoldThreads)
 // Assumes: weights packed by pack_weight.
 // Order:   linear_leaves(): a chain of fma a leaf, then leaves in order, then the bias.
 // Source:  -
-constexpr int kFloatRows = 8;
-
 template <bool kAligned>
 __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, LinearPlan plan) {
   constexpr int kQuads = 4;  // loaded together

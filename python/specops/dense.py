@@ -126,11 +126,13 @@ def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
         weight: packed by `pack_weight`.
 
     Returns:
-        The size; 0 where nothing is split: on cpu, for few rows, and for many.
+        The size; 0 where nothing is ever split: on cpu, and for few rows. It suffices for every
+        call of no more rows.
     """
-    if not _MAX_STREAMED_ROWS < num_rows <= weight.max_split_rows:
+    if num_rows <= _MAX_STREAMED_ROWS:
         return 0
-    return weight.num_leaves * num_rows * ((weight.num_outputs + 31) // 32 * 32)
+    rows = min(num_rows, weight.max_split_rows)
+    return weight.num_leaves * rows * ((weight.num_outputs + 31) // 32 * 32)
 
 
 def rms_norm(
