@@ -107,6 +107,9 @@ void find_module() {
 }
 
 void find_host_stack() {
+  static pthread_t found_for = 0;
+  if (found_for == pthread_self() && state.host_stack != 0) return;  // asking takes milliseconds
+  found_for = pthread_self();
   pthread_attr_t attributes;
   if (pthread_getattr_np(pthread_self(), &attributes) != 0) return;
   void* first = nullptr;
@@ -264,6 +267,21 @@ void touch(Cell& cell, const Access& access, bool is_shared, const Where& where)
   *slot = now;
 }
 
+// All bytes of an access. Neighbours mostly look alike, and then only the first is thought about.
+template <typename Where>
+void touch_all(
+    Cell* cells, size_t count, const Access& access, bool is_shared, const Where& where) {
+  Cell before = cells[0];
+  touch(cells[0], access, is_shared, [&] { return where(size_t{0}); });
+  for (size_t i = 1; i < count; ++i) {
+    if (std::memcmp(&cells[i], &before, sizeof before) == 0) {
+      cells[i] = cells[0];
+    } else {
+      touch(cells[i], access, is_shared, [&] { return where(i); });
+    }
+  }
+}
+
 bool in(uintptr_t address, uintptr_t first, uintptr_t end) {
   return address >= first && address < end;
 }
@@ -297,32 +315,32 @@ void look(const void* pointer, size_t bytes, const Access& access) {
                   std::to_string(state.smem_bytes) + " bytes",
               text_of(access.place));
     }
-    for (size_t i = 0; i < bytes; ++i) {
-      touch(state.shared[offset + i], access, true, [&] {
-        return "byte " + std::to_string(offset + i) + " of shared memory";
-      });
-    }
+    touch_all(&state.shared[offset], bytes, access, true, [&](size_t i) {
+      return "byte " + std::to_string(offset + i) + " of shared memory";
+    });
     return;
   }
   check_regions(address, bytes, access);
-  for (size_t i = 0; i < bytes; ++i) {
-    uintptr_t page = (address + i) / kPage;
+  while (bytes > 0) {
+    uintptr_t page = address / kPage;
     if (page != state.last_page || state.last_cells == nullptr) {
       auto& cells = state.global[page];
       if (!cells) cells = std::make_unique<Cell[]>(kPage);
       state.last_page = page;
       state.last_cells = cells.get();
     }
-    touch(state.last_cells[(address + i) % kPage], access, false, [&] {
-      std::string where = "a byte of global memory";
+    size_t count = std::min(bytes, kPage - address % kPage);
+    touch_all(state.last_cells + address % kPage, count, access, false, [&](size_t i) {
       for (const auto& [first, end] : state.regions) {
         if (in(address + i, first, end)) {
-          where = "byte " + std::to_string(address + i - first) + " of a tensor of " +
-                  std::to_string(end - first) + " bytes";
+          return "byte " + std::to_string(address + i - first) + " of a tensor of " +
+                 std::to_string(end - first) + " bytes";
         }
       }
-      return where;
+      return std::string("a byte of global memory");
     });
+    address += count;
+    bytes -= count;
   }
 }
 

@@ -14,7 +14,7 @@ namespace {
 constexpr int kRows = 16;  // of d; it has 8 columns
 constexpr int kCols = 8;
 
-// One row of d: every rule has this shape. a: [k], b: [k][kCols].
+// One row of d by fused multiply-adds. a: [k], b: [k][kCols].
 using RowRule = void (*)(float* d, const float* a, const float* b, int k);
 
 void row_fma_plain(float* d, const float* a, const float* b, int k) {
@@ -40,77 +40,145 @@ __attribute__((target("avx2,fma"),
 
 // Tensor cores add as integers: every product and the addend, shifted to the largest exponent and
 // cut off below `fraction_bits` of it; the sum is cut to fp32. Products are exact.
-float truncated_sum(float addend, const float* a, const float* b, int count, int fraction_bits) {
-  constexpr int kMostTerms = 33;
-  int exponents[kMostTerms];
-  int64_t significands[kMostTerms];
-  int terms = 0;
-  int largest = -1000;
-  float special = 0.0f;  // the fp32 sum, only to tell infinities and NaN
-  bool finite = true;
-  for (int i = -1; i < count; ++i) {
-    float x = i < 0 ? addend : a[i];
-    float y = i < 0 ? 1.0f : b[i * kCols];
-    finite = finite && std::isfinite(x) && std::isfinite(y);
-    special += x * y;
-    if (x == 0.0f || y == 0.0f) continue;
-    int x_exponent, y_exponent;
-    // Significands in [1, 2): the exponent of a product is the sum, before it is normalised.
-    auto x_bits = static_cast<int64_t>(std::frexp(x, &x_exponent) * 0x1p24f);
-    auto y_bits = static_cast<int64_t>(std::frexp(y, &y_exponent) * 0x1p24f);
-    if (!finite) continue;
-    exponents[terms] = x_exponent - 1 + y_exponent - 1;
-    significands[terms] = x_bits * y_bits;  // 46 fractional bits
-    largest = std::max(largest, exponents[terms]);
-    ++terms;
+
+// A finite float: significand * 2^(exponent - 23), the significand normalised to 24 bits.
+struct Split {
+  int32_t significand;
+  int32_t exponent;
+};
+
+constexpr int kNoExponent = -10000;  // of zero
+
+Split split(float x) {
+  auto bits = std::bit_cast<uint32_t>(x);
+  auto significand = static_cast<int32_t>(bits & 0x7fffffu);
+  int exponent = static_cast<int>(bits >> 23 & 0xff) - 127;
+  if (exponent > -127) {
+    significand |= 1 << 23;
+  } else if (significand == 0) {
+    return {0, kNoExponent};
+  } else {
+    int shift = std::countl_zero(static_cast<uint32_t>(significand)) - 8;
+    significand <<= shift;
+    exponent = -126 - shift;
   }
-  if (!finite) return special;
-  if (terms == 0) return addend;
-  int64_t sum = 0;
-  for (int i = 0; i < terms; ++i) {
-    int shift = 46 - fraction_bits + largest - exponents[i];
-    int64_t magnitude = std::abs(significands[i]);
-    magnitude = shift < 63 ? magnitude >> shift : 0;
-    sum += significands[i] < 0 ? -magnitude : magnitude;
-  }
-  // Cut to 24 significant bits, toward zero; fewer below the normal range.
-  int64_t magnitude = std::abs(sum);
+  return {(bits >> 31) != 0 ? -significand : significand, exponent};
+}
+
+// Cut to 24 significant bits, toward zero; fewer below the normal range. The lowest bit of `sum`
+// is worth 2^exponent.
+float cut(int64_t sum, int exponent) {
+  int64_t magnitude = sum < 0 ? -sum : sum;
   if (magnitude == 0) return 0.0f;
-  int exponent = largest - fraction_bits;  // of the lowest bit
   int excess = 64 - std::countl_zero(static_cast<uint64_t>(magnitude)) - 24;
-  excess = std::max(excess, -149 - exponent);
-  if (excess > 0) magnitude = magnitude >> std::min(excess, 63) << std::min(excess, 63);
-  double value = std::ldexp(static_cast<double>(magnitude), exponent);
-  auto out = static_cast<float>(value);
-  if (std::isinf(out)) out = std::numeric_limits<float>::infinity();
+  excess = std::min(std::max(excess, -149 - exponent), 63);
+  if (excess > 0) magnitude = magnitude >> excess << excess;
+  auto out = static_cast<float>(std::ldexp(static_cast<double>(magnitude), exponent));
   return sum < 0 ? -out : out;
 }
 
-void row_truncated(float* d, const float* a, const float* b, int k, int step, int fraction_bits) {
+struct SplitRow {
+  int32_t significands[kCols];
+  int32_t exponents[kCols];
+};
+
+// kCols sums at once. a: [count], b: [count].
+inline __attribute__((always_inline)) void add_step(
+    float* d, const Split* a, const SplitRow* b, int count, int fraction_bits) {
+  Split addends[kCols];
+  int32_t largest[kCols];
+  int64_t sums[kCols];
   for (int n = 0; n < kCols; ++n) {
-    for (int i = 0; i < k; i += step) {
-      d[n] = truncated_sum(d[n], a + i, b + i * kCols + n, step, fraction_bits);
+    addends[n] = split(d[n]);
+    largest[n] = addends[n].exponent;
+  }
+  for (int i = 0; i < count; ++i) {
+    for (int n = 0; n < kCols; ++n) {
+      largest[n] = std::max(largest[n], a[i].exponent + b[i].exponents[n]);
+    }
+  }
+  // Significands have 23 fractional bits, products 46; more than 63 bits are shifted out whole.
+  for (int n = 0; n < kCols; ++n) {
+    int shift = std::min(23 - fraction_bits + largest[n] - addends[n].exponent, 63);
+    int64_t magnitude = std::abs(addends[n].significand);
+    magnitude = shift < 0 ? magnitude << -shift : magnitude >> shift;
+    sums[n] = addends[n].significand < 0 ? -magnitude : magnitude;
+  }
+  for (int i = 0; i < count; ++i) {
+    for (int n = 0; n < kCols; ++n) {
+      int shift =
+          std::min(46 - fraction_bits + largest[n] - (a[i].exponent + b[i].exponents[n]), 63);
+      int64_t product = int64_t{a[i].significand} * b[i].significands[n];
+      uint64_t magnitude = static_cast<uint64_t>(product < 0 ? -product : product) >> shift;
+      sums[n] += product < 0 ? -static_cast<int64_t>(magnitude) : static_cast<int64_t>(magnitude);
+    }
+  }
+  for (int n = 0; n < kCols; ++n) {
+    if (largest[n] > kNoExponent / 2) d[n] = cut(sums[n], largest[n] - fraction_bits);
+  }
+}
+
+void add_step_plain(float* d, const Split* a, const SplitRow* b, int count, int fraction_bits) {
+  add_step(d, a, b, count, fraction_bits);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void add_step_avx2(
+    float* d, const Split* a, const SplitRow* b, int count, int fraction_bits) {
+  add_step(d, a, b, count, fraction_bits);
+}
+#endif
+
+// d += a * b by steps of `step` products; infinities and NaN as plain arithmetic has them.
+template <int kDepth>
+void multiply_truncated(float (*d)[kCols],
+                        const float (*a)[kDepth],
+                        const float (*b)[kCols],
+                        int step,
+                        int fraction_bits) {
+  auto add = add_step_plain;
+#if defined(__x86_64__)
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx2) add = add_step_avx2;
+#endif
+  SplitRow b_split[kDepth];
+  bool b_finite = true;
+  for (int i = 0; i < kDepth; ++i) {
+    for (int n = 0; n < kCols; ++n) {
+      Split one = split(b[i][n]);
+      b_split[i].significands[n] = one.significand;
+      b_split[i].exponents[n] = one.exponent;
+      b_finite = b_finite && std::isfinite(b[i][n]);
+    }
+  }
+  for (int row = 0; row < kRows; ++row) {
+    Split a_split[kDepth];
+    bool finite = b_finite;
+    float plain[kCols];
+    for (int n = 0; n < kCols; ++n) {
+      plain[n] = d[row][n];
+      finite = finite && std::isfinite(plain[n]);
+    }
+    for (int i = 0; i < kDepth; ++i) {
+      a_split[i] = split(a[row][i]);
+      finite = finite && std::isfinite(a[row][i]);
+    }
+    if (!finite) {
+      for (int i = 0; i < kDepth; ++i) {
+        for (int n = 0; n < kCols; ++n) plain[n] += a[row][i] * b[i][n];
+      }
+    }
+    for (int i = 0; i < kDepth; i += step) {
+      add(d[row], a_split + i, b_split + i, step, fraction_bits);
+    }
+    if (finite) continue;
+    for (int n = 0; n < kCols; ++n) {
+      if (!std::isfinite(plain[n])) d[row][n] = plain[n];
     }
   }
 }
 
-void row_hopper(float* d, const float* a, const float* b, int k) {
-  row_truncated(d, a, b, k, k, 25);
-}
-
-void row_ampere(float* d, const float* a, const float* b, int k) {
-  row_truncated(d, a, b, k, k / 2, 24);
-}
-
-RowRule rule() {
-  switch (settings.accumulation) {
-    case Accumulation::kHopper:
-      return row_hopper;
-    case Accumulation::kAmpere:
-      return row_ampere;
-    case Accumulation::kFma:
-      break;
-  }
+RowRule fma_rule() {
 #if defined(__x86_64__)
   static const bool has_fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (has_fma) return row_fma_avx2;
@@ -164,8 +232,19 @@ void multiply(void* const* operands) {
     }
     for (int i = 0; i < 4; ++i) d[group + i / 2 * 8][2 * quad + i % 2] = own.d[i];
   }
-  RowRule add = rule();
-  for (int row = 0; row < kRows; ++row) add(d[row], a[row], b[0], kDepth);
+  switch (settings.accumulation) {
+    case Accumulation::kFma: {
+      RowRule add = fma_rule();
+      for (int row = 0; row < kRows; ++row) add(d[row], a[row], b[0], kDepth);
+      break;
+    }
+    case Accumulation::kHopper:
+      multiply_truncated<kDepth>(d, a, b, kDepth, 25);
+      break;
+    case Accumulation::kAmpere:
+      multiply_truncated<kDepth>(d, a, b, kDepth / 2, 24);
+      break;
+  }
   for (int lane = 0; lane < kLanes; ++lane) {
     const auto& own = *static_cast<const MmaOperands*>(operands[lane]);
     for (int i = 0; i < 4; ++i) own.d[i] = d[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
