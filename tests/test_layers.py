@@ -77,6 +77,42 @@ def test_includes(path: Path) -> None:
         if name == "common/tensor_view.h":
             assert path.name == "ops.cpp", "only the checks see tensors"
         assert other not in ("torch", "ATen", "c10"), "no libtorch"
+        if other == "simt" and area != "simt":
+            assert relative(path) in SIMT_DOORS, "the interpreter has few doors"
+
+
+# Where the interpreter takes the place of CUDA; its own files see the dtypes, and nothing else.
+SIMT_DOORS = {"csrc/common/device.cuh", "csrc/common/ptx.cuh", "csrc/bindings.cpp"}
+
+
+@pytest.mark.parametrize("path", sources(CSRC / "simt", ".h", ".cpp"), ids=relative)
+def test_the_interpreter_knows_no_family(path: Path) -> None:
+    for name in includes(path):
+        if "/" in name and (CSRC / name).is_file():
+            assert name.startswith("simt/") or name == "common/dtype.h", name
+
+
+@pytest.mark.parametrize("name", sorted({*SIMT_DOORS, "csrc/common/launch.cuh"}))
+def test_the_interpreter_is_included_on_request_alone(name: str) -> None:
+    """Every mention of simt stands in a branch of SPECOPS_SIMT."""
+    depth: list[bool] = []
+    for line in (ROOT / name).read_text().splitlines():
+        if re.match(r"\s*#\s*if", line):
+            depth.append("defined(SPECOPS_SIMT)" in line and "!" not in line)
+        elif re.match(r"\s*#\s*el", line):
+            depth[-1] = False
+        elif re.match(r"\s*#\s*endif", line):
+            depth.pop()
+        elif re.search(r"\bsimt/|\bsimt::|register_simt", line) and not line.startswith("//"):
+            assert any(depth), f"{name}: {line}"
+
+
+def test_the_interpreter_is_not_shipped() -> None:
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    assert re.findall(r"^install\((.*)\)$", cmake, re.MULTILINE) == [
+        "TARGETS _C LIBRARY DESTINATION specops"
+    ]
+    assert not [path for path in PYTHON if re.search(r"\b_?simt\b", path.read_text())]
 
 
 # One definition of an inline standard function survives linking, and it may be the one compiled for
