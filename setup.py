@@ -33,28 +33,11 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
-            *cuda_options(),
+            *cuda_toolkit.cmake_options(),
             *os.environ.get("SPECOPS_CMAKE_ARGS", "").split(),
         ]
         subprocess.run(["cmake", "-G", "Ninja", "-S", ROOT, "-B", work, *options], check=True)
         subprocess.run(["cmake", "--build", work], check=True)
-
-
-def cuda_options() -> list[str]:
-    """What CMake is told about CUDA; said aloud, since nothing here may happen silently."""
-    wanted, why = cuda_toolkit.cuda_choice()
-    if not wanted:
-        print(f"specops: without CUDA kernels: {why}", flush=True)
-        return ["-DSPECOPS_CUDA=OFF"]
-    archs = cuda_toolkit.wanted_archs()
-    print(f"specops: with CUDA kernels for {' '.join(archs)}: {why}", flush=True)
-    nvcc = cuda_toolkit.find_nvcc()
-    return [
-        "-DSPECOPS_CUDA=ON",
-        f"-DSPECOPS_NVCC={nvcc}",
-        f"-DSPECOPS_CUDART={cuda_toolkit.static_runtime(nvcc)}",
-        f"-DSPECOPS_CUDA_ARCHS={';'.join(archs)}",
-    ]
 
 
 setup(ext_modules=[Extension("specops._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

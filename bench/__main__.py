@@ -36,6 +36,7 @@ CUDA_FAMILIES = {
     "binding": "binding",
     "attention": "attention",
     "attention_peers": "attention",
+    "exactness": "attention",
     "linear": "dense",
     "elementwise": "dense",
     "sampling": "sampling",

@@ -13,15 +13,18 @@ rows, pages shuffled; and FlashInfer's fastest path on the same memory.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from specops import attention
 from specops.attention import append_attention
 from torch import Tensor
 
 from bench.common import Bench, Figure, Timing
-from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
+from bench.cuda import Call, CudaBench, bandwidth_figure, seconds, time_figure
 from bench.peers import flashinfer_peer
+from bench.variants import build
 
 BATCH, QO_HEADS, KV_HEADS, HEAD_DIM, KV_LEN, PAGE_SIZE = 8, 16, 8, 128, 4096, 16
 SHARING, PREFIX_LEN, OWN_LEN = 16, 2048, 128
@@ -288,3 +291,57 @@ def run_attention_peers_cuda(bench: CudaBench) -> None:
                     )
                 )
         del cache
+
+
+# Leaves and chunks of other sizes. The product's never depend on the load; a schedule that is free
+# to choose would take the fastest of these, so that is what exactness is priced against.
+FREE_SPLITS = {
+    "leaf512": {"kLeafTokens": 512, "kChunkLeaves": 4},
+    "leaf2048": {"kLeafTokens": 2048, "kChunkLeaves": 1},
+    "chunk512": {"kLeafTokens": 256, "kChunkLeaves": 2},
+    "chunk8192": {"kLeafTokens": 2048, "kChunkLeaves": 4},
+}
+
+
+def run_exactness_cuda(bench: CudaBench) -> None:
+    """The fixed leaves and chunks against the fastest of other sizes, chosen for each load."""
+    if bench.rehearsal:
+        modules = {"leaf512": attention._C}
+    else:
+        modules = build(FREE_SPLITS, "attention/append_attention.cuh")
+    for load in _loads(bench).values():
+        cache = Cache(bench, load)
+        for q_len in (1, 5):
+            q, qo_indptr = cache.queries(bench, q_len, 4)
+            cases = {"ours": cache.ours(q, qo_indptr)}
+            for name, module in modules.items():
+                cases[name] = [_with(module, call) for call in cache.ours(q, qo_indptr)]
+            timings = bench.time(cases)
+            best = min(modules, key=lambda name: seconds(timings, name))
+            bar = "ratio <= 1.05" if len(load.kv_lens) > 1 else "ratio <= 1.1"
+            bench.add(
+                time_figure(
+                    timings,
+                    "ours",
+                    f"exactness.{load.name}.q{q_len}",
+                    f"append_attention bf16 {load.name}, group 4, {q_len} rows: time over that of "
+                    "the best split for this load",
+                    over=(best, best),
+                    bar=bar,
+                )
+            )
+        del cache
+
+
+def _with(module: ModuleType, call: Call) -> Call:
+    """The call with another compiled module; a graph keeps what was captured."""
+
+    def run() -> None:
+        before = attention._C
+        attention._C = module  # type: ignore[misc, assignment]
+        try:
+            call()
+        finally:
+            attention._C = before  # type: ignore[misc]
+
+    return run

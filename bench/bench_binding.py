@@ -3,6 +3,7 @@
 
 import torch
 from specops import _C, sampling, torch_ops
+from specops.attention import append_attention
 from specops.dense import rms_norm, silu_mul
 
 from bench.common import Bench, Figure
@@ -45,9 +46,18 @@ def run_binding_cuda(bench: CudaBench) -> None:
     width = 1024
     x, weight, out = bench.randn(1, width), bench.randn(width), bench.randn(1, width)
     pair = bench.randn(1, 2 * width)
+    kv_cache = bench.randn(1, 16, 1, 128)
+    q, attended = bench.randn(1, 4, 128), bench.randn(1, 4, 128)
+    zero, one, both = bench.ints([0]), bench.ints([1]), bench.ints([0, 1])
+    real, logits = torch.ones(1, device=bench.device), bench.randn(1, 512)
+    parameters = {"temperature": real, "top_k": zero, "top_p": real, "min_p": real * 0}
+    where = (both, both, zero, one)
+    parameters |= {"seeds": bench.ints([0], torch.int64), "out": bench.ints([0])}
     for name, call in (
         ("silu_mul", lambda: silu_mul(pair, out=out)),
         ("rms_norm", lambda: rms_norm(x, weight, 1e-6, out=out)),
+        ("append_attention", lambda: append_attention(q, kv_cache, kv_cache, *where, out=attended)),
+        ("sample", lambda: sampling.sample(logits, zero, **parameters)),
         ("torch.mul", lambda: torch.mul(x, weight, out=out)),
     ):
         ours = "torch" not in name

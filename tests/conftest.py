@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures every op test takes: the device, the instruction set, the seed, and the error rule."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,6 +78,19 @@ def pytest_collection_modifyitems(
         if in_part or (item not in chosen and item.get_closest_marker("prove") is None):
             exercised.whole_files.pop(item.path.name, None)
     items.sort(key=lambda item: item.get_closest_marker("at_the_end") is not None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Ends a worker process whose GPU no longer answers; another one takes the tests left over."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or callspec.params.get("device") != "cuda":
+        return
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:  # an illegal access ends a process's use of the device
+            os._exit(1)
 
 
 @pytest.fixture

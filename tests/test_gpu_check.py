@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import bench_attention, bench_binding, bench_dense, bench_engine, bench_sampling, common
+from bench import (
+    bench_attention,
+    bench_binding,
+    bench_dense,
+    bench_engine,
+    bench_sampling,
+    common,
+    variants,
+)
 from bench.cuda import CudaBench, bandwidth_figure, time_figure
 from bench.peers import flashinfer_peer
 from tools import gpu_check
@@ -22,6 +30,7 @@ FAMILIES = {
     "binding": bench_binding,
     "attention": bench_attention,
     "attention_peers": bench_attention,
+    "exactness": bench_attention,
     "linear": bench_dense,
     "elementwise": bench_dense,
     "sampling": bench_sampling,
@@ -191,6 +200,12 @@ child.wait()
         (5, "no tests ran in 1.0s\n", "failed", "no tests ran in 1.0s"),
         (None, "....", "timed out", "...."),
         (
+            None,
+            "..\n========= Invalid __global__ read of size 4 bytes\n..",
+            "failed",
+            "its time was up; 1 reports, first: Invalid __global__ read of size 4 bytes",
+        ),
+        (
             9,
             "12 passed in 4.0s\n========= ERROR SUMMARY: 2 errors\n",
             "failed",
@@ -263,6 +278,16 @@ def test_where_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMIT", "abc")
     monkeypatch.setattr(common, "ROOT", Path("/"))
     assert common.commit() == "abc"
+
+
+def test_a_variant_differs_in_its_constants_alone(tmp_path: Path) -> None:
+    variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kSiluMulThreads": 64})
+    ours = (ROOT / "csrc/dense/silu_mul.cuh").read_text().splitlines()
+    other = (tmp_path / "dense/silu_mul.cuh").read_text().splitlines()
+    changed = [pair for pair in zip(ours, other, strict=True) if pair[0] != pair[1]]
+    assert [pair[1] for pair in changed] == ["constexpr int kSiluMulThreads = 64;"]
+    with pytest.raises(AssertionError, match="no constant kNone"):
+        variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kNone": 1})
 
 
 def test_smoke_takes_two_cases_of_a_test() -> None:

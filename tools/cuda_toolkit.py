@@ -136,6 +136,23 @@ def cuda_choice() -> tuple[bool, str]:
     return True, f"nvcc is {nvcc}, torch is built for CUDA {torch[0]}.{torch[1]}"
 
 
+def cmake_options() -> list[str]:
+    """What CMake is told about CUDA; said aloud, since nothing here may happen silently."""
+    wanted, why = cuda_choice()
+    if not wanted:
+        print(f"specops: without CUDA kernels: {why}", flush=True)
+        return ["-DSPECOPS_CUDA=OFF"]
+    archs, nvcc = wanted_archs(), find_nvcc()
+    assert nvcc is not None
+    print(f"specops: with CUDA kernels for {' '.join(archs)}: {why}", flush=True)
+    return [
+        "-DSPECOPS_CUDA=ON",
+        f"-DSPECOPS_NVCC={nvcc}",
+        f"-DSPECOPS_CUDART={static_runtime(nvcc)}",
+        f"-DSPECOPS_CUDA_ARCHS={';'.join(archs)}",
+    ]
+
+
 def _problem_of(nvcc: Path | None) -> str:
     if nvcc is None:
         return "nvcc is not in CUDA_HOME, on the PATH, or among the installed wheels"

@@ -46,6 +46,7 @@ BENCH_LIMITS = {
     "sampling": 90,
     "bundled": 150,
     "qwen8": 150,
+    "exactness": 300,
     "attention_peers": 300,
     "sampling_peers": 240,
 }
@@ -145,7 +146,7 @@ def all_steps(part: str | None, only: str, results: Path, rehearsal: bool) -> li
     device = "cpu" if rehearsal else "cuda"
     if part in (None, "tests"):
         smoke = ("--smoke", device) if rehearsal else ("-m", "not prove", "-k", device)
-        pytest = (python, "-m", "pytest", *_workers(), *smoke)
+        pytest = (python, "-m", "pytest", *_pytest_plugins(), *smoke)
         steps.append(Step("op tests", (*pytest, *OP_TESTS), 300, tests=True))
         rest = [f"--ignore={path}" for path in OP_TESTS]
         if not rehearsal:
@@ -158,16 +159,21 @@ def all_steps(part: str | None, only: str, results: Path, rehearsal: bool) -> li
             where = "rehearsal" if rehearsal else "cuda"
             command = (python, "-m", "bench", "--device", where, "--only", family)
             limit = BENCH_LIMITS.get(family, 120)
-            steps.append(Step(f"bench {family}", (*command, "--results", str(results)), limit))
+            command = (*command, "--results", str(results))
+            steps.append(Step(f"bench {family}", command, limit, {"SPECOPS_CUDA": "ON"}))
     return steps
 
 
-def _workers() -> tuple[str, ...]:
-    """Test processes side by side, where pytest-xdist is installed."""
+def _pytest_plugins() -> tuple[str, ...]:
+    """Test processes side by side, and a limit for each test, where the plugins are installed."""
+    code = "import importlib.util as u; print(*(bool(u.find_spec(n)) for n in {names}))"
+    names = ("xdist", "pytest_timeout")
+    command = [sys.executable, "-c", code.format(names=names)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     cores = len(os.sched_getaffinity(0))
-    code = "import xdist"
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    return ("-n", str(min(6, cores))) if there.returncode == 0 and cores > 2 else ()
+    workers = ("-n", str(min(6, cores))) if told[0] == "True" else ()
+    limit = ("--timeout", "120", "--timeout-method", "thread") if told[1] == "True" else ()
+    return workers + limit
 
 
 def _sanitizer_step(tool: str, device: str) -> Step:
@@ -257,7 +263,13 @@ def judge(step: Step, code: int | None, text: str) -> tuple[str, str]:
             return "failed", f"nothing passed: {summary}"
     elif found := re.findall(r"^\d+ figures in .*", text, re.MULTILINE):
         summary = found[-1]
+    # compute-sanitizer says at once what it finds.
+    reports = re.findall(
+        r"^=+ (Invalid .*|Uninitialized .*|Error: (?:Race|.*hazard).*)$", text, re.M
+    )
     if code is None:
+        if reports:
+            return "failed", f"its time was up; {len(reports)} reports, first: {reports[0][:60]}"
         return "timed out", summary
     return ("ok" if code == 0 else "failed"), summary
 
