@@ -64,7 +64,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=64,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=64,
+        max_position_embeddings=96,
     )
 
 
@@ -135,6 +135,23 @@ def poison_model(device: TwinDevice, engine: Engine) -> None:
         for value in vars(engine._runner.model._buffers).values()
         if isinstance(value, torch.Tensor)
     ]
+
+
+BUNDLED_PROMPTS = ["def add(a, b):\n    return", "import os\n\ndef main() -> None:\n"]
+
+
+def agree(left: list[Completion], right: list[Completion]) -> None:
+    """The same tokens while decisions are clear, and logprobs within bf16's noise."""
+    for one, other in zip(left, right, strict=True):
+        compared = 0
+        for expected, got in zip(one.logprobs, other.logprobs, strict=False):
+            if got.token_id != expected.token_id:
+                margin = expected.alternatives[0][1] - expected.alternatives[1][1]
+                assert margin < 0.1
+                break  # a near tie: the texts part here
+            assert abs(got.logprob - expected.logprob) < 0.1
+            compared += 1
+        assert compared > 3
 
 
 # ---- shapes ----
@@ -338,6 +355,47 @@ def test_cuda_kernels_in_the_interpreter(
     assert results[2] == results[0]
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("model", simt.ACCUMULATIONS)
+def test_cuda_kernels_under_any_rounding(
+    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice], model: str
+) -> None:
+    """More requests and tokens, random schedules, and every rule by which mma may round."""
+    simt.load().set_schedule("random", 5)
+    simt.load().set_landing("random")
+    results = []
+    with simt.accumulation(model):
+        for speculative, captures, limits in (
+            (NAIVE, False, {"max_num_seqs": 1, "enable_prefix_caching": False}),
+            (NAIVE, True, {"max_num_seqs": 5}),
+            (NGRAM, True, {"max_num_seqs": 5}),
+            (NGRAM, True, {"max_num_seqs": 3, "max_num_batched_tokens": 12, "page_size": 64}),
+            (NGRAM, False, {"max_num_seqs": 4, "num_pages": 7}),
+        ):
+            device = twin(captures=captures, poison=0x7F)
+            engine = make(tiny_dir, speculative, **limits)
+            poison_model(device, engine)
+            results.append(bits(run(engine, max_tokens=24)))
+    for other in results[1:]:
+        assert other == results[0]
+
+
+def test_the_bundled_model_in_the_interpreter(
+    twin: Callable[..., TwinDevice], request: pytest.FixtureRequest
+) -> None:
+    """As on the CPU within rounding; plain and with drafts, bit for bit."""
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=2, ignore_eos=True)
+    cpu = Engine(EngineConfig(device="cpu")).generate(BUNDLED_PROMPTS, params)
+    request.getfixturevalue("interpreter")
+    results = []
+    for speculative in (NAIVE, NGRAM):
+        twin()
+        engine = Engine(EngineConfig(speculative_config=speculative, max_model_len=256))
+        results.append(engine.generate(BUNDLED_PROMPTS, params))
+    agree(cpu, results[0])
+    assert bits(results[1]) == bits(results[0])
+
+
 def test_faults_of_cuda_kernels_come_with_the_results(
     tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
 ) -> None:
@@ -501,18 +559,11 @@ def test_lossless_on_a_gpu(model_dir: Path, eager: bool) -> None:
 def test_the_bundled_model_on_a_gpu() -> None:
     """The same text as on the CPU while decisions are clear, and logprobs within bf16's noise."""
     params = SamplingParams(max_tokens=48, temperature=0, logprobs=2)
-    prompts = ["def add(a, b):\n    return", "import os\n\ndef main() -> None:\n"]
     outputs = [
-        Engine(EngineConfig(device=name)).generate(prompts, params) for name in ("cpu", "cuda")
+        Engine(EngineConfig(device=name)).generate(BUNDLED_PROMPTS, params)
+        for name in ("cpu", "cuda")
     ]
-    for cpu, cuda in zip(*outputs, strict=True):
-        for left, right in zip(cpu.logprobs, cuda.logprobs, strict=False):
-            margin = left.alternatives[0][1] - left.alternatives[1][1]
-            if margin > 0.1:
-                assert right.token_id == left.token_id
-            if right.token_id != left.token_id:
-                break  # a near tie: the texts part here
-            assert abs(right.logprob - left.logprob) < 0.1
+    agree(*outputs)
 
 
 @needs_gpu
