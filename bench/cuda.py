@@ -121,6 +121,7 @@ class CudaBench:
         if self.rehearsal:
             return lambda: _host_seconds(calls)
         stream = torch.cuda.Stream()
+        torch.cuda.synchronize()  # what the calls read was written on another stream
         with torch.cuda.stream(stream):
             for call in calls[:2]:
                 call()

@@ -92,10 +92,14 @@ def fake_flashinfer() -> dict[str, types.ModuleType]:
     package.BatchPrefillWithPagedKVCacheWrapper = Prefill
     sampling.softmax = lambda logits: logits.softmax(-1)
     sampling.top_p_renorm_probs = lambda probs, top_p: probs
-    sampling.top_p_sampling_from_probs = lambda probs, top_p: probs.argmax(-1)
-    sampling.top_k_top_p_sampling_from_logits = lambda logits, top_k, top_p: logits.argmax(-1)
-    sampling.chain_speculative_sampling = lambda draft_probs, draft_token_ids, target_probs: (
-        target_probs[:, : draft_probs.shape[1]].sum() + draft_token_ids.sum()
+    sampling.top_p_sampling_from_probs = lambda probs, top_p, *, seed, offset: probs.argmax(-1)
+    sampling.top_k_top_p_sampling_from_logits = lambda logits, top_k, top_p, *, seed, offset: (
+        logits.argmax(-1)
+    )
+    sampling.chain_speculative_sampling = (
+        lambda draft_probs, draft_token_ids, target_probs, *, seed, offset: (
+            target_probs[:, : draft_probs.shape[1]].sum() + draft_token_ids.sum()
+        )
     )
     package.sampling = sampling
     return {"flashinfer": package, "flashinfer.sampling": sampling}

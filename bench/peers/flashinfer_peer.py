@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Call = Callable[[], object]
 
+# Torch's generator cannot be asked while a graph is captured.
+RANDOM = {"seed": 1, "offset": 0}
+
 
 @cached
 def module() -> ModuleType | None:
@@ -51,11 +54,13 @@ def attention(
 
 
 def _working(what: str, calls: list[Call]) -> list[Call]:
-    """The calls, if the first of them runs: kernels are compiled then."""
+    """The calls, if the first of them runs (kernels are compiled then) and can be captured."""
     try:
         calls[0]()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                calls[0]()
     except Exception as error:
         return _refused(what, error)
     return calls
@@ -95,8 +100,8 @@ def sampling(what: str, logits: list[Tensor], top_k: int, top_p: float) -> list[
 
     def call(rows: Tensor) -> Call:
         if what == "top-k top-p":
-            return lambda: ops.top_k_top_p_sampling_from_logits(rows, top_k, top_p)
-        return lambda: ops.top_p_sampling_from_probs(ops.softmax(rows), top_p)
+            return lambda: ops.top_k_top_p_sampling_from_logits(rows, top_k, top_p, **RANDOM)
+        return lambda: ops.top_p_sampling_from_probs(ops.softmax(rows), top_p, **RANDOM)
 
     return _working(what, [call(rows) for rows in logits])
 
@@ -116,7 +121,7 @@ def chain_verification(
         def run() -> object:
             probs = ops.top_p_renorm_probs(ops.softmax(rows), top_p)
             target = probs.view(batch, num_drafts + 1, -1)
-            return ops.chain_speculative_sampling(draft_probs, drafts, target)
+            return ops.chain_speculative_sampling(draft_probs, drafts, target, **RANDOM)
 
         return run
 
