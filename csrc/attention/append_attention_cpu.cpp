@@ -16,11 +16,13 @@ namespace {
 constexpr int kLeaf = static_cast<int>(kAttentionLeaf);
 constexpr int kBlock = 16;  // tokens that always lie in one page, at one stride
 constexpr int kBlocks = kLeaf / kBlock;
-constexpr int kMaxTile = 64;  // rows of a tile: (query row, query head of one KV head)
+constexpr int kMaxTile = 64;    // rows of a tile: (query row, query head of one KV head)
+constexpr int kWholeTile = 60;  // rows of all tiles but the last: whole vectors of rows
 constexpr int kMaxHeadDim = 256;
 constexpr int kPackedTile = 13;      // from here on a tile repays packing the leaf's K and V
 constexpr int kPackedScores = 6;     // from here on it repays packing its K
-constexpr int kStateFloats = 16384;  // output state of one item: 64 KiB
+constexpr int kMaxBundle = 256;      // rows of an item, which tiles share its K and V in L2
+constexpr int kStateFloats = 32768;  // output state of one item: 128 KiB
 constexpr int kMaxItemRows = kStateFloats / 64;
 constexpr int64_t kAheadBytes = 1 << 18;  // K and V of one leaf that an item reads ahead into L2
 constexpr int64_t kColdBytes = 1 << 20;   // more KV than this is taken to lie in memory
@@ -733,8 +735,8 @@ SPECOPS_FLATTEN void fold(float* m,
 
 // ---- one item ----
 
-// A request as planned. Neighbours that share a prefix may form a bundle, whose rows are one tile;
-// any other request is a bundle of its own.
+// A request as planned. Neighbours of one prefix, each with rows for no more than a tile, may form a
+// bundle; any other request is a bundle of its own.
 struct Request {
   int64_t batch_idx, qo_begin, qo_len, kv_len;
   int64_t tile_rows, tiles;
@@ -756,23 +758,24 @@ inline int64_t chunks_of(const Request& r) {
   return r.last_leaf / kChunkLeaves - r.first_leaf / kChunkLeaves + 1;
 }
 
-// What one thread computes at a time: a tile of rows, some KV heads, some chunks.
+// What one thread computes at a time: a tile of one request's rows or all rows of a bundle, some KV
+// heads, some chunks.
 struct Item {
   const Request* bundle;          // requests with rows, in turn, from here on
-  int64_t first_row, num_rows;    // within the request; all rows where the bundle has more
+  int64_t first_row, num_rows;    // within the request, if it is alone in its bundle
   int64_t first_head, num_heads;  // KV heads
   int64_t first_leaf, last_leaf;  // inclusive
   bool cold;                      // KV is read once, and not expected in this core's cache
   bool partial;                   // the item's one chunk goes to the workspace, not to out
 };
 
-// A request's rows in the tile of an item.
+// A request's rows in an item.
 struct Member {
   const Request* request;
   const int32_t* pages;
   int64_t last_position, last_leaf;
   int64_t first_seen, all_see;  // first position that any row sees, that all rows see
-  int first_row, rows;          // in the tile
+  int first_row, rows;          // (query row, query head of one KV head), in the item
 };
 
 // One finished row: o / l, and m + log l.
@@ -802,10 +805,10 @@ void attend(const AppendAttentionParams& params, const Item& item) {
   const T* caches[2] = {static_cast<const T*>(params.k_cache) + item.first_head * D,
                         static_cast<const T*>(params.v_cache) + item.first_head * D};
 
-  // The rows of the tile.
-  Member members[kMaxTile];
-  const T* first_q[kMaxTile];
-  int64_t positions[kMaxTile], out_rows[kMaxTile];
+  // The rows of the item.
+  Member members[kMaxBundle];
+  const T* first_q[kMaxBundle];
+  int64_t positions[kMaxBundle], out_rows[kMaxBundle];
   int num_members = 0, rows = 0;
   for (const Request* r = item.bundle; num_members < item.bundle->members; ++r) {
     if (r->qo_len == 0) continue;
@@ -861,31 +864,30 @@ void attend(const AppendAttentionParams& params, const Item& item) {
       bool joined = item.num_heads == params.num_kv_heads;
       read_leaf(kv.k, kv.v, (joined ? kBlock : 1) * item.num_heads * D, joined ? 1 : kBlock, width);
     }
-    tile.rows = last - first;
-    for (int row = 0; row < tile.rows; ++row) {
-      int64_t position = positions[first + row];
-      int64_t seen = position >= window ? position - window + 1 : 0;
-      tile.lo[row] = static_cast<int>(seen > base ? seen - base : 0);
-      tile.hi[row] = static_cast<int>(position + 1 < base + kLeaf ? position + 1 - base : kLeaf);
-    }
+    int tile_rows = last - first <= kMaxTile ? last - first : kWholeTile;
     for (int64_t head = 0; head < item.num_heads; ++head) {
-      for (int row = 0; row < tile.rows; ++row) {
-        tile.q[row] = first_q[first + row] + head * group * D;
-      }
       for (int block = 0; block < kBlocks; ++block) {
         head_kv.k[block] = kv.k[block] == nullptr ? nullptr : kv.k[block] + head * D;
         head_kv.v[block] = kv.v[block] == nullptr ? nullptr : kv.v[block] + head * D;
       }
-      int64_t at = head * rows + first;
-      float* m = own.m[chunk] + at;
-      float* l = own.l[chunk] + at;
-      float* o = own.states[chunk] + at * D;
-      float* dst[kMaxTile];
-      for (int row = 0; row < tile.rows; ++row) {
-        dst[row] = (l[row] == 0.0f ? o : own.leaf_o) + row * D;
+      for (int begin = first; begin < last; begin += tile_rows) {
+        tile.rows = last - begin < tile_rows ? last - begin : tile_rows;
+        int64_t at = head * rows + begin;
+        float* m = own.m[chunk] + at;
+        float* l = own.l[chunk] + at;
+        float* o = own.states[chunk] + at * D;
+        float* dst[kMaxTile];
+        for (int row = 0; row < tile.rows; ++row) {
+          int64_t position = positions[begin + row], end = position + 1 - base;
+          int64_t seen = position >= window ? position - window + 1 : 0;
+          tile.lo[row] = static_cast<int>(seen > base ? seen - base : 0);
+          tile.hi[row] = static_cast<int>(end < kLeaf ? end : kLeaf);
+          tile.q[row] = first_q[begin + row] + head * group * D;
+          dst[row] = (l[row] == 0.0f ? o : own.leaf_o) + row * D;
+        }
+        leaf<T, D>(tile, head_kv, params.sm_scale, own.leaf_m, own.leaf_l, dst, own);
+        fold(m, l, o, own.leaf_m, own.leaf_l, dst, tile.rows, D);
       }
-      leaf<T, D>(tile, head_kv, params.sm_scale, own.leaf_m, own.leaf_l, dst, own);
-      fold(m, l, o, own.leaf_m, own.leaf_l, dst, tile.rows, D);
     }
   };
 
@@ -1011,7 +1013,8 @@ int64_t plan(const AppendAttentionParams& params,
   int64_t threads = num_threads();
   // Bundles are cut smaller where the KV heads alone would not keep the threads busy.
   int64_t head_shares = (threads + params.num_kv_heads - 1) / params.num_kv_heads;
-  int64_t max_rows = params.workspace_size > 0 ? kMaxTile : kMaxTile / head_shares;
+  int64_t max_rows = params.workspace_size > 0 ? kStateFloats / D : kMaxTile / head_shares;
+  if (max_rows > kMaxBundle) max_rows = kMaxBundle;
   int64_t costs[kBatchSlice], total = 0, kv_bytes = 0;
   int64_t head = -1, before = -1;  // of the bundle that may go on, and its last request
   for (int64_t i = 0; i < count; ++i) {
@@ -1029,7 +1032,7 @@ int64_t plan(const AppendAttentionParams& params,
     r.last_leaf = (r.kv_len - 1) / kLeaf;
     // Whole vectors of rows where there are many.
     r.rows = r.qo_len * group;
-    r.tile_rows = r.rows <= kMaxTile ? r.qo_len : group <= 60 ? 60 / group : 1;
+    r.tile_rows = r.rows <= kMaxTile ? r.qo_len : group <= kWholeTile ? kWholeTile / group : 1;
     r.tiles = (r.qo_len + r.tile_rows - 1) / r.tile_rows;
     int64_t leaves = r.last_leaf - r.first_leaf + 1, read = leaves;
     if (params.num_prefix_levels > 0 && r.tiles == 1) {
@@ -1119,8 +1122,8 @@ int64_t plan(const AppendAttentionParams& params,
 // Source:  Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 and 2023 (FlashAttention).
 // Threads: (request, tile of rows, chunks, KV heads): as few pieces as keep the threads busy. A
 //          thread takes all KV heads of a leaf in turn, so that pages are read in memory order.
-// Shared:  requests of one prefix whose rows fit one tile are one piece: the leaves they share are
-//          read and multiplied for all of these rows at once, the others request by request.
+// Shared:  neighbours of one prefix are one piece: the leaves that they share are read once and
+//          multiplied for all of their rows, tile by tile, the others request by request.
 template <typename T, int D>
 void run(const AppendAttentionParams& params) {
   Request requests[kBatchSlice];
