@@ -182,6 +182,15 @@ def test_linear_large_tiles_keep_their_bits(
     assert torch.equal(some, whole[37:67])
 
 
+def test_linear_wide_layers_keep_their_bits(device: str) -> None:
+    """Nine rows and more of a wide layer take another schedule on CUDA than of a narrow one."""
+    x, weight, bias = make_linear(device, 12, 96, 16400, torch.bfloat16)
+    packed = dense.pack_weight(weight)
+    whole = dense.linear(x, packed, bias)
+    assert torch.equal(dense.linear(x[3:4], packed, bias), whole[3:4])
+    assert torch.equal(dense.linear(x[4:], packed, bias), whole[4:])
+
+
 def test_linear_workspace_size(device: str, on_cuda: bool) -> None:
     """It never shrinks with rows, so that one for the largest step serves every step."""
     packed = dense.pack_weight(torch.randn(72, 1200).bfloat16().to(device))

@@ -154,6 +154,21 @@ __device__ inline uint4 load_streaming(const uint4* global) {
   return out;
 }
 
+// Writes 8 or 16 aligned bytes in one access; of a plain store nvcc may make several.
+__device__ inline void store_vector(void* global, uint2 value) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(global), "r"(value.x), "r"(value.y)
+               : "memory");
+}
+
+__device__ inline void store_vector(void* global, uint4 value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global),
+               "r"(value.x),
+               "r"(value.y),
+               "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
 __device__ inline void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }

@@ -79,15 +79,16 @@ bool large_tiles_pay(const LinearParams& params, CudaStream stream) {
 
 template <typename T>
 void run(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
-  if (params.rows <= kLinearStreamRows) {
-    // Two tiles a warp share what is read of x; one keeps more SMs reading where outputs are few.
-    bool few = linear_groups(params.num_outputs) < 96;
-    if (params.rows <= 8) {
-      return few ? stream_rows<T, 1, 1>(params, plan, stream)
-                 : stream_rows<T, 2, 1>(params, plan, stream);
-    }
-    return few ? stream_rows<T, 1, 2>(params, plan, stream)
-               : stream_rows<T, 2, 2>(params, plan, stream);
+  // Two tiles a warp share what is read of x; one keeps more SMs reading where outputs are few. From
+  // nine rows on tiles of 128 outputs read less of x, and are enough of them in wide layers.
+  int64_t groups = linear_groups(params.num_outputs);
+  if (params.rows <= 8) {
+    return groups < 96 ? stream_rows<T, 1, 1>(params, plan, stream)
+                       : stream_rows<T, 2, 1>(params, plan, stream);
+  }
+  if (params.rows <= kLinearStreamRows && groups < 512) {
+    return groups < 96 ? stream_rows<T, 1, 2>(params, plan, stream)
+                       : stream_rows<T, 2, 2>(params, plan, stream);
   }
   if (linear_tile_rows(params.rows) == 64) return tile_rows<T, 2, 64>(params, plan, stream);
   if (!plan.split && large_tiles_pay(params, stream)) {

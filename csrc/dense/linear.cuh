@@ -60,13 +60,14 @@ template <typename T>
 __device__ inline void finish4(
     const LinearParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
   float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  if (!quads || output + 4 > params.num_outputs) {
+  if (!quads) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (output + i < params.num_outputs) finish<T>(params, row, output + i, sums[i]);
     }
     return;
   }
+  if (output >= params.num_outputs) return;
   if (params.bias != nullptr) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -75,11 +76,10 @@ __device__ inline void finish4(
   }
   int64_t at = row * params.num_outputs + output;
   if (params.out_dtype == DType::kFloat32) {
-    reinterpret_cast<float4*>(static_cast<float*>(params.out) + at)[0] =
-        make_float4(sums[0], sums[1], sums[2], sums[3]);
+    ptx::store_vector(static_cast<float*>(params.out) + at, pack_chunk<float>(sums));
   } else {
-    reinterpret_cast<uint2*>(static_cast<T*>(params.out) + at)[0] =
-        make_uint2(ptx::pack2<T>(sums[0], sums[1]), ptx::pack2<T>(sums[2], sums[3]));
+    ptx::store_vector(static_cast<T*>(params.out) + at,
+                      make_uint2(ptx::pack2<T>(sums[0], sums[1]), ptx::pack2<T>(sums[2], sums[3])));
   }
 }
 
@@ -370,7 +370,6 @@ __global__ void __launch_bounds__(2 * kRows)
   auto* kept = reinterpret_cast<float4*>(smem + kStages * kRing) + thread;
 
   int64_t output = output_tile * Shape::kOutputs + warp_outputs + lane / 4 * 4;
-  int64_t padded_outputs = linear_groups(params.num_outputs) * kLinearGroup;
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) fetch(first_stage + i);
   for (int leaf = first_leaf; leaf < last_leaf; ++leaf) {
@@ -438,19 +437,26 @@ __global__ void __launch_bounds__(2 * kRows)
       }
     }
   }
+  // A split tile leaves its leaf in the workspace, as if that were an output of whole groups.
+  bool quads = plan.quads || plan.split;
+  if (plan.split) {
+    params.num_outputs = linear_groups(params.num_outputs) * kLinearGroup;
+    params.out = params.workspace + first_leaf * params.rows * params.num_outputs;
+    params.out_dtype = DType::kFloat32;
+    params.bias = nullptr;
+  }
 #pragma unroll
   for (int i = 0; i < kWarpTiles * kColumns; ++i) {
     int c = i / 2 % kColumns, pair = i / 2 / kColumns;
     int row = warp_rows + 8 * c + lane % 4 * 2 + i % 2;
-    if (row >= rows_left || output + 32 * pair >= padded_outputs) continue;
     const auto& low = sums[2 * pair][c];
     const auto& high = sums[2 * pair + 1][c];
-    float4 quad = make_float4(low[i % 2], low[2 + i % 2], high[i % 2], high[2 + i % 2]);
-    if (plan.split) {
-      int64_t place = (first_leaf * params.rows + first_row + row) * padded_outputs;
-      *reinterpret_cast<float4*>(params.workspace + place + output + 32 * pair) = quad;
-    } else {
-      finish4<T>(params, plan.quads, first_row + row, output + 32 * pair, quad);
+    if (row < rows_left) {
+      finish4<T>(params,
+                 quads,
+                 first_row + row,
+                 output + 32 * pair,
+                 make_float4(low[i % 2], low[2 + i % 2], high[i % 2], high[2 + i % 2]));
     }
   }
 }

@@ -132,6 +132,12 @@ inline uint4 load_streaming(const uint4* global, Site site = Site::current()) {
   return *global;
 }
 
+template <typename Vector>
+void store_vector(void* global, Vector value, Site site = Site::current()) {
+  simt::check_aligned(global, sizeof(Vector), "store_vector", site);
+  *static_cast<Vector*>(global) = value;
+}
+
 inline void prefetch_l2(const void*) {}
 
 // Named barriers
