@@ -1011,10 +1011,16 @@ int64_t plan(const AppendAttentionParams& params,
              bool* cold) {
   int64_t group = params.num_qo_heads / params.num_kv_heads;
   int64_t threads = num_threads();
-  // Bundles are cut smaller where the KV heads alone would not keep the threads busy.
-  int64_t head_shares = (threads + params.num_kv_heads - 1) / params.num_kv_heads;
-  int64_t max_rows = params.workspace_size > 0 ? kStateFloats / D : kMaxTile / head_shares;
-  if (max_rows > kMaxBundle) max_rows = kMaxBundle;
+  int64_t all_rows =
+      (params.qo_indptr[first_request + count] - params.qo_indptr[first_request]) * group;
+  // A bundle is cut into KV heads and chunks; where these are too few for the threads, it gets no
+  // more than its share of the rows.
+  auto bundle_rows = [&](const Request& first) {
+    int64_t pieces = params.num_kv_heads * (params.workspace_size > 0 ? chunks_of(first) : 1);
+    int64_t share = all_rows / ((threads + pieces - 1) / pieces);
+    int64_t most = kStateFloats / D < kMaxBundle ? kStateFloats / D : kMaxBundle;
+    return share < most ? share : most;
+  };
   int64_t costs[kBatchSlice], total = 0, kv_bytes = 0;
   int64_t head = -1, before = -1;  // of the bundle that may go on, and its last request
   for (int64_t i = 0; i < count; ++i) {
@@ -1036,7 +1042,7 @@ int64_t plan(const AppendAttentionParams& params,
     r.tiles = (r.qo_len + r.tile_rows - 1) / r.tile_rows;
     int64_t leaves = r.last_leaf - r.first_leaf + 1, read = leaves;
     if (params.num_prefix_levels > 0 && r.tiles == 1) {
-      if (head >= 0 && requests[head].rows + r.rows <= max_rows) {
+      if (head >= 0 && requests[head].rows + r.rows <= bundle_rows(requests[head])) {
         r.shared = shared_leaves(params, requests[before].batch_idx, r.batch_idx);
         if (r.shared <= r.first_leaf) r.shared = 0;
       }
