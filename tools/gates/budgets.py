@@ -53,6 +53,10 @@ BUDGETS = (
     Budget("gather_output_rows_kernel<*", registers=32, threads=128, blocks_per_sm=16),
     Budget("prepare_batch_kernel", registers=48, threads=256, smem_bytes=5248, blocks_per_sm=5),
     # attention
+    # By occupancy: what is in flight hides the latency of memory.
+    Budget("rope_append_kv_kernel<*float16, true>", registers=64, threads=128, blocks_per_sm=8),
+    Budget("rope_append_kv_kernel<float, true>", registers=80, threads=128, blocks_per_sm=6),
+    Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
     # dense
     Budget("linear_stream_kernel<*", 128, threads=128, smem_bytes=64 << 10, blocks_per_sm=2),
     # A wide tile lives in registers: one block of it, with 96 KiB in flight, fills an SM.
