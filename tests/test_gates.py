@@ -56,6 +56,8 @@ def test_a_budget_no_sm_can_hold_is_refused() -> None:
         (Budget("*", registers=96, blocks_per_sm=6), "fits an SM 5 times"),
     ):
         assert any(sentence in text for text in judge(GOOD, (row,))), sentence
+    elsewhere = Budget("*", registers=96, smem_bytes=1 << 20, launched_on=("no such",))
+    assert not list(judge(GOOD, (elsewhere,)))
 
 
 @pytest.mark.parametrize(

@@ -116,14 +116,14 @@ __global__ void __launch_bounds__(kPackThreads)
   static_cast<uint4*>(params.packed)[vector] = chunk;
 }
 
-constexpr int kStreamRing = 1536;  // uint4 of a warp
+constexpr int kStreamRing = 1280;  // uint4 of a warp
 
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for at most 8 * kColumns rows.
 // Grid:    x = kTiles tiles of 16 outputs each, several to a block where there are few leaves.
 // Block:   up to 4 warps; a warp owns one leaf of kTiles tiles and all rows.
-// Smem:    a ring of 24 KiB a warp; a lane reads back what it copied itself, so that no warp waits
-//          for another. Leaves meet in the rings at the end. 96 KiB.
-// Cost:    the weights once from memory: 20 KiB a warp under way, 80 KiB and more an SM. Of x what
+// Smem:    a ring of 20 KiB a warp; a lane reads back what it copied itself, so that no warp waits
+//          for another. Leaves meet in the rings at the end. 80 KiB.
+// Cost:    the weights once from memory: 16 KiB a warp under way, 64 to 128 KiB an SM. Of x what
 //          the first-level cache does not hold: num_inputs * 2 bytes a row and block.
 // Assumes: rows <= 8 * kColumns; weights packed by pack_weight.
 // Order:   linear_leaves(): a chain of mma.m16n8k16 a leaf, then leaves in order, then the bias.

@@ -18,7 +18,8 @@ class Budget:
         registers: a thread's most.
         threads: of a block, as the launch bounds say; None: whatever they say.
         smem_bytes: the most dynamic shared memory that a launch asks for.
-        blocks_per_sm: how many blocks must fit an SM at once, on each architecture.
+        blocks_per_sm: how many blocks must fit an SM at once, on each architecture below.
+        launched_on: architectures with the shared memory for it; its launcher asks the device.
     """
 
     kernel: str
@@ -26,6 +27,7 @@ class Budget:
     threads: int | None = None
     smem_bytes: int = 0
     blocks_per_sm: int = 1
+    launched_on: tuple[str, ...] = ("80", "90a")
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,17 @@ BUDGETS = (
     Budget("rope_append_kv_kernel<float, true>", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
     # dense
-    Budget("linear_stream_kernel<*", 128, threads=128, smem_bytes=64 << 10, blocks_per_sm=2),
-    # A wide tile lives in registers: one block of it, with 96 KiB in flight, fills an SM.
-    Budget("linear_tile_kernel<*, 64>", registers=255, threads=128, smem_bytes=96 << 10),
-    Budget("linear_tile_kernel<*, 128>", registers=255, threads=256, smem_bytes=96 << 10),
+    Budget("linear_stream_kernel<*", 128, threads=128, smem_bytes=80 << 10, blocks_per_sm=2),
+    # A wide tile lives in registers: one block of it, with 64 KiB and more in flight, fills an SM.
+    Budget("linear_tile_kernel<*, 2, 64>", registers=255, threads=128, smem_bytes=96 << 10),
+    Budget("linear_tile_kernel<*, 2, 128>", registers=255, threads=256, smem_bytes=96 << 10),
+    Budget(
+        "linear_tile_kernel<*, 4, 128>",
+        registers=255,
+        threads=256,
+        smem_bytes=224 << 10,
+        launched_on=("90a",),
+    ),
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),

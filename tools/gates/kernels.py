@@ -194,6 +194,8 @@ def judge(kernel: Kernel, budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str
         return
     if budget.threads is not None and kernel.threads != budget.threads:
         yield f"is bound to {kernel.threads} threads, its budget says {budget.threads}"
+    if kernel.arch not in budget.launched_on:
+        return
     limits = LIMITS[kernel.arch]
     if budget.smem_bytes > limits.block_smem_bytes:
         yield f"has a budget of {budget.smem_bytes} bytes, a block has {limits.block_smem_bytes}"
