@@ -140,7 +140,8 @@ def all_steps(part: str | None, only: str, results: Path, rehearsal: bool) -> li
     python = sys.executable
     steps = []
     if not rehearsal:
-        env = {"SPECOPS_CUDA": "ON"}
+        # The host compiler is whatever is there, and may warn of what ours does not.
+        env = {"SPECOPS_CUDA": "ON", "SPECOPS_CMAKE_ARGS": "-DSPECOPS_WERROR=OFF"}
         command = (python, "setup.py", "build_ext", "--inplace")
         steps.append(Step("build", command, 420, env))
     device = "cpu" if rehearsal else "cuda"

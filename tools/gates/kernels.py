@@ -60,6 +60,7 @@ def compile_source(nvcc: Path, source: Path, arch: str, work: Path) -> Compiled:
     command = [
         str(nvcc),
         *cmake_list("SPECOPS_NVCC_FLAGS"),
+        *("-Werror", "all-warnings"),
         f"-I{ROOT / 'csrc'}",
         "-gencode",
         f"arch=compute_{arch},code=sm_{arch}",
