@@ -151,6 +151,10 @@ def sampling_params(count: int) -> dict[str, Any]:
     }
 
 
+def workspace() -> Tensor:
+    return torch.zeros(64, dtype=torch.uint8)
+
+
 def sample() -> dict[str, Any]:
     return {
         "logits": torch.zeros(2, 9),
@@ -158,6 +162,7 @@ def sample() -> dict[str, Any]:
         **sampling_params(2),
         "logprobs": torch.zeros(2),
         "out": ints(0, 0),
+        "workspace": workspace(),
     }
 
 
@@ -173,6 +178,7 @@ def verify() -> dict[str, Any]:
         "output_token_ids": torch.zeros(2, 4, dtype=torch.int32),
         "num_accepted_tokens": ints(0, 0),
         "logprobs": torch.zeros(2, 4),
+        "workspace": workspace(),
     }
 
 
@@ -182,6 +188,7 @@ def top_logprobs() -> dict[str, Any]:
         "token_ids": torch.zeros(2, 3, dtype=torch.int32),
         "logprobs": torch.zeros(2, 3),
         "lse": torch.zeros(2),
+        "workspace": workspace(),
     }
 
 
@@ -270,8 +277,9 @@ def test_the_good_calls_are_good(name: str) -> None:
         assert ("Tensor" in kind) == isinstance(arguments[argument], Tensor)
         if kind == "Tensor | None":
             without = {**GOOD_CALLS[name](), argument: None}
-            # The arrays of max_seq_len go together, and those of the prefixes do.
-            if name != "prepare_batch" and not argument.startswith("prefix_"):
+            # The arrays of max_seq_len go together, and those of prefixes and of sampling do.
+            together = name == "prepare_batch" or argument.startswith("prefix_")
+            if not together and argument not in {"temperature", "seeds"}:
                 getattr(_C, name)(*without.values())
 
 
@@ -349,7 +357,7 @@ WRONG_KINDS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_KINDS)
-@pytest.mark.parametrize("name", sorted(set(GOOD_CALLS) - {"sample", "verify", "top_logprobs"}))
+@pytest.mark.parametrize("name", sorted(GOOD_CALLS))
 def test_wrong_kind_before_allocation(name: str, wrong: str) -> None:
     """A function that allocates for its caller still lets the op say which argument is wrong."""
     function, good = public_call(name)

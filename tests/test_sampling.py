@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import simt
 import specops
 import torch
 from conftest import expect_fault
@@ -57,9 +58,20 @@ def positions_from(start: int, rows: int) -> Tensor:
     return torch.arange(start, start + rows, dtype=torch.int32)
 
 
+def on_device(tensors: dict[str, Tensor], device: str | torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def sample(logits: Tensor, positions: Tensor, params: dict[str, Tensor], **more: Any) -> Tensor:
+    """`sampling.sample` on the device of the logits; the tokens on cpu."""
+    device = logits.device
+    params = on_device(params, device)
+    return sampling.sample(logits, positions.to(device), **params, **more).cpu()
+
+
 def with_logprobs(logits: Tensor, positions: Tensor, params: dict[str, Tensor]) -> list[Tensor]:
-    logprobs = torch.full((len(logits),), 7.0)
-    return [sampling.sample(logits, positions, logprobs=logprobs, **params), logprobs]
+    logprobs = torch.full((len(logits),), 7.0, device=logits.device)
+    return [sample(logits, positions, params, logprobs=logprobs), logprobs.cpu()]
 
 
 # Known answers published with Random123 (kat_vectors, philox4x32 10).
@@ -89,7 +101,7 @@ def test_sample(device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
     positions = positions_from(5, rows)
     params = mixed_params(rows)
     expected_logprobs = torch.zeros(rows, dtype=torch.float64)
-    expected = reference.sample(logits, positions, logprobs=expected_logprobs, **params)
+    expected = reference.sample(logits.cpu(), positions, logprobs=expected_logprobs, **params)
     token_ids, logprobs = with_logprobs(logits, positions, params)
     assert torch.equal(token_ids, expected)
     assert (logprobs - expected_logprobs).abs().max() < 1e-5 if rows else True
@@ -106,14 +118,14 @@ def test_sample_strided_rows_with_poisoned_slack(device: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("start,step", [(0, 1), (9000, 1), (7, 40_000)])
-def test_row_identity(device: str, isa: str, start: int, step: int) -> None:
+def test_row_identity(device: str, isa: str, on_cuda: bool, start: int, step: int) -> None:
     """A row alone, in another slot, in a batch, and on one to three threads: the same bits."""
     rows, vocab = 13, 9001
     logits = torch.randn(rows, vocab, device=device)
     positions = torch.arange(rows, dtype=torch.int32) * step + start
     params = mixed_params(rows)
     expected = with_logprobs(logits, positions, params)
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3) if not on_cuda else (1,):
         specops.set_num_threads(threads)
         for got, want in zip(with_logprobs(logits, positions, params), expected, strict=True):
             assert torch.equal(got, want)
@@ -151,6 +163,8 @@ def large_case(kind: str) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     cases, vocab = LARGE_CASES, 40_003
     if kind == "huge":
         cases, vocab = LARGE_CASES[4:12], 600_001
+    if kind == "wide":  # more leaves than a CUDA block keeps in its shared memory
+        cases, vocab = LARGE_CASES[5:13:2], 270_001
     logits = torch.randn(len(cases), vocab)
     if kind == "peaked":
         logits *= 4
@@ -165,24 +179,56 @@ def large_case(kind: str) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     return logits, params, reference.sample(logits, positions, **params)
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "tail", "huge"])
-def test_sample_large_vocabulary(device: str, isa: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "tail", "wide"])
+def test_sample_large_vocabulary(device: str, isa: str, on_cuda: bool, kind: str) -> None:
     """At a huge temperature kept tokens weigh the same: one token more or less would show."""
+    check_large_case(device, on_cuda, kind, slice(0, None, 3 if on_cuda else 1))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "tail", "huge"])
+def test_sample_every_large_vocabulary(device: str, isa: str, on_cuda: bool, kind: str) -> None:
+    check_large_case(device, on_cuda, kind, slice(None))
+
+
+def check_large_case(device: str, on_cuda: bool, kind: str, rows: slice) -> None:
     logits, params, expected = large_case(kind)
-    positions = positions_from(3, len(logits))
-    got = with_logprobs(logits.to(device), positions, params)
+    positions = positions_from(3, len(logits))[rows].clone()
+    logits, expected = logits[rows].to(device), expected[rows]
+    params = {name: column[rows].clone() for name, column in params.items()}
+    got = with_logprobs(logits, positions, params)
     assert torch.equal(got[0], expected)
-    for threads in (1, 3):
+    for threads in () if on_cuda else (1, 3):
         specops.set_num_threads(threads)
-        again = with_logprobs(logits.to(device), positions, params)
+        again = with_logprobs(logits, positions, params)
         assert torch.equal(torch.stack(again), torch.stack(got))
 
 
-def kept_by_sampling(row: Tensor, draws: int = 4000, **filters: Any) -> set[int]:
+def test_sample_beyond_32_bit_offsets(
+    device: str, on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows so far apart that their offsets pass 2^32 elements: memory that is never touched."""
+    if on_cuda and device == "cpu":  # the interpreter: each schedule would copy that memory
+        simt.load().set_regions([])
+        monkeypatch.setattr(sampling, "_C", simt.load())
+    stride = 2**31 + 8
+    try:
+        memory = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=device)
+    except RuntimeError:
+        pytest.skip("needs 8 GiB of address space")
+    logits = memory.as_strided((3, 64), (stride, 1))
+    logits.copy_(torch.randn(3, 64))
+    params = row_params(3, top_k=[0, 5, 1])
+    expected = reference.sample(logits.cpu(), positions_from(0, 3), **params)
+    assert logits.stride(0) * 2 > 2**32
+    assert torch.equal(sample(logits, positions_from(0, 3), params), expected)
+
+
+def kept_by_sampling(row: Tensor, draws: int = 800, **filters: Any) -> set[int]:
     """The tokens that sampling one row at many positions ever yields."""
     logits = row.expand(draws, -1).contiguous()
     params = row_params(draws, seeds=5, **filters)
-    return set(sampling.sample(logits, positions_from(0, draws), **params).tolist())
+    return set(sample(logits, positions_from(0, draws), params).tolist())
 
 
 def test_top_k_keeps_exactly_k_with_ties_to_the_lower_id(device: str, isa: str) -> None:
@@ -206,7 +252,7 @@ def test_top_p_keeps_the_smallest_prefix(device: str, isa: str) -> None:
     assert kept_by_sampling(row, top_p=1.0) == set(range(6))
     # a quarter of a flat row, rounded up, and across leaves
     flat = torch.zeros(2100, device=device)
-    assert max(kept_by_sampling(flat, draws=20_000, top_p=1050.5 / 2100)) <= 1050
+    assert max(kept_by_sampling(flat, top_p=1050.5 / 2100)) <= 1050
 
 
 def test_top_p_is_renormalised_after_top_k(device: str, isa: str) -> None:
@@ -227,7 +273,7 @@ def test_greedy_ties_go_to_the_lowest_id(device: str, isa: str) -> None:
     logits[0, [4999, 70, 1500]] = 2.0
     logits[1, [1030, 1029]] = 2.0
     params = row_params(3, temperature=0.0)
-    assert sampling.sample(logits, positions_from(0, 3), **params).tolist() == [70, 1029, 0]
+    assert sample(logits, positions_from(0, 3), params).tolist() == [70, 1029, 0]
 
 
 def test_temperature_extremes(device: str, isa: str) -> None:
@@ -261,7 +307,7 @@ def test_nan_and_infinite_logits(device: str, isa: str) -> None:
             params = row_params(5, temperature=temperature, seeds=11, **filters)
             expected_logprobs = torch.zeros(5, dtype=torch.float64)
             expected = reference.sample(
-                logits, positions_from(0, 5), logprobs=expected_logprobs, **params
+                logits.cpu(), positions_from(0, 5), logprobs=expected_logprobs, **params
             )
             token_ids, logprobs = with_logprobs(logits, positions_from(0, 5), params)
             assert torch.equal(token_ids, expected)
@@ -274,7 +320,7 @@ def test_seeds_are_unsigned_bit_patterns(device: str) -> None:
     seed = 2**64 - 3
     logits = torch.zeros(1, 4096, device=device)
     params = row_params(1, seeds=[seed - 2**64])
-    token = sampling.sample(logits, torch.tensor([17], dtype=torch.int32), **params)
+    token = sample(logits, torch.tensor([17], dtype=torch.int32), params)
     assert int(token) == int(reference.philox_uniform(seed, 17, 3) * 4096)
 
 
@@ -282,19 +328,20 @@ def test_choices_and_positions_draw_apart(device: str) -> None:
     logits = torch.zeros(64, 4096, device=device)
     same = torch.zeros(64, dtype=torch.int32)
     params = row_params(64, seeds=3, choice_index=list(range(64)))
-    assert len(set(sampling.sample(logits, same, **params).tolist())) > 55
+    assert len(set(sample(logits, same, params).tolist())) > 55
     params = row_params(64, seeds=3)
-    assert len(set(sampling.sample(logits, positions_from(0, 64), **params).tolist())) > 55
+    assert len(set(sample(logits, positions_from(0, 64), params).tolist())) > 55
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 9}, {"top_p": 0.8}, {"temperature": 0.5}])
 def test_sampled_tokens_follow_the_distribution(
-    device: str, isa: str, filters: dict[str, Any]
+    device: str, isa: str, on_cuda: bool, filters: dict[str, Any]
 ) -> None:
-    row = torch.randn(24, device=device)
-    draws = 20_000
+    row = torch.randn(24)
+    draws = 4_000 if on_cuda else 20_000
     params = row_params(draws, seeds=123, **filters)
-    tokens = sampling.sample(row.expand(draws, -1).contiguous(), positions_from(0, draws), **params)
+    logits = row.expand(draws, -1).contiguous().to(device)
+    tokens = sample(logits, positions_from(0, draws), params)
     weights, kept = reference.kept_tokens(
         row,
         filters.get("temperature", 1.0),
@@ -349,22 +396,25 @@ def ragged_step(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
     return step
 
 
-def run_verify(step: dict[str, Tensor]) -> list[Tensor]:
+def run_verify(step: dict[str, Tensor], device: str) -> list[Tensor]:
     batch, k = step["draft_token_ids"].shape
-    logprobs = torch.full((batch, k + 1), 7.0)
-    tokens = torch.full((batch, k + 1), 7, dtype=torch.int32)
-    accepted = torch.full((batch,), 7, dtype=torch.int32)
+    logprobs = torch.full((batch, k + 1), 7.0, device=device)
+    tokens = torch.full((batch, k + 1), 7, dtype=torch.int32, device=device)
+    accepted = torch.full((batch,), 7, dtype=torch.int32, device=device)
     got = sampling.verify(
-        **step, logprobs=logprobs, output_token_ids=tokens, num_accepted_tokens=accepted
+        **on_device(step, device),
+        logprobs=logprobs,
+        output_token_ids=tokens,
+        num_accepted_tokens=accepted,
     )
     assert got[0] is tokens and got[1] is accepted
-    return [tokens, accepted, logprobs]
+    return [tokens.cpu(), accepted.cpu(), logprobs.cpu()]
 
 
 @pytest.mark.parametrize("batch,k,vocab", [(0, 3, 50), (5, 0, 50), (300, 4, 50), (12, 6, 3000)])
 def test_verify(device: str, isa: str, batch: int, k: int, vocab: int) -> None:
     step = ragged_step(batch, k, vocab)
-    tokens, accepted, logprobs = run_verify(step)
+    tokens, accepted, logprobs = run_verify(step, device)
     expected_logprobs = torch.zeros(batch, k + 1, dtype=torch.float64)
     expected = reference.verify(**step, logprobs=expected_logprobs)
     assert torch.equal(tokens, expected[0])
@@ -376,14 +426,15 @@ def test_verify(device: str, isa: str, batch: int, k: int, vocab: int) -> None:
         assert idle.any() and (tokens[idle] == -1).all() and (accepted[idle] == 0).all()
 
 
-def test_verify_rows_are_sample_rows(device: str, isa: str) -> None:
+def test_verify_rows_are_sample_rows(device: str, isa: str, on_cuda: bool) -> None:
     """The bits that plain decoding, one row at a time, would give."""
-    step = ragged_step(40, 5, 5000)
+    batch = 16 if on_cuda else 40
+    step = ragged_step(batch, 5, 5000)
     step["policy"].zero_()
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3) if not on_cuda else (1,):
         specops.set_num_threads(threads)
-        tokens, accepted, logprobs = run_verify(step)
-        for b in range(40):
+        tokens, accepted, logprobs = run_verify(step, device)
+        for b in range(batch):
             for i in range(int(accepted[b]) + 1 if step["output_indptr"].diff()[b] else 0):
                 row = int(step["output_indptr"][b]) + i
                 own = {
@@ -392,7 +443,7 @@ def test_verify_rows_are_sample_rows(device: str, isa: str) -> None:
                 }
                 own["temperature"] = own["temperature"] * (step["strategy"][b] != 0)
                 token, logprob = with_logprobs(
-                    step["logits"][row : row + 1], step["positions"][b : b + 1] + i, own
+                    step["logits"][row : row + 1].to(device), step["positions"][b : b + 1] + i, own
                 )
                 assert int(token) == int(tokens[b, i])
                 assert torch.equal(logprob[0], logprobs[b, i])
@@ -402,7 +453,7 @@ def test_verify_rows_are_sample_rows(device: str, isa: str) -> None:
 def test_verify_policies(device: str, isa: str) -> None:
     """One request each: normal, accept all, reject all, accept all with a hole in its drafts."""
     k, vocab = 3, 20
-    logits = torch.randn(16, vocab, device=device)
+    logits = torch.randn(16, vocab)
     best = logits.argmax(dim=-1).int().view(4, 4)
     wrong = (best[:, :3] + 1) % vocab
     drafts = torch.stack([best[0, :3], wrong[1], best[2, :3], wrong[3]])
@@ -422,7 +473,8 @@ def test_verify_policies(device: str, isa: str) -> None:
             "strategy": torch.full((4,), VerifyStrategy.GREEDY, dtype=torch.int32),
             "policy": torch.tensor(policy, dtype=torch.int32),
             **row_params(4),
-        }
+        },
+        device,
     )
     assert accepted.tolist() == [k, k, 0, 1]
     assert torch.equal(tokens[0], best[0])
@@ -437,7 +489,7 @@ def test_verify_policies(device: str, isa: str) -> None:
 
 def test_verify_does_not_read_the_drafts_of_other_rows(device: str) -> None:
     """A request with two rows has one draft, whatever stands behind it."""
-    logits = torch.zeros(2, 10, device=device)
+    logits = torch.zeros(2, 10)
     logits[:, 4] = 1.0
     tokens, accepted, _ = run_verify(
         {
@@ -448,7 +500,8 @@ def test_verify_does_not_read_the_drafts_of_other_rows(device: str) -> None:
             "strategy": torch.zeros(1, dtype=torch.int32),
             "policy": torch.zeros(1, dtype=torch.int32),
             **row_params(1),
-        }
+        },
+        device,
     )
     assert tokens.tolist() == [[4, 4, -1, -1]]
     assert accepted.tolist() == [1]
@@ -466,8 +519,8 @@ def test_top_logprobs(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int, n: int
 ) -> None:
     logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
-    token_ids, logprobs, lse = sampling.top_logprobs(logits, n)
-    expected = reference.top_logprobs(logits, n)
+    token_ids, logprobs, lse = (x.cpu() for x in sampling.top_logprobs(logits, n))
+    expected = reference.top_logprobs(logits.cpu(), n)
     assert torch.equal(token_ids, expected[0])
     torch.testing.assert_close(logprobs, expected[1], rtol=0, atol=4e-6)
     torch.testing.assert_close(lse, expected[2], rtol=0, atol=4e-6)
@@ -489,8 +542,63 @@ def test_top_logprobs_has_the_bits_of_sample(device: str, isa: str) -> None:
     logits = torch.randn(6, 2000, device=device)
     token_ids, logprobs, _ = sampling.top_logprobs(logits, 1)
     got = with_logprobs(logits, positions_from(0, 6), row_params(6, temperature=0.0))
-    assert torch.equal(token_ids[:, 0], got[0])
-    assert torch.equal(logprobs[:, 0], got[1])
+    assert torch.equal(token_ids[:, 0].cpu(), got[0])
+    assert torch.equal(logprobs[:, 0].cpu(), got[1])
+
+
+# ---- absent parameters ----
+
+
+def test_sample_without_parameters_is_greedy(device: str, isa: str) -> None:
+    logits = torch.randn(5, 700, device=device)
+    positions = positions_from(0, 5)
+    want = with_logprobs(logits, positions, row_params(5, temperature=0.0))
+    got = with_logprobs(logits, positions, {})
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("given", [{}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.2}])
+def test_sample_without_filters(device: str, isa: str, given: dict[str, Any]) -> None:
+    logits = torch.randn(40, 700, device=device)
+    params = row_params(40, temperature=0.8, choice_index=0, **given)
+    want = sample(logits, positions_from(0, 40), params)
+    params = {name: params[name] for name in ("temperature", "seeds", *given)}
+    assert torch.equal(sample(logits, positions_from(0, 40), params), want)
+
+
+def test_verify_without_parameters_is_greedy(device: str, isa: str) -> None:
+    step = ragged_step(20, 3, 90)
+    bare = {
+        name: step[name] for name in ("logits", "output_indptr", "draft_token_ids", "positions")
+    }
+    whole = torch.zeros(20, dtype=torch.int32)
+    want = run_verify({**bare, "strategy": whole, "policy": whole, **row_params(20)}, device)
+    for a, b in zip(run_verify(bare, device), want, strict=True):
+        assert torch.equal(a, b)
+    assert (want[1] > 0).any()
+    del step["strategy"], step["policy"]
+    defaults = {"strategy": whole + VerifyStrategy.TARGET_MATCH, "policy": whole}
+    want = run_verify({**step, **defaults}, device)
+    for a, b in zip(run_verify(step, device), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
+    """One made for the largest call serves smaller ones, in any order."""
+    steps = [ragged_step(batch, 3, 20_000) for batch in (2, 5, 1)]
+    largest = on_device(steps[1], device)["logits"]
+    workspace = sampling.sampling_workspace(largest, 5)
+    assert (workspace is not None) == on_cuda
+    for step in [*steps, *reversed(steps)]:
+        got = sampling.verify(**on_device(step, device), workspace=workspace)
+        want = sampling.verify(**on_device(step, device))
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    if on_cuda:
+        with pytest.raises(ValueError, match=r"verify: workspace must be at least \d+ bytes"):
+            sampling.verify(
+                **on_device(steps[1], device),
+                workspace=torch.zeros(16, dtype=torch.uint8, device=device),
+            )
 
 
 # ---- refusals ----
@@ -499,63 +607,87 @@ def test_top_logprobs_has_the_bits_of_sample(device: str, isa: str) -> None:
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"temperature": -0.5}, r"sample: temperature\[0\] must be finite and at least 0"),
-        ({"temperature": math.nan}, r"temperature\[0\] must be finite"),
-        ({"top_k": -2}, r"top_k\[0\] must be at least 1, or 0 or -1 for off, got -2"),
-        ({"top_p": 1.5}, r"top_p\[0\] must be within \[0, 1\], got 1.5"),
-        ({"min_p": math.nan}, r"min_p\[0\] must be within \[0, 1\], got -?nan"),
+        ({"temperature": -0.5}, r"sample: temperature.* must be finite and at least 0"),
+        ({"temperature": math.nan}, r"temperature.* must be finite"),
+        ({"top_k": -2}, r"top_k.* must be at least 1, or 0 or -1 for off, got"),
+        ({"top_p": 1.5}, r"top_p.* must be within \[0, 1\], got"),
+        ({"min_p": math.nan}, r"min_p.* must be within \[0, 1\], got"),
     ],
 )
-def test_sample_refuses_values(device: str, change: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sampling.sample(torch.zeros(2, 5), positions_from(0, 2), **row_params(2, **change))
+def test_sample_refuses_values(
+    device: str, on_cuda: bool, change: dict[str, float], message: str
+) -> None:
+    logits = torch.zeros(2, 5, device=device)
+    with expect_fault(on_cuda, message):
+        tokens = sample(logits, positions_from(0, 2), row_params(2, **change))
+    if on_cuda:
+        assert tokens.tolist() == [-1, -1]
 
 
 def test_sample_refuses_shapes_and_dtypes(device: str) -> None:
-    params = row_params(2)
+    params = on_device(row_params(2), device)
+    logits, positions = torch.zeros(2, 5, device=device), positions_from(0, 2).to(device)
     with pytest.raises(ValueError, match=r"positions must be int32 \[rows=2\], got int64 \[2\]"):
-        sampling.sample(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), **params)
+        sampling.sample(logits, positions.long(), **params)
     with pytest.raises(ValueError, match=r"logits must be float32\|bfloat16"):
-        sampling.sample(torch.zeros(2, 5).half(), positions_from(0, 2), **params)
+        sampling.sample(logits.half(), positions, **params)
     with pytest.raises(ValueError, match="between 1 and"):
-        sampling.sample(torch.zeros(2, 0), positions_from(0, 2), **params)
+        sampling.sample(logits[:, :0], positions, **params)
+
+
+def test_parameters_that_would_change_nothing_are_refused(device: str) -> None:
+    logits, positions = torch.zeros(2, 5, device=device), positions_from(0, 2).to(device)
+    params = on_device(row_params(2), device)
+    with pytest.raises(ValueError, match="seeds must be given where temperature is, got None"):
+        sampling.sample(logits, positions, temperature=params["temperature"])
+    with pytest.raises(ValueError, match=r"top_p must be None where .*, got a tensor"):
+        sampling.sample(logits, positions, top_p=params["top_p"])
 
 
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"output_indptr": [0, 4]}, r"output_indptr\[1\] must be ascending by at most k \+ 1 = 3"),
-        ({"output_indptr": [0, -1]}, r"output_indptr\[1\] must be ascending"),
-        ({"output_indptr": [1, 2]}, r"output_indptr\[0\] must be 0, got 1"),
-        ({"strategy": [2]}, r"strategy\[0\] must be 0 \(GREEDY\) or 1 \(TARGET_MATCH\), got 2"),
-        ({"policy": [-1]}, r"policy\[0\] must be 0 \(NORMAL\)"),
-        ({"draft_token_ids": [[5, 0]]}, r"draft_token_ids\[0, 0\] must be -1 or below"),
-        ({"draft_token_ids": [[0, -2]]}, r"draft_token_ids\[0, 1\] must be -1 or below"),
+        ({"output_indptr": [0, 4]}, r"output_indptr.* must be ascending.* by at most k \+ 1"),
+        ({"output_indptr": [0, -1]}, r"output_indptr.* must be ascending"),
+        ({"output_indptr": [1, 2]}, r"output_indptr.* must be .*0"),
+        ({"strategy": [2]}, r"strategy.* must be 0 \(GREEDY\) or 1 \(TARGET_MATCH\), got"),
+        ({"policy": [-1]}, r"policy.* must be 0 \(NORMAL\)"),
+        ({"draft_token_ids": [[5, 0]]}, r"draft_token_ids.* must be -1 or below"),
+        ({"draft_token_ids": [[0, -2]]}, r"draft_token_ids.* must be -1 or below"),
+        ({"draft_token_ids": [[5, 0]], "policy": [1]}, r"draft_token_ids.* must be -1 or below"),
+        ({"top_p": [7.0]}, r"verify: top_p.* must be within"),
     ],
 )
-def test_verify_refuses_values(device: str, change: dict[str, Any], message: str) -> None:
-    step = {
-        "logits": torch.zeros(3, 5),
+def test_verify_refuses_values(
+    device: str, on_cuda: bool, change: dict[str, Any], message: str
+) -> None:
+    """On CUDA the request at fault emits nothing, and its neighbours what they would."""
+    step: dict[str, Any] = {
         "output_indptr": [0, 3],
         "draft_token_ids": [[0, 0]],
         "positions": [0],
         "strategy": [0],
         "policy": [0],
-        **change,
     }
-    step = {
-        name: torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value
-        for name, value in step.items()
+    arrays = {
+        name: torch.tensor(value, dtype=torch.int32)
+        for name, value in {**step, **change}.items()
+        if name in step
     }
-    tokens = torch.full((1, 3), 7, dtype=torch.int32)
-    with pytest.raises(ValueError, match=message):
-        sampling.verify(**step, **row_params(1), output_token_ids=tokens)
-    assert tokens.tolist() == [[7, 7, 7]]
+    filters = {name: value for name, value in change.items() if name not in step}
+    arrays = {"logits": torch.zeros(3, 5), **arrays, **row_params(1, **filters)}
+    arrays = on_device(arrays, device)
+    tokens = torch.full((1, 3), 7, dtype=torch.int32, device=device)
+    accepted = torch.full((1,), 7, dtype=torch.int32, device=device)
+    with expect_fault(on_cuda, message):
+        sampling.verify(**arrays, output_token_ids=tokens, num_accepted_tokens=accepted)
+    assert tokens.tolist() == ([[-1, -1, -1]] if on_cuda else [[7, 7, 7]])
+    assert accepted.tolist() == ([0] if on_cuda else [7])
 
 
 def test_top_logprobs_refuses_more_than_the_vocabulary(device: str) -> None:
     with pytest.raises(ValueError, match="n must be at most vocab_size = 5, got 6"):
-        sampling.top_logprobs(torch.zeros(2, 5), 6)
+        sampling.top_logprobs(torch.zeros(2, 5, device=device), 6)
 
 
 # ---- commit_tokens ----

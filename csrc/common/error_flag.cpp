@@ -41,6 +41,32 @@ const char* error_sentence(int32_t code) {
       return "commit_tokens: slots must be -1 or a row of token_ids, got one outside";
     case ErrorCode::kCommitTokensRoom:
       return "commit_tokens: lens must leave room in token_ids, got more tokens than fit";
+    case ErrorCode::kSampleTemperature:
+      return "sample: temperature must be finite and at least 0, got another value";
+    case ErrorCode::kSampleTopK:
+      return "sample: top_k must be at least 1, or 0 or -1 for off, got another value";
+    case ErrorCode::kSampleTopP:
+      return "sample: top_p must be within [0, 1], got a value outside";
+    case ErrorCode::kSampleMinP:
+      return "sample: min_p must be within [0, 1], got a value outside";
+    case ErrorCode::kVerifyTemperature:
+      return "verify: temperature must be finite and at least 0, got another value";
+    case ErrorCode::kVerifyTopK:
+      return "verify: top_k must be at least 1, or 0 or -1 for off, got another value";
+    case ErrorCode::kVerifyTopP:
+      return "verify: top_p must be within [0, 1], got a value outside";
+    case ErrorCode::kVerifyMinP:
+      return "verify: min_p must be within [0, 1], got a value outside";
+    case ErrorCode::kVerifyOutputIndptr:
+      return "verify: output_indptr must be ascending from 0 by at most k + 1 and at most "
+             "num_output_rows, got other values";
+    case ErrorCode::kVerifyStrategy:
+      return "verify: strategy must be 0 (GREEDY) or 1 (TARGET_MATCH), got another value";
+    case ErrorCode::kVerifyPolicy:
+      return "verify: policy must be 0 (NORMAL), 1 (ACCEPT_ALL) or 2 (REJECT_ALL), got another "
+             "value";
+    case ErrorCode::kVerifyDraftTokenId:
+      return "verify: draft_token_ids must be -1 or below vocab_size, got an id outside";
 
     case ErrorCode::kNgramLens:
       return "ngram_propose: lens must be in 0 .. max_len, got a length outside";

@@ -34,6 +34,18 @@ enum class ErrorCode : int32_t {
   // sampling
   kCommitTokensSlot = 60,
   kCommitTokensRoom = 61,
+  kSampleTemperature = 64,
+  kSampleTopK = 65,
+  kSampleTopP = 66,
+  kSampleMinP = 67,
+  kVerifyTemperature = 68,
+  kVerifyTopK = 69,
+  kVerifyTopP = 70,
+  kVerifyMinP = 71,
+  kVerifyOutputIndptr = 72,
+  kVerifyStrategy = 73,
+  kVerifyPolicy = 74,
+  kVerifyDraftTokenId = 75,
 
   // suffix_tree
   kNgramLens = 40,

@@ -173,6 +173,10 @@ __device__ inline void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
+// Makes the compiler forget what it knows of a register, so that it computes again from it what would
+// otherwise stay in registers of its own.
+__device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
+
 // Named barriers 1 to 15; `threads` is a multiple of the warp size.
 
 __device__ inline void barrier_sync(int id, int threads) {

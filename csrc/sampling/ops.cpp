@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t kSmallWork = 32768;
 
 template <typename Params>
-void launch(void (*fn)(const Params&), const Params& params, int64_t num_logits) {
+void run_on_cpu(void (*fn)(const Params&), const Params& params, int64_t num_logits) {
   std::optional<pybind11::gil_scoped_release> release;
   if (num_logits > kSmallWork) release.emplace();
   fn(params);
@@ -30,6 +30,54 @@ void launch(void (*fn)(const Params&), const Params& params, int64_t num_logits)
 
 std::string at(const char* name, int64_t index) {
   return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+struct Workspace {
+  void* data = nullptr;
+  int64_t num_bytes = 0;
+};
+
+Workspace check_workspace(Checker& check,
+                          const TensorView& workspace,
+                          const TensorView& logits,
+                          int64_t batch) {
+  Dim num_bytes{"bytes"};
+  check.optional("workspace", workspace, {DType::kUInt8}, {&num_bytes});
+  if (!check.on_cuda()) return {};
+  int64_t needed = 0;
+  sampling_workspace_cuda({.num_bytes = &needed,
+                           .rows = logits.size(0),
+                           .vocab_size = logits.size(1),
+                           .element_bytes = dtype_bytes(logits.dtype()),
+                           .batch = batch},
+                          check.stream());
+  if (needed == 0) return {};
+  if (!workspace.defined() || num_bytes < needed) {
+    check.fail("workspace",
+               "at least " + std::to_string(needed) + " bytes of zeros",
+               workspace.defined() ? std::to_string(num_bytes.value) : "None");
+  }
+  constexpr int64_t kAlignment = 16;
+  bool aligned = reinterpret_cast<uintptr_t>(workspace.raw()) % kAlignment == 0;
+  check.that(aligned, "workspace", "aligned to 16 bytes", "another address");
+  return {workspace.raw(), num_bytes / kAlignment * kAlignment};
+}
+
+// What a call on the device needs; device_index as torch gives it, -1 for cpu.
+int64_t sampling_workspace_bytes(
+    int64_t rows, int64_t vocab_size, int64_t element_bytes, int64_t batch, int device_index) {
+#if !defined(SPECOPS_SIMT)
+  if (device_index < 0) return 0;
+#endif
+  int64_t num_bytes = 0;
+  if (vocab_size < 1 || element_bytes < 1) return 0;  // the op refuses it
+  sampling_workspace_cuda({.num_bytes = &num_bytes,
+                           .rows = rows,
+                           .vocab_size = vocab_size,
+                           .element_bytes = element_bytes,
+                           .batch = batch},
+                          {.device = device_index});
+  return num_bytes;
 }
 
 void check_vocab(Checker& check, const Dim& vocab_size) {
@@ -44,20 +92,32 @@ struct FilterViews {
   const TensorView &temperature, &top_k, &top_p, &min_p, &seeds, &choice_index;
 
   void check_shapes(Checker& check, Dim& count) const {
-    check.tensor("temperature", temperature, {DType::kFloat32}, {&count});
-    check.tensor("top_k", top_k, {DType::kInt32}, {&count});
-    check.tensor("top_p", top_p, {DType::kFloat32}, {&count});
-    check.tensor("min_p", min_p, {DType::kFloat32}, {&count});
-    check.tensor("seeds", seeds, {DType::kInt64}, {&count});
+    check.optional("temperature", temperature, {DType::kFloat32}, {&count});
+    check.optional("top_k", top_k, {DType::kInt32}, {&count});
+    check.optional("top_p", top_p, {DType::kFloat32}, {&count});
+    check.optional("min_p", min_p, {DType::kFloat32}, {&count});
+    check.optional("seeds", seeds, {DType::kInt64}, {&count});
     check.optional("choice_index", choice_index, {DType::kInt32}, {&count});
+    bool seeded = seeds.defined() || !temperature.defined();
+    check.that(seeded, "seeds", "given where temperature is", "None");
+    if (temperature.defined()) return;
+    for (const TensorView* view : {&top_k, &top_p, &min_p, &seeds, &choice_index}) {
+      if (!view->defined()) continue;
+      const char* name = view == &top_k   ? "top_k"
+                         : view == &top_p ? "top_p"
+                         : view == &min_p ? "min_p"
+                         : view == &seeds ? "seeds"
+                                          : "choice_index";
+      check.fail(name, "None where temperature is (greedy needs no more)", "a tensor");
+    }
   }
 
   // The comparisons are written so that NaN fails them.
   void check_values(Checker& check, int64_t i) const {
-    float t = temperature.data<float>()[i];
-    float p = top_p.data<float>()[i];
-    float m = min_p.data<float>()[i];
-    int32_t k = top_k.data<int32_t>()[i];
+    float t = temperature.defined() ? temperature.data<float>()[i] : 0.0f;
+    float p = top_p.defined() ? top_p.data<float>()[i] : 1.0f;
+    float m = min_p.defined() ? min_p.data<float>()[i] : 0.0f;
+    int32_t k = top_k.defined() ? top_k.data<int32_t>()[i] : 0;
     bool finite = t >= 0.0f && t <= 3.402823466e38f;
     if (!finite) check.fail(at("temperature", i), "finite and at least 0", std::to_string(t));
     if (k < -1) check.fail(at("top_k", i), "at least 1, or 0 or -1 for off", std::to_string(k));
@@ -75,7 +135,8 @@ void sample(const TensorView& logits,
             const TensorView& seeds,
             const TensorView& choice_index,
             const TensorView& logprobs,
-            const TensorView& out) {
+            const TensorView& out,
+            const TensorView& workspace) {
   Checker check("sample");
   Dim rows{"rows"}, vocab_size{"vocab_size"};
   check.tensor(
@@ -87,7 +148,10 @@ void sample(const TensorView& logits,
   check.tensor("out", out, {DType::kInt32}, {&rows});
   if (rows == 0) return;
   check_vocab(check, vocab_size);
-  for (int64_t row = 0; row < rows; ++row) filters.check_values(check, row);
+  Workspace space = check_workspace(check, workspace, logits, 0);
+  if (!check.on_cuda()) {
+    for (int64_t row = 0; row < rows; ++row) filters.check_values(check, row);
+  }
   SampleParams params{
       .logits = logits.raw(),
       .positions = positions.data<int32_t>(),
@@ -103,8 +167,47 @@ void sample(const TensorView& logits,
       .vocab_size = vocab_size,
       .logits_stride = logits.stride(0),
       .dtype = logits.dtype(),
+      .workspace = space.data,
+      .workspace_bytes = space.num_bytes,
+      .error = check.error_flag(),
   };
-  launch<SampleParams>(sample_cpu, params, rows * vocab_size);
+  if (check.on_cuda()) return sample_cuda(params, check.stream());
+  run_on_cpu<SampleParams>(sample_cpu, params, rows * vocab_size);
+}
+
+// Values, on cpu: all of them before anything is written.
+void check_verify_values(Checker& check, const VerifyParams& params, const FilterViews& filters) {
+  const int32_t* indptr = params.output_indptr;
+  if (indptr[0] != 0) check.fail("output_indptr[0]", "0", std::to_string(indptr[0]));
+  int64_t capacity = params.max_draft_tokens + 1;
+  for (int64_t i = 0; i < params.batch; ++i) {
+    int64_t num_rows = int64_t{indptr[i + 1]} - indptr[i];
+    if (num_rows < 0 || num_rows > capacity || indptr[i + 1] > params.rows) {
+      check.fail(at("output_indptr", i + 1),
+                 "ascending by at most k + 1 = " + std::to_string(capacity) +
+                     " and at most num_output_rows = " + std::to_string(params.rows),
+                 std::to_string(indptr[i + 1]) + " after " + std::to_string(indptr[i]));
+    }
+    if (num_rows == 0) continue;  // an idle slot may hold anything
+    filters.check_values(check, i);
+    int32_t rule = params.strategy ? params.strategy[i] : 0;
+    if (rule < 0 || rule > static_cast<int32_t>(VerifyStrategy::kTargetMatch)) {
+      check.fail(at("strategy", i), "0 (GREEDY) or 1 (TARGET_MATCH)", std::to_string(rule));
+    }
+    int32_t choice = params.policy ? params.policy[i] : 0;
+    if (choice < 0 || choice > static_cast<int32_t>(AcceptPolicy::kRejectAll)) {
+      check.fail(
+          at("policy", i), "0 (NORMAL), 1 (ACCEPT_ALL) or 2 (REJECT_ALL)", std::to_string(choice));
+    }
+    for (int64_t j = 0; j + 1 < num_rows; ++j) {
+      int32_t token = params.draft_token_ids[i * params.max_draft_tokens + j];
+      if (token < -1 || token >= params.vocab_size) {
+        check.fail("draft_token_ids[" + std::to_string(i) + ", " + std::to_string(j) + "]",
+                   "-1 or below vocab_size = " + std::to_string(params.vocab_size),
+                   std::to_string(token));
+      }
+    }
+  }
 }
 
 void verify(const TensorView& logits,
@@ -121,7 +224,8 @@ void verify(const TensorView& logits,
             const TensorView& choice_index,
             const TensorView& output_token_ids,
             const TensorView& num_accepted_tokens,
-            const TensorView& logprobs) {
+            const TensorView& logprobs,
+            const TensorView& workspace) {
   Checker check("verify");
   Dim rows{"num_output_rows"}, vocab_size{"vocab_size"}, batch{"batch"}, drafts{"k"};
   Dim batch_plus_one{"batch + 1"}, capacity{"k + 1"};
@@ -132,8 +236,8 @@ void verify(const TensorView& logits,
   capacity.value = drafts + 1;
   check.tensor("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
   check.tensor("positions", positions, {DType::kInt32}, {&batch});
-  check.tensor("strategy", strategy, {DType::kInt32}, {&batch});
-  check.tensor("policy", policy, {DType::kInt32}, {&batch});
+  check.optional("strategy", strategy, {DType::kInt32}, {&batch});
+  check.optional("policy", policy, {DType::kInt32}, {&batch});
   FilterViews filters{temperature, top_k, top_p, min_p, seeds, choice_index};
   filters.check_shapes(check, batch);
   check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &capacity});
@@ -142,40 +246,10 @@ void verify(const TensorView& logits,
   if (batch == 0) return;
   check_vocab(check, vocab_size);
 
-  // values: all of them before anything is written
-  const int32_t* indptr = output_indptr.data<int32_t>();
-  if (indptr[0] != 0) check.fail("output_indptr[0]", "0", std::to_string(indptr[0]));
-  for (int64_t i = 0; i < batch; ++i) {
-    int64_t num_rows = int64_t{indptr[i + 1]} - indptr[i];
-    if (num_rows < 0 || num_rows > capacity || indptr[i + 1] > rows) {
-      check.fail(at("output_indptr", i + 1),
-                 "ascending by at most k + 1 = " + std::to_string(capacity.value) +
-                     " and at most num_output_rows = " + std::to_string(rows.value),
-                 std::to_string(indptr[i + 1]) + " after " + std::to_string(indptr[i]));
-    }
-    if (num_rows == 0) continue;  // an idle slot may hold anything
-    filters.check_values(check, i);
-    int32_t rule = strategy.data<int32_t>()[i];
-    if (rule < 0 || rule > static_cast<int32_t>(VerifyStrategy::kTargetMatch)) {
-      check.fail(at("strategy", i), "0 (GREEDY) or 1 (TARGET_MATCH)", std::to_string(rule));
-    }
-    int32_t choice = policy.data<int32_t>()[i];
-    if (choice < 0 || choice > static_cast<int32_t>(AcceptPolicy::kRejectAll)) {
-      check.fail(
-          at("policy", i), "0 (NORMAL), 1 (ACCEPT_ALL) or 2 (REJECT_ALL)", std::to_string(choice));
-    }
-    for (int64_t j = 0; j + 1 < num_rows; ++j) {
-      int32_t token = draft_token_ids.data<int32_t>()[i * drafts + j];
-      if (token < -1 || token >= vocab_size) {
-        check.fail("draft_token_ids[" + std::to_string(i) + ", " + std::to_string(j) + "]",
-                   "-1 or below vocab_size = " + std::to_string(vocab_size.value),
-                   std::to_string(token));
-      }
-    }
-  }
+  Workspace space = check_workspace(check, workspace, logits, batch);
   VerifyParams params{
       .logits = logits.raw(),
-      .output_indptr = indptr,
+      .output_indptr = output_indptr.data<int32_t>(),
       .draft_token_ids = draft_token_ids.data<int32_t>(),
       .positions = positions.data<int32_t>(),
       .strategy = strategy.data<int32_t>(),
@@ -189,19 +263,26 @@ void verify(const TensorView& logits,
       .output_token_ids = output_token_ids.data<int32_t>(),
       .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
       .logprobs = logprobs.data<float>(),
+      .rows = rows,
       .batch = batch,
       .max_draft_tokens = drafts,
       .vocab_size = vocab_size,
       .logits_stride = logits.stride(0),
       .dtype = logits.dtype(),
+      .workspace = space.data,
+      .workspace_bytes = space.num_bytes,
+      .error = check.error_flag(),
   };
-  launch<VerifyParams>(verify_cpu, params, indptr[batch] * vocab_size);
+  if (check.on_cuda()) return verify_cuda(params, check.stream());
+  check_verify_values(check, params, filters);
+  run_on_cpu<VerifyParams>(verify_cpu, params, params.output_indptr[batch] * vocab_size);
 }
 
 void top_logprobs(const TensorView& logits,
                   const TensorView& token_ids,
                   const TensorView& logprobs,
-                  const TensorView& lse) {
+                  const TensorView& lse,
+                  const TensorView& workspace) {
   Checker check("top_logprobs");
   Dim rows{"rows"}, vocab_size{"vocab_size"}, n{"n"};
   check.tensor(
@@ -213,6 +294,7 @@ void top_logprobs(const TensorView& logits,
   check_vocab(check, vocab_size);
   check.that(
       n <= vocab_size, "n", "at most vocab_size = " + std::to_string(vocab_size.value), n.value);
+  Workspace space = check_workspace(check, workspace, logits, 0);
   TopLogprobsParams params{
       .logits = logits.raw(),
       .token_ids = token_ids.data<int32_t>(),
@@ -223,8 +305,11 @@ void top_logprobs(const TensorView& logits,
       .n = n,
       .logits_stride = logits.stride(0),
       .dtype = logits.dtype(),
+      .workspace = space.data,
+      .workspace_bytes = space.num_bytes,
   };
-  launch<TopLogprobsParams>(top_logprobs_cpu, params, rows * vocab_size);
+  if (check.on_cuda()) return top_logprobs_cuda(params, check.stream());
+  run_on_cpu<TopLogprobsParams>(top_logprobs_cpu, params, rows * vocab_size);
 }
 
 void commit_tokens(const TensorView& output_token_ids,
@@ -283,6 +368,7 @@ void register_sampling(pybind11::module_& m) {
   m.def("sample", &sample);
   m.def("verify", &verify);
   m.def("top_logprobs", &top_logprobs);
+  m.def("sampling_workspace_bytes", &sampling_workspace_bytes);
   m.def("commit_tokens", &commit_tokens);
   m.def("philox4x32", &philox);
 }

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 
+#include "common/cuda_stream.h"
 #include "common/dtype.h"
+#include "common/error_flag.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -12,11 +14,11 @@ namespace specops {
 struct SampleParams {
   const void* logits;           // [rows, vocab_size], rows logits_stride apart
   const int32_t* positions;     // [rows], absolute position of the token being chosen
-  const float* temperature;     // [rows], 0 = greedy
-  const int32_t* top_k;         // [rows], 0 or -1 = off
-  const float* top_p;           // [rows], 1 = off
-  const float* min_p;           // [rows], 0 = off
-  const int64_t* seeds;         // [rows], the bits of an unsigned 64-bit seed
+  const float* temperature;     // [rows], 0 = greedy; may be nullptr (all 0)
+  const int32_t* top_k;         // [rows], 0 or -1 = off; may be nullptr (all off)
+  const float* top_p;           // [rows], 1 = off; may be nullptr (all off)
+  const float* min_p;           // [rows], 0 = off; may be nullptr (all off)
+  const int64_t* seeds;         // [rows], unsigned bits; nullptr only where temperature is
   const int32_t* choice_index;  // [rows], may be nullptr (all 0)
   float* logprobs;              // [rows], may be nullptr
   int32_t* token_ids;           // [rows]
@@ -24,8 +26,22 @@ struct SampleParams {
   int64_t vocab_size;
   int64_t logits_stride;  // elements between rows
   DType dtype;            // of logits: float32 or bfloat16
+  void* workspace;        // CUDA only; its start is zero, and is left so
+  int64_t workspace_bytes;
+  ErrorFlag error;
 };
 
 SPECOPS_DECLARE_CPU(sample_cpu, SampleParams);
+SPECOPS_DECLARE_CUDA(sample_cuda, SampleParams);
+
+struct SamplingWorkspaceParams {
+  int64_t* num_bytes;  // receives what sample, verify or top_logprobs needs
+  int64_t rows;
+  int64_t vocab_size;
+  int64_t element_bytes;  // of logits
+  int64_t batch;          // of verify, else 0
+};
+
+SPECOPS_DECLARE_CUDA(sampling_workspace_cuda, SamplingWorkspaceParams);
 
 }  // namespace specops

@@ -18,14 +18,10 @@ void run(const SampleParams& params) {
   const T* logits = static_cast<const T*>(params.logits);
   parallel_for(params.rows, row_grain(params.vocab_size), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      SamplingParams row_params{
-          params.temperature[row], params.top_k[row], params.top_p[row], params.min_p[row]};
-      UniformKey key{static_cast<uint64_t>(params.seeds[row]),
-                     static_cast<uint32_t>(params.positions[row]),
-                     params.choice_index ? static_cast<uint32_t>(params.choice_index[row]) : 0u};
+      UniformKey key = uniform_key_of(params, row, params.positions[row]);
       RowChoice choice = choose_token(logits + row * params.logits_stride,
                                       params.vocab_size,
-                                      row_params,
+                                      filters_of(params, row),
                                       params.logprobs != nullptr,
                                       [&] { return philox_uniform(key, Purpose::kTarget); });
       params.token_ids[row] = choice.token_id;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/isa.h"
 
@@ -19,8 +20,11 @@ struct TopLogprobsParams {
   int64_t n;
   int64_t logits_stride;  // elements between rows
   DType dtype;            // of logits: float32 or bfloat16
+  void* workspace;        // CUDA only; its start is zero, and is left so
+  int64_t workspace_bytes;
 };
 
 SPECOPS_DECLARE_CPU(top_logprobs_cpu, TopLogprobsParams);
+SPECOPS_DECLARE_CUDA(top_logprobs_cuda, TopLogprobsParams);
 
 }  // namespace specops

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 
+#include "common/cuda_stream.h"
 #include "common/dtype.h"
+#include "common/error_flag.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -14,24 +16,29 @@ struct VerifyParams {
   const int32_t* output_indptr;    // [batch + 1], the rows of each request
   const int32_t* draft_token_ids;  // [batch, max_draft_tokens], -1 padded
   const int32_t* positions;        // [batch], position of the first token chosen
-  const int32_t* strategy;         // [batch], VerifyStrategy
-  const int32_t* policy;           // [batch], AcceptPolicy
-  const float* temperature;        // [batch], 0 = greedy
-  const int32_t* top_k;            // [batch], 0 or -1 = off
-  const float* top_p;              // [batch], 1 = off
-  const float* min_p;              // [batch], 0 = off
-  const int64_t* seeds;            // [batch], the bits of an unsigned 64-bit seed
+  const int32_t* strategy;         // [batch], VerifyStrategy; may be nullptr (all kTargetMatch)
+  const int32_t* policy;           // [batch], AcceptPolicy; may be nullptr (all kNormal)
+  const float* temperature;        // [batch], 0 = greedy; may be nullptr (all 0)
+  const int32_t* top_k;            // [batch], 0 or -1 = off; may be nullptr (all off)
+  const float* top_p;              // [batch], 1 = off; may be nullptr (all off)
+  const float* min_p;              // [batch], 0 = off; may be nullptr (all off)
+  const int64_t* seeds;            // [batch], unsigned bits; nullptr only where temperature is
   const int32_t* choice_index;     // [batch], may be nullptr (all 0)
   int32_t* output_token_ids;       // [batch, max_draft_tokens + 1]
   int32_t* num_accepted_tokens;    // [batch], the bonus not counted
   float* logprobs;                 // [batch, max_draft_tokens + 1], may be nullptr
+  int64_t rows;                    // of logits
   int64_t batch;
   int64_t max_draft_tokens;
   int64_t vocab_size;
   int64_t logits_stride;  // elements between rows
   DType dtype;            // of logits: float32 or bfloat16
+  void* workspace;        // CUDA only; its start is zero, and is left so
+  int64_t workspace_bytes;
+  ErrorFlag error;
 };
 
 SPECOPS_DECLARE_CPU(verify_cpu, VerifyParams);
+SPECOPS_DECLARE_CUDA(verify_cuda, VerifyParams);
 
 }  // namespace specops

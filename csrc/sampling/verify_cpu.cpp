@@ -8,6 +8,11 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
+AcceptPolicy policy_of(const VerifyParams& params, int64_t batch_idx) {
+  return params.policy ? static_cast<AcceptPolicy>(params.policy[batch_idx])
+                       : AcceptPolicy::kNormal;
+}
+
 // Each output row's own choice, exactly as sample makes it, then the walk along the drafts.
 // Cost:    one read of num_output_rows * vocab_size logits; with top-p a few passes in L2.
 // Assumes: output_indptr ascending within the rows, at most max_draft_tokens + 1 rows a request.
@@ -26,28 +31,23 @@ void run(const VerifyParams& params) {
           int idx = static_cast<int>(item % capacity);
           int64_t first = params.output_indptr[batch_idx];
           int num_rows = static_cast<int>(params.output_indptr[batch_idx + 1] - first);
-          auto policy = static_cast<AcceptPolicy>(params.policy[batch_idx]);
+          AcceptPolicy policy = policy_of(params, batch_idx);
           if (idx >= (policy == AcceptPolicy::kRejectAll && num_rows > 0 ? 1 : num_rows)) continue;
           const T* row = logits + (first + idx) * params.logits_stride;
           const int32_t* drafts = params.draft_token_ids + batch_idx * params.max_draft_tokens;
-          bool greedy = params.strategy[batch_idx] == static_cast<int32_t>(VerifyStrategy::kGreedy);
-          SamplingParams row_params{greedy ? 0.0f : params.temperature[batch_idx],
-                                    params.top_k[batch_idx],
-                                    params.top_p[batch_idx],
-                                    params.min_p[batch_idx]};
+          SamplingParams filters = filters_of(params, batch_idx);
+          if (params.strategy &&
+              params.strategy[batch_idx] == static_cast<int32_t>(VerifyStrategy::kGreedy)) {
+            filters.temperature = 0.0f;
+          }
           RowChoice choice{-1, 0.0f};
           if (takes_draft(policy, drafts, num_rows, idx)) {
             choice = score_token(row, params.vocab_size, drafts[idx], params.logprobs != nullptr);
           } else {
-            uint32_t choice_index =
-                params.choice_index ? static_cast<uint32_t>(params.choice_index[batch_idx]) : 0u;
-            UniformKey key{static_cast<uint64_t>(params.seeds[batch_idx]),
-                           static_cast<uint32_t>(params.positions[batch_idx] + idx),
-                           choice_index};
-            choice =
-                choose_token(row, params.vocab_size, row_params, params.logprobs != nullptr, [&] {
-                  return philox_uniform(key, Purpose::kTarget);
-                });
+            UniformKey key = uniform_key_of(params, batch_idx, params.positions[batch_idx] + idx);
+            choice = choose_token(row, params.vocab_size, filters, params.logprobs != nullptr, [&] {
+              return philox_uniform(key, Purpose::kTarget);
+            });
           }
           params.output_token_ids[item] = choice.token_id;
           if (params.logprobs) params.logprobs[item] = choice.logprob;
@@ -55,7 +55,7 @@ void run(const VerifyParams& params) {
       });
   for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
     params.num_accepted_tokens[batch_idx] =
-        accept_walk(static_cast<AcceptPolicy>(params.policy[batch_idx]),
+        accept_walk(policy_of(params, batch_idx),
                     params.draft_token_ids + batch_idx * params.max_draft_tokens,
                     params.output_indptr[batch_idx + 1] - params.output_indptr[batch_idx],
                     static_cast<int>(capacity),

@@ -125,6 +125,8 @@ inline float exp2_approx(float x) { return flushed(simt::approximate(std::exp2(f
 inline float log2_approx(float x) { return flushed(simt::approximate(std::log2(flushed(x)), x)); }
 inline float rcp_approx(float x) { return flushed(simt::approximate(1.0f / flushed(x), x)); }
 
+inline void forget(uint32_t& /*word*/) {}
+
 // Memory
 
 inline uint4 load_streaming(const uint4* global, Site site = Site::current()) {

@@ -97,33 +97,40 @@ def embedding(token_ids: Tensor, weight: Tensor, out: Tensor) -> None: ...
 def sample(
     logits: Tensor,
     positions: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor | None,
     choice_index: Tensor | None,
     logprobs: Tensor | None,
     out: Tensor,
+    workspace: Tensor | None,
 ) -> None: ...
 def verify(
     logits: Tensor,
     output_indptr: Tensor,
     draft_token_ids: Tensor,
     positions: Tensor,
-    strategy: Tensor,
-    policy: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
+    strategy: Tensor | None,
+    policy: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor | None,
     choice_index: Tensor | None,
     output_token_ids: Tensor,
     num_accepted_tokens: Tensor,
     logprobs: Tensor | None,
+    workspace: Tensor | None,
 ) -> None: ...
-def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, lse: Tensor) -> None: ...
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, logprobs: Tensor, lse: Tensor, workspace: Tensor | None
+) -> None: ...
+def sampling_workspace_bytes(
+    rows: int, vocab_size: int, element_bytes: int, batch: int, device_index: int
+) -> int: ...
 def commit_tokens(
     output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor
 ) -> None: ...

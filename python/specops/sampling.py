@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
+from specops._wrong import unless_wrong
 
 
 class VerifyStrategy(IntEnum):
@@ -37,14 +38,15 @@ def sample(
     logits: Tensor,
     positions: Tensor,
     *,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    seeds: Tensor | None = None,
     choice_index: Tensor | None = None,
     logprobs: Tensor | None = None,
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """Chooses one token per row.
 
@@ -63,34 +65,53 @@ def sample(
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
         positions: [rows], int32. Absolute position of the token being chosen.
-        temperature: [rows], float32. 0 is greedy.
-        top_k: [rows], int32. 0 or -1 is off.
-        top_p: [rows], float32, within [0, 1]. 1 is off; 0 keeps the first token.
-        min_p: [rows], float32, within [0, 1]. 0 is off.
-        seeds: [rows], int64. The bits of an unsigned 64-bit seed.
+        temperature: [rows], float32. 0 is greedy; absent: every row is, and the next five, which
+            would change nothing, must be absent too.
+        top_k: [rows], int32. 0 or -1 is off; absent: off.
+        top_p: [rows], float32, within [0, 1]. 1 is off; 0 keeps the first token; absent: off.
+        min_p: [rows], float32, within [0, 1]. 0 is off; absent: off.
+        seeds: [rows], int64. The bits of an unsigned 64-bit seed. Given wherever temperature is:
+            rows never share a seed unasked.
         choice_index: [rows], int32. Which of a prompt's completions the row belongs to; absent: 0.
         logprobs: [rows], float32. Receives the log-softmax of the untouched logits at the chosen
             token.
         out: [rows], int32. Allocated when absent.
+        workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed: only
+            on CUDA, and only where few rows are shared by many blocks.
 
     Returns:
         `out`. A row without a finite logit or +inf yields token 0 with logprob -inf.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a parameter is out
-            of its range; nothing has been written.
+            of its range; nothing has been written. On CUDA a parameter out of range yields token -1
+            for that row, and `check_errors` raises.
 
     Note:
-        Deterministic. A row's token depends on that row's arguments alone. Sums run over leaves of
-        1024 ids, each in fp32 in a fixed order, folded left in fp64.
+        Deterministic. A row's token depends on that row's arguments alone. Sums run over leaves at
+        fixed ids, each in fp32 in a fixed order; their fold is exact (cuda) or left to right (cpu).
 
     Source: inverse transform sampling; Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p),
         Salmon et al. 2011 (Philox).
     """
     if out is None:
-        out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        out = unless_wrong(
+            lambda: torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        )
+    if workspace is None:
+        workspace = unless_wrong(lambda: sampling_workspace(logits))
     _C.sample(
-        logits, positions, temperature, top_k, top_p, min_p, seeds, choice_index, logprobs, out
+        logits,
+        positions,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        choice_index,
+        logprobs,
+        out,
+        workspace,
     )
     return out
 
@@ -101,17 +122,18 @@ def verify(
     draft_token_ids: Tensor,
     *,
     positions: Tensor,
-    strategy: Tensor,
-    policy: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
+    strategy: Tensor | None = None,
+    policy: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    seeds: Tensor | None = None,
     choice_index: Tensor | None = None,
     logprobs: Tensor | None = None,
     output_token_ids: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Emits the drafts that agree with the target, and one token more.
 
@@ -131,9 +153,9 @@ def verify(
         output_indptr: [batch + 1], int32. Starts at 0, ascends by at most k + 1.
         draft_token_ids: [batch, k], int32. -1 padded; entries past a request's drafts are not read.
         positions: [batch], int32. Absolute position of the first token chosen for the request.
-        strategy: [batch], int32. `VerifyStrategy`.
-        policy: [batch], int32. `AcceptPolicy`.
-        temperature: [batch], float32. As in `sample`; so are the next five.
+        strategy: [batch], int32. `VerifyStrategy`; absent: TARGET_MATCH.
+        policy: [batch], int32. `AcceptPolicy`; absent: NORMAL.
+        temperature: [batch], float32. As in `sample`; so are the next five. All absent: greedy.
         top_k: [batch], int32.
         top_p: [batch], float32.
         min_p: [batch], float32.
@@ -143,6 +165,7 @@ def verify(
             emitted token, and 0 elsewhere.
         output_token_ids: [batch, k + 1], int32. Allocated when absent.
         num_accepted_tokens: [batch], int32. Allocated when absent.
+        workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
 
     Returns:
         (`output_token_ids`, `num_accepted_tokens`): the emitted tokens, then -1; and how many
@@ -150,7 +173,8 @@ def verify(
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a value of a request
-            that is not idle is out of its range; nothing has been written.
+            that is not idle is out of its range; nothing has been written. On CUDA a request with
+            such a value emits nothing, as an idle one, and `check_errors` raises.
 
     Note:
         Deterministic. A row's choice is bit for bit what `sample` gives for that row. Parameters of
@@ -158,12 +182,21 @@ def verify(
 
     Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
     """
-    batch, k = draft_token_ids.shape
-    device = logits.device
     if output_token_ids is None:
-        output_token_ids = torch.empty(batch, k + 1, dtype=torch.int32, device=device)
+        output_token_ids = unless_wrong(
+            lambda: torch.empty(
+                draft_token_ids.shape[0],
+                draft_token_ids.shape[1] + 1,
+                dtype=torch.int32,
+                device=logits.device,
+            )
+        )
     if num_accepted_tokens is None:
-        num_accepted_tokens = torch.empty(batch, dtype=torch.int32, device=device)
+        num_accepted_tokens = unless_wrong(
+            lambda: torch.empty(draft_token_ids.shape[0], dtype=torch.int32, device=logits.device)
+        )
+    if workspace is None:
+        workspace = unless_wrong(lambda: sampling_workspace(logits, draft_token_ids.shape[0]))
     _C.verify(
         logits,
         output_indptr,
@@ -180,6 +213,7 @@ def verify(
         output_token_ids,
         num_accepted_tokens,
         logprobs,
+        workspace,
     )
     return output_token_ids, num_accepted_tokens
 
@@ -191,6 +225,7 @@ def top_logprobs(
     token_ids: Tensor | None = None,
     logprobs: Tensor | None = None,
     lse: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Finds the n most probable tokens of every row.
 
@@ -204,6 +239,7 @@ def top_logprobs(
         token_ids: [rows, n], int32. Allocated when absent.
         logprobs: [rows, n], float32. Allocated when absent.
         lse: [rows], float32. Allocated when absent.
+        workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
 
     Returns:
         (`token_ids`, `logprobs`, `lse`): lse is the natural log of the sum of exp(logits). Where no
@@ -215,15 +251,44 @@ def top_logprobs(
     Note:
         Deterministic. A logprob is bit for bit what `sample` and `verify` report for that token.
     """
-    rows, device = logits.shape[0], logits.device
     if token_ids is None:
-        token_ids = torch.empty(rows, n, dtype=torch.int32, device=device)
+        token_ids = unless_wrong(
+            lambda: torch.empty(logits.shape[0], n, dtype=torch.int32, device=logits.device)
+        )
     if logprobs is None:
-        logprobs = torch.empty(rows, n, dtype=torch.float32, device=device)
+        logprobs = unless_wrong(
+            lambda: torch.empty(logits.shape[0], n, dtype=torch.float32, device=logits.device)
+        )
     if lse is None:
-        lse = torch.empty(rows, dtype=torch.float32, device=device)
-    _C.top_logprobs(logits, token_ids, logprobs, lse)
+        lse = unless_wrong(
+            lambda: torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        )
+    if workspace is None:
+        workspace = unless_wrong(lambda: sampling_workspace(logits))
+    _C.top_logprobs(logits, token_ids, logprobs, lse, workspace)
     return token_ids, logprobs, lse
+
+
+def sampling_workspace(logits: Tensor, batch: int = 0) -> Tensor | None:
+    """Makes the memory that blocks of a GPU share in `sample`, `verify` and `top_logprobs`.
+
+    It begins with zeros, and every call leaves it so. One made for the largest logits and batch
+    serves smaller ones too, but one call at a time: concurrent streams need one each.
+
+    Args:
+        logits: [rows, vocab_size], of the call.
+        batch: Requests of a `verify` call; 0 for the others.
+
+    Returns:
+        [bytes], uint8, or None where the call needs none, as always on cpu.
+    """
+    rows, vocab_size = logits.shape
+    num_bytes = _C.sampling_workspace_bytes(
+        rows, vocab_size, logits.element_size(), batch, logits.get_device()
+    )
+    if num_bytes == 0:
+        return None
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=logits.device)
 
 
 def commit_tokens(

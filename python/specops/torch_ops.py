@@ -46,15 +46,15 @@ _SCHEMAS = (
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual, Tensor(b!) out) -> ()",
     "embedding(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()",
     # sampling
-    "sample(Tensor logits, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, "
-    "Tensor min_p, Tensor seeds, Tensor? choice_index, Tensor(a!)? logprobs, Tensor(b!) out) -> ()",
+    "sample(Tensor logits, Tensor positions, Tensor? temperature, Tensor? top_k, Tensor? top_p, "
+    "Tensor? min_p, Tensor? seeds, Tensor? choice_index, Tensor(a!)? logprobs, Tensor(b!) out, "
+    "Tensor(c!)? workspace) -> ()",
     "verify(Tensor logits, Tensor output_indptr, Tensor draft_token_ids, Tensor positions, "
-    "Tensor strategy, Tensor policy, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
-    "Tensor seeds, Tensor? choice_index, Tensor(a!) output_token_ids, "
-    "Tensor(b!) num_accepted_tokens, Tensor(c!)? logprobs) -> ()",
-    "top_logprobs(Tensor logits, Tensor(a!) token_ids, Tensor(b!) logprobs, Tensor(c!) lse) -> ()",
-    "commit_tokens(Tensor output_token_ids, Tensor slots, Tensor(a!) token_ids, Tensor(b!) lens) "
-    "-> ()",
+    "Tensor? strategy, Tensor? policy, Tensor? temperature, Tensor? top_k, Tensor? top_p, "
+    "Tensor? min_p, Tensor? seeds, Tensor? choice_index, Tensor(a!) output_token_ids, "
+    "Tensor(b!) num_accepted_tokens, Tensor(c!)? logprobs, Tensor(d!)? workspace) -> ()",
+    "top_logprobs(Tensor logits, Tensor(a!) token_ids, Tensor(b!) logprobs, Tensor(c!) lse, "
+    "Tensor(d!)? workspace) -> ()",
     # suffix_tree; its sizes are ints, or one per request
     "ngram_propose(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, int min_ngram_size, "
     "int max_ngram_size, Tensor(a!) draft_token_ids, Tensor(b!) num_draft_tokens) -> ()",
@@ -123,3 +123,14 @@ def _ngram_propose(
     OPS["ngram_propose.per_request"](
         token_ids, lens, max_draft_tokens, min_ngram_size, max_ngram_size, *outputs
     )
+
+
+@_trace_as(_C.sampling_workspace_bytes)  # type: ignore[arg-type]
+def _sampling_workspace_bytes(
+    rows: int, vocab_size: int, element_bytes: int, batch: int, device_index: int
+) -> int:
+    """An upper bound for any device, of shapes that the compiler may leave open."""
+    if device_index < 0:
+        return 0
+    leaves = (vocab_size * element_bytes + 2047) // 2048
+    return 16 + 4 * (batch + rows) + rows * (24 * leaves + 8)

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+// A leaf: the stretch of a row of logits that one warp holds in registers. Leaves lie at fixed ids,
+// and a sum over a leaf is one fixed tree of fp32, so that it does not matter whose warp takes it.
+#pragma once
+
+#include <cfloat>
+
+#include "common/device.cuh"
+
+namespace specops {
+
+constexpr int kLeafBytes = 2048;
+constexpr int kLeafVectors = kLeafBytes / 16 / kWarpSize;  // 16-byte vectors of a lane
+constexpr int kMaxRowThreads = 256;
+constexpr float kLog2e = 1.44269504088896341f;
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+__device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / kWarpSize; }
+__device__ inline int num_warps() { return static_cast<int>(blockDim.x) / kWarpSize; }
+
+// Floats as integers of the same order; -0 is 0.
+__device__ inline uint32_t ordered_bits(float x) {
+  uint32_t word = __float_as_uint(x + 0.0f);
+  return word & 0x80000000u ? ~word : word | 0x80000000u;
+}
+
+__device__ inline float from_ordered_bits(uint32_t word) {
+  return __uint_as_float(word & 0x80000000u ? word & 0x7fffffffu : ~word);
+}
+
+__device__ inline float next_above(float x) { return from_ordered_bits(ordered_bits(x) + 1); }
+
+// NaN as -inf, +inf as the largest finite float.
+__device__ inline float clean(float x) { return fminf(fmaxf(x, -INFINITY), FLT_MAX); }
+
+// The same bits in every lane.
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    x += __shfl_xor_sync(kFullMask, x, offset);
+  }
+  return x;
+}
+
+__device__ inline float warp_max(float x) {
+  return from_ordered_bits(__reduce_max_sync(kFullMask, ordered_bits(x)));
+}
+
+template <typename T>
+struct Row {
+  static constexpr int kLeafSize = kLeafBytes / static_cast<int>(sizeof(T));
+
+  const T* data;
+  int32_t size;
+  int skew;  // bytes from the last 16-byte boundary to the row's beginning
+
+  __device__ Row(const void* logits, int64_t row, int64_t stride, int64_t vocab_size)
+      : data(static_cast<const T*>(logits) + row * stride),
+        size(static_cast<int32_t>(vocab_size)),
+        skew(static_cast<int>(reinterpret_cast<uintptr_t>(data) % 16)) {}
+
+  __device__ int32_t num_leaves() const { return (size - 1) / kLeafSize + 1; }
+};
+
+// 16 bytes of logits.
+template <typename T>
+struct Vector {
+  static constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
+  static constexpr uint32_t kNothing = sizeof(T) == 4 ? 0xff800000u : 0xff80ff80u;  // -inf
+
+  // Element i, which the compiler knows.
+  __device__ static float element(const uint32_t* words, int i) {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(words[i]);
+    } else {
+      uint32_t word = words[i / 2];
+      return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    }
+  }
+
+  // The elements from id `first` on; -inf past the row's end.
+  __device__ static uint4 load(const Row<T>& row, int32_t first) {
+    const T* data = row.data + first;
+    int rest = row.size - first;
+    if (row.skew == 0 && rest >= kWidth) return *reinterpret_cast<const uint4*>(data);
+    if (row.skew != 0 && first > 0 && rest >= 2 * kWidth) return load_skewed(data, row.skew);
+    return load_elements(data, rest);
+  }
+
+ private:
+  // A vector that begins `skew` bytes past a 16-byte boundary, out of the two it lies in.
+  __device__ static uint4 load_skewed(const T* data, int skew) {
+    auto* low = reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(data) - skew);
+    uint4 a = low[0], b = low[1];
+    uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int k = 0; k < 6; ++k) words[k] = skew & 8 ? words[k + 2] : words[k];
+#pragma unroll
+    for (int k = 0; k < 5; ++k) words[k] = skew & 4 ? words[k + 1] : words[k];
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        words[k] = skew & 2 ? words[k] >> 16 | words[k + 1] << 16 : words[k];
+      }
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+
+  // The first or last elements of a row, one by one; they enter from the right.
+  __device__ static uint4 load_elements(const T* data, int count) {
+    uint4 out{kNothing, kNothing, kNothing, kNothing};
+#pragma unroll 1
+    for (int i = 0; i < kWidth && count > 0; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        out = {out.y, out.z, out.w, i < count ? __float_as_uint(data[i]) : kNothing};
+      } else {
+        uint32_t bits = i < count ? data[i].bits : kNothing & 0xffffu;
+        out = {out.x >> 16 | out.y << 16,
+               out.y >> 16 | out.z << 16,
+               out.z >> 16 | out.w << 16,
+               out.w >> 16 | bits << 16};
+      }
+    }
+    return out;
+  }
+};
+
+// A warp's leaf: vector j of lane l is the leaf's vector 32 j + l, so that a load takes whole lines.
+template <typename T>
+class Leaf {
+ public:
+  static constexpr int kSize = Row<T>::kLeafSize;
+  static constexpr int kWidth = Vector<T>::kWidth;
+  static constexpr int kOwn = kLeafVectors * kWidth;  // elements of a lane
+
+  // Where the lane's element i stands in the leaf.
+  __device__ static int offset(int i) { return vector_offset(i / kWidth) + i % kWidth; }
+
+  // The lane's element i, which the compiler knows.
+  __device__ float operator[](int i) const { return Vector<T>::element(words_, i); }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int k = 0; k < kLeafVectors * 4; ++k) words_[k] = Vector<T>::kNothing;
+  }
+
+  // Ends the life of values derived from the elements: they are cheaper to derive again than to keep.
+  __device__ void forget_derived() {
+#pragma unroll
+    for (int k = 0; k < kLeafVectors * 4; ++k) ptx::forget(words_[k]);
+  }
+
+  __device__ void load(const Row<T>& row, int32_t leaf) {
+    int32_t begin = leaf * kSize;
+    if (row.skew == 0 && row.size - begin >= kSize) {
+      const T* data = row.data + begin;
+#pragma unroll
+      for (int j = 0; j < kLeafVectors; ++j) {
+        put(j, ptx::load_streaming(reinterpret_cast<const uint4*>(data + vector_offset(j))));
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kLeafVectors; ++j) {
+        put(j, Vector<T>::load(row, begin + vector_offset(j)));
+      }
+    }
+  }
+
+  // Makes -inf of the elements equal to value past position last of the leaf.
+  __device__ void drop_ties(float value, int last) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (clean((*this)[i]) != value || offset(i) <= last) continue;
+      if constexpr (sizeof(T) == 4) {
+        words_[i] = Vector<T>::kNothing;
+      } else {
+        uint32_t half = i % 2 == 0 ? 0xffffu : 0xffff0000u;
+        words_[i / 2] = (words_[i / 2] & ~half) | (Vector<T>::kNothing & half);
+      }
+    }
+  }
+
+ private:
+  __device__ static int vector_offset(int j) { return (j * kWarpSize + lane_id()) * kWidth; }
+
+  __device__ void put(int j, const uint4& vector) {
+    words_[j * 4] = vector.x;
+    words_[j * 4 + 1] = vector.y;
+    words_[j * 4 + 2] = vector.z;
+    words_[j * 4 + 3] = vector.w;
+  }
+
+  uint32_t words_[kLeafVectors * 4];
+};
+
+// Calls visit(logit, id) for the lane's elements of a leaf in ascending order, where the lane's run
+// of the leaf lies before the next lane's.
+template <typename T, typename Visit>
+__device__ inline void for_each_in_order(const Row<T>& row, int32_t leaf, Visit visit) {
+  constexpr int kWidth = Vector<T>::kWidth;
+  int32_t first = leaf * Row<T>::kLeafSize + lane_id() * kLeafVectors * kWidth;
+#pragma unroll 1
+  for (int j = 0; j < kLeafVectors; ++j, first += kWidth) {
+    uint4 vector = Vector<T>::load(row, first);
+    uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) visit(clean(Vector<T>::element(words, i)), first + i);
+  }
+}
+
+struct __align__(16) LeafStats {
+  float max;   // of the leaf's logits
+  float raw;   // sum of e^(logit - max)
+  float warm;  // sum of e^((logit - max) / temperature)
+  float unused;
+};
+
+// Sum over the leaf of 2^((x - origin) * scale), which no element exceeds. Lane: four chains in id
+// order; then one butterfly.
+template <typename T>
+__device__ inline float leaf_sum(Leaf<T>& x, float origin, float scale) {
+  x.forget_derived();
+  float sums[4] = {};
+#pragma unroll
+  for (int i = 0; i < Leaf<T>::kOwn; ++i) {
+    sums[i % 4] += ptx::exp2_approx((x[i] - origin) * scale);
+  }
+  float sum = warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  if (sum <= static_cast<float>(Leaf<T>::kSize)) return sum;
+  // A NaN or +inf is in the leaf.
+  x.forget_derived();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) sums[k] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < Leaf<T>::kOwn; ++i) {
+    sums[i % 4] += ptx::exp2_approx((clean(x[i]) - origin) * scale);
+  }
+  return warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <typename T>
+__device__ inline LeafStats leaf_stats(Leaf<T>& x, bool want_raw, bool want_warm, float scale) {
+  float tops[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+  for (int i = 0; i < Leaf<T>::kOwn; ++i) tops[i % 4] = fmaxf(tops[i % 4], x[i]);  // skips NaN
+  float top = warp_max(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])));
+  LeafStats stats{fminf(top, FLT_MAX), 0.0f, 0.0f, 0.0f};
+  if (stats.max == -INFINITY) return stats;
+  if (want_raw) stats.raw = leaf_sum(x, stats.max, kLog2e);
+  if (want_warm) {
+    stats.warm = want_raw && scale == kLog2e ? stats.raw : leaf_sum(x, stats.max, scale);
+  }
+  return stats;
+}
+
+// The one read of leaves [begin, end) from memory. A warp has two leaves on their way at a time.
+template <typename T>
+__device__ inline void scan_leaves(const Row<T>& row,
+                                   int32_t begin,
+                                   int32_t end,
+                                   bool want_raw,
+                                   bool want_warm,
+                                   float scale,
+                                   LeafStats* stats) {
+  int32_t leaf = begin + warp_id();
+  if (leaf >= end) return;
+  Leaf<T> now, ahead;
+  now.load(row, leaf);
+  for (; leaf < end; leaf += num_warps(), now = ahead) {
+    if (leaf + num_warps() < end) {
+      ahead.load(row, leaf + num_warps());
+    } else {
+      ahead.clear();
+    }
+    LeafStats found = leaf_stats(now, want_raw, want_warm, scale);
+    if (lane_id() == 0) stats[leaf] = found;
+  }
+}
+
+}  // namespace specops

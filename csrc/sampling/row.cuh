@@ -1,0 +1,838 @@
+// SPDX-License-Identifier: Apache-2.0
+// One row of logits -> its token and logprob, by one block, after one or several blocks have scanned
+// the row. sample, verify and top_logprobs are loops around these functions.
+//
+// Order: a leaf's sum is fp32 in a fixed tree (leaf.cuh). From there on masses are integers, 2^-39
+// of the row's heaviest token: sums of those do not depend on an order, so leaves may be folded by
+// any threads, and lists filled in any order. NaN counts as -inf and +inf as the largest finite
+// float. Tokens are ordered by (logit descending, id ascending).
+#pragma once
+
+#include "sampling/leaf.cuh"
+
+namespace specops {
+
+using Mass = unsigned long long;
+
+constexpr int kListCapacity = 3072;  // tokens that leave the row for a list
+constexpr int kSharedLeaves = 512;   // of a row whose leaves are kept in shared memory
+constexpr int kThresholds = 4;       // masses taken in one pass over a row
+constexpr int kBins = 256;           // of a histogram over a list
+constexpr int kBinsPerLane = kBins / kWarpSize;
+constexpr int kLowMassBits = 20;  // so that a list's masses fit two histograms of 32 bits
+
+struct SamplingParams {
+  float temperature = 0.0f;
+  int32_t top_k = 0;
+  float top_p = 1.0f;
+  float min_p = 0.0f;
+
+  __device__ bool greedy() const { return temperature == 0.0f || top_k == 1 || top_p == 0.0f; }
+
+  // Whether the choice needs the second sum of a scan: the mass of all tokens.
+  __device__ bool needs_warm(int32_t vocab_size) const {
+    bool counted = top_k > 0 && top_k < vocab_size;
+    return !greedy() && !counted && (top_p < 1.0f || min_p == 0.0f);
+  }
+};
+
+struct RowToken {
+  int32_t id;
+  float logit;
+};
+
+// The tokens that a filter keeps: logits above value, and those equal to it up to token last_id.
+struct Cut {
+  float value;
+  int32_t last_id;
+
+  __device__ bool keeps(float x, int32_t id) const {
+    return x > value || (x == value && id <= last_id);
+  }
+};
+
+__device__ inline Cut tighter(Cut a, Cut b) {
+  if (a.value != b.value) return a.value > b.value ? a : b;
+  return a.last_id < b.last_id ? a : b;
+}
+
+// A token's place in the ranking: larger is earlier, no two are equal.
+__device__ inline Mass rank_key(float x, int32_t id) {
+  return Mass{ordered_bits(x)} << 31 | static_cast<uint32_t>(INT32_MAX - id);
+}
+
+__device__ inline Cut cut_at(Mass key) {
+  return {from_ordered_bits(static_cast<uint32_t>(key >> 31)),
+          INT32_MAX - static_cast<int32_t>(key & INT32_MAX)};
+}
+
+// A block's shared memory.
+struct RowShared {
+  Mass scratch[kMaxRowThreads / kWarpSize];  // of the block's reductions and scans
+  Mass key_low, key_high, above;             // of the bin a histogram led to
+  Mass key;                                  // of the token found in it
+  uint32_t number[kBins], low_mass[kBins], high_mass[kBins];
+  uint32_t bin_number;
+  int32_t list_count;
+  float thresholds[kThresholds];  // masses wanted in one pass over a row
+  Mass sums[kThresholds];
+  int32_t leaf, rest_id;
+  double part;
+  int32_t is_last;
+  LeafStats stats[kSharedLeaves];
+  Mass masses[kSharedLeaves];
+  float list_x[kListCapacity];
+  int32_t list_id[kListCapacity];
+};
+
+struct Add {
+  template <typename V>
+  __device__ V operator()(V a, V b) const {
+    return a + b;
+  }
+};
+struct Max {
+  template <typename V>
+  __device__ V operator()(V a, V b) const {
+    return a > b ? a : b;
+  }
+};
+struct Min {
+  template <typename V>
+  __device__ V operator()(V a, V b) const {
+    return a < b ? a : b;
+  }
+};
+
+// Of integers and maxima only: the order is nobody's business. Every thread gets the result; what
+// the block wrote before is visible after.
+template <typename Op, typename V>
+__device__ inline V block_reduce(RowShared& shared, V value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    value = Op()(value, __shfl_xor_sync(kFullMask, value, offset));
+  }
+  V* scratch = reinterpret_cast<V*>(shared.scratch);
+  __syncthreads();
+  if (lane_id() == 0) scratch[warp_id()] = value;
+  __syncthreads();
+  value = scratch[0];
+#pragma unroll 1
+  for (int warp = 1; warp < num_warps(); ++warp) value = Op()(value, scratch[warp]);
+  return value;
+}
+
+__device__ inline Mass warp_inclusive(Mass value) {
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    Mass before = __shfl_up_sync(kFullMask, value, offset);
+    if (lane_id() >= offset) value += before;
+  }
+  return value;
+}
+
+// The sum over the threads up to this one; *total is the block's.
+__device__ inline Mass block_inclusive(RowShared& shared, Mass value, Mass* total) {
+  value = warp_inclusive(value);
+  __syncthreads();
+  if (lane_id() == kWarpSize - 1) shared.scratch[warp_id()] = value;
+  __syncthreads();
+  Mass sum = 0;
+#pragma unroll 1
+  for (int warp = 0; warp < num_warps(); ++warp) {
+    if (warp == warp_id()) value += sum;
+    sum += shared.scratch[warp];
+  }
+  *total = sum;
+  return value;
+}
+
+// Whether this block is the last of `expected` that count themselves here. What they wrote before is
+// then visible to it, and the counter is zero again.
+__device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int expected) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    bool last = atomicAdd(counter, 1) + 1 == expected;
+    if (last) *counter = 0;
+    __threadfence();
+    shared.is_last = last;
+  }
+  __syncthreads();
+  return shared.is_last != 0;
+}
+
+template <typename T>
+class RowBlock {
+ public:
+  __device__ RowBlock(
+      RowShared& shared, const Row<T>& row, float temperature, LeafStats* stats, Mass* masses)
+      : shared_(shared), row_(row), stats_(stats), masses_(masses), num_leaves_(row.num_leaves()) {
+    // Within the finite floats, so that 0 * scale is 0 and -inf stays -inf.
+    float inverse = temperature > 0.0f ? 1.0f / temperature : 1.0f;
+    inverse_ = fminf(fmaxf(inverse, FLT_MIN), FLT_MAX / 2);
+    unit_ = row.size <= 1 << 24 ? 0x1p39f : 0x1p32f;  // the masses of a row fit 64 bits
+  }
+
+  __device__ float scale() const { return inverse_ * kLog2e; }
+
+  // Puts the leaves together: the row's maximum and, when wanted, its LSE.
+  __device__ void fold(bool want_raw) {
+    float top = -INFINITY;
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
+      top = fmaxf(top, stats_[leaf].max);
+    }
+    max_ = block_reduce<Max>(shared_, top) + 0.0f;  // the sum makes +0 of -0
+    if (!want_raw || max_ == -INFINITY) return;
+    Mass total = 0;
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
+      LeafStats stats = stats_[leaf];
+      if (stats.max == -INFINITY) continue;
+      total += mass(stats.raw * ptx::exp2_approx((stats.max - max_) * kLog2e));
+    }
+    total = block_reduce<Add>(shared_, total);
+    log_sum_ = logf(static_cast<float>(total) / unit_);
+  }
+
+  __device__ float lse() const { return max_ == -INFINITY ? max_ : max_ + log_sum_; }
+
+  // The raw log-softmax of a logit of this row.
+  __device__ float logprob(float logit) const {
+    return max_ == -INFINITY ? max_ : (clean(logit) - max_) - log_sum_;
+  }
+
+  __device__ float logit(int32_t id) const { return to_float(row_.data[id]); }
+
+  // The first token, or temperature -> top-k -> top-p of what is left -> min-p -> inverse CDF in
+  // token-id order. The result is the first warp's.
+  __device__ RowToken choose(const SamplingParams& params, float uniform) {
+    if (max_ == -INFINITY) return {0, max_};
+    if (params.greedy()) {
+      int32_t first = num_leaves_;
+#pragma unroll 1
+      for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
+        if (stats_[leaf].max == max_ && leaf < first) first = leaf;
+      }
+      return pick(block_reduce<Min>(shared_, first), {max_, INT32_MAX}, 0.0);
+    }
+    Kept kept = filter(params);
+    return invert_cdf(kept, uniform);
+  }
+
+  // The cut that keeps exactly count tokens, 1 <= count < vocab_size. *listed: the list holds them,
+  // and perhaps more.
+  __device__ Cut select_count(int32_t count, bool* listed) {
+    return select(false, everything(), count_floor(count), static_cast<Mass>(count), 0, listed);
+  }
+
+  // Calls visit(logit, id) for every token the cut keeps, in any order.
+  template <typename Visit>
+  __device__ void for_each_kept(Cut cut, Visit visit) const {
+#pragma unroll 1
+    for (int32_t leaf = warp_id(); leaf < num_leaves_; leaf += num_warps()) {
+      if (stats_[leaf].max < cut.value) continue;
+      int32_t begin = leaf * Leaf<T>::kSize;
+      Leaf<T> x;
+      x.load(row_, leaf);
+#pragma unroll
+      for (int i = 0; i < Leaf<T>::kOwn; ++i) {
+        int32_t id = begin + Leaf<T>::offset(i);
+        float value = clean(x[i]);
+        if (id < row_.size && cut.keeps(value, id)) visit(value, id);
+      }
+    }
+  }
+
+  template <typename Visit>
+  __device__ void for_each_listed(Cut cut, Visit visit) const {
+#pragma unroll 1
+    for (int i = thread(); i < list_count(); i += threads()) {
+      if (cut.keeps(shared_.list_x[i], shared_.list_id[i])) {
+        visit(shared_.list_x[i], shared_.list_id[i]);
+      }
+    }
+  }
+
+  __device__ int list_count() const { return shared_.list_count; }
+
+  __device__ Cut everything() const { return {-INFINITY, INT32_MAX}; }
+
+ private:
+  // Where the kept tokens' weights are: in the scan's sums, in the list, in masses_.
+  enum Where { kScan, kList, kMasses, kNowhere };
+
+  struct Kept {
+    Cut cut;
+    Where where;
+  };
+
+  // The ranking's prefix that reaches a target: at `low` it does, at `high` it does not.
+  struct Bracket {
+    uint32_t low, high;  // ordered bits
+
+    __device__ bool single() const { return high - low <= 1; }
+  };
+
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ static int threads() { return static_cast<int>(blockDim.x); }
+
+  __device__ Mass mass(float weight) const { return static_cast<Mass>(weight * unit_); }
+
+  // e^((x - max) / temperature) for a clean x
+  __device__ float weight(float x) const { return ptx::exp2_approx((x - max_) * scale()); }
+
+  __device__ Mass amount(bool by_mass, float x) const { return by_mass ? mass(weight(x)) : 1; }
+
+  __device__ Mass scanned_mass(int32_t leaf) const {
+    LeafStats stats = stats_[leaf];
+    if (stats.max == -INFINITY) return 0;
+    return mass(stats.warm * ptx::exp2_approx((stats.max - max_) * scale()));
+  }
+
+  __device__ Kept filter(const SamplingParams& params) {
+    Kept kept{everything(), kScan};
+    Cut likely = everything();  // min-p: weight >= min_p * the largest weight, which is 1
+    if (params.min_p > 0.0f) {
+      double least = max_ + static_cast<double>(logf(params.min_p)) / inverse_;
+      likely.value = fminf(static_cast<float>(least), max_);
+    }
+    bool counted = params.top_k > 0 && params.top_k < row_.size;
+    bool weighed = params.top_p < 1.0f;
+#pragma unroll 1
+    for (int stage = counted ? 0 : 1; stage < 2; ++stage) {
+      bool by_mass = stage == 1;
+      float low = -INFINITY;
+      Mass target = static_cast<Mass>(params.top_k), total = 0;
+      if (by_mass) {
+        if (!weighed && likely.value > -INFINITY) {
+          kept.cut = tighter(kept.cut, likely);
+          if (kept.where == kScan) kept.where = kNowhere;
+        }
+        if (kept.where == kNowhere) {
+          total = gather(kept.cut, INFINITY, -INFINITY, true);
+          kept.where = kMasses;
+        } else if (weighed) {
+          total = kept.where == kScan ? scanned_total() : listed_total(true, kept.cut);
+        }
+        if (!weighed) break;
+        double part = static_cast<double>(params.top_p) * static_cast<double>(total);
+        target = static_cast<Mass>(part);
+        if (target == 0) target = 1;
+        if (kept.where == kList) {
+          Mass key = select_listed(
+              true, rank_key(kept.cut.value, kept.cut.last_id), rank_key(max_, 0), 0, target);
+          kept.cut = tighter(cut_at(key), likely);
+          break;
+        }
+        // Tokens lighter than half of (1 - top_p) * total / vocab_size together weigh too little to
+        // matter. Nor does what min-p drops: it is past the cut.
+        float rest = 0.5f * (1.0f - params.top_p) * (static_cast<float>(total) / unit_);
+        double lightest = max_ + static_cast<double>(logf(rest / row_.size)) / inverse_;
+        low = lightest > -FLT_MAX ? static_cast<float>(lightest) : -FLT_MAX;
+        low = fmaxf(fmaxf(low, likely.value), kept.cut.value);
+      } else {
+        low = count_floor(params.top_k);
+      }
+      bool listed = false;
+      kept.cut = select(by_mass, kept.cut, low, target, total, &listed);
+      kept.where = by_mass ? kMasses : listed ? kList : kNowhere;
+    }
+    if (kept.where == kList) {
+      deposit(kept.cut);
+      kept.where = kMasses;
+    }
+    return kept;
+  }
+
+  __device__ Mass scanned_total() {
+    Mass total = 0;
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
+      total += scanned_mass(leaf);
+    }
+    return block_reduce<Add>(shared_, total);
+  }
+
+  // Of the list's tokens that the cut keeps.
+  __device__ Mass listed_total(bool by_mass, Cut cut) {
+    Mass total = 0;
+    for_each_listed(cut, [&](float x, int32_t) { total += amount(by_mass, x); });
+    return block_reduce<Add>(shared_, total);
+  }
+
+  // Adds the list's kept tokens to the masses of their leaves.
+  __device__ void deposit(Cut cut) {
+    for_each_listed(cut, [&](float x, int32_t id) {
+      atomicAdd(&masses_[id / Leaf<T>::kSize], mass(weight(x)));
+    });
+    __syncthreads();
+  }
+
+  // A logit that at least count tokens reach: as many leaves reach the count-th largest of the
+  // leaves' maxima.
+  __device__ float count_floor(int32_t count) {
+    if (count > num_leaves_ || num_leaves_ > kListCapacity) return -INFINITY;
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
+      shared_.list_x[leaf] = stats_[leaf].max;
+      shared_.list_id[leaf] = leaf;
+    }
+    if (thread() == 0) shared_.list_count = num_leaves_;
+    __syncthreads();
+    Mass key = select_listed(
+        false, rank_key(-INFINITY, INT32_MAX), rank_key(max_, 0), 0, static_cast<Mass>(count));
+    return cut_at(key).value;
+  }
+
+  // The key of the listed token, its key within [low, high], at which the ranking first reaches the
+  // target: the last token where it never does, high + 1 where there is none. `above` is the mass
+  // before the range. Keys split into 256 bins, then the bin that reaches the target does.
+  __device__ Mass select_listed(bool by_mass, Mass low, Mass high, Mass above, Mass target) {
+    Mass none = high + 1;
+    int count = list_count();
+    while (true) {
+      Mass range = high - low;
+      int upper = static_cast<int>(range >> 32);
+      int bits = upper != 0 ? 64 - __clz(upper) : 32 - __clz(static_cast<int>(range));
+      int shift = bits > 8 ? bits - 8 : 0;
+#pragma unroll 1
+      for (int bin = thread(); bin < kBins; bin += threads()) {
+        shared_.number[bin] = shared_.low_mass[bin] = shared_.high_mass[bin] = 0;
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int i = thread(); i < count; i += threads()) {
+        Mass key = rank_key(shared_.list_x[i], shared_.list_id[i]);
+        if (key < low || key > high) continue;
+        int bin = static_cast<int>((high - key) >> shift);
+        atomicAdd(&shared_.number[bin], 1u);
+        if (!by_mass) continue;
+        Mass own = mass(weight(shared_.list_x[i]));
+        atomicAdd(&shared_.low_mass[bin], static_cast<uint32_t>(own & ((1u << kLowMassBits) - 1)));
+        atomicAdd(&shared_.high_mass[bin], static_cast<uint32_t>(own >> kLowMassBits));
+      }
+      __syncthreads();
+      if (warp_id() == 0) find_bin(by_mass, low, high, shift, above, target);
+      __syncthreads();
+      low = shared_.key_low;
+      high = shared_.key_high;
+      above = shared_.above;
+      if (shared_.bin_number <= 1) break;
+    }
+    if (shared_.bin_number == 0) return none;
+#pragma unroll 1
+    for (int i = thread(); i < count; i += threads()) {
+      Mass key = rank_key(shared_.list_x[i], shared_.list_id[i]);
+      if (key >= low && key <= high) shared_.key = key;
+    }
+    __syncthreads();
+    return shared_.key;
+  }
+
+  // The first warp's part: eight bins a lane.
+  __device__ void find_bin(bool by_mass, Mass low, Mass high, int shift, Mass above, Mass target) {
+    int first = lane_id() * kBinsPerLane;
+    Mass own = 0;
+    uint32_t number = 0;
+#pragma unroll 1
+    for (int bin = first; bin < first + kBinsPerLane; ++bin) {
+      own += bin_amount(by_mass, bin);
+      number += shared_.number[bin];
+    }
+    Mass before = above + warp_inclusive(own) - own;
+    unsigned reached = __ballot_sync(kFullMask, number > 0 && before + own >= target);
+    unsigned filled = __ballot_sync(kFullMask, number > 0);
+    int chosen = reached != 0 ? __ffs(static_cast<int>(reached)) - 1
+                              : kWarpSize - 1 - __clz(static_cast<int>(filled));
+    if (filled == 0 && lane_id() == 0) shared_.bin_number = 0;
+    if (filled == 0 || lane_id() != chosen) return;
+    int found = first;
+    Mass found_before = before;
+#pragma unroll 1
+    for (int bin = first; bin < first + kBinsPerLane; ++bin) {
+      if (shared_.number[bin] == 0) continue;
+      found = bin;
+      found_before = before;
+      before += bin_amount(by_mass, bin);
+      if (before >= target) break;
+    }
+    shared_.bin_number = shared_.number[found];
+    shared_.above = found_before;
+    Mass top = high - (static_cast<Mass>(found) << shift);
+    Mass bottom = top - ((Mass{1} << shift) - 1);
+    shared_.key_high = top;
+    shared_.key_low = bottom > low && bottom <= top ? bottom : low;
+  }
+
+  __device__ Mass bin_amount(bool by_mass, int bin) const {
+    if (!by_mass) return shared_.number[bin];
+    return (Mass{shared_.high_mass[bin]} << kLowMassBits) + shared_.low_mass[bin];
+  }
+
+  // Lists the tokens of the base with low <= logit < high, and writes of every leaf what reaches
+  // high: its mass, or how many. Returns the sum of those. Where the list overflows only its count
+  // is right.
+  __device__ Mass gather(Cut base, float low, float high, bool by_mass) {
+    __syncthreads();
+    if (thread() == 0) shared_.list_count = 0;
+    __syncthreads();
+    Mass above = 0;
+#pragma unroll 1
+    for (int32_t leaf = warp_id(); leaf < num_leaves_; leaf += num_warps()) {
+      Limits limits = limits_of(base, leaf);
+      float from = fmaxf(low, limits.least), upto = fmaxf(high, limits.least);
+      float top = stats_[leaf].max;
+      Mass own = 0;
+      if (top >= fminf(from, upto)) {
+        Leaf<T> x;
+        load(x, leaf, base, limits);
+        if (top >= upto) own = amount_from(x, upto, by_mass);
+        x.forget_derived();
+        unsigned between = 0;
+#pragma unroll
+        for (int i = 0; i < Leaf<T>::kOwn; ++i) {
+          float value = clean(x[i]);
+          between |= static_cast<unsigned>(value >= from && value < upto) << i;
+        }
+        if (__any_sync(kFullMask, between != 0)) append(x, leaf, between);
+      }
+      if (lane_id() == 0) {
+        masses_[leaf] = own;
+        above += own;
+      }
+    }
+    return block_reduce<Add>(shared_, above);
+  }
+
+  // One warp's part of a list.
+  __device__ void append(Leaf<T>& x, int32_t leaf, unsigned mask) {
+    x.forget_derived();
+    int32_t begin = leaf * Leaf<T>::kSize;
+    if (row_.size - begin < Leaf<T>::kSize) {
+#pragma unroll
+      for (int i = 0; i < Leaf<T>::kOwn; ++i) {
+        if (Leaf<T>::offset(i) >= row_.size - begin) mask &= ~(1u << i);
+      }
+    }
+    int own = __popc(mask), upto = own;
+#pragma unroll
+    for (int offset = 1; offset < kWarpSize; offset *= 2) {
+      int before = __shfl_up_sync(kFullMask, upto, offset);
+      if (lane_id() >= offset) upto += before;
+    }
+    int slot = 0;
+    if (lane_id() == kWarpSize - 1) slot = atomicAdd(&shared_.list_count, upto);
+    slot = __shfl_sync(kFullMask, slot, kWarpSize - 1) + upto - own;
+#pragma unroll
+    for (int i = 0; i < Leaf<T>::kOwn; ++i) {
+      if ((mask >> i & 1u) == 0) continue;
+      if (slot < kListCapacity) {
+        shared_.list_x[slot] = clean(x[i]);
+        shared_.list_id[slot] = begin + Leaf<T>::offset(i);
+      }
+      ++slot;
+    }
+  }
+
+  // How a cut meets a leaf: least is what its tokens must reach; `divided` where ties end inside.
+  struct Limits {
+    float least;
+    bool divided;
+  };
+
+  __device__ Limits limits_of(Cut base, int32_t leaf) const {
+    int32_t begin = leaf * Leaf<T>::kSize;
+    if (base.last_id < begin) return {next_above(base.value), false};
+    return {base.value, base.last_id - begin < Leaf<T>::kSize - 1};
+  }
+
+  __device__ void load(Leaf<T>& x, int32_t leaf, Cut base, Limits limits) const {
+    x.load(row_, leaf);
+    if (limits.divided) x.drop_ties(base.value, base.last_id - leaf * Leaf<T>::kSize);
+  }
+
+  // shared_.sums[j] = mass, or number, of the base's tokens with logits >= shared_.thresholds[j],
+  // which descend.
+  __device__ void masses_from(Cut base, bool by_mass) {
+    if (thread() < kThresholds) shared_.sums[thread()] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t leaf = warp_id(); leaf < num_leaves_; leaf += num_warps()) {
+      Limits limits = limits_of(base, leaf);
+      float top = stats_[leaf].max;
+      if (top < fmaxf(shared_.thresholds[kThresholds - 1], limits.least)) continue;
+      Leaf<T> x;
+      load(x, leaf, base, limits);
+#pragma unroll 1
+      for (int j = 0; j < kThresholds; ++j) {
+        float least = fmaxf(shared_.thresholds[j], limits.least);
+        Mass own = amount_from(x, least, by_mass);
+        if (lane_id() == 0) atomicAdd(&shared_.sums[j], own);
+      }
+    }
+    __syncthreads();
+  }
+
+  // Mass, or number, of the leaf's tokens from `least` upwards.
+  __device__ Mass amount_from(Leaf<T>& x, float least, bool by_mass) const {
+    x.forget_derived();
+    if (by_mass) {
+      float sums[4] = {};
+#pragma unroll
+      for (int i = 0; i < Leaf<T>::kOwn; ++i) {
+        float value = clean(x[i]);
+        sums[i % 4] += value >= least ? weight(value) : 0.0f;
+      }
+      return mass(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
+    }
+    int number = 0;
+#pragma unroll
+    for (int i = 0; i < Leaf<T>::kOwn; ++i) number += clean(x[i]) >= least;
+    return static_cast<Mass>(__reduce_add_sync(kFullMask, number));
+  }
+
+  // Lists evenly spread vectors of a large row, one of each stretch, and returns how many tokens of
+  // the row one of the list stands for.
+  __device__ double sample_row() {
+    constexpr int kWidth = Leaf<T>::kWidth;
+    int vectors = row_.size / kWidth;
+    int stride = (vectors + kListCapacity / kWidth - 1) / (kListCapacity / kWidth);
+    int number = vectors / stride;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = thread(); i < number * kWidth; i += threads()) {
+      uint32_t stretch = static_cast<uint32_t>(i / kWidth);
+      int within = static_cast<int>((stretch * 2654435761u >> 8) % static_cast<uint32_t>(stride));
+      int64_t vector = static_cast<int64_t>(stretch) * stride + within;
+      shared_.list_x[i] = clean(logit(static_cast<int32_t>(vector * kWidth + i % kWidth)));
+      shared_.list_id[i] = i;
+    }
+    if (thread() == 0) shared_.list_count = number * kWidth;
+    __syncthreads();
+    return static_cast<double>(row_.size) / (number * kWidth);
+  }
+
+  // Bounds around the cut, guessed from a sample. What lies below the cut is many tokens of little
+  // weight, so its mass is guessed well, however few tokens hold the rest.
+  __device__ void guess(
+      bool by_mass, Mass target, Mass total, float floor, float* from, float* upto) {
+    double ratio = sample_row();
+    double count = static_cast<double>(list_count());
+    Cut reachable{floor, INT32_MAX};
+    if (static_cast<double>(listed_total(false, reachable)) * ratio < 0.75 * kListCapacity) return;
+    double low, high, sampled = count;
+    if (by_mass) {
+      sampled = static_cast<double>(listed_total(true, everything()));
+      double below = (static_cast<double>(total) - static_cast<double>(target)) / ratio;
+      double tolerance = 6.0f / sqrtf(static_cast<float>(count));
+      low = sampled - below * (1.0 - tolerance);
+      high = sampled - below * (1.0 + tolerance);
+    } else {
+      double expected = static_cast<double>(target) / ratio;
+      double slack = 3.0f * sqrtf(static_cast<float>(expected)) + 1.0f;
+      low = expected + slack;
+      high = expected - slack;
+    }
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {
+      double wanted = side == 0 ? high : low;
+      if (wanted < 1.0 || wanted >= sampled) continue;
+      Mass key = select_listed(
+          by_mass, rank_key(-INFINITY, INT32_MAX), rank_key(max_, 0), 0, static_cast<Mass>(wanted));
+      float value = cut_at(key).value;
+      if (side == 0) {
+        *upto = next_above(value);
+      } else {
+        *from = fmaxf(value, floor);
+      }
+    }
+  }
+
+  // The cut, no looser than the base, at which the ranking's mass, or number, first reaches the
+  // target; past `low` nothing is looked for. *listed: the list holds every kept token. By mass,
+  // masses_ ends as the kept tokens' of every leaf; by number it is zero where *listed.
+  __device__ Cut select(bool by_mass, Cut base, float low, Mass target, Mass total, bool* listed) {
+    Bracket bracket{ordered_bits(low), ordered_bits(max_) + 1};
+    float from = low, upto = next_above(max_);
+    if (row_.size > kListCapacity) guess(by_mass, target, total, low, &from, &upto);
+#pragma unroll 1
+    for (int round = 0;; ++round) {
+      Mass above = gather(base, from, upto, by_mass);
+      bool fits = list_count() <= kListCapacity;
+      bool guessed = round == 0;
+      if (fits && (!guessed || above < target)) {
+        bool reaches = !guessed || ordered_bits(from) <= bracket.low ||
+                       above + listed_total(by_mass, everything()) >= target;
+        if (reaches) {
+          Mass key = select_listed(
+              by_mass, rank_key(from, INT32_MAX), rank_key(upto, INT32_MAX) - 1, above, target);
+          Cut cut = cut_at(key);
+          *listed = above == 0;
+          if (by_mass) deposit(cut);
+          return cut;
+        }
+        bracket.high = ordered_bits(from);
+      } else if (guessed) {
+        if (above < target) {
+          bracket.high = ordered_bits(upto);
+        } else {
+          bracket.low = ordered_bits(upto);
+        }
+      } else if (bracket.single()) {
+        *listed = false;
+        return tied_prefix(base, from_ordered_bits(bracket.low), by_mass, above, target);
+      }
+      if (!bracket.single()) narrow(base, by_mass, target, round, &bracket);
+      from = from_ordered_bits(bracket.low);
+      upto = from_ordered_bits(bracket.high);
+    }
+  }
+
+  // Thresholds strictly inside the bracket. Even in value for a few rounds, which suits logits; then
+  // even in representation, which ends in a bracket of one float.
+  __device__ void narrow(Cut base, bool by_mass, Mass target, int round, Bracket* bracket) {
+    float low = from_ordered_bits(bracket->low), high = from_ordered_bits(bracket->high);
+    bool by_value = round < 4 && low > -FLT_MAX && high < FLT_MAX;
+    __syncthreads();
+    if (thread() < kThresholds) {
+      uint32_t part = static_cast<uint32_t>(kThresholds - thread());
+      float threshold;
+      if (by_value) {
+        double width = static_cast<double>(high) - low;
+        threshold = static_cast<float>(low + width * part / (kThresholds + 1));
+      } else {
+        uint64_t width = bracket->high - bracket->low;
+        threshold = from_ordered_bits(bracket->low +
+                                      static_cast<uint32_t>(width * part / (kThresholds + 1)));
+      }
+      shared_.thresholds[thread()] = threshold;
+    }
+    masses_from(base, by_mass);
+    uint32_t lowest = bracket->low;
+#pragma unroll 1
+    for (int j = 0; j < kThresholds; ++j) {
+      uint32_t bits = ordered_bits(shared_.thresholds[j]);
+      if (bits <= lowest || bits >= bracket->high) continue;
+      if (shared_.sums[j] >= target) {
+        bracket->low = bits;
+        break;
+      }
+      bracket->high = bits;
+    }
+  }
+
+  // More equal tokens than a list holds: counted off in id order. A warp has a run of leaves.
+  __device__ Cut tied_prefix(Cut base, float value, bool by_mass, Mass above, Mass target) {
+    Mass each = by_mass ? mass(weight(value)) : 1;
+    if (each == 0) each = 1;
+    Mass wanted = target > above ? (target - above + each - 1) / each : 0;
+    int32_t run = (num_leaves_ - 1) / num_warps() + 1;
+    int32_t begin = warp_id() * run, end = min(begin + run, num_leaves_);
+    Mass number = 0, total;
+#pragma unroll 1
+    for (int32_t leaf = begin; leaf < end; ++leaf) number += number_tied(base, leaf, value);
+    Mass own = lane_id() == 0 ? number : 0;
+    Mass upto = __shfl_sync(kFullMask, block_inclusive(shared_, own, &total), 0) - number;
+    wanted = wanted < 1 ? 1 : wanted > total ? total : wanted;
+#pragma unroll 1
+    for (int32_t leaf = begin; leaf < end && upto < wanted; ++leaf) {
+      Mass found = static_cast<Mass>(number_tied(base, leaf, value));
+      Mass kept = found < wanted - upto ? found : wanted - upto;
+      if (by_mass && lane_id() == 0) masses_[leaf] += kept * each;
+      upto += kept;
+      if (kept > 0 && upto == wanted) {
+        // the kept-th tie of this leaf
+        int own_number = 0;
+        for_each_in_order(row_, leaf, [&](float x, int32_t) { own_number += x == value; });
+        int before = static_cast<int>(warp_inclusive(static_cast<Mass>(own_number))) - own_number;
+        for_each_in_order(row_, leaf, [&](float x, int32_t id) {
+          before += x == value;
+          if (x == value && before == static_cast<int>(kept)) shared_.rest_id = id;
+        });
+      }
+    }
+    __syncthreads();
+    return {value, shared_.rest_id};
+  }
+
+  __device__ int number_tied(Cut base, int32_t leaf, float value) const {
+    Limits limits = limits_of(base, leaf);
+    if (stats_[leaf].max < value || value < limits.least) return 0;
+    Leaf<T> x;
+    load(x, leaf, base, limits);
+    int number = 0;
+#pragma unroll
+    for (int i = 0; i < Leaf<T>::kOwn; ++i) number += clean(x[i]) == value;
+    return __reduce_add_sync(kFullMask, number);
+  }
+
+  // The first kept token, in id order, at which the running mass exceeds uniform * total.
+  __device__ RowToken invert_cdf(const Kept& kept, float uniform) {
+    int32_t run = (num_leaves_ - 1) / threads() + 1;
+    int32_t begin = min(thread() * run, num_leaves_), end = min(begin + run, num_leaves_);
+    auto leaf_mass = [&](int32_t leaf) {
+      return kept.where == kScan ? scanned_mass(leaf) : masses_[leaf];
+    };
+    Mass own = 0, total;
+#pragma unroll 1
+    for (int32_t leaf = begin; leaf < end; ++leaf) own += leaf_mass(leaf);
+    Mass upto = block_inclusive(shared_, own, &total);
+    // floor(total * n / 2^24), of the uniform's 24 bits
+    Mass n = static_cast<Mass>(uniform * 0x1p24f);
+    Mass target = (total >> 24) * n + ((total & 0xffffffu) * n >> 24);
+    Mass before = upto - own;
+    if (before <= target && target < upto) {
+#pragma unroll 1
+      for (int32_t leaf = begin; leaf < end; ++leaf) {
+        Mass here = leaf_mass(leaf);
+        if (before + here > target) {
+          shared_.leaf = leaf;
+          shared_.part = static_cast<double>(target - before) / static_cast<double>(here);
+          break;
+        }
+        before += here;
+      }
+    }
+    __syncthreads();
+    return pick(shared_.leaf, kept.cut, shared_.part);
+  }
+
+  // The first kept token of the leaf at which the running mass exceeds that part of the leaf's.
+  __device__ RowToken pick(int32_t leaf, Cut cut, double part) const {
+    if (warp_id() != 0) return {0, 0.0f};
+    float origin = stats_[leaf].max;
+    auto share = [&](float x, int32_t id) {
+      return cut.keeps(x, id) ? mass(ptx::exp2_approx((x - origin) * scale())) : Mass{0};
+    };
+    Mass own = 0;
+    for_each_in_order(row_, leaf, [&](float x, int32_t id) { own += share(x, id); });
+    Mass upto = warp_inclusive(own);
+    Mass total = __shfl_sync(kFullMask, upto, kWarpSize - 1);
+    Mass target = static_cast<Mass>(part * static_cast<double>(total));
+    if (target >= total) target = total - 1;
+    Mass running = upto - own;
+    bool mine = running <= target && target < upto;
+    RowToken found{-1, 0.0f};
+    for_each_in_order(row_, leaf, [&](float x, int32_t id) {
+      running += share(x, id);
+      if (mine && found.id < 0 && running > target) found = {id, x};
+    });
+    int owner = __ffs(static_cast<int>(__ballot_sync(kFullMask, mine))) - 1;
+    return {__shfl_sync(kFullMask, found.id, owner), __shfl_sync(kFullMask, found.logit, owner)};
+  }
+
+  RowShared& shared_;
+  const Row<T>& row_;
+  LeafStats* stats_;
+  Mass* masses_;
+  int32_t num_leaves_;
+  float inverse_;  // of the temperature
+  float unit_;     // the heaviest token's mass
+  float max_ = -INFINITY;
+  float log_sum_ = 0.0f;
+};
+
+}  // namespace specops

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// How rows are dealt to blocks, and where their leaves are kept. A schedule: it changes no bit.
+#pragma once
+
+#include <algorithm>
+
+#include "sampling/row.cuh"
+
+namespace specops {
+
+struct RowPlan {
+  int32_t num_leaves;  // of a row
+  int32_t splits;      // blocks that share a row
+  int32_t run;         // leaves of one block
+  int32_t threads;     // of a block
+  bool shared_leaves;  // statistics and masses fit a block's shared memory
+
+  static constexpr int64_t kAlignment = 16;
+
+  // Counters stand at the workspace's start and leaves at its end, so that a workspace that is large
+  // enough serves calls of any shape: its start stays zero.
+  static int64_t counter_bytes(int64_t counters) {
+    return (counters * int64_t{sizeof(int32_t)} + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  int64_t leaf_bytes(int64_t rows) const {
+    if (shared_leaves) return 0;
+    return rows * row_bytes();
+  }
+
+  // Of one row's leaves: statistics, then masses.
+  __host__ __device__ int64_t row_bytes() const {
+    int64_t bytes = num_leaves * static_cast<int64_t>(sizeof(LeafStats) + sizeof(Mass));
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+};
+
+// Many rows: a block each. Few: several blocks of many warps, the last of which ends the row.
+inline RowPlan plan_rows(int64_t rows, int64_t vocab_size, int64_t element_bytes, int num_sms) {
+  constexpr int64_t kManyWarps = 8, kFewWarps = 8;
+  int64_t leaf_size = kLeafBytes / element_bytes;
+  int64_t num_leaves = (vocab_size - 1) / leaf_size + 1;
+  RowPlan plan{.num_leaves = static_cast<int32_t>(num_leaves),
+               .splits = 1,
+               .run = static_cast<int32_t>(num_leaves),
+               .threads = static_cast<int32_t>(std::min(num_leaves, kManyWarps)) * kWarpSize,
+               .shared_leaves = num_leaves <= kSharedLeaves};
+  int64_t wanted = 2 * int64_t{num_sms} / std::max(rows, int64_t{1});
+  if (wanted < 2 || num_leaves <= kManyWarps) return plan;
+  int64_t warps = std::min(num_leaves, kFewWarps);
+  int64_t splits = std::min((num_leaves - 1) / warps + 1, wanted);
+  int64_t run = (num_leaves - 1) / splits + 1;
+  plan.threads = static_cast<int32_t>(warps) * kWarpSize;
+  plan.run = static_cast<int32_t>(run);
+  plan.splits = static_cast<int32_t>((num_leaves - 1) / run + 1);
+  plan.shared_leaves = plan.shared_leaves && plan.splits == 1;
+  return plan;
+}
+
+// One block's view of the workspace.
+struct RowSlots {
+  LeafStats* stats;  // [num_leaves] of its row
+  Mass* masses;
+
+  // `item`: the row's number among all that the workspace has room for.
+  __device__ RowSlots(const RowPlan& plan,
+                      RowShared& shared,
+                      unsigned char* workspace_end,
+                      int64_t item)
+      : stats(shared.stats), masses(shared.masses) {
+    if (plan.shared_leaves) return;
+    stats = reinterpret_cast<LeafStats*>(workspace_end - plan.row_bytes() * (item + 1));
+    masses = reinterpret_cast<Mass*>(stats + plan.num_leaves);
+  }
+};
+
+// The block's share of a row. Returns whether it is the block that ends the row: all leaves are then
+// there. `counter`: of the row.
+template <typename T>
+__device__ inline bool scan_row(const RowPlan& plan,
+                                RowShared& shared,
+                                const Row<T>& row,
+                                const RowSlots& slots,
+                                bool want_raw,
+                                bool want_warm,
+                                float scale,
+                                int32_t* counter) {
+  int32_t begin = static_cast<int32_t>(blockIdx.x) % plan.splits * plan.run;
+  int32_t end = min(begin + plan.run, plan.num_leaves);
+  scan_leaves(row, begin, end, want_raw, want_warm, scale, slots.stats);
+  if (plan.splits > 1) return last_to_arrive(shared, counter, plan.splits);
+  __syncthreads();
+  return true;
+}
+
+}  // namespace specops

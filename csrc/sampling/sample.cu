@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/launch.cuh"
+#include "sampling/sample.cuh"
+
+namespace specops {
+
+void sample_cuda(const SampleParams& params, CudaStream stream) {
+  RowPlan plan =
+      plan_rows(params.rows, params.vocab_size, dtype_bytes(params.dtype), num_sms(stream));
+  dim3 grid(static_cast<unsigned>(params.rows * plan.splits));
+  auto run = [&](auto kernel) {
+    launch(kernel, grid, plan.threads, sizeof(RowShared), stream, params, plan);
+  };
+  if (params.dtype == DType::kBFloat16) {
+    run(sample_kernel<bfloat16>);
+  } else {
+    run(sample_kernel<float>);
+  }
+}
+
+void sampling_workspace_cuda(const SamplingWorkspaceParams& params, CudaStream stream) {
+  RowPlan plan = plan_rows(params.rows, params.vocab_size, params.element_bytes, num_sms(stream));
+  int64_t counters = params.batch + (plan.splits > 1 ? params.rows : 0);
+  *params.num_bytes = RowPlan::counter_bytes(counters) + plan.leaf_bytes(params.rows);
+}
+
+}  // namespace specops
