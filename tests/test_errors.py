@@ -386,6 +386,7 @@ def test_wrong_sizes_before_allocation() -> None:
         )
     refused("total_rows must be an int32 of at least 0, got -1", "prepare_batch", total_rows=-1)
     refused("num_output_rows must be.*got -1", "prepare_batch", num_output_rows=-1)
+    refused("top_logprobs: n must be at least 0, got -1", "top_logprobs", n=-1)
     refused(
         r"linear: weight must be a PackedWeight.*got Tensor", "linear", weight=torch.zeros(5, 4)
     )

@@ -251,6 +251,8 @@ def top_logprobs(
     Note:
         Deterministic. A logprob is bit for bit what `sample` and `verify` report for that token.
     """
+    if n < 0:
+        raise ValueError(f"top_logprobs: n must be at least 0, got {n}")
     if token_ids is None:
         token_ids = unless_wrong(
             lambda: torch.empty(logits.shape[0], n, dtype=torch.int32, device=logits.device)
