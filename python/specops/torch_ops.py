@@ -55,6 +55,8 @@ _SCHEMAS = (
     "Tensor(b!) num_accepted_tokens, Tensor(c!)? logprobs, Tensor(d!)? workspace) -> ()",
     "top_logprobs(Tensor logits, Tensor(a!) token_ids, Tensor(b!) logprobs, Tensor(c!) lse, "
     "Tensor(d!)? workspace) -> ()",
+    "commit_tokens(Tensor output_token_ids, Tensor slots, Tensor(a!) token_ids, Tensor(b!) lens) "
+    "-> ()",
     # suffix_tree; its sizes are ints, or one per request
     "ngram_propose(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, int min_ngram_size, "
     "int max_ngram_size, Tensor(a!) draft_token_ids, Tensor(b!) num_draft_tokens) -> ()",
