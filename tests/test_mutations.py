@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs put into the real kernels, one at a time: the tests of the op, run in the interpreter, must
+notice every one. A mutation that no longer applies fails too: choose the like of it in new code.
+
+The table of what noticed what is left in build/mutations.md.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import simt
+
+pytestmark = pytest.mark.prove
+
+TABLE = simt.ROOT / "build" / "mutations.md"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str  # of csrc
+    old: str  # stands in the file once
+    new: str
+    tests: str  # file of tests, and what to select there
+    build: str = "plain"  # or race: in which the bug shows
+
+
+LINEAR = "test_dense.py linear and not wide_output"
+LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits"
+RMS_NORM = "test_dense.py rms_norm"
+PREPARE = "test_batching.py prepare or rows or neighbours"
+ROPE = "test_attention.py rope"
+COMMIT = "test_sampling.py commit"
+SAMPLE = "test_sampling.py sample or row_identity"
+SAMPLE_RACE = "test_sampling.py row_identity"
+TOP_LOGPROBS = "test_sampling.py top_logprobs"
+NGRAM = "test_suffix_tree.py ngram or history or match or draft"
+
+MUTATIONS = [
+    Mutation(
+        "the wait allows one group more than the ring holds",
+        "dense/linear.cuh",
+        "ptx::cp_async_wait<kDepth - 2>();",
+        "ptx::cp_async_wait<kDepth - 1>();",
+        LINEAR,
+    ),
+    Mutation(
+        "the same in the tiled kernel",
+        "dense/linear.cuh",
+        "ptx::cp_async_wait<kStages - 2>();",
+        "ptx::cp_async_wait<kStages - 1>();",
+        LINEAR,
+    ),
+    Mutation(
+        "no barrier between a stage's arrival and its use",
+        "dense/linear.cuh",
+        "ptx::cp_async_wait<kStages - 2>();\n      __syncthreads();",
+        "ptx::cp_async_wait<kStages - 2>();",
+        LINEAR,
+    ),
+    Mutation(
+        "two rows of the A fragment exchanged",
+        "dense/linear.cuh",
+        "{low.x, high.x, low.y, high.y}",
+        "{high.x, low.x, low.y, high.y}",
+        LINEAR,
+    ),
+    Mutation(
+        "the halves of the B fragment exchanged",
+        "dense/linear.cuh",
+        "{x.z, x.w}",
+        "{x.w, x.z}",
+        LINEAR,
+    ),
+    Mutation(
+        "leaves folded in another order by one of the schedules",
+        "dense/linear.cuh",
+        "float4 sum = from[leaf * items];",
+        "float4 sum = from[(plan.leaves - leaf) * items];",
+        LINEAR,
+    ),
+    Mutation(
+        "no barrier before the leaves are added",
+        "dense/linear.cuh",
+        "  __syncthreads();\n  if (unit >= units) return;",
+        "  if (unit >= units) return;",
+        LINEAR,
+    ),
+    Mutation(
+        "the ring is overwritten while other lanes read it",
+        "dense/linear.cuh",
+        "  ptx::cp_async_wait<0>();\n  __syncwarp(kFullMask);",
+        "  ptx::cp_async_wait<0>();",
+        LINEAR_RACE,
+        "race",
+    ),
+    Mutation(
+        "a row past the last is read (and its result dropped)",
+        "dense/linear.cuh",
+        "rows[c] = row < params.rows ?",
+        "rows[c] = row <= params.rows ?",
+        LINEAR_RACE,
+        "race",
+    ),
+    Mutation(
+        "a row too many is written",
+        "dense/linear.cuh",
+        "if (row >= params.rows || output >= params.num_outputs) continue;",
+        "if (row > params.rows || output >= params.num_outputs) continue;",
+        LINEAR_RACE,
+        "race",
+    ),
+    Mutation(
+        "no barrier between the warps' sums and their total",
+        "dense/rms_norm.cuh",
+        "= squares;\n  __syncthreads();",
+        "= squares;",
+        RMS_NORM,
+    ),
+    Mutation(
+        "the last step of the warp's sum is left out",
+        "dense/rms_norm.cuh",
+        "for (int lanes = kWarpSize / 2; lanes > 0;",
+        "for (int lanes = kWarpSize / 2; lanes > 1;",
+        RMS_NORM,
+    ),
+    Mutation(
+        "the tail of a row is read as a whole chunk",
+        "dense/rms_norm.cuh",
+        "held[i] = load_chunk(x + col, count(col), aligned);",
+        "held[i] = load_chunk(x + col, kChunk<T>, aligned);",
+        RMS_NORM,
+    ),
+    Mutation(
+        "no barrier between a tile and the rows that read it",
+        "batching/prepare_batch.cuh",
+        "    __syncthreads();\n\n    // The rows of the slice",
+        "\n    // The rows of the slice",
+        PREPARE,
+    ),
+    Mutation(
+        "no barrier between the scan and its use",
+        "batching/prepare_batch.cuh",
+        "    __syncthreads();\n    int64_t tile_rows = rows;",
+        "    int64_t tile_rows = rows;",
+        PREPARE,
+    ),
+    Mutation(
+        "the scan skips the lane at the step's distance",
+        "batching/prepare_batch.cuh",
+        "if (lane >= distance) {",
+        "if (lane > distance) {",
+        PREPARE,
+    ),
+    Mutation(
+        "a row takes another request's pages",
+        "batching/prepare_batch.cuh",
+        "params.kv_indices[tile.first_page[i] + int64_t{page}]",
+        "params.kv_indices[tile.first_page[0] + int64_t{page}]",
+        PREPARE,
+    ),
+    Mutation(
+        "a position at a page's end belongs to the page before",
+        "batching/prepare_batch.cuh",
+        "static_cast<uint32_t>(position) / page_size;",
+        "static_cast<uint32_t>(position > 0 ? position - 1 : 0) / page_size;",
+        PREPARE,
+    ),
+    Mutation(
+        "a lane writes q while others still read it",
+        "attention/rope_append_kv.cuh",
+        "          __syncwarp(mask);  // q_out may be q: every lane has read before one writes\n",
+        "",
+        ROPE,
+    ),
+    Mutation(
+        "the mask of a group is one lane short",
+        "attention/rope_append_kv.cuh",
+        "((1u << grid.lanes) - 1) << first_lane",
+        "((1u << (grid.lanes - 1)) - 1) << first_lane",
+        ROPE,
+    ),
+    Mutation(
+        "a slot one past the cache is taken",
+        "attention/rope_append_kv.cuh",
+        "slot < params.num_slots;",
+        "slot <= params.num_slots;",
+        ROPE,
+        "race",
+    ),
+    Mutation(
+        "the partner element is a chunk off",
+        "attention/rope_append_kv.cuh",
+        "first_half ? half / kRopeChunk : -half",
+        "first_half ? half / kRopeChunk - 1 : -half",
+        ROPE,
+    ),
+    Mutation(
+        "the length is written while lanes still read it",
+        "sampling/commit_tokens.cuh",
+        "  __syncwarp(kFullMask);  // every lane has read the length\n",
+        "",
+        COMMIT,
+        "race",
+    ),
+    Mutation(
+        "the room left in a row is one token too much",
+        "sampling/commit_tokens.cuh",
+        "len + count > params.max_len",
+        "len + count > params.max_len + 1",
+        COMMIT,
+    ),
+    Mutation(
+        "no barrier between the warps' values and their fold",
+        "sampling/row.cuh",
+        "scratch[warp_id()] = value;\n  __syncthreads();\n  value = scratch[0];",
+        "scratch[warp_id()] = value;\n  value = scratch[0];",
+        SAMPLE,
+    ),
+    Mutation(
+        "the scan skips the lane at the step's distance",
+        "sampling/row.cuh",
+        "if (lane_id() >= offset) value += before;",
+        "if (lane_id() > offset) value += before;",
+        SAMPLE,
+    ),
+    Mutation(
+        "the last block reads what no fence published",
+        "sampling/row.cuh",
+        "    __threadfence();\n    bool last = atomicAdd(counter, 1) + 1 == expected;",
+        "    bool last = atomicAdd(counter, 1) + 1 == expected;",
+        SAMPLE_RACE,
+        "race",
+    ),
+    Mutation(
+        "the counter of the blocks is left as it is",
+        "sampling/row.cuh",
+        "    if (last) *counter = 0;\n",
+        "",
+        SAMPLE,
+    ),
+    Mutation(
+        "equal logits take the same place",
+        "sampling/top_logprobs.cuh",
+        "rank_key(shared.list_x[i], shared.list_id[i]) > key",
+        "shared.list_x[i] > logit",
+        TOP_LOGPROBS,
+    ),
+    Mutation(
+        "no barrier between the warps' matches and the longest",
+        "suffix_tree/ngram_propose.cuh",
+        "= best;\n  __syncthreads();",
+        "= best;",
+        NGRAM,
+    ),
+    Mutation(
+        "a match that begins with the row is cut short",
+        "suffix_tree/ngram_propose.cuh",
+        "match <= end && tokens",
+        "match < end && tokens",
+        NGRAM,
+    ),
+]
+
+SELECTIONS = sorted({(mutation.tests, mutation.build) for mutation in MUTATIONS})
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the interpreter and its tests are made of."""
+    root = tmp_path_factory.mktemp("mutations")
+    skip = shutil.ignore_patterns("__pycache__", "assets", "*.egg-info")
+    for name in ("csrc", "tests", "python", "tools"):
+        if (simt.ROOT / name).is_dir():
+            shutil.copytree(simt.ROOT / name, root / name, ignore=skip)
+    for name in ("CMakeLists.txt", "pyproject.toml", "setup.py", "README.md"):
+        if (simt.ROOT / name).is_file():
+            shutil.copy(simt.ROOT / name, root / name)
+    pybind11 = run([sys.executable, "-m", "pybind11", "--cmakedir"], root).stdout.strip()
+    options = [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"]
+    done = run(["cmake", "-G", "Ninja", "-B", "build/cmake", *options, "."], root)
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[list[str]]:
+    """Lines of the table, written at the end."""
+    lines: list[str] = []
+    yield lines
+    head = ["| kernel file | mutation | noticed by | how |", "| --- | --- | --- | --- |"]
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text("\n".join(head + lines) + "\n")
+
+
+def run(command: list[str], root: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    whole = {**os.environ, "PATH": path, "PYTHONPATH": str(root / "python"), **env}
+    return subprocess.run(
+        command, cwd=root, env=whole, capture_output=True, text=True, timeout=1800
+    )
+
+
+def build_and_test(root: Path, tests: str, build: str) -> subprocess.CompletedProcess[str]:
+    target = "_simt" if build == "plain" else f"_simt_{build}"
+    done = run(["cmake", "--build", "build/cmake", "--target", target], root)
+    assert done.returncode == 0, done.stdout[-3000:]
+    file, select = tests.split(" ", 1)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=short"]
+    command += ["-p", "no:cacheprovider", "-m", "not prove"]
+    command += ["-k", f"simt and ({select})", f"tests/{file}"]
+    return run(command, root, SPECOPS_SIMT_BUILD=build, COLUMNS="400")
+
+
+@pytest.mark.parametrize("tests", SELECTIONS, ids=lambda pair: "-".join(pair))
+def test_the_kernels_as_they_are_pass(scratch: Path, tests: tuple[str, str]) -> None:
+    done = build_and_test(scratch, *tests)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutations_are_noticed(scratch: Path, table: list[str], mutation: Mutation) -> None:
+    file = scratch / "csrc" / mutation.file
+    text = file.read_text()
+    assert text.count(mutation.old) == 1, "the mutation does not apply any more"
+    file.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        done = build_and_test(scratch, mutation.tests, mutation.build)
+    finally:
+        file.write_text(text)
+    assert done.returncode == 1, done.stdout[-3000:]
+    found = re.search(r"^FAILED \S+?::(.*?) - (.*)$", done.stdout, re.MULTILINE)
+    assert found is not None, done.stdout[-3000:]
+    test, why = found.groups()
+    why = re.sub(r"^\w+Error: |kernel\(.*?\), block .*?, thread \(.*?\): ", "", why)
+    table.append(f"| {mutation.file} | {mutation.name} | `{test}` | {why[:160]} |")
