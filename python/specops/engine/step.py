@@ -355,7 +355,11 @@ class Step:
             "output_token_ids": results["tokens"],
             "num_accepted_tokens": results["accepted"],
         }
+        # Zeros before and after every call, so it lies in no block that steps share.
+        workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
+        self._verify_args["workspace"] = workspace
         self._tops = {
+            "workspace": workspace,
             "token_ids": results["top_ids"],
             "logprobs": results["top_logprobs"],
             "lse": inner["lse"],
