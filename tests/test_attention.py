@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+import simt
 import specops
 import torch
 from conftest import assert_close, expect_fault
 from specops import attention, reference
 from torch import Tensor
 
+# Floats at the head of the workspace that are zero on CUDA, as in csrc/attention.
+COUNTERS = 8192
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SCALINGS = [
     None,
@@ -206,12 +209,13 @@ def attend_one(
 def test_append_attention_rows_are_decode_rows(
     device: str,
     isa: str,
+    on_cuda: bool,
     dtype: torch.dtype,
     window: int | None,
     heads: tuple[int, int],
     head_dim: int,
 ) -> None:
-    length = 1093
+    length = 580 if on_cuda else 1093
     q = torch.randn(length, heads[0], head_dim).to(dtype)
     k, v = (torch.randn(length, heads[1], head_dim).to(dtype) for _ in range(2))
     # A later token must not reach an earlier row, not even as zero times NaN.
@@ -224,7 +228,8 @@ def test_append_attention_rows_are_decode_rows(
         assert torch.equal(as_bits(out), as_bits(whole[end - rows : end]))
         assert torch.equal(lse, whole_lse[end - rows : end])
 
-    for end in [1, 2, 17, 63, 64, 65, 300, 512, 513, length - 1]:
+    ends = [1, 63, 65, 300, 513] if on_cuda else [1, 2, 17, 63, 64, 65, 300, 512, 513]
+    for end in [*ends, length - 1]:
         for threads, page_size, rows in [(1, 16, 1), (2, 32, 5), (3, 64, 13)]:
             specops.set_num_threads(threads)
             check(end, min(rows, end), page_size)
@@ -250,6 +255,77 @@ def test_append_attention_alone_and_in_a_batch(device: str, isa: str, dtype: tor
         assert torch.equal(got, torch.stack([x[-1] for x in alone]))
 
 
+def new_workspace(floats: int, on_cuda: bool, device: str) -> Tensor:
+    """Poisoned, but for its head on CUDA."""
+    workspace = torch.full((floats,), torch.nan, device=device)
+    if on_cuda:
+        workspace[:COUNTERS] = 0
+    return workspace
+
+
+@pytest.mark.parametrize(
+    "dtype,heads,head_dim,window",
+    [
+        (torch.bfloat16, (4, 1), 64, None),
+        (torch.float16, (5, 1), 96, 2100),
+        (torch.bfloat16, (2, 1), 128, None),
+        (torch.bfloat16, (1, 1), 256, 70),
+        (torch.float32, (2, 2), 64, None),
+    ],
+)
+def test_append_attention_schedules(
+    device: str,
+    request: pytest.FixtureRequest,
+    on_cuda: bool,
+    accumulation: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dim: int,
+    window: int | None,
+) -> None:
+    # Whoever owns a leaf, a chunk or a sequence, alone and in a batch, verifying and decoding.
+    kv_lens, qo_lens = [2390, 300, 20, 4100], [5, 1, 17, 3]
+    keys, values = ([torch.randn(n, heads[1], head_dim).to(dtype) for n in kv_lens] for _ in "kv")
+    queries = [torch.randn(n, heads[0], head_dim).to(dtype) for n in qo_lens]
+    expected: list[Tensor] = []
+
+    def check(requests: list[int], rows: int, page_size: int, floats: int | None) -> None:
+        """Feeds the last `rows` rows of some requests; the first call says what is expected."""
+        feed = [queries[b][-rows:] for b in requests]
+        batch = make_batch(
+            [keys[b] for b in requests], [values[b] for b in requests], feed, page_size, True
+        )
+        workspace = None if floats is None else new_workspace(floats, on_cuda, device)
+        out, lse = attention.append_attention(
+            *batch.tensors(), sliding_window=window, workspace=workspace, return_lse=True
+        )
+        got = [torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)]
+        if workspace is not None and on_cuda:
+            assert not workspace[:COUNTERS].view(torch.int32).any()
+        if not expected:
+            expected.extend(got[0].split([x.shape[0] for x in feed]))
+        assert torch.equal(got[0], torch.cat([expected[b][-rows:] for b in requests]))
+
+    def sms(count: int) -> None:
+        if request.node.callspec.params["device"] == "simt":
+            simt.load().set_num_sms(count)
+
+    everyone = [0, 1, 2, 3]
+    try:
+        sms(4)
+        check(everyone, 99, 16, None)
+        check(everyone, 99, 32, 0)  # whole sequences
+        check(everyone, 2, 64, COUNTERS + 40_000)  # hardly any room
+        sms(1)
+        check(everyone, 1, 16, None)  # chunks
+        sms(40)
+        check([3], 1, 64, None)  # leaves
+        check([0], 5, 16, None)
+        check([2, 1, 0], 3, 32, None)
+    finally:
+        sms(4)
+
+
 def test_append_attention_many_requests(device: str, isa: str) -> None:
     # More requests than are planned at once, some of them idle.
     kv_lens = torch.randint(1, 30, (300,)).tolist()
@@ -257,12 +333,12 @@ def test_append_attention_many_requests(device: str, isa: str) -> None:
     check_against_reference(batch)
 
 
-def test_append_attention_workspace_does_not_matter(device: str, isa: str) -> None:
+def test_append_attention_workspace_does_not_matter(device: str, isa: str, on_cuda: bool) -> None:
     batch = random_batch([2000, 900, 30], [5, 2, 3], torch.bfloat16)
     specops.set_num_threads(3)
     expected = attention.append_attention(*batch.tensors())
     for floats in (0, 20000, 10**6):
-        workspace = torch.full((floats,), torch.nan)
+        workspace = new_workspace(floats, on_cuda, device)
         got = attention.append_attention(*batch.tensors(), workspace=workspace)
         assert torch.equal(got, expected)
 
@@ -274,8 +350,12 @@ def test_append_attention_window_pages_may_be_gone(device: str, isa: str) -> Non
     assert torch.equal(attention.append_attention(*batch.tensors(), sliding_window=100), expected)
 
 
-def test_append_attention_refuses(device: str) -> None:
+def test_append_attention_refuses(device: str, on_cuda: bool) -> None:
     batch = random_batch([40, 50], [2, 1], torch.bfloat16)
+
+    def faulty(message: str, on_cuda_message: str, **changes: Tensor) -> None:
+        with expect_fault(on_cuda, on_cuda_message if on_cuda else message):
+            attention.append_attention(*replace(batch, **changes).tensors())
 
     def refused(message: str, window: int | None = None, **changes: Tensor) -> None:
         changed = replace(batch, **changes)
@@ -284,23 +364,35 @@ def test_append_attention_refuses(device: str) -> None:
 
     gone = batch.kv_indices.clone()
     gone[4] = 99
-    refused(
+    faulty(
         r"append_attention: page 1 of request 1 in kv_indices must be in \[0, num_pages=10\), "
         "got 99",
+        r"append_attention: kv_indices must be in \[0, num_pages\) where",
         kv_indices=gone,
     )
-    refused(
+    lengths = r"append_attention: kv_lens must be at least the request's rows and at most the slots"
+    faulty(
         r"kv_lens\[1\] must be at least the request's rows=1 and at most the slots of its "
         "pages=64, got 0",
+        lengths,
         kv_lens=torch.tensor([40, 0], dtype=torch.int32),
     )
-    refused(r"kv_lens\[0\].*got 49", kv_lens=torch.tensor([49, 50], dtype=torch.int32))
-    refused(r"qo_indptr\[2\].*got 1", qo_indptr=torch.tensor([0, 2, 1], dtype=torch.int32))
-    refused(r"kv_indptr\[2\].*got 2", kv_indptr=torch.tensor([0, 3, 2], dtype=torch.int32))
+    faulty(r"kv_lens\[0\].*got 49", lengths, kv_lens=torch.tensor([49, 50], dtype=torch.int32))
+    faulty(r"qo_indptr\[2\].*got 1", lengths, qo_indptr=torch.tensor([0, 2, 1], dtype=torch.int32))
+    faulty(r"kv_indptr\[2\].*got 2", lengths, kv_indptr=torch.tensor([0, 3, 2], dtype=torch.int32))
     refused("k_cache must be float32", q=batch.q.float())
     refused("q must be float32|bfloat16|float16", q=batch.q.double())
     refused("sliding_window must be at least 1", window=0)
     refused("num_qo_heads must be 1 to 64 times num_kv_heads=2, got 3", q=batch.q[:, :3].clone())
+    if on_cuda:  # the row at fault is zero, the others are as ever
+        got, lse = attention.append_attention(
+            *replace(batch, kv_lens=torch.tensor([40, 0], dtype=torch.int32)).tensors(),
+            return_lse=True,
+        )
+        assert torch.equal(got[:2], attention.append_attention(*batch.tensors())[:2])
+        assert (got[2] == 0).all() and (lse[2] == -torch.inf).all()
+        with pytest.raises(ValueError, match=lengths):
+            specops.check_errors()
     wide = random_batch([4], [1], torch.float32, head_dim=80)
     with pytest.raises(ValueError, match="head_dim must be 64, 96, 128 or 256, got 80"):
         attention.append_attention(*wide.tensors())
@@ -369,7 +461,7 @@ def test_append_attention_prefixes_change_nothing(
                 *batch.tensors(),
                 sliding_window=window,
                 return_lse=True,
-                workspace=None if workspace is None else torch.full((workspace,), torch.nan),
+                workspace=None if workspace is None else new_workspace(workspace, on_cuda, device),
                 **tree,
             )
             return as_bits(out), as_bits(lse)
@@ -407,7 +499,7 @@ def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda
         assert torch.equal(as_bits(got), as_bits(expected))
 
 
-def test_append_attention_refuses_prefixes(device: str) -> None:
+def test_append_attention_refuses_prefixes(device: str, on_cuda: bool) -> None:
     batch = random_batch([100, 100, 100, 90], [2, 1, 0, 3], torch.float32)
     pages = batch.kv_indices[:28].view(4, 7)  # the last request has six; its seventh is unused
     kv_indices = torch.cat([pages[0, :4], pages[0, 4:]] + [pages[0]] * 3)
@@ -433,6 +525,15 @@ def test_append_attention_refuses_prefixes(device: str) -> None:
     expected = attention.append_attention(*good.tensors())
     assert torch.equal(call(one, [[87] * 4]), expected)
     assert torch.equal(call([*one, [0, 0, 2, 2]], [[50] * 4, [98, 98, 60, 60]]), expected)
+    refused(
+        "prefix_lens must be int32 \\[levels=1, batch=4\\], got int32 \\[2, 2\\]",
+        one,
+        [[0] * 2] * 2,
+    )
+    with pytest.raises(ValueError, match=r"prefix_lens must be int32 .*got NoneType"):
+        attention.append_attention(*good.tensors(), prefix_leaders=torch.zeros(1, 4).int())
+    if on_cuda:  # what the tensors hold is looked at on cpu only
+        return
     refused(r"prefix_leaders\[0, 0\] must be 0, got 1", [[1, 1, 1, 1]], [[0] * 4])
     refused(
         r"prefix_leaders\[0, 2\] must be 2 or, in one group with the request before, 1, got 0",
@@ -469,13 +570,6 @@ def test_append_attention_refuses_prefixes(device: str) -> None:
     refused(message, one, [[65] * 4], kv_indices=other)
     call(one, [[64] * 4], kv_indices=other)
     call(one, [[65] * 4], kv_indices=other, window=15)
-    refused(
-        "prefix_lens must be int32 \\[levels=1, batch=4\\], got int32 \\[2, 2\\]",
-        one,
-        [[0] * 2] * 2,
-    )
-    with pytest.raises(ValueError, match=r"prefix_lens must be int32 .*got NoneType"):
-        attention.append_attention(*good.tensors(), prefix_leaders=torch.zeros(1, 4).int())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

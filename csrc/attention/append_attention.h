@@ -4,15 +4,19 @@
 
 #include <cstdint>
 
+#include "common/cuda_stream.h"
 #include "common/dtype.h"
+#include "common/error_flag.h"
 #include "common/isa.h"
 
 namespace specops {
 
 // The reduction over KV: leaves at fixed absolute positions, folded left into chunks of leaves, and
-// those into the result. Part of what an output bit means: changing either changes bits.
+// those into the result. Part of what an output bit means: changing either changes bits. CUDA has
+// its own, in append_attention.cuh.
 constexpr int64_t kAttentionLeaf = 64;
 constexpr int64_t kAttentionChunk = 8 * kAttentionLeaf;
+constexpr int64_t kAttentionTile = 64;  // rows of a tile: (query row, query head of one KV head)
 
 struct AppendAttentionParams {
   const void* q;              // [rows, num_qo_heads, head_dim], rows q_stride apart
@@ -30,10 +34,13 @@ struct AppendAttentionParams {
   int64_t num_prefix_levels;
   void* out;               // [rows, num_qo_heads, head_dim], contiguous
   float* lse;              // [rows, num_qo_heads], natural log; may be nullptr
-  float* workspace;        // partial states of split requests; may be nullptr
+  float* workspace;        // partial states of split requests; may be nullptr. On CUDA its head
+                           // counts arrivals: zero before and after
   int64_t workspace_size;  // floats; too few: less is split
   int64_t rows;
   int64_t batch;
+  int64_t num_pages;    // of the caches
+  int64_t num_indices;  // of kv_indices
   int64_t num_qo_heads;
   int64_t num_kv_heads;
   int64_t head_dim;   // 64, 96, 128 or 256
@@ -42,8 +49,24 @@ struct AppendAttentionParams {
   int64_t sliding_window;  // a row sees this many positions, its own included; 0: all
   float sm_scale;
   DType dtype;  // float32, bfloat16 or float16; of q, caches and out
+  ErrorFlag error;
 };
 
 SPECOPS_DECLARE_CPU(append_attention_cpu, AppendAttentionParams);
+SPECOPS_DECLARE_CUDA(append_attention_cuda, AppendAttentionParams);
+
+// How much workspace lets append_attention split as it likes, for calls of no larger shapes.
+struct AttentionWorkspaceParams {
+  int64_t rows;
+  int64_t batch;
+  int64_t num_qo_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t tokens;   // that the pages of the batch hold
+  int64_t* floats;  // out
+  int64_t* zeros;   // out: so many of them, the first, must be zero when first used
+};
+
+SPECOPS_DECLARE_CUDA(attention_workspace_size_cuda, AttentionWorkspaceParams);
 
 }  // namespace specops

@@ -16,7 +16,7 @@ namespace {
 constexpr int kLeaf = static_cast<int>(kAttentionLeaf);
 constexpr int kBlock = 16;  // tokens that always lie in one page, at one stride
 constexpr int kBlocks = kLeaf / kBlock;
-constexpr int kMaxTile = 64;    // rows of a tile: (query row, query head of one KV head)
+constexpr int kMaxTile = static_cast<int>(kAttentionTile);
 constexpr int kWholeTile = 60;  // rows of all tiles but the last: whole vectors of rows
 constexpr int kMaxHeadDim = 256;
 constexpr int kPackedTile = 13;      // from here on a tile repays packing the leaf's K and V

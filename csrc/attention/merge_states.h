@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/isa.h"
 
@@ -21,5 +22,6 @@ struct MergeStatesParams {
 };
 
 SPECOPS_DECLARE_CPU(merge_states_cpu, MergeStatesParams);
+SPECOPS_DECLARE_CUDA(merge_states_cuda, MergeStatesParams);
 
 }  // namespace specops

@@ -2,6 +2,9 @@
 // Argument checks and registration of the attention family.
 #include "attention/ops.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "attention/append_attention.h"
 #include "attention/merge_states.h"
 #include "attention/rope_append_kv.h"
@@ -239,6 +242,16 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
   }
 }
 
+// CUDA kernels load vectors of 16 bytes.
+void check_aligned(Checker& check, const char* name, const TensorView& view) {
+  int64_t row_bytes = view.ndim() > 0 ? view.stride(0) * dtype_bytes(view.dtype()) : 0;
+  bool one_row = view.ndim() == 0 || view.ndim() == 1 || view.size(0) < 2;
+  check.that(reinterpret_cast<uintptr_t>(view.raw()) % 16 == 0 && (one_row || row_bytes % 16 == 0),
+             name,
+             "aligned to 16 bytes, every row of it",
+             "a view that is not");
+}
+
 void append_attention(const TensorView& q,
                       const TensorView& k_cache,
                       const TensorView& v_cache,
@@ -303,6 +316,8 @@ void append_attention(const TensorView& q,
       .workspace_size = workspace.defined() ? workspace_size.value : 0,
       .rows = rows,
       .batch = batch,
+      .num_pages = num_pages,
+      .num_indices = num_indices,
       .num_qo_heads = qo_heads,
       .num_kv_heads = kv_heads,
       .head_dim = head_dim,
@@ -311,11 +326,53 @@ void append_attention(const TensorView& q,
       .sliding_window = sliding_window,
       .sm_scale = static_cast<float>(sm_scale),
       .dtype = dtype,
+      .error = check.error_flag(),
   };
+  if (check.on_cuda()) {
+    check_aligned(check, "q", q);
+    check_aligned(check, "k_cache", k_cache);
+    check_aligned(check, "v_cache", v_cache);
+    check_aligned(check, "out", out);
+    if (workspace.defined()) check_aligned(check, "workspace", workspace);
+    if (rows > 0) append_attention_cuda(params, check.stream());
+    return;
+  }
   int64_t tokens = check_paged_batch(check, params, num_indices, num_pages);
   check_prefixes(check, params);
   if (rows == 0) return;
   launch(tokens * qo_heads * head_dim / 16, [&] { append_attention_cpu(params); });
+}
+
+// (floats, zeros): a size of workspace with which append_attention splits as it likes, and how much
+// of its head must be zero at first. device: -1 for cpu, else the index of the CUDA device.
+std::pair<int64_t, int64_t> attention_workspace_size(int64_t rows,
+                                                     int64_t num_qo_heads,
+                                                     int64_t head_dim,
+                                                     int64_t num_kv_heads,
+                                                     int64_t tokens,
+                                                     int64_t batch,
+                                                     int device) {
+  int64_t floats = 0, zeros = 0;
+  if (Checker("attention_workspace_size").on_cuda() || device >= 0) {
+    attention_workspace_size_cuda(
+        {
+            .rows = rows,
+            .batch = batch,
+            .num_qo_heads = num_qo_heads,
+            .num_kv_heads = num_kv_heads,
+            .head_dim = head_dim,
+            .tokens = tokens,
+            .floats = &floats,
+            .zeros = &zeros,
+        },
+        {nullptr, device < 0 ? 0 : device});
+    return {floats, zeros};
+  }
+  if (tokens <= kAttentionChunk) return {0, 0};
+  // Only requests whose rows form one tile are split, and none in a large batch.
+  int64_t split_rows = std::min(rows * num_qo_heads, kAttentionTile * num_kv_heads);
+  int64_t chunks = tokens / kAttentionChunk + 2 * std::min<int64_t>(batch, 16);
+  return {chunks * split_rows * (head_dim + 2), 0};
 }
 
 void merge_states(const TensorView& outs,
@@ -329,18 +386,18 @@ void merge_states(const TensorView& outs,
   check.tensor("out", out, {outs.dtype()}, {&rows, &heads, &head_dim});
   check.tensor("lse", lse, {DType::kFloat32}, {&rows, &heads});
   if (rows == 0) return;
-  launch(states * rows * heads * head_dim, [&] {
-    merge_states_cpu({
-        .outs = outs.raw(),
-        .lses = lses.data<float>(),
-        .out = out.raw(),
-        .lse = lse.data<float>(),
-        .num_states = states,
-        .num_items = rows * heads,
-        .head_dim = head_dim,
-        .dtype = outs.dtype(),
-    });
-  });
+  MergeStatesParams params{
+      .outs = outs.raw(),
+      .lses = lses.data<float>(),
+      .out = out.raw(),
+      .lse = lse.data<float>(),
+      .num_states = states,
+      .num_items = rows * heads,
+      .head_dim = head_dim,
+      .dtype = outs.dtype(),
+  };
+  if (check.on_cuda()) return merge_states_cuda(params, check.stream());
+  launch(states * rows * heads * head_dim, [&] { merge_states_cpu(params); });
 }
 
 }  // namespace
@@ -348,6 +405,7 @@ void merge_states(const TensorView& outs,
 void register_attention(pybind11::module_& m) {
   m.def("rope_append_kv", &rope_append_kv);
   m.def("append_attention", &append_attention);
+  m.def("attention_workspace_size", &attention_workspace_size);
   m.def("merge_states", &merge_states);
 }
 

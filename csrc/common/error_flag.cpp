@@ -14,6 +14,16 @@ const char* error_sentence(int32_t code) {
     case ErrorCode::kRopePosition:
       return "rope_append_kv: positions must be in [0, max_positions), or -1 where cache_slots is "
              "-1, got one outside";
+    case ErrorCode::kAttentionPage:
+      return "append_attention: kv_indices must be in [0, num_pages) where a row sees the page, "
+             "got "
+             "one outside";
+    case ErrorCode::kAttentionLengths:
+      return "append_attention: kv_lens must be at least the request's rows and at most the slots "
+             "of "
+             "its pages, and qo_indptr and kv_indptr ascend within their arrays, got a request "
+             "that "
+             "differs";
 
     case ErrorCode::kPrepareBatchQoLens:
       return "prepare_batch: qo_lens must be at least 0, got a length below";

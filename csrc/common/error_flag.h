@@ -19,6 +19,8 @@ enum class ErrorCode : int32_t {
   // attention
   kRopeSlot = 10,
   kRopePosition = 11,
+  kAttentionPage = 12,
+  kAttentionLengths = 13,
 
   // batching
   kPrepareBatchQoLens = 20,

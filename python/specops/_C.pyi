@@ -71,6 +71,15 @@ def append_attention(
     lse: Tensor | None,
     workspace: Tensor | None,
 ) -> None: ...
+def attention_workspace_size(
+    rows: int,
+    num_qo_heads: int,
+    head_dim: int,
+    num_kv_heads: int,
+    tokens: int,
+    batch: int,
+    device: int,
+) -> tuple[int, int]: ...
 def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None: ...
 
 # dense

@@ -15,10 +15,6 @@ from torch import Tensor
 from specops import _C
 from specops._wrong import unless_wrong
 
-# As in csrc/attention: KV tokens of a chunk, and the most (row, head) pairs per KV head of a tile.
-_CHUNK = 512
-_TILE = 64
-
 _SCALING_KEYS = {
     "default": set(),
     "linear": {"factor"},
@@ -304,8 +300,9 @@ def append_attention(
         out: [rows, num_qo_heads, head_dim], dtype of `q`. Allocated when absent.
         lse: [rows, num_qo_heads], float32. Written when given: natural log-sum-exp of the scores.
         return_lse: return the lse too, allocated when absent.
-        workspace: [floats], float32, for partial results when few requests are split among threads;
-            see `attention_workspace_size`. Allocated when absent; a short one means less splitting.
+        workspace: [floats], float32, for partial results of requests that are split among threads
+            or SMs; see `attention_workspace_size`. Allocated when absent; a short one means less
+            splitting. On CUDA its head must be zero, and is zero again afterwards.
 
     Returns:
         `out`, or (`out`, `lse`) when `lse` is given or `return_lse` is set.
@@ -327,13 +324,14 @@ def append_attention(
     if lse is None and return_lse:
         lse = unless_wrong(lambda: torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
     if workspace is None:
-        floats = unless_wrong(
-            lambda: attention_workspace_size(
-                q.shape, k_cache.shape, kv_indices.shape[0], kv_lens.shape[0]
+        sizes = unless_wrong(
+            lambda: _workspace_size(
+                q.shape, k_cache.shape, kv_indices.shape[0], kv_lens.shape[0], q.device
             )
         )
-        if floats:
-            workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
+        if sizes and sizes[0]:
+            workspace = torch.empty(sizes[0], dtype=torch.float32, device=q.device)
+            workspace[: sizes[1]] = 0
     if sm_scale is None:
         sm_scale = unless_wrong(lambda: 1.0 / math.sqrt(q.shape[-1])) or 1.0
     _C.append_attention(
@@ -356,27 +354,45 @@ def append_attention(
 
 
 def attention_workspace_size(
-    q_shape: Sequence[int], cache_shape: Sequence[int], num_pages: int, batch: int
+    q_shape: Sequence[int],
+    cache_shape: Sequence[int],
+    num_pages: int,
+    batch: int,
+    device: torch.device | str = "cpu",
 ) -> int:
-    """Returns a size of workspace, in floats, with which `append_attention` can use all threads.
+    """Returns a size of workspace, in floats, with which `append_attention` splits as it likes.
 
     Args:
         q_shape: shape of `q`: [rows, num_qo_heads, head_dim].
         cache_shape: shape of a cache: [num_pages, page_size, num_kv_heads, head_dim].
         num_pages: number of entries of `kv_indices`.
         batch: number of requests.
+        device: where the tensors of the call live.
 
     Returns:
         The size; 0 where no request is long enough to be split. It suffices for every call of no
-        larger shapes.
+        larger shapes, one after the other. On CUDA the head of the workspace counts arrivals: make
+        it of zeros; every call leaves the zeros in place.
     """
+    return _workspace_size(q_shape, cache_shape, num_pages, batch, torch.device(device))[0]
+
+
+def _workspace_size(
+    q_shape: Sequence[int],
+    cache_shape: Sequence[int],
+    num_pages: int,
+    batch: int,
+    device: torch.device,
+) -> tuple[int, int]:
+    """The size, and how much of the head must be zero."""
     rows, num_qo_heads, head_dim = q_shape
+    index = -1
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
     tokens = num_pages * cache_shape[1]
-    if tokens <= _CHUNK:
-        return 0
-    # Only requests whose rows form one tile are split, and none in a large batch.
-    split_rows = min(rows * num_qo_heads, _TILE * cache_shape[2])
-    return (tokens // _CHUNK + 2 * min(batch, 16)) * split_rows * (head_dim + 2)
+    return _C.attention_workspace_size(
+        rows, num_qo_heads, head_dim, cache_shape[2], tokens, batch, index
+    )
 
 
 def _window(sliding_window: int | None) -> int:

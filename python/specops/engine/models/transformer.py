@@ -157,7 +157,8 @@ class Transformer:
     def workspace_size(self, rows: int, batch: int, pages: int, cache: KvCache) -> int:
         """Returns the floats of workspace for steps of up to these sizes."""
         q_shape = (rows, self.config.num_qo_heads, self.config.head_dim)
-        return attention.attention_workspace_size(q_shape, cache.k[0].shape, pages, batch)
+        cache_shape = cache.k[0].shape
+        return attention.attention_workspace_size(q_shape, cache_shape, pages, batch, self.device)
 
     def sums_size(self, rows: int, outputs: int) -> int:
         """Returns the floats that projections split their sums with, the head of `outputs` too."""

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/append_attention.cuh"
+#include "common/launch.cuh"
+
+namespace specops {
+namespace {
+
+constexpr int64_t kMaxStateFloats = int64_t{16} << 20;  // workspace of chunk states, at most
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How the workspace is used: counters, running totals, leaf states, chunk states.
+struct Sizes {
+  int64_t totals;        // floats
+  int64_t leaf;          // floats of one leaf's state
+  int64_t tail_units;    // chunks that may be cut into leaves
+  int64_t chunk_states;  // floats
+};
+
+// head_dim <= 128 has tiles of 64 rows when an element takes two bytes, else of 32 or of both; the
+// sizes hold for all.
+Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
+  int64_t tile_rows = shape.head_dim <= 128 ? 64 : 32;
+  int64_t group = shape.num_qo_heads / shape.num_kv_heads;
+  Sizes sizes;
+  sizes.totals = int64_t{sms} * kAttentionBlocksPerSm *
+                 (kAttentionThreads * (tile_rows / 16) * (shape.head_dim / 8 + 4));
+  // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
+  int64_t rows = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * group;
+  rows = rows < tile_rows ? rows : tile_rows;
+  sizes.tail_units = ceil_div(sms * (80 - 48 * rows / tile_rows), 64);
+  int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
+  sizes.leaf = ceil_div(most, 2) * 2 * (shape.head_dim + 2);
+  int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
+  int64_t row_heads = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * shape.num_qo_heads;
+  int64_t floats = chunks * (row_heads + shape.num_kv_heads) * (shape.head_dim + 2);
+  sizes.chunk_states = floats < kMaxStateFloats ? floats : kMaxStateFloats;
+  return sizes;
+}
+
+template <typename T, int kHeadDim>
+void run(AttentionLaunch launch_params, int blocks, CudaStream stream) {
+  using Shape = AttentionShape<T, kHeadDim>;
+  size_t bytes = Shape::kSharedBytes;
+  if (launch_params.totals == nullptr) bytes += Shape::kTotalFloats * sizeof(float);
+  launch(append_attention_kernel<T, kHeadDim>,
+         blocks,
+         kAttentionThreads,
+         bytes,
+         stream,
+         launch_params);
+}
+
+template <typename T>
+void run(const AttentionLaunch& launch_params, int blocks, CudaStream stream) {
+  switch (launch_params.params.head_dim) {
+    case 64:
+      return run<T, 64>(launch_params, blocks, stream);
+    case 96:
+      return run<T, 96>(launch_params, blocks, stream);
+    case 128:
+      return run<T, 128>(launch_params, blocks, stream);
+    default:
+      return run<T, 256>(launch_params, blocks, stream);
+  }
+}
+
+}  // namespace
+
+void attention_workspace_size_cuda(const AttentionWorkspaceParams& params, CudaStream stream) {
+  Sizes sizes = workspace_sizes(params, num_sms(stream));
+  *params.floats =
+      kCounters + sizes.totals + sizes.tail_units * kChunkLeaves * sizes.leaf + sizes.chunk_states;
+  *params.zeros = kCounters;
+}
+
+void append_attention_cuda(const AppendAttentionParams& params, CudaStream stream) {
+  int sms = num_sms(stream);
+  int blocks = sms * kAttentionBlocksPerSm;
+  Sizes sizes = workspace_sizes({.rows = params.rows,
+                                 .batch = params.batch,
+                                 .num_qo_heads = params.num_qo_heads,
+                                 .num_kv_heads = params.num_kv_heads,
+                                 .head_dim = params.head_dim,
+                                 .tokens = params.num_indices * params.page_size,
+                                 .floats = nullptr,
+                                 .zeros = nullptr},
+                                sms);
+  // What is missing is not split; the totals then live in shared memory.
+  AttentionLaunch launch_params{};
+  launch_params.params = params;
+  launch_params.leaf_floats = sizes.leaf;
+  float* next = params.workspace;
+  int64_t left = params.workspace == nullptr ? 0 : params.workspace_size;
+  if (left >= kCounters) {
+    launch_params.counters = reinterpret_cast<int32_t*>(next);
+    launch_params.num_counters = kCounters;
+    next += kCounters;
+    left -= kCounters;
+    if (left >= sizes.totals) {
+      launch_params.totals = next;
+      next += sizes.totals;
+      left -= sizes.totals;
+    }
+    int64_t tail_units = left / (kChunkLeaves * sizes.leaf);
+    tail_units = tail_units < sizes.tail_units ? tail_units : sizes.tail_units;
+    launch_params.tail_units = static_cast<int>(tail_units);
+    launch_params.leaf_states = next;
+    next += tail_units * kChunkLeaves * sizes.leaf;
+    left -= tail_units * kChunkLeaves * sizes.leaf;
+    launch_params.chunk_states = next;
+    launch_params.chunk_capacity =
+        static_cast<int>((left < kMaxStateFloats ? left : kMaxStateFloats) / 4);
+  }
+  if (params.dtype == DType::kBFloat16) {
+    run<bfloat16>(launch_params, blocks, stream);
+  } else if (params.dtype == DType::kFloat16) {
+    run<float16>(launch_params, blocks, stream);
+  } else {
+    run<float>(launch_params, blocks, stream);
+  }
+}
+
+}  // namespace specops
