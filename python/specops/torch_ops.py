@@ -136,3 +136,26 @@ def _sampling_workspace_bytes(
         return 0
     leaves = (vocab_size * element_bytes + 2047) // 2048
     return 16 + 4 * (batch + rows) + rows * (24 * leaves + 8)
+
+
+@_trace_as(_C.attention_workspace_size)  # type: ignore[arg-type]
+def _attention_workspace_size(
+    rows: int,
+    num_qo_heads: int,
+    head_dim: int,
+    num_kv_heads: int,
+    tokens: int,
+    batch: int,
+    device_index: int,
+) -> tuple[int, int]:
+    """Bounds for any device, of shapes that the compiler may leave open."""
+    if device_index < 0:
+        return (tokens // 512 + 32) * min(rows * num_qo_heads, 64 * num_kv_heads) * (
+            head_dim + 2
+        ), 0
+    sms, counters = 160, 8192
+    totals = sms * 128 * head_dim * 2
+    states = (8 * sms * 64 * 5 // 4 + (tokens // 2048 + 1 + batch) * num_qo_heads * 8) * (
+        head_dim + 2
+    )
+    return counters + totals + states, counters
