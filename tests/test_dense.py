@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense family against its reference, and row identity."""
 
+import dataclasses
+
 import pytest
 import specops
 import torch
@@ -294,6 +296,29 @@ def test_linear_refuses(device: str, on_cuda: bool) -> None:
     ]:
         with pytest.raises(ValueError, match=words.replace("|", r"\|")):
             call()
+
+
+def test_linear_refuses_views_off_16_bytes(device: str, on_cuda: bool) -> None:
+    """CUDA kernels move weights and partial sums in vectors; elsewhere any view will do."""
+    x, weight, bias = make_linear(device, 80, 1100, 64, torch.bfloat16)
+    packed = dense.pack_weight(weight)
+    expected = dense.linear(x, packed, bias)
+
+    def shifted(size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size + 1, dtype=dtype, device=device)[1:]
+
+    floats = max(dense.linear_workspace_size(80, packed), 4)
+    data = shifted(packed.data.numel(), torch.bfloat16).view(packed.data.shape).copy_(packed.data)
+    calls = [
+        lambda: dense.linear(x, packed, bias, workspace=shifted(floats, torch.float32)),
+        lambda: dense.linear(x, dataclasses.replace(packed, data=data), bias),
+    ]
+    for call, name in zip(calls, ["workspace", "weight"], strict=True):
+        if on_cuda:
+            with pytest.raises(ValueError, match=f"linear: {name} must be aligned to 16 bytes"):
+                call()
+        else:
+            assert torch.equal(call(), expected)
 
 
 # rms_norm

@@ -182,6 +182,12 @@ class Checker {
     }
   }
 
+  // For what CUDA kernels read and write in vectors.
+  void on_16_bytes(const char* name, const TensorView& view) const {
+    if (reinterpret_cast<uintptr_t>(view.raw()) % 16 == 0) return;
+    fail(name, "aligned to 16 bytes", "another address");
+  }
+
   [[noreturn]] void fail(const std::string& name,
                          const std::string& expected,
                          const std::string& got) const {

@@ -124,6 +124,7 @@ void pack_weight(const TensorView& weight, const TensorView& packed) {
   PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs);
   check.tensor("packed", packed, {dtype}, {&dims.blocks, &dims.steps, &dims.word});
   if (num_outputs == 0 || num_inputs == 0) return;
+  if (check.on_cuda()) check.on_16_bytes("packed", packed);
   PackWeightParams params{
       .weight = weight.raw(),
       .packed = packed.raw(),
@@ -159,6 +160,10 @@ void linear(const TensorView& x,
   }
   check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
   if (rows == 0 || num_outputs == 0) return;
+  if (check.on_cuda()) {
+    check.on_16_bytes("weight", packed);
+    if (workspace.defined()) check.on_16_bytes("workspace", workspace);
+  }
   LinearParams params{
       .x = x.raw(),
       .packed = packed.raw(),
