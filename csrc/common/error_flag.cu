@@ -25,7 +25,12 @@ ErrorFlag error_flag(int device) {
   if (code == nullptr) {
     DeviceGuard guard(device);
     void* address = nullptr;
-    check_cuda(cudaGetSymbolAddress(&address, error_code), "error_flag");
+    // The first look loads the module, which a capture under way would forbid.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "error_flag");
+    cudaError_t error = cudaGetSymbolAddress(&address, error_code);
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "error_flag");
+    check_cuda(error, "error_flag");
     code = static_cast<int32_t*>(address);
     cached[device].store(code, std::memory_order_release);
   }
@@ -43,7 +48,12 @@ int32_t take_error_sync(int device) {
   int32_t code = 0;
   check_cuda(cudaDeviceSynchronize(), "check_errors");
   check_cuda(cudaMemcpy(&code, flag.code, sizeof code, cudaMemcpyDeviceToHost), "check_errors");
-  if (code != 0) check_cuda(cudaMemset(flag.code, 0, sizeof code), "check_errors");
+  if (code != 0) {
+    // The host does not wait for cudaMemset, nor does another stream: it could wipe out what a kernel
+    // reports that is launched after this call.
+    check_cuda(cudaMemset(flag.code, 0, sizeof code), "check_errors");
+    check_cuda(cudaDeviceSynchronize(), "check_errors");
+  }
 #endif
   return code;
 }

@@ -39,6 +39,7 @@ inline int max_shared_bytes(CudaStream /*stream*/) { return simt::kMaxSharedByte
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // it is told here, and not once more to whoever asks next
   throw std::runtime_error(std::string("specops: ") + what + ": " + cudaGetErrorString(error));
 }
 
