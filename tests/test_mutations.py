@@ -37,6 +37,7 @@ LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits"
 RMS_NORM = "test_dense.py rms_norm"
 PREPARE = "test_batching.py prepare or rows or neighbours"
 ROPE = "test_attention.py rope"
+ATTENTION = "test_attention.py append_attention"
 COMMIT = "test_sampling.py commit"
 SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
@@ -201,6 +202,55 @@ MUTATIONS = [
         "first_half ? half / kRopeChunk : -half",
         "first_half ? half / kRopeChunk - 1 : -half",
         ROPE,
+    ),
+    Mutation(
+        "two matrices of K exchanged",
+        "attention/append_attention.cuh",
+        "LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);",
+        "LanePlace<Shape::kVectors> b_place(token, 1 - lane / 8 % 2);",
+        ATTENTION,
+    ),
+    Mutation(
+        "V is not transposed",
+        "attention/append_attention.cuh",
+        "ptx::ldmatrix_x4_trans(b[n / 2], place);",
+        "ptx::ldmatrix_x4(b[n / 2], place);",
+        ATTENTION,
+    ),
+    Mutation(
+        "a row sees one token too many",
+        "attention/append_attention.cuh",
+        "token >= seen.y) s[",
+        "token > seen.y) s[",
+        ATTENTION,
+    ),
+    Mutation(
+        "the window begins one token late",
+        "attention/append_attention.cuh",
+        "token < seen.x ||",
+        "token <= seen.x ||",
+        ATTENTION,
+    ),
+    Mutation(
+        "the page table of the chunk before",
+        "attention/append_attention.cuh",
+        "int place = table[token / kPageBlock % (2 * kChunkBlocks)];",
+        "int place = table[token / kPageBlock % kChunkBlocks];",
+        ATTENTION,
+    ),
+    Mutation(
+        "the wait allows one group too many",
+        "attention/append_attention.cuh",
+        "ptx::cp_async_wait<kStages - 1>();",
+        "ptx::cp_async_wait<kStages>();",
+        ATTENTION,
+    ),
+    Mutation(
+        "no barrier between weights and their use",
+        "attention/append_attention.cuh",
+        "        __syncthreads();  // weights, this tile's V and the next one's K are there\n",
+        "",
+        ATTENTION,
     ),
     Mutation(
         "the length is written while lanes still read it",
