@@ -11,7 +11,7 @@ namespace specops {
 
 constexpr int kLeafBytes = 2048;
 constexpr int kLeafVectors = kLeafBytes / 16 / kWarpSize;  // 16-byte vectors of a lane
-constexpr int kMaxRowThreads = 256;
+constexpr int kMaxRowThreads = 512;
 constexpr float kLog2e = 1.44269504088896341f;
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }

@@ -41,6 +41,12 @@ struct RowToken {
   float logit;
 };
 
+// Within the finite floats, so that 0 times it is 0 and -inf stays -inf.
+__device__ inline float inverse_temperature(float temperature) {
+  float inverse = temperature > 0.0f ? 1.0f / temperature : 1.0f;
+  return fminf(fmaxf(inverse, FLT_MIN), FLT_MAX / 2);
+}
+
 // The tokens that a filter keeps: logits above value, and those equal to it up to token last_id.
 struct Cut {
   float value;
@@ -74,11 +80,19 @@ struct RowShared {
   uint32_t number[kBins], low_mass[kBins], high_mass[kBins];
   uint32_t bin_number;
   int32_t list_count;
+  LeafStats* row_stats;  // the row's leaves: below, or in the workspace
+  Mass* row_masses;
+  SamplingParams filters;
+  float inverse;                  // of the temperature
+  Cut cut;                        // what the filters so far keep
+  float likely;                   // the least logit that min-p keeps
+  Mass target, total;             // a selection's
   float thresholds[kThresholds];  // masses wanted in one pass over a row
   Mass sums[kThresholds];
   int32_t leaf, rest_id;
   double part;
   int32_t is_last;
+  int32_t num_rows, num_read, policy;  // of the block's request
   LeafStats stats[kSharedLeaves];
   Mass masses[kSharedLeaves];
   float list_x[kListCapacity];
@@ -165,35 +179,40 @@ __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int e
 template <typename T>
 class RowBlock {
  public:
-  __device__ RowBlock(
-      RowShared& shared, const Row<T>& row, float temperature, LeafStats* stats, Mass* masses)
-      : shared_(shared), row_(row), stats_(stats), masses_(masses), num_leaves_(row.num_leaves()) {
-    // Within the finite floats, so that 0 * scale is 0 and -inf stays -inf.
-    float inverse = temperature > 0.0f ? 1.0f / temperature : 1.0f;
-    inverse_ = fminf(fmaxf(inverse, FLT_MIN), FLT_MAX / 2);
-    unit_ = row.size <= 1 << 24 ? 0x1p39f : 0x1p32f;  // the masses of a row fit 64 bits
+  // What every thread would keep in registers, most of them for later, waits in shared memory.
+  __device__ RowBlock(RowShared& shared,
+                      const Row<T>& row,
+                      const SamplingParams& filters,
+                      LeafStats* stats,
+                      Mass* masses)
+      : shared_(shared), row_(row), num_leaves_(row.num_leaves()) {
+    if (thread() == 0) {
+      shared_.row_stats = stats;
+      shared_.row_masses = masses;
+      shared_.filters = filters;
+      shared_.inverse = inverse_temperature(filters.temperature);
+    }
+    __syncthreads();
   }
-
-  __device__ float scale() const { return inverse_ * kLog2e; }
 
   // Puts the leaves together: the row's maximum and, when wanted, its LSE.
   __device__ void fold(bool want_raw) {
     float top = -INFINITY;
 #pragma unroll 1
     for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
-      top = fmaxf(top, stats_[leaf].max);
+      top = fmaxf(top, stats(leaf).max);
     }
     max_ = block_reduce<Max>(shared_, top) + 0.0f;  // the sum makes +0 of -0
     if (!want_raw || max_ == -INFINITY) return;
     Mass total = 0;
 #pragma unroll 1
     for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
-      LeafStats stats = stats_[leaf];
-      if (stats.max == -INFINITY) continue;
-      total += mass(stats.raw * ptx::exp2_approx((stats.max - max_) * kLog2e));
+      LeafStats leaf_stats = stats(leaf);
+      if (leaf_stats.max == -INFINITY) continue;
+      total += mass(leaf_stats.raw * ptx::exp2_approx((leaf_stats.max - max_) * kLog2e));
     }
     total = block_reduce<Add>(shared_, total);
-    log_sum_ = logf(static_cast<float>(total) / unit_);
+    log_sum_ = logf(static_cast<float>(total) / unit());
   }
 
   __device__ float lse() const { return max_ == -INFINITY ? max_ : max_ + log_sum_; }
@@ -207,24 +226,25 @@ class RowBlock {
 
   // The first token, or temperature -> top-k -> top-p of what is left -> min-p -> inverse CDF in
   // token-id order. The result is the first warp's.
-  __device__ RowToken choose(const SamplingParams& params, float uniform) {
+  template <typename Uniform>
+  __device__ RowToken choose(Uniform uniform) {
     if (max_ == -INFINITY) return {0, max_};
-    if (params.greedy()) {
+    if (shared_.filters.greedy()) {
       int32_t first = num_leaves_;
 #pragma unroll 1
       for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
-        if (stats_[leaf].max == max_ && leaf < first) first = leaf;
+        if (stats(leaf).max == max_ && leaf < first) first = leaf;
       }
       return pick(block_reduce<Min>(shared_, first), {max_, INT32_MAX}, 0.0);
     }
-    Kept kept = filter(params);
-    return invert_cdf(kept, uniform);
+    return invert_cdf(filter(), uniform());
   }
 
   // The cut that keeps exactly count tokens, 1 <= count < vocab_size. *listed: the list holds them,
   // and perhaps more.
   __device__ Cut select_count(int32_t count, bool* listed) {
-    return select(false, everything(), count_floor(count), static_cast<Mass>(count), 0, listed);
+    begin_selection(everything(), static_cast<Mass>(count), 0);
+    return select(false, count_floor(count), listed);
   }
 
   // Calls visit(logit, id) for every token the cut keeps, in any order.
@@ -232,7 +252,7 @@ class RowBlock {
   __device__ void for_each_kept(Cut cut, Visit visit) const {
 #pragma unroll 1
     for (int32_t leaf = warp_id(); leaf < num_leaves_; leaf += num_warps()) {
-      if (stats_[leaf].max < cut.value) continue;
+      if (stats(leaf).max < cut.value) continue;
       int32_t begin = leaf * Leaf<T>::kSize;
       Leaf<T> x;
       x.load(row_, leaf);
@@ -260,13 +280,8 @@ class RowBlock {
   __device__ Cut everything() const { return {-INFINITY, INT32_MAX}; }
 
  private:
-  // Where the kept tokens' weights are: in the scan's sums, in the list, in masses_.
+  // Where the kept tokens' weights are: in the scan's sums, in the list, in masses().
   enum Where { kScan, kList, kMasses, kNowhere };
-
-  struct Kept {
-    Cut cut;
-    Where where;
-  };
 
   // The ranking's prefix that reaches a target: at `low` it does, at `high` it does not.
   struct Bracket {
@@ -275,10 +290,18 @@ class RowBlock {
     __device__ bool single() const { return high - low <= 1; }
   };
 
+  __device__ const LeafStats& stats(int32_t leaf) const { return shared_.row_stats[leaf]; }
+  __device__ Mass* masses() const { return shared_.row_masses; }
+
+  __device__ float scale() const { return shared_.inverse * kLog2e; }
+
+  // The heaviest token's mass: a row's masses fit 64 bits.
+  __device__ float unit() const { return row_.size <= 1 << 24 ? 0x1p39f : 0x1p32f; }
+
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
   __device__ static int threads() { return static_cast<int>(blockDim.x); }
 
-  __device__ Mass mass(float weight) const { return static_cast<Mass>(weight * unit_); }
+  __device__ Mass mass(float weight) const { return static_cast<Mass>(weight * unit()); }
 
   // e^((x - max) / temperature) for a clean x
   __device__ float weight(float x) const { return ptx::exp2_approx((x - max_) * scale()); }
@@ -286,64 +309,86 @@ class RowBlock {
   __device__ Mass amount(bool by_mass, float x) const { return by_mass ? mass(weight(x)) : 1; }
 
   __device__ Mass scanned_mass(int32_t leaf) const {
-    LeafStats stats = stats_[leaf];
-    if (stats.max == -INFINITY) return 0;
-    return mass(stats.warm * ptx::exp2_approx((stats.max - max_) * scale()));
+    LeafStats leaf_stats = stats(leaf);
+    if (leaf_stats.max == -INFINITY) return 0;
+    return mass(leaf_stats.warm * ptx::exp2_approx((leaf_stats.max - max_) * scale()));
   }
 
-  __device__ Kept filter(const SamplingParams& params) {
-    Kept kept{everything(), kScan};
-    Cut likely = everything();  // min-p: weight >= min_p * the largest weight, which is 1
-    if (params.min_p > 0.0f) {
-      double least = max_ + static_cast<double>(logf(params.min_p)) / inverse_;
-      likely.value = fminf(static_cast<float>(least), max_);
+  // What a selection starts from is kept in shared memory, not in registers of every thread.
+  __device__ void begin_selection(Cut base, Mass target, Mass total) {
+    __syncthreads();
+    if (thread() == 0) {
+      shared_.cut = base;
+      shared_.target = target;
+      shared_.total = total;
     }
-    bool counted = params.top_k > 0 && params.top_k < row_.size;
-    bool weighed = params.top_p < 1.0f;
+    __syncthreads();
+  }
+
+  // Leaves the cut in shared_.cut; returns where the kept tokens' weights are.
+  __device__ Where filter() {
+    if (thread() == 0) {
+      const SamplingParams& params = shared_.filters;
+      shared_.likely = -INFINITY;
+      if (params.min_p > 0.0f) {  // weight >= min_p * the largest weight, which is 1
+        double least = max_ + static_cast<double>(logf(params.min_p)) / shared_.inverse;
+        shared_.likely = fminf(static_cast<float>(least), max_);
+      }
+    }
+    int32_t top_k = shared_.filters.top_k;
+    bool counted = top_k > 0 && top_k < row_.size;
+    begin_selection(everything(), static_cast<Mass>(top_k), 0);
+    Where where = kScan;
 #pragma unroll 1
     for (int stage = counted ? 0 : 1; stage < 2; ++stage) {
       bool by_mass = stage == 1;
-      float low = -INFINITY;
-      Mass target = static_cast<Mass>(params.top_k), total = 0;
+      float low;
       if (by_mass) {
-        if (!weighed && likely.value > -INFINITY) {
-          kept.cut = tighter(kept.cut, likely);
-          if (kept.where == kScan) kept.where = kNowhere;
+        bool weighed = shared_.filters.top_p < 1.0f;
+        if (!weighed && shared_.likely > -INFINITY) {
+          begin_selection(tighter(shared_.cut, {shared_.likely, INT32_MAX}), 0, 0);
+          if (where == kScan) where = kNowhere;
         }
-        if (kept.where == kNowhere) {
-          total = gather(kept.cut, INFINITY, -INFINITY, true);
-          kept.where = kMasses;
+        Mass total = 0;
+        if (where == kNowhere) {
+          total = gather(INFINITY, -INFINITY, true);
+          where = kMasses;
         } else if (weighed) {
-          total = kept.where == kScan ? scanned_total() : listed_total(true, kept.cut);
+          total = where == kScan ? scanned_total() : listed_total(true, shared_.cut);
         }
         if (!weighed) break;
-        double part = static_cast<double>(params.top_p) * static_cast<double>(total);
-        target = static_cast<Mass>(part);
-        if (target == 0) target = 1;
-        if (kept.where == kList) {
-          Mass key = select_listed(
-              true, rank_key(kept.cut.value, kept.cut.last_id), rank_key(max_, 0), 0, target);
-          kept.cut = tighter(cut_at(key), likely);
+        double part = static_cast<double>(shared_.filters.top_p) * static_cast<double>(total);
+        Mass target = part < 1.0 ? 1 : static_cast<Mass>(part);
+        begin_selection(shared_.cut, target, total);
+        if (where == kList) {
+          Mass least = rank_key(shared_.cut.value, shared_.cut.last_id);
+          Cut cut = cut_at(select_listed(true, least, rank_key(max_, 0), 0, target));
+          begin_selection(tighter(cut, {shared_.likely, INT32_MAX}), 0, 0);
           break;
         }
-        // Tokens lighter than half of (1 - top_p) * total / vocab_size together weigh too little to
-        // matter. Nor does what min-p drops: it is past the cut.
-        float rest = 0.5f * (1.0f - params.top_p) * (static_cast<float>(total) / unit_);
-        double lightest = max_ + static_cast<double>(logf(rest / row_.size)) / inverse_;
-        low = lightest > -FLT_MAX ? static_cast<float>(lightest) : -FLT_MAX;
-        low = fmaxf(fmaxf(low, likely.value), kept.cut.value);
+        low = mass_floor();
       } else {
-        low = count_floor(params.top_k);
+        low = count_floor(shared_.filters.top_k);
       }
       bool listed = false;
-      kept.cut = select(by_mass, kept.cut, low, target, total, &listed);
-      kept.where = by_mass ? kMasses : listed ? kList : kNowhere;
+      begin_selection(select(by_mass, low, &listed), 0, 0);
+      where = by_mass ? kMasses : listed ? kList : kNowhere;
     }
-    if (kept.where == kList) {
-      deposit(kept.cut);
-      kept.where = kMasses;
+    if (where == kList) {
+      deposit(shared_.cut);
+      where = kMasses;
     }
-    return kept;
+    return where;
+  }
+
+  // Tokens lighter than half of (1 - top_p) * total / vocab_size together weigh too little to matter.
+  // Nor does what min-p drops: it is past the cut.
+  __device__ float mass_floor() const {
+    float total = static_cast<float>(shared_.total) / unit();
+    float rest = 0.5f * (1.0f - shared_.filters.top_p) * total;
+    double lightest = max_ + static_cast<double>(logf(rest / row_.size)) / shared_.inverse;
+    float low = lightest > -FLT_MAX ? static_cast<float>(lightest) : -FLT_MAX;
+    return fmaxf(fmaxf(low, shared_.likely), shared_.cut.value);
   }
 
   __device__ Mass scanned_total() {
@@ -365,7 +410,7 @@ class RowBlock {
   // Adds the list's kept tokens to the masses of their leaves.
   __device__ void deposit(Cut cut) {
     for_each_listed(cut, [&](float x, int32_t id) {
-      atomicAdd(&masses_[id / Leaf<T>::kSize], mass(weight(x)));
+      atomicAdd(&masses()[id / Leaf<T>::kSize], mass(weight(x)));
     });
     __syncthreads();
   }
@@ -377,7 +422,7 @@ class RowBlock {
     __syncthreads();
 #pragma unroll 1
     for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
-      shared_.list_x[leaf] = stats_[leaf].max;
+      shared_.list_x[leaf] = stats(leaf).max;
       shared_.list_id[leaf] = leaf;
     }
     if (thread() == 0) shared_.list_count = num_leaves_;
@@ -472,23 +517,23 @@ class RowBlock {
     return (Mass{shared_.high_mass[bin]} << kLowMassBits) + shared_.low_mass[bin];
   }
 
-  // Lists the tokens of the base with low <= logit < high, and writes of every leaf what reaches
+  // Lists the tokens of shared_.cut with low <= logit < high, and writes of every leaf what reaches
   // high: its mass, or how many. Returns the sum of those. Where the list overflows only its count
   // is right.
-  __device__ Mass gather(Cut base, float low, float high, bool by_mass) {
+  __device__ Mass gather(float low, float high, bool by_mass) {
     __syncthreads();
     if (thread() == 0) shared_.list_count = 0;
     __syncthreads();
     Mass above = 0;
 #pragma unroll 1
     for (int32_t leaf = warp_id(); leaf < num_leaves_; leaf += num_warps()) {
-      Limits limits = limits_of(base, leaf);
+      Limits limits = limits_of(leaf);
       float from = fmaxf(low, limits.least), upto = fmaxf(high, limits.least);
-      float top = stats_[leaf].max;
+      float top = stats(leaf).max;
       Mass own = 0;
       if (top >= fminf(from, upto)) {
         Leaf<T> x;
-        load(x, leaf, base, limits);
+        load(x, leaf, limits);
         if (top >= upto) own = amount_from(x, upto, by_mass);
         x.forget_derived();
         unsigned between = 0;
@@ -500,7 +545,7 @@ class RowBlock {
         if (__any_sync(kFullMask, between != 0)) append(x, leaf, between);
       }
       if (lane_id() == 0) {
-        masses_[leaf] = own;
+        masses()[leaf] = own;
         above += own;
       }
     }
@@ -543,29 +588,30 @@ class RowBlock {
     bool divided;
   };
 
-  __device__ Limits limits_of(Cut base, int32_t leaf) const {
+  __device__ Limits limits_of(int32_t leaf) const {
+    Cut base = shared_.cut;
     int32_t begin = leaf * Leaf<T>::kSize;
     if (base.last_id < begin) return {next_above(base.value), false};
     return {base.value, base.last_id - begin < Leaf<T>::kSize - 1};
   }
 
-  __device__ void load(Leaf<T>& x, int32_t leaf, Cut base, Limits limits) const {
+  __device__ void load(Leaf<T>& x, int32_t leaf, Limits limits) const {
     x.load(row_, leaf);
-    if (limits.divided) x.drop_ties(base.value, base.last_id - leaf * Leaf<T>::kSize);
+    if (limits.divided) x.drop_ties(limits.least, shared_.cut.last_id - leaf * Leaf<T>::kSize);
   }
 
-  // shared_.sums[j] = mass, or number, of the base's tokens with logits >= shared_.thresholds[j],
+  // shared_.sums[j] = mass, or number, of shared_.cut's tokens with logits >= shared_.thresholds[j],
   // which descend.
-  __device__ void masses_from(Cut base, bool by_mass) {
+  __device__ void masses_from(bool by_mass) {
     if (thread() < kThresholds) shared_.sums[thread()] = 0;
     __syncthreads();
 #pragma unroll 1
     for (int32_t leaf = warp_id(); leaf < num_leaves_; leaf += num_warps()) {
-      Limits limits = limits_of(base, leaf);
-      float top = stats_[leaf].max;
+      Limits limits = limits_of(leaf);
+      float top = stats(leaf).max;
       if (top < fmaxf(shared_.thresholds[kThresholds - 1], limits.least)) continue;
       Leaf<T> x;
-      load(x, leaf, base, limits);
+      load(x, leaf, limits);
 #pragma unroll 1
       for (int j = 0; j < kThresholds; ++j) {
         float least = fmaxf(shared_.thresholds[j], limits.least);
@@ -617,8 +663,7 @@ class RowBlock {
 
   // Bounds around the cut, guessed from a sample. What lies below the cut is many tokens of little
   // weight, so its mass is guessed well, however few tokens hold the rest.
-  __device__ void guess(
-      bool by_mass, Mass target, Mass total, float floor, float* from, float* upto) {
+  __device__ void guess(bool by_mass, float floor, float* from, float* upto) {
     double ratio = sample_row();
     double count = static_cast<double>(list_count());
     Cut reachable{floor, INT32_MAX};
@@ -626,12 +671,12 @@ class RowBlock {
     double low, high, sampled = count;
     if (by_mass) {
       sampled = static_cast<double>(listed_total(true, everything()));
-      double below = (static_cast<double>(total) - static_cast<double>(target)) / ratio;
+      double below = static_cast<double>(shared_.total - shared_.target) / ratio;
       double tolerance = 6.0f / sqrtf(static_cast<float>(count));
       low = sampled - below * (1.0 - tolerance);
       high = sampled - below * (1.0 + tolerance);
     } else {
-      double expected = static_cast<double>(target) / ratio;
+      double expected = static_cast<double>(shared_.target) / ratio;
       double slack = 3.0f * sqrtf(static_cast<float>(expected)) + 1.0f;
       low = expected + slack;
       high = expected - slack;
@@ -651,16 +696,17 @@ class RowBlock {
     }
   }
 
-  // The cut, no looser than the base, at which the ranking's mass, or number, first reaches the
-  // target; past `low` nothing is looked for. *listed: the list holds every kept token. By mass,
-  // masses_ ends as the kept tokens' of every leaf; by number it is zero where *listed.
-  __device__ Cut select(bool by_mass, Cut base, float low, Mass target, Mass total, bool* listed) {
+  // The cut, no looser than shared_.cut, at which the ranking's mass, or number, first reaches
+  // shared_.target; past `low` nothing is looked for. *listed: the list holds every kept token. By
+  // mass, masses() ends as the kept tokens' of every leaf; by number it is zero where *listed.
+  __device__ Cut select(bool by_mass, float low, bool* listed) {
     Bracket bracket{ordered_bits(low), ordered_bits(max_) + 1};
     float from = low, upto = next_above(max_);
-    if (row_.size > kListCapacity) guess(by_mass, target, total, low, &from, &upto);
+    if (row_.size > kListCapacity) guess(by_mass, low, &from, &upto);
 #pragma unroll 1
     for (int round = 0;; ++round) {
-      Mass above = gather(base, from, upto, by_mass);
+      Mass above = gather(from, upto, by_mass);
+      Mass target = shared_.target;
       bool fits = list_count() <= kListCapacity;
       bool guessed = round == 0;
       if (fits && (!guessed || above < target)) {
@@ -683,9 +729,9 @@ class RowBlock {
         }
       } else if (bracket.single()) {
         *listed = false;
-        return tied_prefix(base, from_ordered_bits(bracket.low), by_mass, above, target);
+        return tied_prefix(from_ordered_bits(bracket.low), by_mass, above);
       }
-      if (!bracket.single()) narrow(base, by_mass, target, round, &bracket);
+      if (!bracket.single()) narrow(by_mass, round, &bracket);
       from = from_ordered_bits(bracket.low);
       upto = from_ordered_bits(bracket.high);
     }
@@ -693,7 +739,7 @@ class RowBlock {
 
   // Thresholds strictly inside the bracket. Even in value for a few rounds, which suits logits; then
   // even in representation, which ends in a bracket of one float.
-  __device__ void narrow(Cut base, bool by_mass, Mass target, int round, Bracket* bracket) {
+  __device__ void narrow(bool by_mass, int round, Bracket* bracket) {
     float low = from_ordered_bits(bracket->low), high = from_ordered_bits(bracket->high);
     bool by_value = round < 4 && low > -FLT_MAX && high < FLT_MAX;
     __syncthreads();
@@ -710,13 +756,13 @@ class RowBlock {
       }
       shared_.thresholds[thread()] = threshold;
     }
-    masses_from(base, by_mass);
+    masses_from(by_mass);
     uint32_t lowest = bracket->low;
 #pragma unroll 1
     for (int j = 0; j < kThresholds; ++j) {
       uint32_t bits = ordered_bits(shared_.thresholds[j]);
       if (bits <= lowest || bits >= bracket->high) continue;
-      if (shared_.sums[j] >= target) {
+      if (shared_.sums[j] >= shared_.target) {
         bracket->low = bits;
         break;
       }
@@ -725,7 +771,8 @@ class RowBlock {
   }
 
   // More equal tokens than a list holds: counted off in id order. A warp has a run of leaves.
-  __device__ Cut tied_prefix(Cut base, float value, bool by_mass, Mass above, Mass target) {
+  __device__ Cut tied_prefix(float value, bool by_mass, Mass above) {
+    Mass target = shared_.target;
     Mass each = by_mass ? mass(weight(value)) : 1;
     if (each == 0) each = 1;
     Mass wanted = target > above ? (target - above + each - 1) / each : 0;
@@ -733,15 +780,15 @@ class RowBlock {
     int32_t begin = warp_id() * run, end = min(begin + run, num_leaves_);
     Mass number = 0, total;
 #pragma unroll 1
-    for (int32_t leaf = begin; leaf < end; ++leaf) number += number_tied(base, leaf, value);
+    for (int32_t leaf = begin; leaf < end; ++leaf) number += number_tied(leaf, value);
     Mass own = lane_id() == 0 ? number : 0;
     Mass upto = __shfl_sync(kFullMask, block_inclusive(shared_, own, &total), 0) - number;
     wanted = wanted < 1 ? 1 : wanted > total ? total : wanted;
 #pragma unroll 1
     for (int32_t leaf = begin; leaf < end && upto < wanted; ++leaf) {
-      Mass found = static_cast<Mass>(number_tied(base, leaf, value));
+      Mass found = static_cast<Mass>(number_tied(leaf, value));
       Mass kept = found < wanted - upto ? found : wanted - upto;
-      if (by_mass && lane_id() == 0) masses_[leaf] += kept * each;
+      if (by_mass && lane_id() == 0) masses()[leaf] += kept * each;
       upto += kept;
       if (kept > 0 && upto == wanted) {
         // the kept-th tie of this leaf
@@ -758,11 +805,11 @@ class RowBlock {
     return {value, shared_.rest_id};
   }
 
-  __device__ int number_tied(Cut base, int32_t leaf, float value) const {
-    Limits limits = limits_of(base, leaf);
-    if (stats_[leaf].max < value || value < limits.least) return 0;
+  __device__ int number_tied(int32_t leaf, float value) const {
+    Limits limits = limits_of(leaf);
+    if (stats(leaf).max < value || value < limits.least) return 0;
     Leaf<T> x;
-    load(x, leaf, base, limits);
+    load(x, leaf, limits);
     int number = 0;
 #pragma unroll
     for (int i = 0; i < Leaf<T>::kOwn; ++i) number += clean(x[i]) == value;
@@ -770,11 +817,11 @@ class RowBlock {
   }
 
   // The first kept token, in id order, at which the running mass exceeds uniform * total.
-  __device__ RowToken invert_cdf(const Kept& kept, float uniform) {
+  __device__ RowToken invert_cdf(Where where, float uniform) {
     int32_t run = (num_leaves_ - 1) / threads() + 1;
     int32_t begin = min(thread() * run, num_leaves_), end = min(begin + run, num_leaves_);
     auto leaf_mass = [&](int32_t leaf) {
-      return kept.where == kScan ? scanned_mass(leaf) : masses_[leaf];
+      return where == kScan ? scanned_mass(leaf) : masses()[leaf];
     };
     Mass own = 0, total;
 #pragma unroll 1
@@ -797,13 +844,13 @@ class RowBlock {
       }
     }
     __syncthreads();
-    return pick(shared_.leaf, kept.cut, shared_.part);
+    return pick(shared_.leaf, shared_.cut, shared_.part);
   }
 
   // The first kept token of the leaf at which the running mass exceeds that part of the leaf's.
   __device__ RowToken pick(int32_t leaf, Cut cut, double part) const {
     if (warp_id() != 0) return {0, 0.0f};
-    float origin = stats_[leaf].max;
+    float origin = stats(leaf).max;
     auto share = [&](float x, int32_t id) {
       return cut.keeps(x, id) ? mass(ptx::exp2_approx((x - origin) * scale())) : Mass{0};
     };
@@ -826,11 +873,7 @@ class RowBlock {
 
   RowShared& shared_;
   const Row<T>& row_;
-  LeafStats* stats_;
-  Mass* masses_;
   int32_t num_leaves_;
-  float inverse_;  // of the temperature
-  float unit_;     // the heaviest token's mass
   float max_ = -INFINITY;
   float log_sum_ = 0.0f;
 };

@@ -34,26 +34,24 @@ struct RowPlan {
   }
 };
 
-// Many rows: a block each. Few: several blocks of many warps, the last of which ends the row.
+// Many rows: a block each, two to an SM. Fewer: several blocks share a row, and the last of them
+// ends it. Very few: blocks of twice the warps, since what filters read again is one block's work.
 inline RowPlan plan_rows(int64_t rows, int64_t vocab_size, int64_t element_bytes, int num_sms) {
-  constexpr int64_t kManyWarps = 8, kFewWarps = 8;
+  constexpr int64_t kWarps = 8, kManyWarps = 16;
   int64_t leaf_size = kLeafBytes / element_bytes;
   int64_t num_leaves = (vocab_size - 1) / leaf_size + 1;
-  RowPlan plan{.num_leaves = static_cast<int32_t>(num_leaves),
-               .splits = 1,
-               .run = static_cast<int32_t>(num_leaves),
-               .threads = static_cast<int32_t>(std::min(num_leaves, kManyWarps)) * kWarpSize,
-               .shared_leaves = num_leaves <= kSharedLeaves};
-  int64_t wanted = 2 * int64_t{num_sms} / std::max(rows, int64_t{1});
-  if (wanted < 2 || num_leaves <= kManyWarps) return plan;
-  int64_t warps = std::min(num_leaves, kFewWarps);
-  int64_t splits = std::min((num_leaves - 1) / warps + 1, wanted);
+  rows = std::max(rows, int64_t{1});
+  bool few = 4 * rows <= num_sms;
+  int64_t warps = std::min(num_leaves, few ? kManyWarps : kWarps);
+  int64_t blocks = few ? num_sms : 2 * int64_t{num_sms};  // that run at once
+  int64_t splits = std::min((num_leaves - 1) / warps + 1, std::max(blocks / rows, int64_t{1}));
   int64_t run = (num_leaves - 1) / splits + 1;
-  plan.threads = static_cast<int32_t>(warps) * kWarpSize;
-  plan.run = static_cast<int32_t>(run);
-  plan.splits = static_cast<int32_t>((num_leaves - 1) / run + 1);
-  plan.shared_leaves = plan.shared_leaves && plan.splits == 1;
-  return plan;
+  splits = (num_leaves - 1) / run + 1;
+  return {.num_leaves = static_cast<int32_t>(num_leaves),
+          .splits = static_cast<int32_t>(splits),
+          .run = static_cast<int32_t>(run),
+          .threads = static_cast<int32_t>(warps) * kWarpSize,
+          .shared_leaves = splits == 1 && num_leaves <= kSharedLeaves};
 }
 
 // One block's view of the workspace.

@@ -34,7 +34,7 @@ __device__ inline void sort_ranking(float* logits, int32_t* ids, int64_t count) 
 
 // The first n tokens of softmax(logits) by (logit descending, id ascending).
 // Grid:    rows * splits, on x.
-// Block:   32 to 256 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
+// Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens.
 // Cost:    one read of rows * vocab_size logits from memory, then the leaves that reach the n-th
 //          largest of the leaves' maxima once more.
@@ -42,16 +42,17 @@ __device__ inline void sort_ranking(float* logits, int32_t* ids, int64_t count) 
 // Order:   row.cuh; ties to the lower id.
 // Source:  threshold selection without a sort of the row.
 template <typename T>
-__global__ void __launch_bounds__(kMaxRowThreads, 2)
+__global__ void __launch_bounds__(kMaxRowThreads, 1)
     top_logprobs_kernel(TopLogprobsParams params, RowPlan plan) {
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int64_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
   Row<T> row(params.logits, idx, params.logits_stride, params.vocab_size);
   auto* workspace = static_cast<unsigned char*>(params.workspace);
   RowSlots slots(plan, shared, workspace + params.workspace_bytes, idx);
-  RowBlock<T> block(shared, row, 1.0f, slots.stats, slots.masses);
   auto* counter = static_cast<int32_t*>(params.workspace) + idx;
   if (!scan_row(plan, shared, row, slots, true, false, kLog2e, counter)) return;
+  SamplingParams plain;
+  RowBlock<T> block(shared, row, plain, slots.stats, slots.masses);
   block.fold(true);
   if (threadIdx.x == 0) params.lse[idx] = block.lse();
   if (params.n == 0) return;

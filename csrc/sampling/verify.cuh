@@ -10,45 +10,41 @@ namespace specops {
 
 // One request's part of a step.
 struct VerifyRequest {
-  int64_t first;     // of its rows
+  int32_t first;     // of its rows
   int32_t num_rows;  // 0: idle, or at fault
   int32_t num_read;  // rows that are chosen from
   AcceptPolicy policy;
+  SamplingParams filters;  // as the strategy has them
   bool greedy;
-  ErrorCode fault;
+  ErrorCode fault;  // of a request that is not idle
 
-  __device__ VerifyRequest(const VerifyParams& params, int64_t batch_idx)
-      : policy(AcceptPolicy::kNormal), greedy(false), fault(ErrorCode::kNone) {
-    first = params.output_indptr[batch_idx];
-    int64_t end = params.output_indptr[batch_idx + 1], rows = end - first;
-    num_rows = num_read = static_cast<int32_t>(rows);
-    bool starts = first >= 0 && (batch_idx > 0 || first == 0);
+  // All loads before all looks: they take as long as one.
+  __device__ VerifyRequest(const VerifyParams& params, int64_t batch_idx) {
+    int32_t begin = params.output_indptr[batch_idx], end = params.output_indptr[batch_idx + 1];
+    int32_t strategy = static_cast<int32_t>(VerifyStrategy::kTargetMatch);
+    int32_t policy_value = static_cast<int32_t>(AcceptPolicy::kNormal);
+    if (params.strategy) strategy = params.strategy[batch_idx];
+    if (params.policy) policy_value = params.policy[batch_idx];
+    filters = filters_of(params, batch_idx);
+    first = begin;
+    policy = static_cast<AcceptPolicy>(policy_value);
+    int64_t rows = int64_t{end} - begin;
+    bool starts = begin >= 0 && (batch_idx > 0 || begin == 0);
     if (!starts || rows < 0 || rows > params.max_draft_tokens + 1 || end > params.rows) {
-      fail(ErrorCode::kVerifyOutputIndptr);
-      return;
+      fault = ErrorCode::kVerifyOutputIndptr;
+    } else if (rows == 0) {
+      fault = ErrorCode::kNone;  // an idle slot may hold anything
+    } else if (strategy < 0 || strategy > static_cast<int32_t>(VerifyStrategy::kTargetMatch)) {
+      fault = ErrorCode::kVerifyStrategy;
+    } else if (policy_value < 0 || policy_value > static_cast<int32_t>(AcceptPolicy::kRejectAll)) {
+      fault = ErrorCode::kVerifyPolicy;
+    } else {
+      fault = fault_of(filters, kVerifyFaults);
     }
-    if (rows == 0) return;  // an idle slot may hold anything
-    if (params.strategy) {
-      int32_t strategy = params.strategy[batch_idx];
-      greedy = strategy == static_cast<int32_t>(VerifyStrategy::kGreedy);
-      if (!greedy && strategy != static_cast<int32_t>(VerifyStrategy::kTargetMatch)) {
-        fail(ErrorCode::kVerifyStrategy);
-        return;
-      }
-    }
-    if (params.policy) {
-      policy = static_cast<AcceptPolicy>(params.policy[batch_idx]);
-      if (policy < AcceptPolicy::kNormal || policy > AcceptPolicy::kRejectAll) {
-        fail(ErrorCode::kVerifyPolicy);
-        return;
-      }
-      if (policy == AcceptPolicy::kRejectAll) num_read = 1;
-    }
-  }
-
-  __device__ void fail(ErrorCode code) {
-    fault = code;
-    num_rows = num_read = 0;
+    num_rows = fault == ErrorCode::kNone ? static_cast<int32_t>(rows) : 0;
+    num_read = policy == AcceptPolicy::kRejectAll && num_rows > 0 ? 1 : num_rows;
+    greedy = strategy == static_cast<int32_t>(VerifyStrategy::kGreedy);
+    if (greedy) filters.temperature = 0.0f;
   }
 };
 
@@ -66,8 +62,8 @@ __device__ inline void emit_nothing(const VerifyParams& params, int64_t batch_id
 // the rows fit, so that it does not wait for every token in turn.
 __device__ inline void walk_request(const VerifyParams& params,
                                     RowShared& shared,
-                                    const VerifyRequest& request,
                                     int64_t batch_idx) {
+  int num_rows = shared.num_rows, num_read = shared.num_read;
   int64_t capacity = params.max_draft_tokens + 1;
   const int32_t* drafts = params.draft_token_ids + batch_idx * params.max_draft_tokens;
   int32_t* tokens = params.output_token_ids + batch_idx * capacity;
@@ -77,12 +73,12 @@ __device__ inline void walk_request(const VerifyParams& params,
   float* near_logprobs = staged && logprobs ? shared.list_x : logprobs;
   const int32_t* near_drafts = staged ? shared.list_id + capacity : drafts;
   int outside = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < request.num_rows; i += blockDim.x) {
-    int32_t draft = i + 1 < request.num_rows ? drafts[i] : -1;
+  for (int i = static_cast<int>(threadIdx.x); i < num_rows; i += blockDim.x) {
+    int32_t draft = i + 1 < num_rows ? drafts[i] : -1;
     if (draft < -1 || draft >= params.vocab_size) outside = 1;
     if (!staged) continue;
     shared.list_id[capacity + i] = draft;
-    if (i >= request.num_read) continue;
+    if (i >= num_read) continue;
     shared.list_id[i] = tokens[i];
     if (logprobs) shared.list_x[i] = logprobs[i];
   }
@@ -91,9 +87,9 @@ __device__ inline void walk_request(const VerifyParams& params,
     return emit_nothing(params, batch_idx);
   }
   if (threadIdx.x == 0) {
-    params.num_accepted_tokens[batch_idx] = accept_walk(request.policy,
+    params.num_accepted_tokens[batch_idx] = accept_walk(static_cast<AcceptPolicy>(shared.policy),
                                                         near_drafts,
-                                                        request.num_rows,
+                                                        num_rows,
                                                         static_cast<int>(capacity),
                                                         near_tokens,
                                                         near_logprobs);
@@ -108,7 +104,7 @@ __device__ inline void walk_request(const VerifyParams& params,
 
 // Each output row's own choice, exactly as sample makes it, then the walk along the drafts.
 // Grid:    batch * (k + 1) * splits, on x; blocks without a row end at once.
-// Block:   32 to 256 threads; a warp takes leaves of 2 KB, the last block of a row ends the row, the
+// Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends the row, the
 //          last row of a request walks.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens.
 // Cost:    one read of num_output_rows * vocab_size logits; filters as in sample.
@@ -116,22 +112,14 @@ __device__ inline void walk_request(const VerifyParams& params,
 // Order:   row.cuh; a row depends on its request's parameters and position alone.
 // Source:  Leviathan et al. 2023 with a deterministic drafter; the row's own choice is the coin.
 template <typename T>
-__global__ void __launch_bounds__(kMaxRowThreads, 2)
+__global__ void __launch_bounds__(kMaxRowThreads, 1)
     verify_kernel(VerifyParams params, RowPlan plan) {
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
-  int64_t capacity = params.max_draft_tokens + 1;
-  int64_t item = static_cast<int32_t>(blockIdx.x) / plan.splits;
-  int64_t batch_idx = item / capacity;
-  int32_t idx = static_cast<int32_t>(item - batch_idx * capacity);
+  int32_t capacity = static_cast<int32_t>(params.max_draft_tokens) + 1;
+  int32_t item = static_cast<int32_t>(blockIdx.x) / plan.splits;
+  int32_t batch_idx = item / capacity, idx = item % capacity;
   bool first_split = static_cast<int32_t>(blockIdx.x) % plan.splits == 0;
   VerifyRequest request(params, batch_idx);
-  SamplingParams filters;
-  if (request.num_rows > 0) {
-    filters = filters_of(params, batch_idx);
-    ErrorCode fault = fault_of(filters, kVerifyFaults);
-    if (fault != ErrorCode::kNone) request.fail(fault);
-    if (request.greedy) filters.temperature = 0.0f;
-  }
   if (request.num_rows == 0 && idx == 0 && first_split) {
     if (request.fault != ErrorCode::kNone && threadIdx.x == 0) {
       report_error(params.error, request.fault);
@@ -140,32 +128,40 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2)
   }
   if (idx >= request.num_read) return;
 
+  if (threadIdx.x == 0) {
+    shared.num_rows = request.num_rows;
+    shared.num_read = request.num_read;
+    shared.policy = static_cast<int32_t>(request.policy);
+  }
   bool want_logprob = params.logprobs != nullptr;
-  const int32_t* drafts = params.draft_token_ids + batch_idx * params.max_draft_tokens;
+  const int32_t* drafts = params.draft_token_ids + int64_t{batch_idx} * (capacity - 1);
   bool given = takes_draft(request.policy, drafts, request.num_rows, idx);
   RowToken token{given ? drafts[idx] : -1, 0.0f};
   float logprob = 0.0f;
-  int64_t row_idx = request.first + idx;
+  int32_t row_idx = request.first + idx;
   if (!given || want_logprob) {
     auto* counters = static_cast<int32_t*>(params.workspace);
     auto* workspace = static_cast<unsigned char*>(params.workspace);
     Row<T> row(params.logits, row_idx, params.logits_stride, params.vocab_size);
     RowSlots slots(plan, shared, workspace + params.workspace_bytes, row_idx);
-    RowBlock<T> block(shared, row, filters.temperature, slots.stats, slots.masses);
     if (!scan_row(plan,
                   shared,
                   row,
                   slots,
                   want_logprob,
-                  !given && filters.needs_warm(row.size),
-                  block.scale(),
+                  !given && request.filters.needs_warm(row.size),
+                  inverse_temperature(request.filters.temperature) * kLog2e,
                   counters + params.batch + row_idx)) {
       return;
     }
+    // read again, and not kept over the scan
+    SamplingParams filters = filters_of(params, batch_idx);
+    if (request.greedy) filters.temperature = 0.0f;
+    RowBlock<T> block(shared, row, filters, slots.stats, slots.masses);
     block.fold(want_logprob);
     if (!given) {
-      token =
-          block.choose(filters, uniform_of(params, batch_idx, params.positions[batch_idx] + idx));
+      token = block.choose(
+          [&] { return uniform_of(params, batch_idx, params.positions[batch_idx] + idx); });
     } else if (token.id < params.vocab_size) {
       token.logit = block.logit(token.id);
     }
@@ -177,13 +173,11 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2)
     params.output_token_ids[item] = token.id;
     if (want_logprob) params.logprobs[item] = logprob;
   }
+  __syncthreads();
+  int num_read = shared.num_read;
   auto* counters = static_cast<int32_t*>(params.workspace);
-  if (request.num_read == 1) {
-    __syncthreads();
-  } else if (!last_to_arrive(shared, counters + batch_idx, request.num_read)) {
-    return;
-  }
-  walk_request(params, shared, request, batch_idx);
+  if (num_read > 1 && !last_to_arrive(shared, counters + batch_idx, num_read)) return;
+  walk_request(params, shared, batch_idx);
 }
 
 }  // namespace specops
