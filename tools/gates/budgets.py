@@ -59,6 +59,8 @@ BUDGETS = (
     Budget("rope_append_kv_kernel<*float16, true>", registers=64, threads=128, blocks_per_sm=8),
     Budget("rope_append_kv_kernel<float, true>", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
+    # A tile of rows lives in registers; two blocks of it fill an SM of 90a, one an SM of 80.
+    Budget("append_attention_kernel<*", registers=255, threads=128, smem_bytes=112 << 10),
     # dense
     Budget("linear_stream_kernel<*", 128, threads=128, smem_bytes=80 << 10, blocks_per_sm=2),
     # A wide tile lives in registers: one block of it, with 64 KiB and more in flight, fills an SM.
