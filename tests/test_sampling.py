@@ -107,10 +107,15 @@ def test_sample(device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
     assert (logprobs - expected_logprobs).abs().max() < 1e-5 if rows else True
 
 
-def test_sample_strided_rows_with_poisoned_slack(device: str, isa: str) -> None:
-    wide = torch.full((9, 3000), 1e30, device=device)
-    wide[:, 100:2133] = torch.randn(9, 2033)
-    view = wide[:, 100:2133]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("begin", [100, 101])
+def test_sample_strided_rows_with_poisoned_slack(
+    device: str, isa: str, dtype: torch.dtype, begin: int
+) -> None:
+    """Rows that begin on any boundary have the same bits."""
+    wide = torch.full((9, 3001), 1e30, device=device, dtype=dtype)
+    wide[:, begin : begin + 2033] = torch.randn(9, 2033)
+    view = wide[:, begin : begin + 2033]
     positions, params = positions_from(0, 9), mixed_params(9)
     got = with_logprobs(view, positions, params)
     for a, b in zip(got, with_logprobs(view.contiguous(), positions, params), strict=True):

@@ -54,6 +54,8 @@ inline RowPlan plan_rows(int64_t rows, int64_t vocab_size, int64_t element_bytes
           .shared_leaves = splits == 1 && num_leaves <= kSharedLeaves};
 }
 
+static_assert(sizeof(RowShared) <= 41 << 10, "the budget of tools/gates");
+
 // One block's view of the workspace.
 struct RowSlots {
   LeafStats* stats;  // [num_leaves] of its row

@@ -76,7 +76,10 @@ BUDGETS = (
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
-    # sampling
+    # sampling: 256 threads a block where rows are many, two such blocks to an SM
+    Budget("sample_kernel<*", registers=128, threads=512, smem_bytes=41 << 10),
+    Budget("verify_kernel<*", registers=128, threads=512, smem_bytes=41 << 10),
+    Budget("top_logprobs_kernel<*", registers=128, threads=512, smem_bytes=41 << 10),
     # suffix_tree
     Budget("ngram_propose_kernel", registers=32, threads=1024, smem_bytes=256, blocks_per_sm=2),
     # Everything else: 512 threads of it fit the registers of an SM.
