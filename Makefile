@@ -63,17 +63,21 @@ $(VENV)/simt: $(VENV)/built
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt _simt_test _simt_test_race _simt_test_asan
 	touch $@
 
-# The same with every access to memory checked for races, and under AddressSanitizer:
-# `make test-race` and `make test-asan` run the op tests in them.
+# The same with every access to memory checked for races, and under AddressSanitizer. `make test`
+# runs the first and the last case of every op test in both, test-race and test-asan run all.
 simt-race simt-asan: $(VENV)/simt
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(subst simt-,_simt_,$@)
 
+RACE := SPECOPS_SIMT_BUILD=race $(BIN)/python -m pytest -m "not prove"
+ASAN := SPECOPS_SIMT_BUILD=asan \
+  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(BIN)/python -m pytest -m "not prove"
+
 test-race: simt-race $(VENV)/test-deps
-	SPECOPS_SIMT_BUILD=race $(BIN)/python -m pytest -m "not prove" -k simt
+	$(RACE) -k simt
 
 test-asan: simt-asan $(VENV)/test-deps
-	SPECOPS_SIMT_BUILD=asan LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(BIN)/python -m pytest -m "not prove" -k simt
+	$(ASAN) -k simt
 
 # nvcc from its wheels, where there is none: in a folder of its own, since torch pins some of them.
 $(VENV)/nvcc: $(VENV)/serve-deps constraints.txt
@@ -91,8 +95,10 @@ serve: setup
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
 
-test: setup simt $(VENV)/test-deps
+test: setup simt simt-race simt-asan $(VENV)/test-deps
 	$(BIN)/python -m pytest -m "not prove"
+	$(RACE) --smoke simt
+	$(ASAN) --smoke simt
 
 # Longer proofs, run before a release; CI does not.
 prove: setup simt $(VENV)/test-deps
