@@ -238,9 +238,11 @@ def test_append_attention_rows_are_decode_rows(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_append_attention_alone_and_in_a_batch(device: str, isa: str, dtype: torch.dtype) -> None:
+def test_append_attention_alone_and_in_a_batch(
+    device: str, isa: str, on_cuda: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(1)
-    kv_lens = torch.randint(5, 700, (32,)).tolist()
+    kv_lens = torch.randint(5, 700, (10 if on_cuda else 32,)).tolist()
     keys = [torch.randn(n, 2, 64).to(dtype) for n in kv_lens]
     values = [torch.randn(n, 2, 64).to(dtype) for n in kv_lens]
     queries = [torch.randn(5, 4, 64).to(dtype) for _ in kv_lens]
@@ -497,6 +499,81 @@ def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda
             *tensors, prefix_leaders=leaders, prefix_lens=torch.full_like(leaders, 9 * page_size)
         )
         assert torch.equal(as_bits(got), as_bits(expected))
+
+
+@pytest.mark.parametrize(
+    "dtype,head_dim,window",
+    [(torch.bfloat16, 64, None), (torch.float32, 64, 9000), (torch.float16, 64, 3000)],
+)
+def test_append_attention_prefix_schedules(
+    device: str,
+    request: pytest.FixtureRequest,
+    on_cuda: bool,
+    accumulation: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    window: int | None,
+) -> None:
+    # Prefixes of whole chunks and of parts, over two row tiles, in three levels.
+    page_size, qo_lens, own = 64, [1, 4, 0, 2, 9, 1], [3, 300, 0, 700, 1, 40]
+    shared = [4864, 4864, 4864, 2560, 2560, 2368]
+    tree = {
+        "prefix_leaders": [[0] * 6, [0, 0, 0, 3, 3, 5], [0, 0, 2, 3, 3, 5]],
+        "prefix_lens": [[2350] * 6, [4700] * 3 + [2560] * 2 + [0], [4864] * 2 + [0, 2560, 2560, 0]],
+    }
+    kv_lens = [x + y + z for x, y, z in zip(shared, own, qo_lens, strict=True)]
+    pages: list[list[int]] = []
+    used = 0
+    for b in range(6):
+        like, common = [(0, 0), (0, 76), (0, 76), (0, 37), (3, 40), (0, 37)][b]
+        first = pages[like][:common] if b else []
+        count = -(-kv_lens[b] // page_size) - len(first)
+        pages.append([*first, *range(used, used + count)])
+        used += count
+    caches = [torch.randn(used, page_size, 1, head_dim).to(dtype) for _ in range(2)]
+    batch = Batch(
+        q=torch.randn(sum(qo_lens), 4, head_dim).to(dtype),
+        k_cache=caches[0],
+        v_cache=caches[1],
+        qo_indptr=lengths_to_indptr(qo_lens),
+        kv_indptr=lengths_to_indptr([len(x) for x in pages]),
+        kv_indices=torch.tensor([page for x in pages for page in x], dtype=torch.int32),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+    )
+    prefixes = {name: torch.tensor(x, dtype=torch.int32) for name, x in tree.items()}
+    is_simt = request.node.callspec.params["device"] == "simt"
+
+    def attend(floats: int | None = None, **prefixes: Tensor) -> tuple[Tensor, Tensor, int]:
+        workspace = None if floats is None else new_workspace(floats, on_cuda, device)
+        if is_simt:
+            simt.load().reset_counters()
+        out, lse = attention.append_attention(
+            *batch.tensors(),
+            sliding_window=window,
+            workspace=workspace,
+            return_lse=True,
+            **prefixes,
+        )
+        work = simt.load().counters()["mmas"] if is_simt else 0
+        return as_bits(out), as_bits(lse), work
+
+    expected = attend()
+    try:
+        for sms, floats, shares in [
+            (4, None, True),
+            (1, None, True),
+            (40, None, True),
+            (4, 0, False),
+        ]:
+            if is_simt:
+                simt.load().set_num_sms(sms)
+            out, lse, work = attend(floats, **prefixes)
+            assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+            if is_simt and dtype != torch.float32 and window is None:
+                assert (work < 0.7 * expected[2]) == shares
+    finally:
+        if is_simt:
+            simt.load().set_num_sms(4)
 
 
 def test_append_attention_refuses_prefixes(device: str, on_cuda: bool) -> None:

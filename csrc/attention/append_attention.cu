@@ -5,7 +5,11 @@
 namespace specops {
 namespace {
 
-constexpr int64_t kMaxStateFloats = int64_t{16} << 20;  // workspace of chunk states, at most
+// Workspace of chunk states: what requests of equal rows need, and within these bounds.
+constexpr int64_t kMinStateFloats = int64_t{256} << 10;
+constexpr int64_t kMaxStateFloats = int64_t{16} << 20;
+
+constexpr int64_t kGroupFloats = sizeof(Group) / sizeof(float);
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -33,7 +37,10 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
   sizes.leaf = ceil_div(most, 2) * 2 * (shape.head_dim + 2);
   int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
   int64_t row_heads = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * shape.num_qo_heads;
-  int64_t floats = chunks * (row_heads + shape.num_kv_heads) * (shape.head_dim + 2);
+  // Twice: shared prefixes have theirs as well.
+  int64_t floats = 2 * chunks * (row_heads + shape.num_kv_heads) * (shape.head_dim + 2) +
+                   4 * shape.batch * kGroupFloats;
+  floats = floats > kMinStateFloats ? floats : kMinStateFloats;
   sizes.chunk_states = floats < kMaxStateFloats ? floats : kMaxStateFloats;
   return sizes;
 }
@@ -41,14 +48,20 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
 template <typename T, int kHeadDim>
 void run(AttentionLaunch launch_params, int blocks, CudaStream stream) {
   using Shape = AttentionShape<T, kHeadDim>;
-  size_t bytes = Shape::kSharedBytes;
-  if (launch_params.totals == nullptr) bytes += Shape::kTotalFloats * sizeof(float);
-  launch(append_attention_kernel<T, kHeadDim>,
-         blocks,
-         kAttentionThreads,
-         bytes,
-         stream,
-         launch_params);
+  auto start = [&](size_t more_bytes) {
+    launch(append_attention_kernel<T, kHeadDim>,
+           blocks,
+           kAttentionThreads,
+           Shape::kSharedBytes + more_bytes,
+           stream,
+           launch_params);
+  };
+  if (launch_params.groups != nullptr) {
+    launch_params.is_shared_launch = true;
+    start(kPlanned * sizeof(Group));
+    launch_params.is_shared_launch = false;
+  }
+  start(launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0);
 }
 
 template <typename T>
@@ -108,9 +121,17 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
     launch_params.leaf_states = next;
     next += tail_units * kChunkLeaves * sizes.leaf;
     left -= tail_units * kChunkLeaves * sizes.leaf;
+    left = left < kMaxStateFloats ? left : kMaxStateFloats;
+    int64_t table = params.num_prefix_levels * params.batch * kGroupFloats;
+    if (table > 0 && left > table) {
+      launch_params.groups = reinterpret_cast<Group*>(next);
+      launch_params.shared_states = next + table;
+      launch_params.shared_capacity = static_cast<int>((left - table) / 2 / 4);
+      next += table + int64_t{4} * launch_params.shared_capacity;
+      left -= table + int64_t{4} * launch_params.shared_capacity;
+    }
     launch_params.chunk_states = next;
-    launch_params.chunk_capacity =
-        static_cast<int>((left < kMaxStateFloats ? left : kMaxStateFloats) / 4);
+    launch_params.chunk_capacity = static_cast<int>(left / 4);
   }
   if (params.dtype == DType::kBFloat16) {
     run<bfloat16>(launch_params, blocks, stream);

@@ -16,36 +16,13 @@
 #include <type_traits>
 
 #include "attention/append_attention.h"
+#include "attention/attention_plan.cuh"
 #include "common/device.cuh"
 
 namespace specops {
 
-constexpr int kAttentionThreads = 128;
-constexpr int kAttentionWarps = kAttentionThreads / kWarpSize;
-constexpr int kAttentionBlocksPerSm = 2;
-constexpr int kLeafTokens = 256;
-constexpr int kChunkLeaves = 8;
-constexpr int kChunkTokens = kChunkLeaves * kLeafTokens;
-constexpr int kPageBlock = 16;  // tokens that always lie in one page
-constexpr int kChunkBlocks = kChunkTokens / kPageBlock;
-constexpr int kPlanned = 256;    // requests planned at once
-constexpr int kSplitTiles = 16;  // a request of more row tiles is parallel enough: not split
-constexpr int kCounters = 8192;  // arrivals of split sequences, first in the workspace
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-
-// What the launcher adds to the arguments: the workspace cut into its parts.
-struct AttentionLaunch {
-  AppendAttentionParams params;
-  int32_t* counters;    // [num_counters], zero between launches
-  float* totals;        // [blocks, kTotalFloats]; nullptr: in shared memory
-  float* leaf_states;   // [tail_units * kChunkLeaves, leaf_floats]
-  float* chunk_states;  // 4 * chunk_capacity floats
-  int64_t leaf_floats;  // of the largest tile of one leaf
-  int num_counters;
-  int tail_units;      // at most so many chunks of the last wave are cut into leaves
-  int chunk_capacity;  // in units of four floats
-};
 
 // Sizes that follow from the element type and head_dim.
 template <typename T, int kHeadDim>
@@ -77,8 +54,8 @@ struct AttentionShape {
   static constexpr int kPlan = kTable + 2 * kChunkBlocks * 4;  // int [3, kPlanned]
   static constexpr int kScan = kPlan + 3 * kPlanned * 4;       // int [8]
   static constexpr int kUnit = kScan + 32;
-  static constexpr int kTurns = kUnit + 192;
-  static constexpr int kSharedBytes = kTurns + 48;
+  static constexpr int kTurns = kUnit + 256;
+  static constexpr int kSharedBytes = kTurns + 48;  // then totals, or the list of groups
 
   // The running total of a sequence that one block owns: thread-private float4, thread innermost.
   static constexpr int kTotalFloats = kAttentionThreads * 4 * kRowTiles * (kOutTiles + 1);
@@ -167,159 +144,6 @@ struct Outputs {
   }
 };
 
-// ---- the plan ----
-
-// What the index arrays say of a request; one that contradicts itself is invalid and yields zeros.
-struct Request {
-  int qo_begin, qo_len, kv_begin, kv_len;
-  bool valid;
-};
-
-__device__ __forceinline__ Request load_request(const AppendAttentionParams& params,
-                                                int64_t batch_idx) {
-  Request request;
-  request.qo_begin = params.qo_indptr[batch_idx];
-  int qo_end = params.qo_indptr[batch_idx + 1];
-  request.kv_begin = params.kv_indptr[batch_idx];
-  int kv_end = params.kv_indptr[batch_idx + 1];
-  request.kv_len = params.kv_lens[batch_idx];
-  request.qo_len = qo_end - request.qo_begin;
-  if (request.qo_begin < 0 || request.qo_len <= 0 || qo_end > params.rows) {
-    request.valid = request.qo_len == 0;
-    request.qo_len = 0;
-    return request;
-  }
-  request.valid = request.kv_begin >= 0 && kv_end <= params.num_indices &&
-                  request.kv_len >= request.qo_len &&
-                  request.kv_len <= (int64_t{kv_end} - request.kv_begin) * params.page_size;
-  return request;
-}
-
-// First token a row at `position` sees.
-__device__ __forceinline__ int window_begin(const AppendAttentionParams& params, int position) {
-  if (params.sliding_window == 0 || position < params.sliding_window) return 0;
-  return position - static_cast<int>(params.sliding_window) + 1;
-}
-
-// A request's share of the plan.
-struct Demand {
-  int tiles;        // of rows
-  int first_chunk;  // of the KV that any row sees
-  int chunks;
-  int sequences;    // (tile, KV head)
-  int state_quads;  // of one tile's state in the workspace, in units of four floats
-};
-
-template <int kRows>
-__device__ __forceinline__ Demand demand_of(const AppendAttentionParams& params,
-                                            const Request& request) {
-  int group = static_cast<int>(params.num_qo_heads / params.num_kv_heads);
-  int64_t packed = int64_t{request.qo_len} * group;
-  Demand demand;
-  demand.tiles = static_cast<int>((packed + kRows - 1) / kRows);
-  int first = request.valid ? window_begin(params, request.kv_len - request.qo_len) : 0;
-  int last = request.valid ? request.kv_len - 1 : 0;
-  demand.first_chunk = first / kChunkTokens;
-  demand.chunks = last / kChunkTokens - demand.first_chunk + 1;
-  demand.sequences = demand.tiles * static_cast<int>(params.num_kv_heads);
-  int rows = packed < kRows ? static_cast<int>(packed) : kRows;
-  demand.state_quads = (rows + 1) / 2 * (static_cast<int>(params.head_dim) + 2) / 2;
-  return demand;
-}
-
-// Of all its chunk states, at most one more than there are: the sums over a plan stay small.
-__device__ __forceinline__ int quads_of(const Demand& demand, int capacity) {
-  if (demand.chunks == 1) return 0;
-  int64_t quads = int64_t{demand.sequences} * demand.chunks * demand.state_quads;
-  return static_cast<int>(min(quads, int64_t{capacity} + 1));
-}
-
-// Sum over the threads before this one; `total` over all. Two barriers.
-__device__ __forceinline__ int scan_exclusive(int value, int* warp_sums, int& total) {
-  int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  int sum = value;
-#pragma unroll
-  for (int step = 1; step < kWarpSize; step *= 2) {
-    int other = __shfl_up_sync(kFullMask, sum, step);
-    if (lane >= step) sum += other;
-  }
-  __syncthreads();
-  if (lane == kWarpSize - 1) warp_sums[warp] = sum;
-  __syncthreads();
-  int before = 0;
-  total = 0;
-#pragma unroll
-  for (int i = 0; i < kAttentionWarps; ++i) {
-    if (i < warp) before += warp_sums[i];
-    total += warp_sums[i];
-  }
-  return before + sum - value;
-}
-
-// Units of work of kPlanned requests, in order: request, chunk, KV head, tile. A request whose
-// chunks find no room in the workspace (counter[] < 0) has units of whole sequences.
-struct Plan {
-  int* unit_end;  // inclusive sums
-  int* counter;   // of the request's first sequence
-  int* state;     // of its first chunk state, in quads
-  int* scan;
-};
-
-template <int kRows>
-__device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
-                                         const Plan& plan,
-                                         int64_t first_request,
-                                         int& used_counters,
-                                         int& used_quads) {
-  const AppendAttentionParams& params = launch.params;
-  constexpr int kEach = kPlanned / kAttentionThreads;
-  Demand demand[kEach];
-  int counters = 0, quads = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    int64_t batch_idx = first_request + threadIdx.x * kEach + i;
-    demand[i] = {0, 0, 0, 0, 0};
-    if (batch_idx >= params.batch) continue;
-    Request request = load_request(params, batch_idx);
-    if (!request.valid && blockIdx.x == 0) {
-      report_error(params.error, ErrorCode::kAttentionLengths);
-    }
-    if (request.qo_len == 0) continue;
-    demand[i] = demand_of<kRows>(params, request);
-    if (demand[i].tiles > kSplitTiles) continue;
-    counters += demand[i].sequences;
-    quads += quads_of(demand[i], launch.chunk_capacity);
-  }
-  int all_counters, all_quads, all_units;
-  int counter = used_counters + scan_exclusive(counters, plan.scan, all_counters);
-  int quad = used_quads + scan_exclusive(quads, plan.scan, all_quads);
-  int units = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    int slot = threadIdx.x * kEach + i;
-    bool small = demand[i].sequences > 0 && demand[i].tiles <= kSplitTiles;
-    int need = small ? quads_of(demand[i], launch.chunk_capacity) : 0;
-    bool split = small && counter + demand[i].sequences <= launch.num_counters &&
-                 quad + need <= launch.chunk_capacity;
-    plan.counter[slot] = split ? counter : -1;
-    plan.state[slot] = quad;
-    if (small) counter += demand[i].sequences;
-    quad += need;
-    demand[i].chunks = split ? demand[i].chunks : 1;
-    units += demand[i].sequences * demand[i].chunks;
-  }
-  used_counters = min(used_counters + all_counters, launch.num_counters + 1);
-  used_quads = min(used_quads + all_quads, launch.chunk_capacity + 1);
-  int end = scan_exclusive(units, plan.scan, all_units);
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    end += demand[i].sequences * demand[i].chunks;
-    plan.unit_end[threadIdx.x * kEach + i] = end;
-  }
-  __syncthreads();
-  return all_units;
-}
-
 // ---- one unit of work ----
 
 // A tile of rows and the tokens one block reduces for it; what becomes of its state. In shared
@@ -328,9 +152,10 @@ struct Unit {
   Request request;
   int first_row;  // of the tile, packed: query row * group + query head of the KV head
   int rows;
-  int head;        // KV head
-  int low, high;   // tokens that any row of the tile sees
-  int begin, end;  // those of this unit, whole leaves cut to [low, high)
+  int head;                  // KV head
+  int low, high;             // tokens that any row of the tile sees
+  int begin, end;            // those of this unit, whole leaves cut to [low, high)
+  int load_begin, load_end;  // those that are read
   // Tiles of KV that end after seen_end or begin before seen_begin have tokens some row of the tile
   // does not see.
   int seen_begin, seen_end;
@@ -339,13 +164,15 @@ struct Unit {
   // A state in the workspace: [state_rows, head_dim] outputs, then [state_rows] of (m, l). The tile
   // begins at state_row.
   int state_row, state_rows;
-  int tile_rows, tile_end;  // rows and end before the unit was narrowed
-  float* state;             // nullptr: the unit finishes the sequence and writes to out
+  int tile_rows;        // rows before the unit was narrowed
+  float* state;         // nullptr: the unit finishes the sequence and writes to out
+  int64_t leaf_stride;  // not 0: every leaf has a state of its own, so many floats apart
   // How the sequence of this tile and head is split: chunks before first_cut are one unit each, the
   // others one unit per leaf; first_tail is the number of chunk first_cut among the chunks so cut.
-  int arrivals;  // units that are not empty
+  int arrivals;  // units that are not empty; 0: nobody waits for the state
   int first_cut, first_tail;
-  int first_chunk;          // of the request
+  int64_t batch_idx;
+  int shared, first_chunk;  // of the request
   int sequences, sequence;  // of the request; this one
   int counter;
   int chunk_quad, state_quads;  // where the request's chunk states begin, and their size
@@ -374,7 +201,7 @@ struct Attention {
   Unit& unit;
   Turns& turns;
 
-  static_assert(sizeof(Unit) <= 192 && sizeof(Turns) <= 48);
+  static_assert(sizeof(Unit) <= 256 && sizeof(Turns) <= 48);
 
   __device__ __forceinline__ Attention(const AttentionLaunch& given)
       : launch(given),
@@ -401,7 +228,7 @@ struct Attention {
     for (int i = threadIdx.x; i < kChunkBlocks; i += kAttentionThreads) {
       int token = chunk * kChunkTokens + i * kPageBlock;
       int place = -1;
-      if (token < unit.end && token + kPageBlock > unit.begin) {
+      if (token < unit.load_end && token + kPageBlock > unit.load_begin) {
         int page_size = static_cast<int>(params.page_size);
         int page = params.kv_indices[unit.request.kv_begin + token / page_size];
         if (page < 0 || page >= params.num_pages) {
@@ -416,7 +243,7 @@ struct Attention {
 
   // Starts the copy of one tile of K or V; tokens out of range become zeros.
   __device__ __forceinline__ void load_tile(const void* cache, unsigned char* slot, int tile) {
-    int begin = unit.begin, end = unit.end;
+    int begin = unit.load_begin, end = unit.load_end;
     unsigned thread = thread_index();
     const int* table = reinterpret_cast<const int*>(smem + Shape::kTable);
     int heads = static_cast<int>(params.num_kv_heads);
@@ -853,7 +680,7 @@ struct Attention {
 
   // ---- a unit ----
 
-  // Reduces the unit's tokens for the rows of its tile and writes the state or the result. Returns
+  // Reduces the unit's tokens for the rows of its tile and writes its states or the result. Returns
   // false, with nothing written, where V holds an infinity or a NaN that some row must not see: a
   // weight of zero would not keep it out.
   template <int kRowTiles>
@@ -914,21 +741,28 @@ struct Attention {
         last = (unit.end - 1) / kTile;
         if ((tile + 1) * kTile % kLeafTokens == 0 || tile == last) {
           fold_leaf<kRowTiles>(tile, leaf, chunk);
-          if ((tile + 1) % Shape::kTilesPerChunk == 0 || tile == last) {
+          bool leafwise = unit.leaf_stride != 0;
+          if (leafwise || (tile + 1) % Shape::kTilesPerChunk == 0 || tile == last) {
             __syncthreads();  // the chunk's sums are there
             bool has_total = tile / Shape::kTilesPerChunk > unit.begin / kChunkTokens;
-            if (has_total || tile < last) {
+            if (!leafwise && (has_total || tile < last)) {
               fold_chunk<kRowTiles>(leaf_of(tile) + 1, has_total, tile == last, chunk);
-              if (tile < last) chunk.clear();
               __syncthreads();
             }
+            if (leafwise || tile == last) write<kRowTiles>(tile, chunk);
+            if (leafwise && tile < last) {
+              __syncthreads();
+              if (threadIdx.x < 16 * kRowTiles) {
+                chunk_sums(leaf_of(tile) + 1)[threadIdx.x] = make_float2(-INFINITY, 0.0f);
+              }
+            }
+            chunk.clear();
           }
           leaf.clear();
         }
       }
       if (tile < (unit.end - 1) / kTile) score<kRowTiles>(tile + 1, s);
     }
-    write<kRowTiles>(chunk_sums(leaf_of((unit.end - 1) / kTile) + 1), chunk);
     return true;
   }
 
@@ -960,10 +794,12 @@ struct Attention {
   }
 
   template <int kRowTiles>
-  __device__ __forceinline__ void write(const float2* sums,
-                                        const Outputs<kRowTiles, kOutTiles>& sum) const {
+  __device__ __forceinline__ void write(int tile, const Outputs<kRowTiles, kOutTiles>& sum) const {
+    const float2* sums = chunk_sums(leaf_of(tile) + 1);
     float* state = unit.state;
-    bool empty = unit.end <= unit.begin;  // a narrowed unit may see nothing
+    if (unit.leaf_stride != 0) {
+      state += (leaf_of(tile) - unit.begin / kLeafTokens) * unit.leaf_stride;
+    }
     int thread = thread_index();
     int lane = thread % kWarpSize, warp = thread / kWarpSize;
 #pragma unroll
@@ -973,7 +809,7 @@ struct Attention {
         int row = 16 * i + lane / 4 + 8 * half;
         if (row >= unit.rows) continue;
         int column = warp * kOutTiles * 8 + 2 * (lane % 4);
-        float m = empty ? -INFINITY : sums[row].x, l = empty ? 0.0f : sums[row].y;
+        float m = sums[row].x, l = sums[row].y;
         bool writes_sums = warp == 0 && lane % 4 == 0;
         if (state != nullptr) {
           int place = unit.state_row + row;
@@ -1015,13 +851,129 @@ struct Attention {
   // ---- split sequences ----
 
   // States of the sequence: of a chunk, and of a leaf of a chunk that was cut.
-  __device__ __forceinline__ float* chunk_state(int chunk) const {
-    int64_t index = int64_t{chunk - unit.first_chunk} * unit.sequences + unit.sequence;
+  __device__ __forceinline__ float* slot_state(int slot) const {
+    int64_t index = int64_t{slot} * unit.sequences + unit.sequence;
     return launch.chunk_states + 4 * (unit.chunk_quad + index * unit.state_quads);
   }
+  // A chunk that begins with shared leaves has a slot for each of its own.
+  __device__ __forceinline__ bool is_boundary(int chunk) const {
+    return unit.shared % kChunkLeaves != 0 && chunk == unit.first_chunk;
+  }
+  __device__ __forceinline__ float* chunk_state(int chunk) const {
+    int slot = chunk - unit.first_chunk;
+    if (unit.shared % kChunkLeaves != 0) slot += kChunkLeaves - 1 - unit.shared % kChunkLeaves;
+    return slot_state(slot);
+  }
   __device__ __forceinline__ float* leaf_state(int leaf) const {
+    if (is_boundary(leaf / kChunkLeaves)) return slot_state(leaf - unit.shared);
     int64_t tail = unit.first_tail + int64_t{leaf / kChunkLeaves - unit.first_cut} * unit.sequences;
     return launch.leaf_states + (tail * kChunkLeaves + leaf % kChunkLeaves) * launch.leaf_floats;
+  }
+
+  // Four columns of a row's state.
+  struct Part {
+    float m = -INFINITY, l = 0.0f;
+    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+    __device__ __forceinline__ void append(float2 sums, float4 x) {
+      Fold fold = fold_sums(m, l, sums.x, sums.y);
+      m = fold.m;
+      l = fold.l;
+      o.x = fold_value(fold, o.x, x.x);
+      o.y = fold_value(fold, o.y, x.y);
+      o.z = fold_value(fold, o.z, x.z);
+      o.w = fold_value(fold, o.w, x.w);
+    }
+    // Row `row` of a state of `rows` rows.
+    __device__ __forceinline__ void append(const float* state, int rows, int row, int quad) {
+      append(reinterpret_cast<const float2*>(state + rows * kHeadDim)[row],
+             reinterpret_cast<const float4*>(state)[row * (kHeadDim / 4) + quad]);
+    }
+  };
+
+  __device__ __forceinline__ void write_part(int row, int quad, const Part& total) const {
+    int64_t item = item_of(row);
+    float scale = inverse(total.l);
+    T* out = static_cast<T*>(params.out) + item * kHeadDim + 4 * quad;
+    store_pair(out, finished(total.o.x, scale), finished(total.o.y, scale));
+    store_pair(out + 2, finished(total.o.z, scale), finished(total.o.w, scale));
+    if (quad == 0) write_lse(item, total.m, total.l);
+  }
+
+  // The same where groups have reduced the first leaves.
+  __device__ __forceinline__ void finish_shared() const {
+    constexpr int kQuads = kHeadDim / 4;
+    int last_leaf = (unit.high - 1) / kLeafTokens;
+    for (int i = threadIdx.x; i < unit.rows * kQuads; i += kAttentionThreads) {
+      int row = i / kQuads, quad = i % kQuads;
+      Part total;
+      for (int chunk = 0; chunk * kChunkLeaves <= last_leaf; ++chunk) {
+        int leaf = chunk * kChunkLeaves;
+        if (leaf < unit.shared) {
+          const Group& group = group_of(leaf);
+          if (group.holds_chunk(chunk)) {
+            append_shared(total, group, group.slot_of_chunk(chunk), row, quad);
+            continue;
+          }
+        } else if (chunk < unit.first_cut) {
+          total.append(chunk_state(chunk), unit.state_rows, row, quad);
+          continue;
+        }
+        Part sum;
+        for (; leaf <= last_leaf && leaf / kChunkLeaves == chunk; ++leaf) {
+          if (leaf < unit.shared) {
+            const Group& group = group_of(leaf);
+            append_shared(sum, group, group.slot_of_leaf(leaf), row, quad);
+          } else {
+            sum.append(leaf_state(leaf), unit.state_rows, row, quad);
+          }
+        }
+        total.append(make_float2(sum.m, sum.l), sum.o);
+      }
+      write_part(row, quad, total);
+    }
+  }
+
+  // The group that has reduced a leaf of the unit's request.
+  __device__ __forceinline__ const Group& group_of(int leaf) const {
+    int64_t level = params.num_prefix_levels - 1;
+    for (; level > 0; --level) {
+      const Group& group = group_at(level);
+      if (leaf >= group.begin) return group;
+    }
+    return group_at(0);
+  }
+  __device__ __forceinline__ const Group& group_at(int64_t level) const {
+    return launch.groups[level * params.batch + leader_of(params, level, unit.batch_idx)];
+  }
+  __device__ __forceinline__ void append_shared(
+      Part& part, const Group& group, int slot, int row, int quad) const {
+    int packed = unit.first_row + row;
+    packed += (unit.request.qo_begin - group.first_row) * this->group();
+    part.append(group_state(group, slot, unit.head, packed / Shape::kRows),
+                group_state_rows(group),
+                packed % Shape::kRows,
+                quad);
+  }
+  __device__ __forceinline__ int group_state_rows(const Group& group) const {
+    int64_t packed = int64_t{group.rows} * this->group();
+    return packed < Shape::kRows ? static_cast<int>(packed + 1) / 2 * 2 : Shape::kRows;
+  }
+  __device__ __forceinline__ int group_tiles(const Group& group) const {
+    return static_cast<int>((int64_t{group.rows} * this->group() + Shape::kRows - 1) /
+                            Shape::kRows);
+  }
+  // Floats between slots of a group.
+  __device__ __forceinline__ int64_t group_stride(const Group& group) const {
+    return int64_t{group_tiles(group)} * params.num_kv_heads * group_state_rows(group) *
+           (kHeadDim + 2);
+  }
+  __device__ __forceinline__ float* group_state(const Group& group,
+                                                int slot,
+                                                int head,
+                                                int tile) const {
+    return launch.shared_states + int64_t{4} * group.state + slot * group_stride(group) +
+           (int64_t{head} * group_tiles(group) + tile) * group_state_rows(group) * (kHeadDim + 2);
   }
 
   // Folds the states of a sequence in order and writes its rows.
@@ -1031,17 +983,7 @@ struct Attention {
     int first_chunk = unit.low / kChunkTokens, last_chunk = (unit.high - 1) / kChunkTokens;
     for (int i = threadIdx.x; i < unit.rows * kQuads; i += kAttentionThreads) {
       int row = i / kQuads, quad = i % kQuads;
-      float total_m = -INFINITY, total_l = 0.0f;
-      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      auto append = [](float& m, float& l, float4& o, float2 sums, float4 x) {
-        Fold fold = fold_sums(m, l, sums.x, sums.y);
-        m = fold.m;
-        l = fold.l;
-        o.x = fold_value(fold, o.x, x.x);
-        o.y = fold_value(fold, o.y, x.y);
-        o.z = fold_value(fold, o.z, x.z);
-        o.w = fold_value(fold, o.w, x.w);
-      };
+      Part total;
       // Eight states at a time, so that their loads overlap.
       float2 sums[kChunkLeaves];
       float4 outs[kChunkLeaves];
@@ -1061,7 +1003,7 @@ struct Attention {
         }
 #pragma unroll
         for (int j = 0; j < kChunkLeaves; ++j) {
-          append(total_m, total_l, total, sums[j], outs[j]);
+          total.append(sums[j], outs[j]);
         }
       }
       for (int chunk = max(first_chunk, unit.first_cut); chunk <= last_chunk; ++chunk) {
@@ -1072,18 +1014,12 @@ struct Attention {
           outs[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
           if (leaf >= first_leaf && leaf <= last_leaf) load(j, leaf_state(leaf));
         }
-        float m = -INFINITY, l = 0.0f;
-        float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        Part sum;
 #pragma unroll
-        for (int j = 0; j < kChunkLeaves; ++j) append(m, l, o, sums[j], outs[j]);
-        append(total_m, total_l, total, make_float2(m, l), o);
+        for (int j = 0; j < kChunkLeaves; ++j) sum.append(sums[j], outs[j]);
+        total.append(make_float2(sum.m, sum.l), sum.o);
       }
-      int64_t item = item_of(row);
-      float scale = inverse(total_l);
-      T* out = static_cast<T*>(params.out) + item * kHeadDim + 4 * quad;
-      store_pair(out, finished(total.x, scale), finished(total.y, scale));
-      store_pair(out + 2, finished(total.z, scale), finished(total.w, scale));
-      if (quad == 0) write_lse(item, total_m, total_l);
+      write_part(row, quad, total);
     }
   }
 
@@ -1110,8 +1046,8 @@ struct Attention {
     int query = unit.first_row / group();
     unit.rows = min((query + 1) * group() - unit.first_row, unit.tile_rows - row);
     int position = unit.request.kv_len - unit.request.qo_len + query;
-    unit.begin = max(unit.begin, window_begin(params, position));
-    unit.end = min(unit.tile_end, position + 1);
+    unit.load_begin = max(unit.begin, window_begin(params, position));
+    unit.load_end = min(unit.end, position + 1);
     unit.seen_end = position + 1;
     unit.seen_begin = window_begin(params, position);
     unit.many_queries = false;
@@ -1123,25 +1059,17 @@ struct Attention {
                                             int index,
                                             int tail_begin,
                                             int leaf) {
-    int low = 0, high = kPlanned - 1;  // the first request that ends after the unit
-    while (low < high) {
-      int middle = (low + high) / 2;
-      if (plan.unit_end[middle] > index) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
-    }
+    int low = find_owner(index);
     int first_unit = low == 0 ? 0 : plan.unit_end[low - 1];
     Request request = load_request(params, first_request + low);
-    Demand demand = demand_of<Shape::kRows>(params, request);
+    bool whole = plan.counter[low] < 0;
+    int shared = whole || !request.valid ? 0 : shared_leaves(launch, first_request + low);
+    Demand demand = demand_of<Shape::kRows>(params, request, shared);
     int sequences = demand.sequences;
     int place = index - first_unit;
     int chunk = demand.first_chunk + place / sequences;
     int sequence = place % sequences;
     int head = sequence / demand.tiles, tile = sequence % demand.tiles;
-    int counter = plan.counter[low];
-    bool whole = counter < 0;
     unit.valid = true;
     if (whole) {
       tile = demand.tiles - 1 - tile;  // the longest first
@@ -1157,7 +1085,10 @@ struct Attention {
     unit.state_rows = (unit.rows + 1) / 2 * 2;
     unit.tile_rows = unit.rows;
     unit.state = nullptr;
+    unit.leaf_stride = 0;
     unit.arrivals = 1;
+    unit.batch_idx = first_request + low;
+    unit.shared = shared;
     if (!request.valid) {
       if (leaf > 0) unit.valid = false;
       return;
@@ -1174,7 +1105,7 @@ struct Attention {
     unit.end = unit.high;
     if (!whole) {
       int begin = chunk * kChunkTokens + max(leaf, 0) * kLeafTokens;
-      unit.begin = max(unit.low, begin);
+      unit.begin = max(max(unit.low, begin), shared * kLeafTokens);
       unit.end = min(unit.high, begin + (leaf < 0 ? kChunkTokens : kLeafTokens));
       if (unit.begin >= unit.end) unit.valid = false;
       // Chunks of this sequence from first_cut on lie in the tail.
@@ -1182,21 +1113,83 @@ struct Attention {
       int first_cut = (before + sequences - 1) / sequences;
       unit.first_cut = demand.first_chunk + first_cut;
       unit.first_tail = first_unit + first_cut * sequences + sequence - tail_begin;
+      int begin_leaf = max(unit.low / kLeafTokens, shared);
       int chunks =
-          min(unit.first_cut, (unit.high - 1) / kChunkTokens + 1) - unit.low / kChunkTokens;
-      int first_leaf = max(unit.low / kLeafTokens, unit.first_cut * kChunkLeaves);
+          min(unit.first_cut, (unit.high - 1) / kChunkTokens + 1) - begin_leaf / kChunkLeaves;
+      int first_leaf = max(begin_leaf, unit.first_cut * kChunkLeaves);
       unit.arrivals = max(chunks, 0) + max((unit.high - 1) / kLeafTokens + 1 - first_leaf, 0);
       unit.first_chunk = demand.first_chunk;
       unit.sequences = sequences;
       unit.sequence = sequence;
-      unit.counter = counter + sequence;
+      unit.counter = plan.counter[low] + sequence;
       unit.chunk_quad = plan.state[low];
       unit.state_quads = demand.state_quads;
-      if (unit.arrivals > 1) {
-        unit.state = leaf < 0 ? chunk_state(chunk) : leaf_state(chunk * kChunkLeaves + leaf);
+      if (unit.arrivals > 1 || shared > 0) {
+        unit.state = leaf >= 0            ? leaf_state(chunk * kChunkLeaves + leaf)
+                     : is_boundary(chunk) ? slot_state(0)
+                                          : chunk_state(chunk);
+        if (leaf < 0 && is_boundary(chunk)) unit.leaf_stride = slot_state(1) - slot_state(0);
       }
     }
-    unit.tile_end = unit.end;
+    unit.load_begin = unit.begin;
+    unit.load_end = unit.end;
+  }
+
+  // Which request, or group, of the plan has the unit.
+  __device__ __forceinline__ int find_owner(int index) const {
+    int low = 0, high = kPlanned - 1;  // the first that ends after the unit
+    while (low < high) {
+      int middle = (low + high) / 2;
+      if (plan.unit_end[middle] > index) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+
+  __device__ __forceinline__ Group* group_list() const {
+    return reinterpret_cast<Group*>(smem + Shape::kSharedBytes);
+  }
+
+  // Unit `index` of plan_groups: rows of all members of a group and a piece of what they share. All
+  // of it lies before the first of their rows.
+  __device__ __forceinline__ void find_shared_unit(int index) {
+    int owner = find_owner(index);
+    const Group& group = group_list()[owner];
+    int place = index - (owner == 0 ? 0 : plan.unit_end[owner - 1]);
+    int tiles = group_tiles(group), heads = static_cast<int>(params.num_kv_heads);
+    int piece = place / (tiles * heads), tile = place % tiles;
+    int begin = group.begin + piece, end = begin + 1;
+    if (group.leafwise == 0) {
+      int chunk = group.begin / kChunkLeaves + piece;
+      begin = max(group.begin, chunk * kChunkLeaves);
+      end = min(group.end, (chunk + 1) * kChunkLeaves);
+    }
+    unit.valid = true;
+    unit.request = load_request(params, group.member);
+    unit.request.qo_begin = group.first_row;
+    unit.head = place / tiles % heads;
+    unit.first_row = tile * Shape::kRows;
+    int64_t packed = int64_t{group.rows} * this->group();
+    unit.rows = static_cast<int>(min(packed - unit.first_row, int64_t{Shape::kRows}));
+    unit.state_row = 0;
+    unit.state_rows = group_state_rows(group);
+    unit.tile_rows = unit.rows;
+    unit.low = unit.begin = unit.load_begin = begin * kLeafTokens;
+    unit.high = unit.end = unit.load_end = end * kLeafTokens;
+    unit.seen_begin = 0;
+    unit.seen_end = INT32_MAX;
+    unit.many_queries = false;
+    unit.arrivals = 0;
+    unit.leaf_stride = 0;
+    if (group.holds_chunk(begin / kChunkLeaves)) {
+      unit.state = group_state(group, group.slot_of_chunk(begin / kChunkLeaves), unit.head, tile);
+    } else {
+      unit.state = group_state(group, group.slot_of_leaf(begin), unit.head, tile);
+      unit.leaf_stride = group_stride(group);
+    }
   }
 
   // Runs the unit that was found.
@@ -1204,7 +1197,7 @@ struct Attention {
     if (!unit.valid) return;
     if (!unit.request.valid) return write_zeros();
     run();
-    if (unit.state == nullptr) return;
+    if (unit.state == nullptr || unit.arrivals == 0) return;
     // The last block to arrive folds what all have written.
     __threadfence();
     __syncthreads();
@@ -1219,10 +1212,38 @@ struct Attention {
     __syncthreads();
     if (*plan.scan == 0) return;
     __threadfence();
-    finish();
+    if (unit.shared > 0) {
+      finish_shared();
+    } else {
+      finish();
+    }
+  }
+
+  __device__ __forceinline__ void run_shared() {
+    int units = plan_groups<Shape::kRows>(launch,
+                                          plan,
+                                          group_list(),
+                                          reinterpret_cast<int*>(smem + Shape::kRing),
+                                          (Shape::kProbs - Shape::kRing) / 4);
+    if (threadIdx.x == 0) {
+      turns.now = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
+      turns.end = units;
+    }
+    run_turns();
+  }
+
+  __device__ __forceinline__ void run_turns() {
+    for (;;) {
+      __syncthreads();  // the unit before is done with shared memory
+      if (threadIdx.x == 0) next_unit();
+      __syncthreads();
+      if (turns.now >= turns.end) break;
+      run_unit();
+    }
   }
 
   __device__ __forceinline__ void run_all() {
+    if (launch.is_shared_launch) return run_shared();
     zero_padding();
     for (int64_t first = 0; first < params.batch; first = turns.first_request + kPlanned) {
       // Used so far, and the units of the requests before, modulo the grid.
@@ -1242,19 +1263,14 @@ struct Attention {
         turns.quads = quads;
         turns.base = tail;
       }
-      for (;;) {
-        __syncthreads();  // the unit before is done with shared memory
-        if (threadIdx.x == 0) next_unit();
-        __syncthreads();
-        if (turns.now >= turns.end) break;
-        run_unit();
-      }
+      run_turns();
     }
   }
 
   __device__ __forceinline__ void next_unit() {
     turns.now += static_cast<int>(gridDim.x);
     if (turns.now >= turns.end) return;
+    if (launch.is_shared_launch) return find_shared_unit(turns.now);
     int in_tail = turns.now - turns.tail_begin;
     if (in_tail < 0) {
       find_unit(turns.first_request, turns.now, turns.tail_begin, -1);
