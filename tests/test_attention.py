@@ -381,6 +381,12 @@ def test_append_attention_refuses(device: str, on_cuda: bool) -> None:
     )
     faulty(r"kv_lens\[0\].*got 49", lengths, kv_lens=torch.tensor([49, 50], dtype=torch.int32))
     faulty(r"qo_indptr\[2\].*got 1", lengths, qo_indptr=torch.tensor([0, 2, 1], dtype=torch.int32))
+    least = -(2**31)  # its distance from 2 does not fit an int
+    faulty(
+        rf"qo_indptr\[2\].*got {least}",
+        lengths,
+        qo_indptr=torch.tensor([0, 2, least], dtype=torch.int32),
+    )
     faulty(r"kv_indptr\[2\].*got 2", lengths, kv_indptr=torch.tensor([0, 3, 2], dtype=torch.int32))
     refused("k_cache must be float32", q=batch.q.float())
     refused("q must be float32|bfloat16|float16", q=batch.q.double())

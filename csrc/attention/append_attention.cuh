@@ -1284,7 +1284,8 @@ struct Attention {
 
   // Rows that belong to no request.
   __device__ __forceinline__ void zero_padding() const {
-    int64_t used = min(max(int64_t{params.qo_indptr[params.batch]}, int64_t{0}), params.rows);
+    int64_t used = params.qo_indptr[params.batch];
+    if (used < 0 || used > params.rows) return;  // a fault, reported; rows may have been written
     int64_t first = used * params.num_qo_heads * (kHeadDim / 2);
     int64_t last = params.rows * params.num_qo_heads * (kHeadDim / 2);
     int64_t step = int64_t{gridDim.x} * kAttentionThreads;

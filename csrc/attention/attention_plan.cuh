@@ -92,12 +92,13 @@ __device__ __forceinline__ Request load_request(const AppendAttentionParams& par
   request.kv_begin = params.kv_indptr[batch_idx];
   int kv_end = params.kv_indptr[batch_idx + 1];
   request.kv_len = params.kv_lens[batch_idx];
-  request.qo_len = qo_end - request.qo_begin;
-  if (request.qo_begin < 0 || request.qo_len <= 0 || qo_end > params.rows) {
-    request.valid = request.qo_len == 0;
-    request.qo_len = 0;
+  request.qo_len = 0;
+  // Compared, not subtracted: the difference of wrong values may not fit an int.
+  if (request.qo_begin < 0 || qo_end <= request.qo_begin || qo_end > params.rows) {
+    request.valid = qo_end == request.qo_begin;
     return request;
   }
+  request.qo_len = qo_end - request.qo_begin;
   request.valid = request.kv_begin >= 0 && kv_end <= params.num_indices &&
                   request.kv_len >= request.qo_len &&
                   request.kv_len <= (int64_t{kv_end} - request.kv_begin) * params.page_size;
