@@ -588,6 +588,29 @@ def test_verify_without_parameters_is_greedy(device: str, isa: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_workspace_of_many_rows_serves_few(device: str, on_cuda: bool) -> None:
+    """Many rows have a block each, few of them are shared by blocks and need more for it."""
+    logits = torch.randn(40, 20_000).to(device)
+    workspace = sampling.sampling_workspace(logits, 3)
+    for rows in (40, 1, 40, 3):
+        positions = torch.zeros(rows, dtype=torch.int32, device=device)
+        got = sampling.sample(logits[:rows], positions, workspace=workspace)
+        assert torch.equal(got.long(), logits[:rows].argmax(-1))
+
+
+def test_min_p_at_the_highest_temperature(device: str) -> None:
+    """Where min-p keeps every finite logit and nothing else narrows the choice."""
+    logits = torch.randn(3, 9001)
+    logits[0, 9000], logits[1, :] = 100.0, -3e38
+    step = {"temperature": 3e38, "top_p": 1.0, "min_p": 1e-6}
+    args = {name: torch.full((3,), value, device=device) for name, value in step.items()}
+    args["top_k"] = torch.zeros(3, dtype=torch.int32, device=device)
+    args["seeds"] = torch.arange(3, device=device)
+    positions = torch.zeros(3, dtype=torch.int32, device=device)
+    got = sampling.sample(logits.to(device), positions, **args)
+    assert torch.equal(got, reference.sample(logits.to(device), positions, **args))
+
+
 def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
     """One made for the largest call serves smaller ones, in any order."""
     steps = [ragged_step(batch, 3, 20_000) for batch in (2, 5, 1)]

@@ -167,8 +167,10 @@ __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int e
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    bool last = atomicAdd(counter, 1) + 1 == expected;
-    if (last) *counter = 0;
+    // Back to zero in one piece: requests at fault may claim the same rows, whose counters then see
+    // more arrivals, some between a look and a store.
+    unsigned limit = static_cast<unsigned>(expected) - 1;
+    bool last = atomicInc(reinterpret_cast<unsigned*>(counter), limit) == limit;
     __threadfence();
     shared.is_last = last;
   }
@@ -331,8 +333,9 @@ class RowBlock {
       const SamplingParams& params = shared_.filters;
       shared_.likely = -INFINITY;
       if (params.min_p > 0.0f) {  // weight >= min_p * the largest weight, which is 1
+        // Never -inf: that says there is no min-p, and the scan has left the sum out that would serve.
         double least = max_ + static_cast<double>(logf(params.min_p)) / shared_.inverse;
-        shared_.likely = fminf(static_cast<float>(least), max_);
+        shared_.likely = fminf(least > -FLT_MAX ? static_cast<float>(least) : -FLT_MAX, max_);
       }
     }
     int32_t top_k = shared_.filters.top_k;

@@ -179,8 +179,10 @@ class Row {
     }
     if (params.min_p > 0.0f) {
       // weight >= min_p * the largest weight, which is 1
+      // Never -inf: the scan has left out the sum that serves where nothing is cut.
+      constexpr float kLowest = -3.402823466e38f;
       double least = max_ + std::log(static_cast<double>(params.min_p)) / inverse_;
-      float value = static_cast<float>(least);
+      float value = least > kLowest ? static_cast<float>(least) : kLowest;
       Cut tighter_cut = tighter(cut, {value < max_ ? value : max_, vocab_size_ - 1});
       if (tighter_cut.value != cut.value || tighter_cut.last_id != cut.last_id) {
         cut = tighter_cut;

@@ -34,15 +34,17 @@ struct RowPlan {
   }
 };
 
+constexpr int64_t kRowWarps = 8;      // of a block
+constexpr int64_t kFewRowWarps = 16;  // where rows are very few
+
 // Many rows: a block each, two to an SM. Fewer: several blocks share a row, and the last of them
 // ends it. Very few: blocks of twice the warps, since what filters read again is one block's work.
 inline RowPlan plan_rows(int64_t rows, int64_t vocab_size, int64_t element_bytes, int num_sms) {
-  constexpr int64_t kWarps = 8, kManyWarps = 16;
   int64_t leaf_size = kLeafBytes / element_bytes;
   int64_t num_leaves = (vocab_size - 1) / leaf_size + 1;
   rows = std::max(rows, int64_t{1});
   bool few = 4 * rows <= num_sms;
-  int64_t warps = std::min(num_leaves, few ? kManyWarps : kWarps);
+  int64_t warps = std::min(num_leaves, few ? kFewRowWarps : kRowWarps);
   int64_t blocks = few ? num_sms : 2 * int64_t{num_sms};  // that run at once
   int64_t splits = std::min((num_leaves - 1) / warps + 1, std::max(blocks / rows, int64_t{1}));
   int64_t run = (num_leaves - 1) / splits + 1;
@@ -52,6 +54,16 @@ inline RowPlan plan_rows(int64_t rows, int64_t vocab_size, int64_t element_bytes
           .run = static_cast<int32_t>(run),
           .threads = static_cast<int32_t>(warps) * kWarpSize,
           .shared_leaves = splits == 1 && num_leaves <= kSharedLeaves};
+}
+
+// What a call needs, and every call of no more rows and requests: fewer rows may be shared by blocks
+// where more are not, and counters must never come to stand where another call has left leaves.
+inline int64_t workspace_bytes(
+    int64_t rows, int64_t vocab_size, int64_t element_bytes, int64_t batch, int num_sms) {
+  RowPlan plan = plan_rows(rows, vocab_size, element_bytes, num_sms);
+  int64_t split_rows = plan.num_leaves > kRowWarps ? std::min(rows, int64_t{num_sms}) : 0;
+  int64_t kept_rows = plan.num_leaves > kSharedLeaves ? rows : split_rows;
+  return RowPlan::counter_bytes(batch + split_rows) + kept_rows * plan.row_bytes();
 }
 
 static_assert(sizeof(RowShared) <= 41 << 10, "the budget of tools/gates");

@@ -19,9 +19,8 @@ void sample_cuda(const SampleParams& params, CudaStream stream) {
 }
 
 void sampling_workspace_cuda(const SamplingWorkspaceParams& params, CudaStream stream) {
-  RowPlan plan = plan_rows(params.rows, params.vocab_size, params.element_bytes, num_sms(stream));
-  int64_t counters = params.batch + (plan.splits > 1 ? params.rows : 0);
-  *params.num_bytes = RowPlan::counter_bytes(counters) + plan.leaf_bytes(params.rows);
+  *params.num_bytes = workspace_bytes(
+      params.rows, params.vocab_size, params.element_bytes, params.batch, num_sms(stream));
 }
 
 }  // namespace specops
