@@ -65,12 +65,12 @@ class UnderEverySchedule:
     def _repeated(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             memory = _storages(args)
+            self._module.set_regions(_regions(args))
             if not memory or name in _ONCE:
                 return op(*args)
             before = [storage.clone() for storage in memory]
             after: list[torch.Tensor] = []
             result = None
-            self._module.set_regions(_regions(args))
             for number, (schedule, seed, landing) in enumerate(SCHEDULES):
                 for storage, saved in zip(memory, before, strict=True):
                     storage.copy_(saved)

@@ -22,11 +22,6 @@ struct RowPlan {
   static int64_t counter_bytes(int64_t counters) {
     return (counters * int64_t{sizeof(int32_t)} + kAlignment - 1) / kAlignment * kAlignment;
   }
-  int64_t leaf_bytes(int64_t rows) const {
-    if (shared_leaves) return 0;
-    return rows * row_bytes();
-  }
-
   // Of one row's leaves: statistics, then masses.
   __host__ __device__ int64_t row_bytes() const {
     int64_t bytes = num_leaves * static_cast<int64_t>(sizeof(LeafStats) + sizeof(Mass));
