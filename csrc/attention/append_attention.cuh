@@ -168,7 +168,7 @@ struct Unit {
   float* state;         // nullptr: the unit finishes the sequence and writes to out
   int64_t leaf_stride;  // not 0: every leaf has a state of its own, so many floats apart
   // How the sequence of this tile and head is split: chunks before first_cut are one unit each, the
-  // others one unit per leaf; first_tail is the number of chunk first_cut among the chunks so cut.
+  // others are cut into parts; first_tail is the number of chunk first_cut among the chunks so cut.
   int arrivals;  // units that are not empty; 0: nobody waits for the state
   int first_cut, first_tail;
   int64_t batch_idx;
@@ -181,18 +181,23 @@ struct Unit {
 // A block's way through the units of a plan, in shared memory too.
 struct Turns {
   int64_t first_request;
-  int now, end;               // turns; from tail_begin on they are leaves
+  int now, end;               // turns; from tail_begin on they are parts of chunks
   int tail_begin;             // units
+  int part_leaves;            // of a part of a chunk that is cut
   int counters, quads, base;  // for the next plan
+  int row_end;                // of all requests
 };
 
-template <typename T, int kHeadDim>
+// kExact = false is for a bench to price exactness: a chunk runs from end to end in one state, without
+// the folds of its leaves. Launch it with tail_units = 0 and no prefixes; the product has no instance.
+template <typename T, int kHeadDim, bool kExact = true>
 struct Attention {
   using Shape = AttentionShape<T, kHeadDim>;
   static constexpr int kTile = Shape::kTile;
   static constexpr int kOutTiles = Shape::kOutTiles;
   static constexpr int kScoreTiles = Shape::kScoreTiles;
   static constexpr int kStages = Shape::kStages;
+  static constexpr int kLeaf = kExact ? kLeafTokens : kChunkTokens;
 
   const AttentionLaunch& launch;
   const AppendAttentionParams& params;
@@ -441,9 +446,9 @@ struct Attention {
   // Weights of the tile's tokens under the running maximum, to shared memory; rescales the state.
   template <int kRowTiles>
   __device__ __forceinline__ void weigh(int tile,
-                                        bool first_of_leaf,
                                         float (&s)[kRowTiles][kScoreTiles][4],
                                         Outputs<kRowTiles, kOutTiles>& leaf) {
+    bool begins = tile * kTile % kLeaf == 0;
     int thread = thread_index();
     int lane = thread % kWarpSize, warp = thread / kWarpSize;
     unsigned char* probs = smem + Shape::kProbs;
@@ -454,7 +459,7 @@ struct Attention {
       for (int half = 0; half < 2; ++half) {
         int row = 16 * i + lane / 4 + 8 * half;
         float4 tops = maxima[row];
-        float old = first_of_leaf ? -INFINITY : running(tile - 1)[row];
+        float old = begins ? -INFINITY : running(tile - 1)[row];
         float top = fmaxf(old, fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
         if (thread < kWarpSize && lane % 4 == 0) running(tile)[row] = top;
         float origin = top == -INFINITY ? 0.0f : top;
@@ -476,7 +481,7 @@ struct Attention {
           }
         }
         float* shares = lane_sums() + (2 * i + half) * kAttentionThreads + thread;
-        *shares = first_of_leaf ? sum : __fmaf_rn(*shares, rescale, sum);
+        *shares = begins ? sum : __fmaf_rn(*shares, rescale, sum);
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
           leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
@@ -685,11 +690,11 @@ struct Attention {
   // weight of zero would not keep it out.
   template <int kRowTiles>
   __device__ __forceinline__ bool attend() {
+    load_queries<kRowTiles>();
     load_table(unit.begin / kChunkTokens);
     if (unit.end > (unit.begin / kChunkTokens + 1) * kChunkTokens) {
       load_table(unit.begin / kChunkTokens + 1);
     }
-    load_queries<kRowTiles>();
     __syncthreads();
     int begin = unit.begin / kTile;
 
@@ -700,7 +705,10 @@ struct Attention {
     chunk.clear();
     if (threadIdx.x < 16 * kRowTiles) {
       chunk_sums(leaf_of(begin))[threadIdx.x] = make_float2(-INFINITY, 0.0f);
+      running(begin - 1)[threadIdx.x] = -INFINITY;
     }
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) lane_sums()[i * kAttentionThreads + threadIdx.x] = 0.0f;
     // Copies run ahead: what is begun in step `tile` is V of tile + kStages - 1 and K of the one
     // after it. The steps before first - 1 only begin copies, that step scores the first tile. What
     // the loop asks of the unit it reads anew in each step: registers are short.
@@ -710,7 +718,7 @@ struct Attention {
       if (tile > last) break;
       if (tile >= first - 1) __syncthreads();  // maxima are out; the tile before is done with
       if (tile >= first) {
-        weigh<kRowTiles>(tile, tile == first || tile * kTile % kLeafTokens == 0, s, leaf);
+        weigh<kRowTiles>(tile, s, leaf);
       }
       int ahead = tile + kStages - 1;
 #pragma unroll 1
@@ -739,7 +747,7 @@ struct Attention {
       if (tile >= first) {
         accumulate<kRowTiles>(tile, leaf);
         last = (unit.end - 1) / kTile;
-        if ((tile + 1) * kTile % kLeafTokens == 0 || tile == last) {
+        if ((tile + 1) * kTile % kLeaf == 0 || tile == last) {
           fold_leaf<kRowTiles>(tile, leaf, chunk);
           bool leafwise = unit.leaf_stride != 0;
           if (leafwise || (tile + 1) % Shape::kTilesPerChunk == 0 || tile == last) {
@@ -766,7 +774,7 @@ struct Attention {
     return true;
   }
 
-  __device__ __forceinline__ static int leaf_of(int tile) { return tile * kTile / kLeafTokens; }
+  __device__ __forceinline__ static int leaf_of(int tile) { return tile * kTile / kLeaf; }
 
   __device__ __forceinline__ float4* total_of_block(int thread) const {
     float* base = launch.totals == nullptr
@@ -798,7 +806,7 @@ struct Attention {
     const float2* sums = chunk_sums(leaf_of(tile) + 1);
     float* state = unit.state;
     if (unit.leaf_stride != 0) {
-      state += (leaf_of(tile) - unit.begin / kLeafTokens) * unit.leaf_stride;
+      state += (leaf_of(tile) - unit.begin / kLeaf) * unit.leaf_stride;
     }
     int thread = thread_index();
     int lane = thread % kWarpSize, warp = thread / kWarpSize;
@@ -1053,13 +1061,14 @@ struct Attention {
     unit.many_queries = false;
   }
 
-  // Unit `index` of the plan of the requests from first_request on. `leaf`: -1, or which leaf of the
-  // chunk; units from tail_begin on are cut into leaves, where they can be. By one thread.
+  // Unit `index` of the plan of the requests from first_request on. `part`: -1, or which part of the
+  // chunk; units from tail_begin on are cut into parts, where they can be. By one thread.
   __device__ __forceinline__ void find_unit(int64_t first_request,
                                             int index,
                                             int tail_begin,
-                                            int leaf) {
-    int low = find_owner(index);
+                                            int part) {
+    int most = static_cast<int>(min(params.batch - first_request, int64_t{kPlanned}));
+    int low = find_owner(index, most);
     int first_unit = low == 0 ? 0 : plan.unit_end[low - 1];
     Request request = load_request(params, first_request + low);
     bool whole = plan.counter[low] < 0;
@@ -1073,8 +1082,8 @@ struct Attention {
     unit.valid = true;
     if (whole) {
       tile = demand.tiles - 1 - tile;  // the longest first
-      if (leaf > 0) unit.valid = false;
-      leaf = -1;
+      if (part > 0) unit.valid = false;
+      part = -1;
     }
     unit.request = request;
     unit.head = head;
@@ -1090,7 +1099,7 @@ struct Attention {
     unit.batch_idx = first_request + low;
     unit.shared = shared;
     if (!request.valid) {
-      if (leaf > 0) unit.valid = false;
+      if (part > 0) unit.valid = false;
       return;
     }
     int first_query = unit.first_row / group();
@@ -1104,9 +1113,10 @@ struct Attention {
     unit.begin = unit.low;
     unit.end = unit.high;
     if (!whole) {
-      int begin = chunk * kChunkTokens + max(leaf, 0) * kLeafTokens;
+      int part_leaves = turns.part_leaves;
+      int begin = chunk * kChunkTokens + max(part, 0) * part_leaves * kLeafTokens;
       unit.begin = max(max(unit.low, begin), shared * kLeafTokens);
-      unit.end = min(unit.high, begin + (leaf < 0 ? kChunkTokens : kLeafTokens));
+      unit.end = min(unit.high, begin + (part < 0 ? kChunkTokens : part_leaves * kLeafTokens));
       if (unit.begin >= unit.end) unit.valid = false;
       // Chunks of this sequence from first_cut on lie in the tail.
       int before = max(tail_begin - first_unit - sequence, 0);
@@ -1117,7 +1127,8 @@ struct Attention {
       int chunks =
           min(unit.first_cut, (unit.high - 1) / kChunkTokens + 1) - begin_leaf / kChunkLeaves;
       int first_leaf = max(begin_leaf, unit.first_cut * kChunkLeaves);
-      unit.arrivals = max(chunks, 0) + max((unit.high - 1) / kLeafTokens + 1 - first_leaf, 0);
+      int last_part = (unit.high - 1) / kLeafTokens / part_leaves;
+      unit.arrivals = max(chunks, 0) + max(last_part + 1 - first_leaf / part_leaves, 0);
       unit.first_chunk = demand.first_chunk;
       unit.sequences = sequences;
       unit.sequence = sequence;
@@ -1125,19 +1136,21 @@ struct Attention {
       unit.chunk_quad = plan.state[low];
       unit.state_quads = demand.state_quads;
       if (unit.arrivals > 1 || shared > 0) {
-        unit.state = leaf >= 0            ? leaf_state(chunk * kChunkLeaves + leaf)
-                     : is_boundary(chunk) ? slot_state(0)
-                                          : chunk_state(chunk);
-        if (leaf < 0 && is_boundary(chunk)) unit.leaf_stride = slot_state(1) - slot_state(0);
+        bool leafwise = part >= 0 || is_boundary(chunk);
+        unit.state = leafwise ? leaf_state(unit.begin / kLeafTokens) : chunk_state(chunk);
+        if (leafwise) {
+          unit.leaf_stride =
+              is_boundary(chunk) ? slot_state(1) - slot_state(0) : launch.leaf_floats;
+        }
       }
     }
     unit.load_begin = unit.begin;
     unit.load_end = unit.end;
   }
 
-  // Which request, or group, of the plan has the unit.
-  __device__ __forceinline__ int find_owner(int index) const {
-    int low = 0, high = kPlanned - 1;  // the first that ends after the unit
+  // Which request, or group, of the first `count` of the plan has the unit.
+  __device__ __forceinline__ int find_owner(int index, int count) const {
+    int low = 0, high = count - 1;  // the first that ends after the unit
     while (low < high) {
       int middle = (low + high) / 2;
       if (plan.unit_end[middle] > index) {
@@ -1156,7 +1169,7 @@ struct Attention {
   // Unit `index` of plan_groups: rows of all members of a group and a piece of what they share. All
   // of it lies before the first of their rows.
   __device__ __forceinline__ void find_shared_unit(int index) {
-    int owner = find_owner(index);
+    int owner = find_owner(index, kPlanned);
     const Group& group = group_list()[owner];
     int place = index - (owner == 0 ? 0 : plan.unit_end[owner - 1]);
     int tiles = group_tiles(group), heads = static_cast<int>(params.num_kv_heads);
@@ -1244,20 +1257,24 @@ struct Attention {
 
   __device__ __forceinline__ void run_all() {
     if (launch.is_shared_launch) return run_shared();
-    zero_padding();
+    if (threadIdx.x == 0) turns.row_end = 0;
+    __syncthreads();
     for (int64_t first = 0; first < params.batch; first = turns.first_request + kPlanned) {
       // Used so far, and the units of the requests before, modulo the grid.
       int counters = first == 0 ? 0 : turns.counters, quads = first == 0 ? 0 : turns.quads;
       int base = first == 0 ? 0 : turns.base;
-      int units = make_plan<Shape::kRows>(launch, plan, first, counters, quads);
+      int units = make_plan<Shape::kRows>(launch, plan, first, counters, quads, &turns.row_end);
       int blocks = static_cast<int>(gridDim.x);
       // Units go to the blocks in turn. What is left for a wave of few blocks is cut into leaves.
       int tail = (base + units) % blocks;
       bool cuts = first + kPlanned >= params.batch && tail <= min(launch.tail_units, units);
+      int parts = kChunkLeaves;  // of a chunk that is cut: as many as run at once
+      while (parts > 2 && tail * parts > blocks) parts /= 2;
       if (threadIdx.x == 0) {
         turns.first_request = first;
         turns.tail_begin = cuts ? units - tail : units;
-        turns.end = cuts ? units - tail + tail * kChunkLeaves : units;
+        turns.end = cuts ? units - tail + tail * parts : units;
+        turns.part_leaves = kChunkLeaves / parts;
         turns.now = (static_cast<int>(blockIdx.x) - base + blocks) % blocks - blocks;
         turns.counters = counters;
         turns.quads = quads;
@@ -1265,27 +1282,27 @@ struct Attention {
       }
       run_turns();
     }
+    zero_padding();
   }
 
   __device__ __forceinline__ void next_unit() {
     turns.now += static_cast<int>(gridDim.x);
     if (turns.now >= turns.end) return;
     if (launch.is_shared_launch) return find_shared_unit(turns.now);
-    int in_tail = turns.now - turns.tail_begin;
+    int in_tail = turns.now - turns.tail_begin, parts = kChunkLeaves / turns.part_leaves;
     if (in_tail < 0) {
       find_unit(turns.first_request, turns.now, turns.tail_begin, -1);
     } else {
       find_unit(turns.first_request,
-                turns.tail_begin + in_tail / kChunkLeaves,
+                turns.tail_begin + in_tail / parts,
                 turns.tail_begin,
-                in_tail % kChunkLeaves);
+                in_tail % parts);
     }
   }
 
   // Rows that belong to no request.
   __device__ __forceinline__ void zero_padding() const {
-    int64_t used = params.qo_indptr[params.batch];
-    if (used < 0 || used > params.rows) return;  // a fault, reported; rows may have been written
+    int64_t used = turns.row_end;
     int64_t first = used * params.num_qo_heads * (kHeadDim / 2);
     int64_t last = params.rows * params.num_qo_heads * (kHeadDim / 2);
     int64_t step = int64_t{gridDim.x} * kAttentionThreads;
@@ -1309,10 +1326,10 @@ struct Attention {
 // Assumes: q rows, caches and workspace aligned to 16 bytes; counters zero.
 // Order:   fixed by the positions of the tokens, see the head of this file; fp32.
 // Source:  Dao et al. 2022, 2023 (FlashAttention); Ye et al. 2025 (FlashInfer: packed groups).
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kExact = true>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
     append_attention_kernel(AttentionLaunch launch) {
-  Attention<T, kHeadDim>(launch).run_all();
+  Attention<T, kHeadDim, kExact>(launch).run_all();
 }
 
 }  // namespace specops

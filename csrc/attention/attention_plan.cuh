@@ -204,12 +204,14 @@ struct Plan {
   int* scan;
 };
 
+// `row_end` grows to the end of their rows.
 template <int kRows>
 __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
                                          const Plan& plan,
                                          int64_t first_request,
                                          int& used_counters,
-                                         int& used_quads) {
+                                         int& used_quads,
+                                         int* row_end) {
   const AppendAttentionParams& params = launch.params;
   constexpr int kEach = kPlanned / kAttentionThreads;
   Demand demand[kEach];
@@ -224,6 +226,7 @@ __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
       report_error(params.error, ErrorCode::kAttentionLengths);
     }
     if (request.qo_len == 0) continue;
+    atomicMax(row_end, request.qo_begin + request.qo_len);
     int shared = request.valid ? shared_leaves(launch, batch_idx) : 0;
     demand[i] = demand_of<kRows>(params, request, shared);
     if (!demand[i].may_split()) continue;
