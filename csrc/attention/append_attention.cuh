@@ -1316,13 +1316,13 @@ struct Attention {
 
 // out = softmax(sm_scale q K^T) V over the tokens each row sees, and its log-sum-exp.
 // Grid:    kAttentionBlocksPerSm per SM; a block takes every gridDim.x-th unit of work: a chunk of
-//          2,048 tokens, a leaf of 256 or a whole sequence, for a tile of rows and one KV head.
+//          2,048 tokens, a part of one or a whole sequence, for a tile of rows and one KV head.
 // Block:   4 warps. Scores: a warp owns a quarter of the tile's tokens for all rows. P V: a warp owns
 //          a quarter of head_dim for all tokens, so that K and V are read once from shared memory.
 // Smem:    queries, a ring of kStages tiles of K and of V, weights, maxima and sums, page table,
-//          plan: 95 KB at head_dim 128.
+//          plan: 100 KiB at head_dim 128 and two bytes; 8 more to share prefixes, 40 without totals.
 // Cost:    K and V once per tile of rows, 4 * rows * tokens * head_dim flops with rows rounded up to
-//          16; bandwidth-bound up to about 64 packed rows. States: 8.3 KB per 16 rows and unit.
+//          32 or 64; bandwidth-bound up to there. States: 520 bytes per row and unit at head_dim 128.
 // Assumes: q rows, caches and workspace aligned to 16 bytes; counters zero.
 // Order:   fixed by the positions of the tokens, see the head of this file; fp32.
 // Source:  Dao et al. 2022, 2023 (FlashAttention); Ye et al. 2025 (FlashInfer: packed groups).
