@@ -4,8 +4,10 @@
 Nothing in the package imports this module, and it imports nothing but torch.
 """
 
+import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -258,7 +260,12 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     return weight[token_ids.long()]
 
 
-# ---- sampling ----
+# ---- sampling: one row ----
+
+DRAFT, ACCEPT, RESIDUAL, TARGET = range(4)  # what a uniform decides: its purpose
+
+# (seed, position, purpose, choice_index, sub_index, anchor) -> [0, 1); a test may give another.
+Uniform = Callable[[int, int, int, int, int, int], float]
 
 
 def philox4x32(seed: int, counter: list[int]) -> list[int]:
@@ -286,14 +293,23 @@ def philox_uniform(
     return (word >> 8) * 2.0**-24
 
 
-def _clean_logits(logits: Tensor) -> Tensor:
-    """Widened to float64; NaN as -inf, +inf as the largest finite float32."""
+def _clean(x: Tensor) -> Tensor:
+    """NaN as -inf, +inf as the largest finite float32."""
     top = torch.finfo(torch.float32).max
-    return logits.double().nan_to_num(nan=-torch.inf, posinf=top, neginf=-torch.inf)
+    return x.nan_to_num(nan=-torch.inf, posinf=top, neginf=-torch.inf)
+
+
+def _clean_logits(logits: Tensor) -> Tensor:
+    return _clean(logits.double())
 
 
 def kept_tokens(
-    row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+    row: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    typical_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The weights of one row (the largest is 1), and which tokens the filters keep."""
     x = _clean_logits(row)
@@ -307,39 +323,42 @@ def kept_tokens(
         short = int((running < top_p * running[-1]).sum())
         order = order[: short + 1]
     kept[order] = True
-    return weights, kept & (weights >= min_p)
+    kept &= weights >= min_p
+    if typical_p < 1.0:
+        ids = kept.nonzero().flatten()
+        probs = weights[ids] / weights[ids].sum()
+        surprise = -probs.log()
+        entropy = torch.special.entr(probs).sum()
+        order = torch.sort((surprise - entropy).abs(), stable=True).indices
+        short = int((probs[order].cumsum(0) < typical_p).sum())
+        kept[ids[order[short + 1 :]]] = False
+    return weights, kept
 
 
-def sample(
-    logits: Tensor,
-    positions: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    choice_index: Tensor | None = None,
-    logprobs: Tensor | None = None,
+def target_probs(
+    row: Tensor,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
 ) -> Tensor:
-    """Filters, then inverse CDF in token-id order with the row's own uniform, in float64."""
-    out = torch.zeros(logits.shape[0], dtype=torch.int32)
-    for i, row in enumerate(logits):
-        x = _clean_logits(row)
-        if x.max() > -torch.inf:
-            if temperature[i] == 0:
-                out[i] = int((x == x.max()).nonzero()[0])
-            else:
-                weights, kept = kept_tokens(
-                    row, float(temperature[i]), int(top_k[i]), float(top_p[i]), float(min_p[i])
-                )
-                running = (weights * kept).cumsum(0)
-                choice = 0 if choice_index is None else int(choice_index[i])
-                u = philox_uniform(int(seeds[i]), int(positions[i]), 3, choice)
-                out[i] = int((running > u * running[-1]).nonzero()[0])
-        if logprobs is not None:
-            logprobs[i] = _log_softmax(row)[out[i]]
-    return out
+    """The distribution a row's token is drawn from, in float64.
+
+    One-hot at the first of the largest logits under temperature 0, and at token 0 in a row without
+    a finite one.
+    """
+    x = _clean_logits(row)
+    if temperature == 0 or x.max() == -torch.inf:
+        return torch.nn.functional.one_hot((x == x.max()).nonzero()[0, 0], len(x)).double()
+    weights, kept = kept_tokens(row, temperature, top_k, top_p, min_p, typical_p)
+    return weights * kept / (weights * kept).sum()
+
+
+def _draw(weights: Tensor, u: float) -> int:
+    """Inverse CDF in token-id order: the first id at which the running weight exceeds u of all."""
+    running = weights.cumsum(0)
+    return int((running > u * running[-1]).nonzero()[0])
 
 
 def _log_softmax(row: Tensor) -> Tensor:
@@ -350,62 +369,488 @@ def _log_softmax(row: Tensor) -> Tensor:
     return shifted - shifted.exp().sum().log()
 
 
+def _log_probs(row: Tensor, filters: Mapping[str, Any]) -> Tensor:
+    """What processed_logprobs reports: log target_probs, log_softmax under temperature 0."""
+    if filters["temperature"] == 0 or _clean_logits(row).max() == -torch.inf:
+        return _log_softmax(row)
+    return target_probs(row, **filters).log()
+
+
+def _rank(row: Tensor, token_id: int) -> int:
+    x = _clean_logits(row)
+    return 1 + int((x > x[token_id]).sum())
+
+
+_FILTERS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+
+
+def _of(column: Tensor | None, i: int, default: float = 0) -> Any:
+    return default if column is None else column[i].item()
+
+
+# ---- sampling: processed logits ----
+
+
+def process_logits(
+    logits: Tensor,
+    processors: Any,
+    positions: Tensor,
+    *,
+    output_indptr: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+    parents: Tensor | None = None,
+) -> Tensor:
+    """The logits after mask, bad words, min tokens, bias and penalties, in their own dtype.
+
+    `processors` has the fields of `sampling.LogitsProcessors`, or is None. Without output_indptr
+    every row is a request, as in `sample`; with it rows are those of `verify` or, given parents,
+    `verify_tree`. The drafts on the path to a row count as tokens of the output.
+    """
+    out = logits.clone()
+    if processors is None:
+        return out
+    bounds = range(len(logits) + 1) if output_indptr is None else output_indptr.tolist()
+    for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        for r in range(end - begin):
+            path = _path(r, None if parents is None else parents[b].tolist())
+            in_flight = [] if draft_token_ids is None else draft_token_ids[b, path].tolist()
+            out[begin + r] = _process_row(
+                logits[begin + r],
+                processors,
+                _of(processors.slots, b, -1),
+                _of(processors.mask_indices, begin + r, -1),
+                int(positions[b]),
+                in_flight,
+            )
+    return out
+
+
+def _path(row: int, parents: list[int] | None) -> list[int]:
+    """The nodes from the root (not a node) down to a row, itself included: row r > 0 is node r - 1.
+
+    A chain has no parents: node n hangs on node n - 1.
+    """
+    if parents is None:
+        return list(range(row))
+    return [] if row == 0 else [*_path(parents[row - 1] + 1, parents), row - 1]
+
+
+def _process_row(
+    row: Tensor, p: Any, slot: int, mask: int, position: int, in_flight: list[int]
+) -> Tensor:
+    """One row, in float32 and rounded at every step as written."""
+    x = _clean(row.float())
+    if mask >= 0:
+        ids = torch.arange(len(x))
+        words = p.allowed_token_mask[mask].long()
+        x[(words[ids // 32] >> ids % 32 & 1) == 0] = -torch.inf
+    if slot >= 0:
+        if p.bad_words is not None:
+            tokens = ([] if position == 0 else p.token_ids[slot, :position].tolist()) + in_flight
+            for padded in p.bad_words[slot].tolist():
+                *before, last = [t for t in padded if t >= 0] or [-1]
+                if last >= 0 and before == tokens[len(tokens) - len(before) :]:
+                    x[last] = -torch.inf
+        if p.min_tokens is not None and p.stop_token_ids is not None:
+            output_len = position - int(p.prompt_lens[slot]) + len(in_flight)
+            stops = p.stop_token_ids[slot]
+            if output_len < int(p.min_tokens[slot]):
+                x[stops[stops >= 0].long()] = -torch.inf
+        if p.logit_bias is not None:
+            ids = p.logit_bias_token_ids[slot]
+            x[ids[ids >= 0].long()] += p.logit_bias[slot][ids >= 0]
+        counts = torch.zeros(len(x), dtype=torch.int32)
+        in_prompt = torch.zeros(len(x), dtype=torch.bool)
+        if p.counted_token_ids is not None:
+            ids = p.counted_token_ids[slot]
+            packed = p.token_counts[slot][ids >= 0]
+            counts[ids[ids >= 0].long()] = packed >> 1
+            in_prompt[ids[ids >= 0].long()] = (packed & 1) == 1
+        for token_id in in_flight:
+            if token_id >= 0:
+                counts[token_id] += 1
+        if p.repetition_penalty is not None:
+            penalty = p.repetition_penalty[slot]
+            seen = in_prompt | (counts > 0)
+            x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+        if p.frequency_penalty is not None:
+            x = torch.where(counts > 0, x - p.frequency_penalty[slot] * counts.float(), x)
+        if p.presence_penalty is not None:
+            x = torch.where(counts > 0, x - p.presence_penalty[slot], x)
+    return _clean(x.to(row.dtype).float()).to(row.dtype)
+
+
+# ---- sampling: choosing tokens ----
+
+
+def sample(
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    choice_index: Tensor | None = None,
+    purpose: int = TARGET,
+    anchors: Tensor | None = None,
+    processors: Any = None,
+    processed_logprobs: bool = False,
+    logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
+    probs: Tensor | None = None,
+    uniform: Uniform = philox_uniform,
+) -> Tensor:
+    """Filters, then inverse CDF in token-id order with the row's own uniform, in float64.
+
+    logprobs, ranks and probs (the distribution itself) are written where given.
+    """
+    out = torch.zeros(logits.shape[0], dtype=torch.int32)
+    columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
+    for i, row in enumerate(process_logits(logits, processors, positions)):
+        filters = {name: _of(columns[name], i, off) for name, off in _FILTERS.items()}
+        distribution = target_probs(row, **filters)
+        seed, choice, anchor = _of(seeds, i), _of(choice_index, i), _of(anchors, i)
+        out[i] = _draw(distribution, uniform(seed, int(positions[i]), purpose, choice, 0, anchor))
+        shown = row if processed_logprobs else logits[i]
+        if probs is not None:
+            probs[i] = distribution
+        if logprobs is not None:
+            scores = _log_probs(row, filters) if processed_logprobs else _log_softmax(shown)
+            logprobs[i] = scores[out[i]]
+        if ranks is not None:
+            ranks[i] = _rank(shown, int(out[i]))
+    return out
+
+
+GREEDY, TARGET_MATCH, REJECTION, BLOCK, TOPP = range(5)  # strategies
+NORMAL, ACCEPT_ALL, REJECT_ALL, SYNTHETIC = range(4)  # policies
+
+
+def _residual(target: Tensor, draft: Tensor) -> Tensor:
+    """normalise(max(target - draft, 0)); the target itself where rounding leaves nothing."""
+    rest = (target - draft).clamp(min=0)
+    return target if rest.sum() == 0 else rest / rest.sum()
+
+
+def _rejection_choice(
+    target: Tensor,
+    children: list[int],
+    draft: Tensor | None,
+    coin: Callable[..., float],
+) -> int:
+    """Accepts one of the tokens drawn from `draft` (None: each by itself), or draws what is left.
+
+    coin(purpose, sub_index) is the row's uniform.
+    """
+    for i, token_id in enumerate(children):
+        given = torch.zeros_like(target) if draft is None else draft
+        if draft is None:
+            given[token_id] = 1
+        if coin(ACCEPT, i) * given[token_id] < target[token_id]:
+            return token_id
+        target = _residual(target, given)
+    return _draw(target, coin(RESIDUAL))
+
+
+def _block_choices(
+    targets: list[Tensor],
+    drafts: list[int],
+    given: list[Tensor],
+    coin: Callable[[int, int], float],
+) -> list[int]:
+    """The tokens block verification emits: some of the drafts, and one more.
+
+    coin(purpose, row) is a uniform of this step alone.
+    """
+    n = len(drafts)
+    weights, accepted = [1.0], 0
+    for i, token_id in enumerate(drafts):
+        t, q = float(targets[i][token_id]), float(given[i][token_id])
+        weights.append(min(weights[i] * t / q, 1.0) if q > 0 else float(t > 0))
+    for i in range(1, n + 1):
+        bar = weights[i]
+        if i < n:
+            left = float((weights[i] * targets[i] - given[i]).clamp(min=0).sum())
+            bar = left / (left + 1 - weights[i]) if left + 1 - weights[i] > 0 else 1.0
+        if coin(ACCEPT, i - 1) < bar:
+            accepted = i
+    if accepted == n:
+        return [*drafts, _draw(targets[n], coin(TARGET, n))]
+    rest = (weights[accepted] * targets[accepted] - given[accepted]).clamp(min=0)
+    rest = rest if rest.sum() > 0 else targets[accepted]
+    return [*drafts[:accepted], _draw(rest, coin(RESIDUAL, accepted))]
+
+
 def verify(
     logits: Tensor,
     output_indptr: Tensor,
     draft_token_ids: Tensor,
     *,
     positions: Tensor,
-    strategy: Tensor,
-    policy: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
+    strategy: Tensor | None = None,
+    policy: Tensor | None = None,
+    accept_rates: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    draft_prob_token_ids: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    seeds: Tensor | None = None,
     choice_index: Tensor | None = None,
+    processors: Any = None,
+    processed_logprobs: bool = False,
     logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
+    uniform: Uniform = philox_uniform,
 ) -> tuple[Tensor, Tensor]:
-    """Per request: sample every row, emit choices up to the first that differs from its draft."""
+    """Per request: every row's choice, emitted up to the first that differs from its draft."""
+    tokens, accepted, _ = _verify(**locals(), parents=None)
+    return tokens, accepted
+
+
+def verify_tree(
+    logits: Tensor,
+    output_indptr: Tensor,
+    draft_token_ids: Tensor,
+    parents: Tensor,
+    *,
+    positions: Tensor,
+    strategy: Tensor | None = None,
+    policy: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    draft_prob_token_ids: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    choice_index: Tensor | None = None,
+    processors: Any = None,
+    processed_logprobs: bool = False,
+    logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
+    uniform: Uniform = philox_uniform,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per request: from the root to the first child that equals its row's choice, and so on."""
+    return _verify(**locals(), accept_rates=None)
+
+
+def _verify(
+    *,
+    logits: Tensor,
+    output_indptr: Tensor,
+    draft_token_ids: Tensor,
+    parents: Tensor | None,
+    positions: Tensor,
+    strategy: Tensor | None,
+    policy: Tensor | None,
+    accept_rates: Tensor | None,
+    draft_probs: Tensor | None,
+    draft_prob_token_ids: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    typical_p: Tensor | None,
+    seeds: Tensor | None,
+    choice_index: Tensor | None,
+    processors: Any,
+    processed_logprobs: bool,
+    logprobs: Tensor | None,
+    ranks: Tensor | None,
+    uniform: Uniform,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, how many are drafts, their nodes); a chain is a tree without branches."""
     batch, k = draft_token_ids.shape
     output_token_ids = torch.full((batch, k + 1), -1, dtype=torch.int32)
     num_accepted_tokens = torch.zeros(batch, dtype=torch.int32)
-    if logprobs is not None:
-        logprobs.zero_()
-    for b in range(batch):
-        begin, end = int(output_indptr[b]), int(output_indptr[b + 1])
-        n = end - begin
-        for i in range(n):
-            own = slice(b, b + 1)
-            choice = int(
-                sample(
-                    logits[begin + i : begin + i + 1],
-                    positions[own] + i,
-                    temperature=temperature[own] * (strategy[own] != 0),
-                    top_k=top_k[own],
-                    top_p=top_p[own],
-                    min_p=min_p[own],
-                    seeds=seeds[own],
-                    choice_index=None if choice_index is None else choice_index[own],
-                )
-            )
-            draft = int(draft_token_ids[b, i]) if i < n - 1 else -1
-            if policy[b] == 1 and draft >= 0:
-                choice = draft
-            output_token_ids[b, i] = choice
+    accepted_nodes = torch.full((batch, k), -1, dtype=torch.int32)
+    for extra in (logprobs, ranks):
+        if extra is not None:
+            extra.zero_()
+    processed = process_logits(
+        logits,
+        processors,
+        positions,
+        output_indptr=output_indptr,
+        draft_token_ids=draft_token_ids,
+        parents=parents,
+    )
+    columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
+    for b, (begin, end) in enumerate(itertools.pairwise(output_indptr.tolist())):
+        if begin == end:
+            continue
+        rule = int(_of(strategy, b, TARGET_MATCH))
+        filters = {name: _of(columns[name], b, off) for name, off in _FILTERS.items()}
+        if rule == GREEDY:
+            filters = dict(_FILTERS)
+        given: list[Tensor | None] = [None] * k
+        if draft_probs is not None:
+            ids = None if draft_prob_token_ids is None else draft_prob_token_ids[b]
+            for r in range(end - begin - 1):
+                sparse = None if ids is None else ids[r]
+                given[r] = _draft_distribution(draft_probs[b, r], sparse, logits.shape[1])
+        walk = _walk(
+            [target_probs(row, **filters) for row in processed[begin:end]],
+            draft_token_ids[b, : end - begin - 1].tolist(),
+            list(range(-1, k - 1)) if parents is None else parents[b].tolist(),
+            given,
+            rule,
+            int(_of(policy, b, NORMAL)),
+            [1.0] * k if accept_rates is None else accept_rates[b].tolist(),
+            int(positions[b]),
+            functools.partial(_keyed, uniform, _of(seeds, b), _of(choice_index, b)),
+        )
+        num_accepted_tokens[b] = len(walk) - 1
+        row = 0
+        for depth, (choice, node) in enumerate(walk):
+            output_token_ids[b, depth] = choice
+            shown = (processed if processed_logprobs else logits)[begin + row]
             if logprobs is not None:
-                logprobs[b, i] = _log_softmax(logits[begin + i])[choice]
-            if policy[b] == 2 or draft < 0 or draft != choice:
-                break
-            num_accepted_tokens[b] += 1
-    return output_token_ids, num_accepted_tokens
+                scores = _log_probs(shown, filters) if processed_logprobs else _log_softmax(shown)
+                logprobs[b, depth] = scores[choice]
+            if ranks is not None:
+                ranks[b, depth] = _rank(shown, choice)
+            if node >= 0:
+                accepted_nodes[b, depth] = node
+            row = node + 1
+    return output_token_ids, num_accepted_tokens, accepted_nodes
 
 
-def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The first n tokens by (logit descending, id ascending), their log-softmax, and the LSE."""
-    x = _clean_logits(logits)
+def _draft_distribution(probs: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Dense and in float64; what is no probability counts as 0."""
+    probs = torch.where(probs > 0, probs.double(), 0.0)
+    if token_ids is None:
+        return probs
+    dense = torch.zeros(vocab_size, dtype=torch.float64)
+    dense[token_ids[token_ids >= 0].long()] = probs[token_ids >= 0]
+    return dense
+
+
+def _keyed(
+    uniform: Uniform,
+    seed: int,
+    choice_index: int,
+    purpose: int,
+    position: int,
+    sub_index: int = 0,
+    anchor: int = 0,
+) -> float:
+    """A request's uniform."""
+    return uniform(seed, position, purpose, choice_index, sub_index, anchor)
+
+
+def _walk(
+    targets: list[Tensor],
+    tokens: list[int],
+    parents: list[int],
+    given: list[Tensor | None],
+    rule: int,
+    policy: int,
+    accept_rates: list[float],
+    start: int,
+    coin: Callable[..., float],
+) -> list[tuple[int, int]]:
+    """What a request emits: (token, the node it is, or -1 for the last, which is none).
+
+    Row r > 0 is node r - 1; targets are the rows' distributions, given[r] that of r's children.
+    """
+    # the drafts in reach: a -1 is never accepted, and nothing behind it among its siblings is
+    children: list[list[int]] = [[] for _ in targets]
+    for r in range(len(targets)):
+        for node, token_id in enumerate(tokens):
+            if parents[node] + 1 == r:
+                if token_id < 0:
+                    break
+                children[r].append(node)
+    block: list[int] = []
+    if rule == BLOCK and policy == NORMAL and children[0]:
+        n = [*tokens, -1].index(-1)
+        one_hot = torch.eye(len(targets[0]), dtype=torch.float64)
+        block = _block_choices(
+            targets,
+            tokens[:n],
+            [one_hot[t] if q is None else q for t, q in zip(tokens[:n], given, strict=False)],
+            lambda purpose, i: coin(purpose, start + i, 0, start + 1),
+        )
+    emitted: list[tuple[int, int]] = []
+    row = 0
+    while True:
+        depth = len(emitted)
+        drafts = [tokens[node] for node in children[row]]
+        target = targets[row]
+        if policy != NORMAL:
+            rate = {ACCEPT_ALL: 1.0, REJECT_ALL: 0.0}.get(policy, [*accept_rates, 0.0][row])
+            if drafts and coin(ACCEPT, start + depth) < rate:
+                choice = drafts[0]
+            else:
+                drafts, choice = [], _own(target, coin, start + depth)
+        elif block:
+            choice = block[depth]
+            drafts = drafts if depth + 1 < len(block) else []
+        elif rule == REJECTION and drafts:
+            choice = _rejection_choice(
+                target, drafts, given[row], functools.partial(_at, coin, start + depth)
+            )
+        elif rule == TOPP and drafts and target[drafts[0]] > 0:
+            choice = drafts[0]
+        else:
+            choice = _own(target, coin, start + depth)
+        if choice not in drafts:
+            return [*emitted, (choice, -1)]
+        node = children[row][drafts.index(choice)]
+        emitted.append((choice, node))
+        row = node + 1
+
+
+def _at(coin: Callable[..., float], position: int, purpose: int, sub_index: int = 0) -> float:
+    return coin(purpose, position, sub_index)
+
+
+def _own(target: Tensor, coin: Callable[..., float], position: int) -> int:
+    """What `sample` chooses: the row's own token."""
+    return _draw(target, coin(TARGET, position))
+
+
+def top_logprobs(
+    logits: Tensor,
+    n: int,
+    *,
+    positions: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    processors: Any = None,
+    processed_logprobs: bool = False,
+    ranks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first n tokens by (logit descending, id ascending), their log-softmax, and the LSE.
+
+    Processed: of the processed logits, with the filters' own renormalised logarithms; a token they
+    drop keeps its place in the order, with -inf. The LSE is that of the logits ordered.
+    """
+    shown = logits
+    if processed_logprobs and processors is not None:
+        assert positions is not None
+        shown = process_logits(logits, processors, positions)
+    x = _clean_logits(shown)
     token_ids = torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :n]
-    logprobs = torch.stack([_log_softmax(row) for row in logits]) if len(logits) else x
+    columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
+    logprobs = torch.zeros_like(x)
+    for i, row in enumerate(shown):
+        filters = {name: _of(columns[name], i, off) for name, off in _FILTERS.items()}
+        logprobs[i] = _log_probs(row, filters) if processed_logprobs else _log_softmax(row)
+        if ranks is not None:
+            for column, token_id in enumerate(token_ids[i].tolist()):
+                ranks[i, column] = _rank(row, token_id)
     return (
         token_ids.int(),
         logprobs.gather(1, token_ids).float(),
