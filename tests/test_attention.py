@@ -850,3 +850,153 @@ def test_merge_states_empty_changes_nothing(device: str, isa: str) -> None:
         torch.cat([poison, outs, poison]), torch.cat([nothing, lses, nothing])
     )
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+def paged_trees(
+    paths: list[list[int]],
+    nodes: int,
+    prefixes: list[int],
+    page_size: int,
+    dtype: torch.dtype,
+    heads: int,
+    head_dim: int,
+    device: str,
+) -> dict[str, Tensor]:
+    """Requests of a root and `nodes` nodes behind a prefix; every slot of the caches has its own
+    bits, and entries that nobody may read are poisoned."""
+    kv_lens = [prefix + 1 + nodes for prefix in prefixes]
+    counts = [-(-kv_len // page_size) + 1 for kv_len in kv_lens]
+    num_pages = sum(counts) + 2
+    order = torch.randperm(num_pages).tolist()
+    indices: list[int] = []
+    for prefix, count in zip(prefixes, counts, strict=True):
+        pages = [order.pop() for _ in range(count)]
+        for page in range(prefix // page_size):
+            pages[page] = 2**30  # before the root: not looked at
+        pages[-1] = -7
+        indices += pages
+    shape = (num_pages, page_size, heads, head_dim)
+    k_cache = torch.randn(shape).to(dtype).to(device)
+    v_cache = torch.randn(shape).to(dtype).to(device)
+    accepted = torch.full((len(paths), nodes), 2**30, dtype=torch.int32)
+    for b, path in enumerate(paths):
+        accepted[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
+    return {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "accepted_nodes": accepted.to(device),
+        "num_accepted_tokens": torch.tensor([len(p) for p in paths]).int().to(device),
+        "qo_indptr": lengths_to_indptr([1 + nodes] * len(paths)).to(device),
+        "kv_lens": torch.tensor(kv_lens, dtype=torch.int32).to(device),
+        "kv_indptr": lengths_to_indptr(counts).to(device),
+        "kv_indices": torch.tensor(indices, dtype=torch.int32).to(device),
+    }
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize(
+    "dtype,heads,head_dim",
+    [
+        (torch.float32, 2, 64),
+        (torch.bfloat16, 3, 128),
+        (torch.float16, 1, 80),
+        (torch.bfloat16, 1, 13),
+    ],
+)
+def test_compact_kv(
+    device: str, isa: str, page_size: int, dtype: torch.dtype, heads: int, head_dim: int
+) -> None:
+    nodes = 40
+    paths = [
+        [],  # nothing accepted
+        list(range(nodes)),  # a chain: all in place
+        [39],
+        [0, 1, 5, 6, 30, 39],  # begins in place
+        sorted(torch.randperm(nodes)[:17].tolist()),
+        list(range(1, nodes)),  # each source is the next one's destination
+    ]
+    prefixes = [0, 5, 14, 15, 16, 100]
+    case = paged_trees(paths, nodes, prefixes, page_size, dtype, heads, head_dim, device)
+    want = {name: tensor.clone() for name, tensor in case.items()}
+    reference.compact_kv(**want)
+    assert not torch.equal(want["k_cache"], case["k_cache"])
+    start = {name: case[name].clone() for name in ("k_cache", "v_cache")}
+    for num_threads in (1, 2, 3):
+        specops.set_num_threads(num_threads)
+        for name, cache in start.items():
+            case[name].copy_(cache)
+        attention.compact_kv(**case)
+        for name, tensor in case.items():
+            assert torch.equal(tensor, want[name]), name
+
+
+@pytest.mark.parametrize("nodes", [7, 300])
+def test_compact_kv_moves_tokens_alone(device: str, isa: str, on_cuda: bool, nodes: int) -> None:
+    """Token by token against plain indexing: the path follows the root, the rest stays."""
+    paths = [sorted(torch.randperm(nodes)[: nodes // 2].tolist()) for _ in range(3)]
+    prefixes = [3, 31, 200]
+    case = paged_trees(paths, nodes, prefixes, 16, torch.float32, 1, 4, device)
+    before = case["k_cache"].cpu().clone()
+    attention.compact_kv(**case)
+    after = case["k_cache"].cpu()
+    owned = torch.zeros(before.shape[:2], dtype=torch.bool)
+    for b, (path, prefix) in enumerate(zip(paths, prefixes, strict=True)):
+        pages = case["kv_indices"].cpu()[int(case["kv_indptr"][b]) :].long()
+
+        def slot(token: int, pages: Tensor = pages) -> tuple[int, int]:
+            return int(pages[token // 16]), token % 16
+
+        for i, node in enumerate(path):
+            assert torch.equal(after[slot(prefix + 1 + i)], before[slot(prefix + 1 + node)])
+            owned[slot(prefix + 1 + i)] = True
+    assert torch.equal(after[~owned], before[~owned])
+
+
+def test_compact_kv_of_nobody(device: str, isa: str) -> None:
+    case = paged_trees([], 5, [], 16, torch.float32, 2, 8, device)
+    attention.compact_kv(**case)
+    # Idle slots may hold anything.
+    case = paged_trees([[], [2, 3]], 5, [0, 9], 16, torch.float32, 2, 8, device)
+    case["kv_lens"][0] = -4
+    want = {name: tensor.clone() for name, tensor in case.items()}
+    reference.compact_kv(**want)
+    attention.compact_kv(**case)
+    assert torch.equal(case["v_cache"], want["v_cache"])
+
+
+@pytest.mark.parametrize(
+    "argument,index,value,message",
+    [
+        ("num_accepted_tokens", 1, -1, r"num_accepted_tokens\[1\] must be at least 0.*got -1"),
+        ("num_accepted_tokens", 1, 6, r"num_accepted_tokens\[1\] must be .*=5, got 6"),
+        ("qo_indptr", 2, 8, r"num_accepted_tokens\[1\] must be .*rows=2 .*got 2"),
+        ("accepted_nodes", (1, 1), 2, r"accepted_nodes\[1, 1\] must be in \[3, 5\), got 2"),
+        ("accepted_nodes", (1, 0), -1, r"accepted_nodes\[1, 0\] must be in \[0, 5\), got -1"),
+        ("accepted_nodes", (1, 1), 5, r"accepted_nodes\[1, 1\] must be in \[3, 5\), got 5"),
+        ("kv_lens", 1, 5, r"kv_lens\[1\] must be at least the request's rows=6 .*got 5"),
+        ("kv_lens", 1, 49, r"kv_lens\[1\] must be .*slots of its pages=48, got 49"),
+        ("kv_indptr", 2, 7, r"kv_(indptr|lens)\[2\] must be .*=5, got 7"),
+        ("kv_indices", 2, -1, r"page 0 of request 1 in kv_indices must be .*got -1"),
+        ("kv_indices", 3, 7, r"page 1 of request 1 in kv_indices must be .*got 7"),
+    ],
+)
+def test_compact_kv_faults(
+    device: str,
+    on_cuda: bool,
+    argument: str,
+    index: int | tuple[int, int],
+    value: int,
+    message: str,
+) -> None:
+    """cpu writes nothing; on CUDA the other request's tokens move."""
+    case = paged_trees([[1, 2], [2, 4]], 5, [0, 13], 16, torch.float32, 2, 8, device)
+    case[argument][index] = value
+    want = {name: tensor.clone() for name, tensor in case.items()}
+    if on_cuda:
+        want["num_accepted_tokens"][1] = 0
+        reference.compact_kv(**want)
+        message = r"\w+ must "
+    with expect_fault(on_cuda, "^compact_kv: " + message):
+        attention.compact_kv(**case)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(case[name], want[name]), name

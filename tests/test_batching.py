@@ -10,7 +10,7 @@ import specops
 import torch
 from conftest import expect_fault
 from specops import batching, reference
-from specops.batching import BatchIndices, OutputMode
+from specops.batching import BatchIndices, DraftTree, OutputMode
 from torch import Tensor
 
 NONE, LAST, ALL = OutputMode.NONE, OutputMode.LAST, OutputMode.ALL
@@ -347,3 +347,116 @@ def test_gather_output_rows_refuses_a_row_that_is_not_there(
         assert torch.equal(out, torch.stack([hidden[0], torch.zeros_like(hidden[0]), hidden[3]]))
     else:
         assert bool((out == 7).all())
+
+
+def random_tree(nodes: int, kind: str) -> list[int]:
+    """Parents: a chain, a star, nodes of two children, or each under any node before it."""
+    draw = {
+        "chain": lambda node: node - 1,
+        "star": lambda node: -1,
+        "binary": lambda node: (node - 2) // 2 if node > 1 else -1,
+        "random": lambda node: int(torch.randint(-1, node, ())) if node else -1,
+    }[kind]
+    return [draw(node) for node in range(nodes)]
+
+
+def make_trees(counts: list[int], nodes: int, device: str) -> dict[str, Tensor]:
+    """One tree per request, of all kinds in turn; what lies past its nodes is poisoned."""
+    kinds = ["random", "chain", "star", "binary"]
+    parents = torch.full((len(counts), nodes), 2**31 - 1, dtype=torch.int32)
+    for b, count in enumerate(counts):
+        parents[b, :count] = ints(random_tree(count, kinds[b % 4]))
+    return {
+        "parents": parents.to(device),
+        "num_draft_tokens": ints(counts, device),
+        "positions": torch.randint(0, 5000, (len(counts),)).int().to(device),
+    }
+
+
+def check_tree(got: DraftTree, want: dict[str, Tensor]) -> None:
+    for name, tensor in vars(got).items():
+        assert tensor.dtype == torch.int32
+        assert torch.equal(tensor.cpu(), want[name]), name
+
+
+@pytest.mark.parametrize("batch", [0, 1, 9])
+@pytest.mark.parametrize("nodes", [0, 1, 7, 31, 32, 63, 64, 200])
+def test_build_tree(device: str, isa: str, batch: int, nodes: int) -> None:
+    counts = [nodes, nodes, nodes, nodes, 0, *torch.randint(0, nodes + 1, (4,)).tolist()][:batch]
+    trees = make_trees(counts, nodes, device)
+    want = reference.build_tree(**trees)
+    for num_threads in (1, 2, 3):
+        specops.set_num_threads(num_threads)
+        check_tree(batching.build_tree(**trees), want)
+    # Alone, and into memory of the caller's with something behind it.
+    for b in range(batch):
+        longer = DraftTree.empty(2, nodes, device=device)
+        for tensor in vars(longer).values():
+            tensor.fill_(77)
+        out = DraftTree(**{name: tensor[:1] for name, tensor in vars(longer).items()})
+        alone = {name: tensor[b : b + 1] for name, tensor in trees.items()}
+        assert batching.build_tree(**alone, out=out) is out
+        check_tree(out, {name: tensor[b : b + 1] for name, tensor in want.items()})
+        assert all(bool((tensor[1] == 77).all()) for tensor in vars(longer).values())
+
+
+def test_build_tree_of_many_requests(device: str, isa: str, on_cuda: bool) -> None:
+    counts = torch.randint(0, 5, (60 if on_cuda else 1500,)).tolist()
+    trees = make_trees(counts, 4, device)
+    check_tree(batching.build_tree(**trees), reference.build_tree(**trees))
+
+
+def test_build_tree_example_of_the_docstring(device: str) -> None:
+    tree = batching.build_tree(
+        ints([-1, -1, 0], device).view(1, 3), ints([3], device), ints([10], device)
+    )
+    assert tree.depths.tolist() == [[0, 1, 1, 2]]
+    assert tree.row_positions.tolist() == [[10, 11, 11, 12]]
+    assert tree.ancestor_mask.tolist() == [[[0b0001], [0b0011], [0b0101], [0b1011]]]
+    assert tree.first_child.tolist() == [[0, 2, -1, -1]]
+    assert tree.next_sibling.tolist() == [[1, -1, -1]]
+    assert tree.sibling_index.tolist() == [[0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"parents": [[-1, 0, 1], [-1, 1, 0]]}, r"parents\[1, 1\] must be -1 or a node .*got 1"),
+        ({"parents": [[-1, 0, 1], [0, -1, 0]]}, r"parents\[1, 0\] must be -1 or a node .*got 0"),
+        ({"parents": [[-1, 0, 1], [-1, -2, 0]]}, r"parents\[1, 1\] must be .*got -2"),
+        ({"num_draft_tokens": [3, 4]}, r"num_draft_tokens\[1\] must be at least 0 .*got 4"),
+        ({"num_draft_tokens": [3, -1]}, r"num_draft_tokens\[1\] must be at least 0 .*got -1"),
+        ({"positions": [5, -1]}, r"positions\[1\] must be at least 0.*got -1"),
+        ({"positions": [5, 2**31 - 3]}, r"positions\[1\] must be at least 0.*got 2147483645"),
+    ],
+)
+def test_build_tree_faults(
+    device: str, on_cuda: bool, change: dict[str, Any], message: str
+) -> None:
+    """cpu writes nothing; on CUDA the other request is as ever and the wrong one a root alone."""
+    good = {"parents": [[-1, 0, 1], [-1, 0, -1]], "num_draft_tokens": [3, 3], "positions": [5, 6]}
+    inputs = {
+        name: torch.tensor(value, dtype=torch.int32, device=device)
+        for name, value in {**good, **change}.items()
+    }
+    out = DraftTree.empty(2, 3, device=device)
+    for tensor in vars(out).values():
+        tensor.fill_(77)
+    if on_cuda:
+        message = message.split()[0].partition("\\[")[0] + " must be "
+    with expect_fault(on_cuda, "^build_tree: " + message):
+        batching.build_tree(**inputs, out=out)
+    if not on_cuda:
+        assert all(bool((tensor == 77).all()) for tensor in vars(out).values())
+        return
+    inputs["num_draft_tokens"][1] = 0
+    check_tree(out, reference.build_tree(**inputs))
+
+
+def test_build_tree_refuses_too_many_nodes(device: str) -> None:
+    with pytest.raises(ValueError, match=r"parents must be of at most 8192 nodes, got 8193"):
+        batching.build_tree(
+            torch.zeros(0, 8193, dtype=torch.int32, device=device),
+            ints([], device),
+            ints([], device),
+        )

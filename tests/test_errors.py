@@ -58,6 +58,15 @@ def gather_output_rows() -> dict[str, Any]:
     return {"hidden": torch.zeros(4, 8), "output_rows": ints(0, -1), "out": torch.zeros(2, 8)}
 
 
+def build_tree() -> dict[str, Any]:
+    return {
+        "parents": ints(-1, 0, -1, 0, 7, 7).view(2, 3),
+        "num_draft_tokens": ints(3, 0),
+        "positions": ints(4, 0),
+        **vars(batching.DraftTree.empty(2, 3)),
+    }
+
+
 def paged_cache() -> dict[str, Any]:
     return {"k_cache": torch.zeros(3, 16, 2, 64), "v_cache": torch.zeros(3, 16, 2, 64)}
 
@@ -103,6 +112,18 @@ def merge_states() -> dict[str, Any]:
         "lses": torch.zeros(2, 3, 4),
         "out": torch.zeros(3, 4, 8),
         "lse": torch.zeros(3, 4),
+    }
+
+
+def compact_kv() -> dict[str, Any]:
+    return {
+        **paged_cache(),
+        "accepted_nodes": ints(1, 3, -1, -1, -1, -1).view(2, 3),
+        "num_accepted_tokens": ints(2, 0),
+        "qo_indptr": ints(0, 5, 9),
+        "kv_lens": ints(18, 9),
+        "kv_indptr": ints(0, 2, 3),
+        "kv_indices": ints(2, 0, 1),
     }
 
 
@@ -222,9 +243,11 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     for call in (
         prepare_batch,
         gather_output_rows,
+        build_tree,
         rope_append_kv,
         append_attention,
         merge_states,
+        compact_kv,
         silu_mul,
         pack_weight,
         linear,

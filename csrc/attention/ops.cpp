@@ -3,9 +3,11 @@
 #include "attention/ops.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "attention/append_attention.h"
+#include "attention/compact_kv.h"
 #include "attention/merge_states.h"
 #include "attention/rope_append_kv.h"
 #include "common/tensor_view.h"
@@ -13,6 +15,7 @@
 namespace specops {
 namespace {
 
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
 // Above this many elements of work an op takes more than about 50 us and lets go of the GIL.
@@ -400,6 +403,102 @@ void merge_states(const TensorView& outs,
   launch(states * rows * heads * head_dim, [&] { merge_states_cpu(params); });
 }
 
+// Everything that depends on the values, before anything is written. Returns the moves of a cache.
+int64_t check_moves(const Checker& check, const CompactKvParams& params) {
+  int64_t moves = 0;
+  for (int64_t b = 0; b < params.batch; ++b) {
+    int64_t count = params.num_accepted_tokens[b];
+    if (count == 0) continue;  // an idle slot may hold anything
+    int64_t rows = int64_t{params.qo_indptr[b + 1]} - params.qo_indptr[b];
+    if (count < 0 || count > params.nodes || count >= rows) {
+      check.fail(at("num_accepted_tokens", b),
+                 "at least 0, below the request's rows=" + std::to_string(rows) +
+                     " and at most the width of accepted_nodes=" + std::to_string(params.nodes),
+                 std::to_string(count));
+    }
+    int64_t first_page = params.kv_indptr[b], end_page = params.kv_indptr[b + 1];
+    if (first_page < 0 || end_page < first_page || end_page > params.num_indices) {
+      check.fail(at("kv_indptr", b + 1),
+                 "at least the entry before it and at most the pages of kv_indices=" +
+                     std::to_string(params.num_indices),
+                 std::to_string(end_page));
+    }
+    int64_t kv_len = params.kv_lens[b], slots = (end_page - first_page) * params.page_size;
+    if (kv_len < rows || kv_len > slots) {
+      check.fail(at("kv_lens", b),
+                 "at least the request's rows=" + std::to_string(rows) +
+                     " and at most the slots of its pages=" + std::to_string(slots),
+                 std::to_string(kv_len));
+    }
+    const int32_t* nodes = params.accepted_nodes + b * params.nodes;
+    const int32_t* pages = params.kv_indices + first_page;
+    for (int64_t i = 0; i < count; ++i) {
+      int64_t before = i == 0 ? -1 : nodes[i - 1];
+      if (nodes[i] <= before || nodes[i] >= rows - 1) {
+        check.fail("accepted_nodes[" + std::to_string(b) + ", " + std::to_string(i) + "]",
+                   "in [" + std::to_string(before + 1) + ", " + std::to_string(rows - 1) + ")",
+                   std::to_string(nodes[i]));
+      }
+      if (nodes[i] == i) continue;
+      ++moves;
+      for (int64_t node : {i, int64_t{nodes[i]}}) {
+        int64_t page = (kv_len - rows + 1 + node) / params.page_size;
+        if (pages[page] >= 0 && pages[page] < params.num_pages) continue;
+        check.fail(
+            "page " + std::to_string(page) + " of request " + std::to_string(b) + " in kv_indices",
+            "in [0, num_pages=" + std::to_string(params.num_pages) + ")",
+            std::to_string(pages[page]));
+      }
+    }
+  }
+  return moves;
+}
+
+void compact_kv(const TensorView& k_cache,
+                const TensorView& v_cache,
+                const TensorView& accepted_nodes,
+                const TensorView& num_accepted_tokens,
+                const TensorView& qo_indptr,
+                const TensorView& kv_lens,
+                const TensorView& kv_indptr,
+                const TensorView& kv_indices) {
+  Checker check("compact_kv");
+  Dim num_pages{"num_pages"}, page_size{"page_size"}, heads{"num_kv_heads"}, head_dim{"head_dim"};
+  Dim batch{"batch"}, batch_plus_1{"batch + 1"}, nodes{"nodes"}, num_indices{"pages"};
+  check.tensor("k_cache", k_cache, kFloats, {&num_pages, &page_size, &heads, &head_dim});
+  DType dtype = k_cache.dtype();
+  check.tensor("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &heads, &head_dim});
+  check.tensor("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &nodes});
+  batch_plus_1.value = batch + 1;
+  check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
+  check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
+  check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&num_indices});
+  CompactKvParams params{
+      .k_cache = k_cache.raw(),
+      .v_cache = v_cache.raw(),
+      .accepted_nodes = accepted_nodes.data<int32_t>(),
+      .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
+      .qo_indptr = qo_indptr.data<int32_t>(),
+      .kv_lens = kv_lens.data<int32_t>(),
+      .kv_indptr = kv_indptr.data<int32_t>(),
+      .kv_indices = kv_indices.data<int32_t>(),
+      .batch = batch,
+      .nodes = nodes,
+      .num_indices = num_indices,
+      .num_pages = num_pages,
+      .page_size = page_size,
+      .slot_bytes = heads * head_dim * dtype_bytes(dtype),
+      .error = check.error_flag(),
+  };
+  check.that(params.slot_bytes <= kMaxInt32, "k_cache", "of slots below 2 GiB", params.slot_bytes);
+  if (batch == 0 || page_size == 0 || params.slot_bytes == 0) return;
+  if (check.on_cuda()) return compact_kv_cuda(params, check.stream());
+  int64_t moves = check_moves(check, params);
+  if (moves > 0) launch(moves * heads * head_dim, [&] { compact_kv_cpu(params); });
+}
+
 }  // namespace
 
 void register_attention(pybind11::module_& m) {
@@ -407,6 +506,7 @@ void register_attention(pybind11::module_& m) {
   m.def("append_attention", &append_attention);
   m.def("attention_workspace_size", &attention_workspace_size);
   m.def("merge_states", &merge_states);
+  m.def("compact_kv", &compact_kv);
 }
 
 }  // namespace specops

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "batching/build_tree.h"
 #include "batching/gather_output_rows.h"
 #include "batching/prepare_batch.h"
 #include "common/tensor_view.h"
@@ -209,11 +210,84 @@ void gather_output_rows(const TensorView& hidden,
   gather_output_rows_cpu(params);
 }
 
+// Everything that depends on the values, before anything is written.
+void check_tree(const Checker& check, const BuildTreeParams& params) {
+  for (int64_t b = 0; b < params.batch; ++b) {
+    int64_t count = params.num_draft_tokens[b];
+    if (count < 0 || count > params.nodes) {
+      check.fail(at("num_draft_tokens", b),
+                 "at least 0 and at most the width of parents, " + std::to_string(params.nodes),
+                 std::to_string(count));
+    }
+    int64_t position = params.positions[b];
+    if (position < 0 || position > kMaxInt32 - params.nodes) {
+      check.fail(at("positions", b),
+                 "at least 0, and an int32 with the depth of every node",
+                 std::to_string(position));
+    }
+    const int32_t* parents = params.parents + b * params.nodes;
+    for (int64_t node = 0; node < count; ++node) {
+      if (parents[node] >= -1 && parents[node] < node) continue;
+      check.fail("parents[" + std::to_string(b) + ", " + std::to_string(node) + "]",
+                 "-1 or a node before " + std::to_string(node),
+                 std::to_string(parents[node]));
+    }
+  }
+}
+
+void build_tree(const TensorView& parents,
+                const TensorView& num_draft_tokens,
+                const TensorView& positions,
+                const TensorView& depths,
+                const TensorView& row_positions,
+                const TensorView& ancestor_mask,
+                const TensorView& first_child,
+                const TensorView& next_sibling,
+                const TensorView& sibling_index) {
+  Checker check("build_tree");
+  Dim batch{"batch"}, nodes{"nodes"}, rows{"nodes + 1"}, words{"words"};
+  check.tensor("parents", parents, {DType::kInt32}, {&batch, &nodes});
+  rows.value = nodes + 1;
+  words.value = rows / 32 + (rows % 32 > 0);
+  check.tensor("num_draft_tokens", num_draft_tokens, {DType::kInt32}, {&batch});
+  check.tensor("positions", positions, {DType::kInt32}, {&batch});
+  check.tensor("depths", depths, {DType::kInt32}, {&batch, &rows});
+  check.tensor("row_positions", row_positions, {DType::kInt32}, {&batch, &rows});
+  check.tensor("ancestor_mask", ancestor_mask, {DType::kInt32}, {&batch, &rows, &words});
+  check.tensor("first_child", first_child, {DType::kInt32}, {&batch, &rows});
+  check.tensor("next_sibling", next_sibling, {DType::kInt32}, {&batch, &nodes});
+  check.tensor("sibling_index", sibling_index, {DType::kInt32}, {&batch, &nodes});
+  check.that(nodes <= kMaxTreeNodes,
+             "parents",
+             "of at most " + std::to_string(kMaxTreeNodes) + " nodes",
+             nodes.value);
+  if (batch == 0) return;
+  BuildTreeParams params{
+      .parents = parents.data<int32_t>(),
+      .num_draft_tokens = num_draft_tokens.data<int32_t>(),
+      .positions = positions.data<int32_t>(),
+      .depths = depths.data<int32_t>(),
+      .row_positions = row_positions.data<int32_t>(),
+      .ancestor_mask = ancestor_mask.data<int32_t>(),
+      .first_child = first_child.data<int32_t>(),
+      .next_sibling = next_sibling.data<int32_t>(),
+      .sibling_index = sibling_index.data<int32_t>(),
+      .batch = batch,
+      .nodes = nodes,
+      .words = words,
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return build_tree_cuda(params, check.stream());
+  check_tree(check, params);
+  build_tree_cpu(params);
+}
+
 }  // namespace
 
 void register_batching(pybind11::module_& m) {
   m.def("prepare_batch", &prepare_batch);
   m.def("gather_output_rows", &gather_output_rows);
+  m.def("build_tree", &build_tree);
 }
 
 }  // namespace specops

@@ -25,6 +25,18 @@ const char* error_sentence(int32_t code) {
              "that "
              "differs";
 
+    case ErrorCode::kCompactKvNumAcceptedTokens:
+      return "compact_kv: num_accepted_tokens must be at least 0 and below the request's rows, and "
+             "at most the width of accepted_nodes, got another number";
+    case ErrorCode::kCompactKvLengths:
+      return "compact_kv: kv_lens must be at least the request's rows and at most the slots of its "
+             "pages, got a request that differs";
+    case ErrorCode::kCompactKvAcceptedNodes:
+      return "compact_kv: accepted_nodes must ascend from at least 0 to below rows - 1, got others";
+    case ErrorCode::kCompactKvPage:
+      return "compact_kv: kv_indices must be in [0, num_pages) where a token moves, got a page "
+             "outside";
+
     case ErrorCode::kPrepareBatchQoLens:
       return "prepare_batch: qo_lens must be at least 0, got a length below";
     case ErrorCode::kPrepareBatchKvLens:
@@ -46,6 +58,15 @@ const char* error_sentence(int32_t code) {
              "less";
     case ErrorCode::kGatherOutputRowsRow:
       return "gather_output_rows: output_rows must be -1 or a row of hidden, got a row outside";
+    case ErrorCode::kBuildTreeNumDraftTokens:
+      return "build_tree: num_draft_tokens must be at least 0 and at most the width of parents, "
+             "got "
+             "another number";
+    case ErrorCode::kBuildTreePositions:
+      return "build_tree: positions must be at least 0, and an int32 with the depth of every node, "
+             "got another position";
+    case ErrorCode::kBuildTreeParents:
+      return "build_tree: parents must be -1 or a node before the node's own, got another value";
 
     case ErrorCode::kCommitTokensSlot:
       return "commit_tokens: slots must be -1 or a row of token_ids, got one outside";

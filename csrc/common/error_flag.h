@@ -21,6 +21,10 @@ enum class ErrorCode : int32_t {
   kRopePosition = 11,
   kAttentionPage = 12,
   kAttentionLengths = 13,
+  kCompactKvNumAcceptedTokens = 14,
+  kCompactKvLengths = 15,
+  kCompactKvAcceptedNodes = 16,
+  kCompactKvPage = 17,
 
   // batching
   kPrepareBatchQoLens = 20,
@@ -32,6 +36,9 @@ enum class ErrorCode : int32_t {
   kPrepareBatchNumOutputRows = 26,
   kPrepareBatchMaxSeqLen = 27,
   kGatherOutputRowsRow = 28,
+  kBuildTreeNumDraftTokens = 29,
+  kBuildTreePositions = 30,
+  kBuildTreeParents = 31,
 
   // sampling
   kCommitTokensSlot = 60,

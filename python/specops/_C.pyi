@@ -38,6 +38,17 @@ def prepare_batch(
     output_cum_offsets: Tensor | None,
 ) -> None: ...
 def gather_output_rows(hidden: Tensor, output_rows: Tensor, out: Tensor) -> None: ...
+def build_tree(
+    parents: Tensor,
+    num_draft_tokens: Tensor,
+    positions: Tensor,
+    depths: Tensor,
+    row_positions: Tensor,
+    ancestor_mask: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    sibling_index: Tensor,
+) -> None: ...
 
 # attention
 def rope_append_kv(
@@ -81,6 +92,16 @@ def attention_workspace_size(
     device: int,
 ) -> tuple[int, int]: ...
 def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None: ...
+def compact_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    accepted_nodes: Tensor,
+    num_accepted_tokens: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+) -> None: ...
 
 # dense
 def silu_mul(gate_up: Tensor, out: Tensor) -> None: ...

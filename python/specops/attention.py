@@ -440,3 +440,57 @@ def merge_states(
         )
     _C.merge_states(outs, lses, out, lse)
     return out, lse
+
+
+def compact_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    accepted_nodes: Tensor,
+    num_accepted_tokens: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+) -> None:
+    """Moves keys and values of an accepted path of a tree to where a chain's would lie, IN PLACE.
+
+    Same as `reference.compact_kv`. The rows of request b are its root, at position
+    base = kv_lens[b] - rows, and its nodes, node j in slot base + 1 + j of the request's pages:
+
+        slot base + 1 + i = slot base + 1 + accepted_nodes[b, i]   for i < num_accepted_tokens[b]
+
+    Args:
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16 or float16.
+        v_cache: as `k_cache`.
+        accepted_nodes: [batch, nodes], int32. Ascending; not looked at past
+            num_accepted_tokens[b], where `verify_tree` leaves -1.
+        num_accepted_tokens: [batch], int32. Length of each path. 0 moves nothing, and nothing else
+            of the request is looked at.
+        qo_indptr: [batch + 1], int32. Rows of request b are qo_indptr[b] .. qo_indptr[b + 1]: the
+            root and its nodes.
+        kv_lens: [batch], int32. Tokens in the cache, these rows included.
+        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
+        kv_indices: [pages], int32. Page ids.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a path does not ascend
+            or leaves its request's nodes; a length or a page id in use is out of range. Nothing has
+            been written then. On CUDA wrong values are told by `specops.check_errors`, and nothing
+            of that request moves.
+
+    Note:
+        Copies bits. Slots at and before the root are never written, nor is a token that is in its
+        place; so pages that requests share must end before the nodes, as they do anyway.
+
+    Source: Miao et al. 2023 (SpecInfer).
+    """
+    _C.compact_kv(
+        k_cache,
+        v_cache,
+        accepted_nodes,
+        num_accepted_tokens,
+        qo_indptr,
+        kv_lens,
+        kv_indptr,
+        kv_indices,
+    )

@@ -88,6 +88,54 @@ class BatchIndices:
         )
 
 
+@dataclass
+class DraftTree:
+    """A tree of drafts per request, made by `build_tree`. Row 0 is the root, node j is row j + 1.
+
+    Attributes:
+        depths: [batch, nodes + 1], int32. 0 for the root; -1 for rows past the request's nodes.
+        row_positions: [batch, nodes + 1], int32. Position of the root plus depth; -1 likewise.
+        ancestor_mask: [batch, nodes + 1, ceil((nodes + 1) / 32)], int32. Bit c % 32 of word c // 32
+            of row r: row c is r itself or an ancestor of it. 0 past the request's nodes.
+        first_child: [batch, nodes + 1], int32. The lowest node whose parent is the row, or -1.
+        next_sibling: [batch, nodes], int32. The next node with the same parent, or -1.
+        sibling_index: [batch, nodes], int32. How many nodes before it have the node's parent; -1
+            past the request's nodes.
+    """
+
+    depths: Tensor
+    row_positions: Tensor
+    ancestor_mask: Tensor
+    first_child: Tensor
+    next_sibling: Tensor
+    sibling_index: Tensor
+
+    @classmethod
+    def empty(cls, batch: int, nodes: int, *, device: torch.device | str = "cpu") -> "DraftTree":
+        """Allocates the arrays, uninitialised, to be passed to `build_tree` as `out`.
+
+        Args:
+            batch: number of requests.
+            nodes: width of `parents`.
+            device: where the arrays live.
+
+        Returns:
+            The arrays.
+        """
+
+        def int32(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            depths=int32(batch, nodes + 1),
+            row_positions=int32(batch, nodes + 1),
+            ancestor_mask=int32(batch, nodes + 1, nodes // 32 + 1),
+            first_child=int32(batch, nodes + 1),
+            next_sibling=int32(batch, nodes),
+            sibling_index=int32(batch, nodes),
+        )
+
+
 def prepare_batch(
     qo_lens: Tensor,
     kv_lens: Tensor,
@@ -210,4 +258,58 @@ def gather_output_rows(hidden: Tensor, output_rows: Tensor, *, out: Tensor | Non
             )
         )
     _C.gather_output_rows(hidden, output_rows, out)
+    return out
+
+
+def build_tree(
+    parents: Tensor, num_draft_tokens: Tensor, positions: Tensor, *, out: DraftTree | None = None
+) -> DraftTree:
+    """Derives depths, positions, an attention mask and links from the parents of drafts.
+
+    Same as `reference.build_tree`. The root of a request, its last committed token, is row 0; node
+    j < num_draft_tokens[b] is row j + 1. With the root at position 10:
+
+        root ─┬─ 0 ── 2        parents        [[-1, -1, 0]]
+              └─ 1             depths         [[0, 1, 1, 2]]
+                               row_positions  [[10, 11, 11, 12]]
+                               ancestor_mask  [[[0b0001], [0b0011], [0b0101], [0b1011]]]
+                               first_child    [[0, 2, -1, -1]]
+                               next_sibling   [[1, -1, -1]]
+                               sibling_index  [[0, 1, 0]]
+
+    Args:
+        parents: [batch, nodes], int32. Parent of each node: a node before it, or -1 for the root.
+            Not looked at from num_draft_tokens[b] on. At most 8,192 nodes.
+        num_draft_tokens: [batch], int32. How many nodes of a request are valid.
+        positions: [batch], int32. Absolute position of each request's root.
+        out: arrays of these sizes to write into. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a number of nodes, a
+            position or a parent is out of range. Nothing has been written then. On CUDA wrong
+            values are told by `specops.check_errors`, and the request is its root alone.
+
+    Note:
+        Deterministic; a request depends on its own nodes alone.
+
+    Source: Miao et al. 2023 (SpecInfer) and Cai et al. 2024 (Medusa), tree attention.
+    """
+    if out is None:
+        out = unless_wrong(
+            lambda: DraftTree.empty(parents.shape[0], parents.shape[1], device=parents.device)
+        ) or DraftTree.empty(0, 0)
+    _C.build_tree(
+        parents,
+        num_draft_tokens,
+        positions,
+        out.depths,
+        out.row_positions,
+        out.ancestor_mask,
+        out.first_child,
+        out.next_sibling,
+        out.sibling_index,
+    )
     return out

@@ -80,6 +80,36 @@ def gather_output_rows(hidden: Tensor, output_rows: Tensor) -> Tensor:
     return padded[output_rows.long()]
 
 
+def build_tree(parents: Tensor, num_draft_tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    """The arrays of `batching.DraftTree` by name, from each node's path to the root."""
+    batch, nodes = parents.shape
+    tree = {
+        "depths": torch.full((batch, nodes + 1), -1),
+        "row_positions": torch.full((batch, nodes + 1), -1),
+        "ancestor_mask": torch.zeros(batch, nodes + 1, nodes // 32 + 1).long(),
+        "first_child": torch.full((batch, nodes + 1), -1),
+        "next_sibling": torch.full((batch, nodes), -1),
+        "sibling_index": torch.full((batch, nodes), -1),
+    }
+    for b, count in enumerate(num_draft_tokens.tolist()):
+        above = parents[b, :count].tolist()
+        for row in range(count + 1):
+            path = [row]
+            while path[-1] != 0:
+                path.append(above[path[-1] - 1] + 1)
+            tree["depths"][b, row] = len(path) - 1
+            tree["row_positions"][b, row] = int(positions[b]) + len(path) - 1
+            for ancestor in path:
+                tree["ancestor_mask"][b, row, ancestor // 32] += 1 << ancestor % 32
+            children = [node for node in range(count) if above[node] == row - 1]
+            tree["first_child"][b, row] = children[0] if children else -1
+            for index, child in enumerate(children):
+                following = children[index + 1 :]
+                tree["next_sibling"][b, child] = following[0] if following else -1
+                tree["sibling_index"][b, child] = index
+    return {name: values.int() for name, values in tree.items()}
+
+
 # ---- attention ----
 
 
@@ -215,6 +245,30 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     weights = torch.where(lses == -torch.inf, 0.0, (lses - lse).exp())[..., None]
     merged = torch.where(weights > 0, wide * weights, 0.0).sum(0)
     return merged.to(outs.dtype), lse
+
+
+def compact_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    accepted_nodes: Tensor,
+    num_accepted_tokens: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+) -> None:
+    """Gathers the slots of each accepted path and writes them behind the root, IN THE CACHES."""
+    page_size = k_cache.shape[1]
+    for b, count in enumerate(num_accepted_tokens.tolist()):
+        first = int(kv_lens[b]) - int(qo_indptr[b + 1] - qo_indptr[b]) + 1
+        pages = kv_indices[int(kv_indptr[b]) : int(kv_indptr[b + 1])].long()
+        tokens = first + torch.stack(
+            [accepted_nodes[b, :count].long().cpu(), torch.arange(count)]
+        ).to(pages.device)
+        slots = pages[tokens // page_size] * page_size + tokens % page_size
+        for cache in (k_cache, v_cache):
+            flat = cache.view(-1, *cache.shape[2:])
+            flat[slots[1]] = flat[slots[0]].clone()
 
 
 # ---- dense ----

@@ -29,6 +29,9 @@ _SCHEMAS = (
     "Tensor(g!) output_row_to_request, Tensor(h!)? output_padding_offset, "
     "Tensor(i!)? output_cum_offsets) -> ()",
     "gather_output_rows(Tensor hidden, Tensor output_rows, Tensor(a!) out) -> ()",
+    "build_tree(Tensor parents, Tensor num_draft_tokens, Tensor positions, Tensor(a!) depths, "
+    "Tensor(b!) row_positions, Tensor(c!) ancestor_mask, Tensor(d!) first_child, "
+    "Tensor(e!) next_sibling, Tensor(f!) sibling_index) -> ()",
     # attention
     "rope_append_kv(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor cache_slots, Tensor positions, Tensor cos_sin, bool interleaved, "
@@ -38,6 +41,9 @@ _SCHEMAS = (
     "Tensor? prefix_leaders, Tensor? prefix_lens, Tensor(a!) out, Tensor(b!)? lse, "
     "Tensor(c!)? workspace) -> ()",
     "merge_states(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "compact_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor accepted_nodes, "
+    "Tensor num_accepted_tokens, Tensor qo_indptr, Tensor kv_lens, Tensor kv_indptr, "
+    "Tensor kv_indices) -> ()",
     # dense
     "silu_mul(Tensor gate_up, Tensor(a!) out) -> ()",
     "pack_weight(Tensor weight, Tensor(a!) packed) -> ()",

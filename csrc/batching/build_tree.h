@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// build_tree: what attention and verification need to know of a tree of drafts, from its parents.
+#pragma once
+
+#include <cstdint>
+
+#include "common/error_flag.h"
+#include "common/isa.h"
+
+namespace specops {
+
+constexpr int64_t kMaxTreeNodes = 8192;  // of a request
+
+struct BuildTreeParams {
+  const int32_t* parents;           // [batch, nodes], node j's in [-1, j), -1: the root
+  const int32_t* num_draft_tokens;  // [batch], valid nodes of each request
+  const int32_t* positions;         // [batch], of the root
+  int32_t* depths;                  // [batch, nodes + 1], by row: the root, then the nodes
+  int32_t* row_positions;           // [batch, nodes + 1], root + depth
+  int32_t* ancestor_mask;           // [batch, nodes + 1, words], bit c of row r: r sees row c
+  int32_t* first_child;             // [batch, nodes + 1], the lowest node below a row
+  int32_t* next_sibling;            // [batch, nodes], the next node with the same parent
+  int32_t* sibling_index;           // [batch, nodes], how many siblings stand before a node
+  int64_t batch;
+  int64_t nodes;  // at most kMaxTreeNodes
+  int64_t words;  // ceil((nodes + 1) / 32)
+  ErrorFlag error;
+};
+
+SPECOPS_DECLARE_CPU(build_tree_cpu, BuildTreeParams);
+SPECOPS_DECLARE_CUDA(build_tree_cuda, BuildTreeParams);
+
+}  // namespace specops
