@@ -678,7 +678,7 @@ def test_parameters_that_would_change_nothing_are_refused(device: str) -> None:
         ({"output_indptr": [0, 4]}, r"output_indptr.* must be ascending.* by at most k \+ 1"),
         ({"output_indptr": [0, -1]}, r"output_indptr.* must be ascending"),
         ({"output_indptr": [1, 2]}, r"output_indptr.* must be .*0"),
-        ({"strategy": [2]}, r"strategy.* must be 0 \(GREEDY\) or 1 \(TARGET_MATCH\), got"),
+        ({"strategy": [5]}, r"strategy.* must be 0 \(GREEDY\), 1 \(TARGET_MATCH\), 2 .*, got"),
         ({"policy": [-1]}, r"policy.* must be 0 \(NORMAL\)"),
         ({"draft_token_ids": [[5, 0]]}, r"draft_token_ids.* must be -1 or below"),
         ({"draft_token_ids": [[0, -2]]}, r"draft_token_ids.* must be -1 or below"),

@@ -92,12 +92,48 @@ const char* error_sentence(int32_t code) {
       return "verify: output_indptr must be ascending from 0 by at most k + 1 and at most "
              "num_output_rows, got other values";
     case ErrorCode::kVerifyStrategy:
-      return "verify: strategy must be 0 (GREEDY) or 1 (TARGET_MATCH), got another value";
+      return "verify: strategy must be 0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK, "
+             "chains "
+             "only) or 4 (TOPP, chains only), got another value";
     case ErrorCode::kVerifyPolicy:
-      return "verify: policy must be 0 (NORMAL), 1 (ACCEPT_ALL) or 2 (REJECT_ALL), got another "
-             "value";
+      return "verify: policy must be 0 (NORMAL), 1 (ACCEPT_ALL, chains only), 2 (REJECT_ALL) or 3 "
+             "(SYNTHETIC, chains only), got another value";
     case ErrorCode::kVerifyDraftTokenId:
       return "verify: draft_token_ids must be -1 or below vocab_size, got an id outside";
+
+    case ErrorCode::kSampleTypicalP:
+      return "sample: typical_p must be within (0, 1], got a value outside";
+    case ErrorCode::kSampleSlots:
+      return "sample: processors.slots must be -1 or below num_slots, got a slot outside";
+    case ErrorCode::kSampleMaskIndices:
+      return "sample: processors.mask_indices must be -1 or below num_masks, got an index outside";
+    case ErrorCode::kSamplePenalties:
+      return "sample: processors.repetition_penalty must be finite and above 0, presence_penalty "
+             "and "
+             "frequency_penalty finite, got another value";
+    case ErrorCode::kVerifyTypicalP:
+      return "verify: typical_p must be within (0, 1], got a value outside";
+    case ErrorCode::kVerifySlots:
+      return "verify: processors.slots must be -1 or below num_slots, got a slot outside";
+    case ErrorCode::kVerifyMaskIndices:
+      return "verify: processors.mask_indices must be -1 or below num_masks, got an index outside";
+    case ErrorCode::kVerifyPenalties:
+      return "verify: processors.repetition_penalty must be finite and above 0, presence_penalty "
+             "and "
+             "frequency_penalty finite, got another value";
+    case ErrorCode::kVerifyAcceptRates:
+      return "verify: accept_rates must be within [0, 1] where policy is 3 (SYNTHETIC), got a "
+             "value "
+             "outside";
+    case ErrorCode::kVerifyParents:
+      return "verify_tree: parents must be at least -1 and below the node itself, got a parent "
+             "outside";
+    case ErrorCode::kVerifyDraftProbTokenIds:
+      return "verify: draft_prob_token_ids must be -1 or below vocab_size, got an id outside";
+    case ErrorCode::kTopLogprobsParameters:
+      return "top_logprobs: output_indptr, draft_token_ids, parents, filters and processors must "
+             "be "
+             "as verify takes them, got another value";
 
     case ErrorCode::kNgramLens:
       return "ngram_propose: lens must be in 0 .. max_len, got a length outside";

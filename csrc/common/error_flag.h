@@ -55,6 +55,18 @@ enum class ErrorCode : int32_t {
   kVerifyStrategy = 73,
   kVerifyPolicy = 74,
   kVerifyDraftTokenId = 75,
+  kSampleTypicalP = 76,
+  kSampleSlots = 77,
+  kSampleMaskIndices = 78,
+  kSamplePenalties = 79,
+  kVerifyTypicalP = 80,
+  kVerifySlots = 81,
+  kVerifyMaskIndices = 82,
+  kVerifyPenalties = 83,
+  kVerifyAcceptRates = 84,
+  kVerifyParents = 85,
+  kVerifyDraftProbTokenIds = 86,
+  kTopLogprobsParameters = 87,
 
   // suffix_tree
   kNgramLens = 40,

@@ -9,10 +9,31 @@
 namespace specops {
 
 // What a request's sampling parameters mean to verify; values of specops.sampling.VerifyStrategy.
-enum class VerifyStrategy : int32_t { kGreedy = 0, kTargetMatch = 1 };
+enum class VerifyStrategy : int32_t {
+  kGreedy = 0,
+  kTargetMatch = 1,
+  kRejection = 2,
+  kBlock = 3,
+  kTopP = 4,
+};
 
-// Values of specops.sampling.AcceptPolicy; kAcceptAll and kRejectAll measure, they do not decode.
-enum class AcceptPolicy : int32_t { kNormal = 0, kAcceptAll = 1, kRejectAll = 2 };
+// Values of specops.sampling.AcceptPolicy; all but kNormal and kRejectAll measure, not decode.
+enum class AcceptPolicy : int32_t { kNormal = 0, kAcceptAll = 1, kRejectAll = 2, kSynthetic = 3 };
+
+// Whether a value of the strategy array is one that serves chains, or trees.
+SPECOPS_HOST_DEVICE bool is_strategy(int32_t value, bool tree) {
+  return value >= 0 &&
+         value <= static_cast<int32_t>(tree ? VerifyStrategy::kRejection : VerifyStrategy::kTopP);
+}
+
+// The same of the policy array: policies that measure are for chains.
+SPECOPS_HOST_DEVICE bool is_policy(int32_t value, bool tree) {
+  if (tree) {
+    return value == static_cast<int32_t>(AcceptPolicy::kNormal) ||
+           value == static_cast<int32_t>(AcceptPolicy::kRejectAll);
+  }
+  return value >= 0 && value <= static_cast<int32_t>(AcceptPolicy::kSynthetic);
+}
 
 // Whether row `idx` of a request takes its draft unseen; kAcceptAll's rule. A -1 never passes.
 SPECOPS_HOST_DEVICE bool takes_draft(AcceptPolicy policy,

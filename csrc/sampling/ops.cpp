@@ -5,7 +5,9 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <cmath>
 #include <optional>
+#include <vector>
 
 #include "common/philox.h"
 #include "common/tensor_view.h"
@@ -88,43 +90,204 @@ void check_vocab(Checker& check, const Dim& vocab_size) {
              vocab_size.value);
 }
 
+// The comparisons are written so that NaN fails them.
 struct FilterViews {
-  const TensorView &temperature, &top_k, &top_p, &min_p, &seeds, &choice_index;
+  const TensorView &temperature, &top_k, &top_p, &min_p, &typical_p, &seeds, &choice_index;
 
   void check_shapes(Checker& check, Dim& count) const {
-    check.optional("temperature", temperature, {DType::kFloat32}, {&count});
-    check.optional("top_k", top_k, {DType::kInt32}, {&count});
-    check.optional("top_p", top_p, {DType::kFloat32}, {&count});
-    check.optional("min_p", min_p, {DType::kFloat32}, {&count});
+    check_shapes_unseeded(check, count);
     check.optional("seeds", seeds, {DType::kInt64}, {&count});
     check.optional("choice_index", choice_index, {DType::kInt32}, {&count});
     bool seeded = seeds.defined() || !temperature.defined();
     check.that(seeded, "seeds", "given where temperature is", "None");
+  }
+
+  // For an op that draws nothing.
+  void check_shapes_unseeded(Checker& check, Dim& count) const {
+    check.optional("temperature", temperature, {DType::kFloat32}, {&count});
+    check.optional("top_k", top_k, {DType::kInt32}, {&count});
+    check.optional("top_p", top_p, {DType::kFloat32}, {&count});
+    check.optional("min_p", min_p, {DType::kFloat32}, {&count});
+    check.optional("typical_p", typical_p, {DType::kFloat32}, {&count});
+    check_greedy(check);
+  }
+
+  FilterArrays arrays() const {
+    return {.temperature = temperature.data<float>(),
+            .top_k = top_k.data<int32_t>(),
+            .top_p = top_p.data<float>(),
+            .min_p = min_p.data<float>(),
+            .typical_p = typical_p.data<float>(),
+            .seeds = seeds.data<int64_t>(),
+            .choice_index = choice_index.data<int32_t>()};
+  }
+
+ private:
+  void check_greedy(Checker& check) const {
     if (temperature.defined()) return;
-    for (const TensorView* view : {&top_k, &top_p, &min_p, &seeds, &choice_index}) {
+    const std::pair<const char*, const TensorView*> useless[] = {{"top_k", &top_k},
+                                                                 {"top_p", &top_p},
+                                                                 {"min_p", &min_p},
+                                                                 {"typical_p", &typical_p},
+                                                                 {"seeds", &seeds},
+                                                                 {"choice_index", &choice_index}};
+    for (auto [name, view] : useless) {
       if (!view->defined()) continue;
-      const char* name = view == &top_k   ? "top_k"
-                         : view == &top_p ? "top_p"
-                         : view == &min_p ? "min_p"
-                         : view == &seeds ? "seeds"
-                                          : "choice_index";
       check.fail(name, "None where temperature is (greedy needs no more)", "a tensor");
     }
   }
-
-  // The comparisons are written so that NaN fails them.
-  void check_values(Checker& check, int64_t i) const {
-    float t = temperature.defined() ? temperature.data<float>()[i] : 0.0f;
-    float p = top_p.defined() ? top_p.data<float>()[i] : 1.0f;
-    float m = min_p.defined() ? min_p.data<float>()[i] : 0.0f;
-    int32_t k = top_k.defined() ? top_k.data<int32_t>()[i] : 0;
-    bool finite = t >= 0.0f && t <= 3.402823466e38f;
-    if (!finite) check.fail(at("temperature", i), "finite and at least 0", std::to_string(t));
-    if (k < -1) check.fail(at("top_k", i), "at least 1, or 0 or -1 for off", std::to_string(k));
-    if (!(p >= 0.0f && p <= 1.0f)) check.fail(at("top_p", i), "within [0, 1]", std::to_string(p));
-    if (!(m >= 0.0f && m <= 1.0f)) check.fail(at("min_p", i), "within [0, 1]", std::to_string(m));
-  }
 };
+
+void check_filter_values(Checker& check, const FilterArrays& arrays, int64_t i) {
+  SamplingParams values = filters_of(arrays, i);
+  float t = values.temperature, p = values.top_p, m = values.min_p, typical = values.typical_p;
+  bool finite = t >= 0.0f && t <= 3.402823466e38f;
+  if (!finite) check.fail(at("temperature", i), "finite and at least 0", std::to_string(t));
+  if (values.top_k < -1) {
+    check.fail(at("top_k", i), "at least 1, or 0 or -1 for off", std::to_string(values.top_k));
+  }
+  if (!(p >= 0.0f && p <= 1.0f)) check.fail(at("top_p", i), "within [0, 1]", std::to_string(p));
+  if (!(m >= 0.0f && m <= 1.0f)) check.fail(at("min_p", i), "within [0, 1]", std::to_string(m));
+  if (!(typical > 0.0f && typical <= 1.0f)) {
+    check.fail(at("typical_p", i), "within (0, 1]", std::to_string(typical));
+  }
+}
+
+// The fields of specops.sampling.LogitsProcessors in their order; none at all where it is None.
+using ProcessorViews = std::vector<TensorView>;
+
+// Checks shapes, and that what needs another field has it. `batch`: requests.
+LogitsProcessors check_processors(Checker& check,
+                                  const ProcessorViews& views,
+                                  Dim& batch,
+                                  Dim& output_rows,
+                                  const Dim& vocab_size) {
+  constexpr size_t kNumFields = 15;
+  if (views.empty()) return {};
+  if (views.size() != kNumFields) {
+    check.fail("processors", "a LogitsProcessors", std::to_string(views.size()) + " values");
+  }
+  size_t field = 0;
+  const TensorView &slots = views[field++], &token_ids = views[field++],
+                   &prompt_lens = views[field++], &counted = views[field++],
+                   &counts = views[field++], &repetition = views[field++],
+                   &presence = views[field++], &frequency = views[field++],
+                   &bias_ids = views[field++], &bias = views[field++], &bad_words = views[field++],
+                   &stop_ids = views[field++], &min_tokens = views[field++], &mask = views[field++],
+                   &mask_indices = views[field++];
+  static_cast<void>(field);
+  Dim num_slots{"num_slots"}, max_len{"max_len"}, max_counted{"counted"}, max_biases{"biases"};
+  Dim num_words{"bad words"}, word_len{"length"}, num_stop{"stop tokens"}, num_masks{"num_masks"};
+  Dim mask_words{"ceil(vocab_size / 32)", (vocab_size + 31) / 32};
+  check.optional("processors.slots", slots, {DType::kInt32}, {&batch});
+  check.optional(
+      "processors.token_ids", token_ids, {DType::kInt32}, {&num_slots, &max_len}, Layout::kRows);
+  check.optional("processors.prompt_lens", prompt_lens, {DType::kInt32}, {&num_slots});
+  check.optional(
+      "processors.counted_token_ids", counted, {DType::kInt32}, {&num_slots, &max_counted});
+  check.optional("processors.token_counts", counts, {DType::kInt32}, {&num_slots, &max_counted});
+  check.optional("processors.repetition_penalty", repetition, {DType::kFloat32}, {&num_slots});
+  check.optional("processors.presence_penalty", presence, {DType::kFloat32}, {&num_slots});
+  check.optional("processors.frequency_penalty", frequency, {DType::kFloat32}, {&num_slots});
+  check.optional(
+      "processors.logit_bias_token_ids", bias_ids, {DType::kInt32}, {&num_slots, &max_biases});
+  check.optional("processors.logit_bias", bias, {DType::kFloat32}, {&num_slots, &max_biases});
+  check.optional(
+      "processors.bad_words", bad_words, {DType::kInt32}, {&num_slots, &num_words, &word_len});
+  check.optional("processors.stop_token_ids", stop_ids, {DType::kInt32}, {&num_slots, &num_stop});
+  check.optional("processors.min_tokens", min_tokens, {DType::kInt32}, {&num_slots});
+  check.optional("processors.allowed_token_mask", mask, {DType::kInt32}, {&num_masks, &mask_words});
+  check.optional("processors.mask_indices", mask_indices, {DType::kInt32}, {&output_rows});
+
+  auto needs = [&](const char* name, const TensorView& view, bool wanted, const char* why) {
+    check.that(view.defined() || !wanted, name, std::string("given where ") + why + " is", "None");
+  };
+  bool penalizes = repetition.defined() || presence.defined() || frequency.defined();
+  bool by_slot = penalizes || bias_ids.defined() || bad_words.defined() || min_tokens.defined();
+  needs("processors.slots", slots, by_slot, "a table with a row per slot");
+  needs("processors.counted_token_ids", counted, penalizes || counts.defined(), "a penalty");
+  needs("processors.token_counts", counts, counted.defined(), "processors.counted_token_ids");
+  needs("processors.logit_bias", bias, bias_ids.defined(), "processors.logit_bias_token_ids");
+  needs("processors.logit_bias_token_ids", bias_ids, bias.defined(), "processors.logit_bias");
+  needs("processors.token_ids", token_ids, bad_words.defined(), "processors.bad_words");
+  needs("processors.prompt_lens", prompt_lens, min_tokens.defined(), "processors.min_tokens");
+  needs("processors.stop_token_ids", stop_ids, min_tokens.defined(), "processors.min_tokens");
+  needs("processors.allowed_token_mask", mask, mask_indices.defined(), "processors.mask_indices");
+  needs("processors.mask_indices", mask_indices, mask.defined(), "processors.allowed_token_mask");
+  return {.slots = by_slot ? slots.data<int32_t>() : nullptr,
+          .token_ids = token_ids.data<int32_t>(),
+          .prompt_lens = prompt_lens.data<int32_t>(),
+          .counted_token_ids = counted.data<int32_t>(),
+          .token_counts = counts.data<int32_t>(),
+          .repetition_penalty = repetition.data<float>(),
+          .presence_penalty = presence.data<float>(),
+          .frequency_penalty = frequency.data<float>(),
+          .logit_bias_token_ids = bias_ids.data<int32_t>(),
+          .logit_bias = bias.data<float>(),
+          .bad_words = bad_words.data<int32_t>(),
+          .stop_token_ids = stop_ids.data<int32_t>(),
+          .min_tokens = min_tokens.data<int32_t>(),
+          .allowed_token_mask = mask.data<int32_t>(),
+          .mask_indices = mask_indices.data<int32_t>(),
+          .num_slots = num_slots,
+          .token_ids_stride = token_ids.defined() ? token_ids.stride(0) : 0,
+          .max_counted = max_counted,
+          .max_biases = max_biases,
+          .max_bad_words = num_words,
+          .max_bad_word_len = word_len,
+          .max_stop_tokens = num_stop,
+          .num_masks = num_masks,
+          .mask_words = mask_words};
+}
+
+// Values of one request, on cpu. `position`: of its first token. Rows [first_row, end_row) are its.
+void check_processor_values(Checker& check,
+                            const LogitsProcessors& processors,
+                            int64_t i,
+                            int64_t position,
+                            int64_t max_len,
+                            int64_t first_row,
+                            int64_t end_row) {
+  for (int64_t row = first_row; processors.mask_indices && row < end_row; ++row) {
+    int32_t index = processors.mask_indices[row];
+    if (index >= -1 && index < processors.num_masks) continue;
+    check.fail(at("processors.mask_indices", row),
+               "-1 or below num_masks = " + std::to_string(processors.num_masks),
+               std::to_string(index));
+  }
+  if (processors.slots == nullptr) return;
+  int32_t slot = processors.slots[i];
+  if (slot < -1 || slot >= processors.num_slots) {
+    check.fail(at("processors.slots", i),
+               "-1 or below num_slots = " + std::to_string(processors.num_slots),
+               std::to_string(slot));
+  }
+  if (slot < 0) return;
+  float repetition = processors.repetition_penalty ? processors.repetition_penalty[slot] : 1.0f;
+  if (!(repetition > 0.0f && repetition <= 3.402823466e38f)) {
+    check.fail(at("processors.repetition_penalty", slot),
+               "finite and above 0",
+               std::to_string(repetition));
+  }
+  const std::pair<const char*, const float*> penalties[] = {
+      {"processors.presence_penalty", processors.presence_penalty},
+      {"processors.frequency_penalty", processors.frequency_penalty}};
+  for (auto [name, values] : penalties) {
+    if (values == nullptr || std::isfinite(values[slot])) continue;
+    check.fail(at(name, slot), "finite", std::to_string(values[slot]));
+  }
+  if (processors.bad_words && position > max_len) {
+    check.fail(
+        "processors.token_ids",
+        "as wide as the tokens of request " + std::to_string(i) + ", " + std::to_string(position),
+        std::to_string(max_len) + " wide");
+  }
+}
+
+int64_t history_len(const ProcessorViews& views) {
+  constexpr size_t kTokenIds = 1;
+  return views.empty() || !views[kTokenIds].is_tensor ? 0 : views[kTokenIds].size(1);
+}
 
 void sample(const TensorView& logits,
             const TensorView& positions,
@@ -132,9 +295,16 @@ void sample(const TensorView& logits,
             const TensorView& top_k,
             const TensorView& top_p,
             const TensorView& min_p,
+            const TensorView& typical_p,
             const TensorView& seeds,
             const TensorView& choice_index,
+            const ProcessorViews& processor_views,
+            int64_t purpose,
+            const TensorView& anchors,
+            bool processed_logprobs,
             const TensorView& logprobs,
+            const TensorView& ranks,
+            const TensorView& probs,
             const TensorView& out,
             const TensorView& workspace) {
   Checker check("sample");
@@ -142,27 +312,32 @@ void sample(const TensorView& logits,
   check.tensor(
       "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
-  FilterViews filters{temperature, top_k, top_p, min_p, seeds, choice_index};
+  FilterViews filters{temperature, top_k, top_p, min_p, typical_p, seeds, choice_index};
   filters.check_shapes(check, rows);
+  LogitsProcessors processors = check_processors(check, processor_views, rows, rows, vocab_size);
+  bool purpose_ok = purpose == static_cast<int64_t>(Purpose::kTarget) ||
+                    purpose == static_cast<int64_t>(Purpose::kDraft);
+  check.that(purpose_ok, "purpose", "0 (DRAFT) or 3 (TARGET)", purpose);
+  check.optional("anchors", anchors, {DType::kInt32}, {&rows});
   check.optional("logprobs", logprobs, {DType::kFloat32}, {&rows});
+  check.optional("ranks", ranks, {DType::kInt32}, {&rows});
+  check.optional("probs", probs, {DType::kFloat32}, {&rows, &vocab_size});
   check.tensor("out", out, {DType::kInt32}, {&rows});
   if (rows == 0) return;
   check_vocab(check, vocab_size);
   Workspace space = check_workspace(check, workspace, logits, 0);
-  if (!check.on_cuda()) {
-    for (int64_t row = 0; row < rows; ++row) filters.check_values(check, row);
-  }
   SampleParams params{
       .logits = logits.raw(),
       .positions = positions.data<int32_t>(),
-      .temperature = temperature.data<float>(),
-      .top_k = top_k.data<int32_t>(),
-      .top_p = top_p.data<float>(),
-      .min_p = min_p.data<float>(),
-      .seeds = seeds.data<int64_t>(),
-      .choice_index = choice_index.data<int32_t>(),
+      .anchors = anchors.data<int32_t>(),
+      .filters = filters.arrays(),
+      .processors = processors,
+      .purpose = static_cast<Purpose>(purpose),
       .logprobs = logprobs.data<float>(),
+      .ranks = ranks.data<int32_t>(),
+      .probs = probs.data<float>(),
       .token_ids = out.data<int32_t>(),
+      .processed_logprobs = processed_logprobs,
       .rows = rows,
       .vocab_size = vocab_size,
       .logits_stride = logits.stride(0),
@@ -172,42 +347,196 @@ void sample(const TensorView& logits,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return sample_cuda(params, check.stream());
+  for (int64_t row = 0; row < rows; ++row) {
+    check_filter_values(check, params.filters, row);
+    check_processor_values(
+        check, processors, row, params.positions[row], history_len(processor_views), row, row + 1);
+  }
   run_on_cpu<SampleParams>(sample_cpu, params, rows * vocab_size);
 }
 
-// Values, on cpu: all of them before anything is written.
-void check_verify_values(Checker& check, const VerifyParams& params, const FilterViews& filters) {
-  const int32_t* indptr = params.output_indptr;
+// The rows of request i in output_indptr; on cpu.
+void check_indptr(
+    Checker& check, const int32_t* indptr, int64_t i, int64_t capacity, int64_t rows) {
   if (indptr[0] != 0) check.fail("output_indptr[0]", "0", std::to_string(indptr[0]));
-  int64_t capacity = params.max_draft_tokens + 1;
-  for (int64_t i = 0; i < params.batch; ++i) {
-    int64_t num_rows = int64_t{indptr[i + 1]} - indptr[i];
-    if (num_rows < 0 || num_rows > capacity || indptr[i + 1] > params.rows) {
-      check.fail(at("output_indptr", i + 1),
-                 "ascending by at most k + 1 = " + std::to_string(capacity) +
-                     " and at most num_output_rows = " + std::to_string(params.rows),
-                 std::to_string(indptr[i + 1]) + " after " + std::to_string(indptr[i]));
+  int64_t num_rows = int64_t{indptr[i + 1]} - indptr[i];
+  if (num_rows >= 0 && num_rows <= capacity && indptr[i + 1] <= rows) return;
+  check.fail(at("output_indptr", i + 1),
+             "ascending by at most k + 1 = " + std::to_string(capacity) +
+                 " and at most num_output_rows = " + std::to_string(rows),
+             std::to_string(indptr[i + 1]) + " after " + std::to_string(indptr[i]));
+}
+
+std::string at(const char* name, int64_t i, int64_t j) {
+  return std::string(name) + "[" + std::to_string(i) + ", " + std::to_string(j) + "]";
+}
+
+// The drafts of request i, on cpu.
+void check_drafts(Checker& check,
+                  const int32_t* draft_token_ids,
+                  const int32_t* parents,
+                  int64_t i,
+                  int64_t num_drafts,
+                  int64_t max_draft_tokens,
+                  int64_t vocab_size) {
+  for (int64_t j = 0; j < num_drafts; ++j) {
+    int32_t token = draft_token_ids[i * max_draft_tokens + j];
+    if (token < -1 || token >= vocab_size) {
+      check.fail(at("draft_token_ids", i, j),
+                 "-1 or below vocab_size = " + std::to_string(vocab_size),
+                 std::to_string(token));
     }
+    if (parents == nullptr) continue;
+    int32_t parent = parents[i * max_draft_tokens + j];
+    if (parent < -1 || parent >= j) {
+      check.fail(at("parents", i, j), "at least -1 and below the node", std::to_string(parent));
+    }
+  }
+}
+
+// Values, on cpu: all of them before anything is written.
+void check_verify_values(Checker& check, const VerifyParams& params, int64_t max_len) {
+  const int32_t* indptr = params.output_indptr;
+  bool tree = params.parents != nullptr;
+  for (int64_t i = 0; i < params.batch; ++i) {
+    check_indptr(check, indptr, i, params.max_draft_tokens + 1, params.rows);
+    int64_t num_rows = int64_t{indptr[i + 1]} - indptr[i];
     if (num_rows == 0) continue;  // an idle slot may hold anything
-    filters.check_values(check, i);
-    int32_t rule = params.strategy ? params.strategy[i] : 0;
-    if (rule < 0 || rule > static_cast<int32_t>(VerifyStrategy::kTargetMatch)) {
-      check.fail(at("strategy", i), "0 (GREEDY) or 1 (TARGET_MATCH)", std::to_string(rule));
+    check_filter_values(check, params.filters, i);
+    check_processor_values(
+        check, params.processors, i, params.positions[i], max_len, indptr[i], indptr[i + 1]);
+    int32_t rule = params.strategy ? params.strategy[i] : 1;
+    if (!is_strategy(rule, tree)) {
+      check.fail(at("strategy", i),
+                 tree ? "0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION)"
+                      : "0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 (TOPP)",
+                 std::to_string(rule));
     }
     int32_t choice = params.policy ? params.policy[i] : 0;
-    if (choice < 0 || choice > static_cast<int32_t>(AcceptPolicy::kRejectAll)) {
-      check.fail(
-          at("policy", i), "0 (NORMAL), 1 (ACCEPT_ALL) or 2 (REJECT_ALL)", std::to_string(choice));
+    if (!is_policy(choice, tree)) {
+      check.fail(at("policy", i),
+                 tree ? "0 (NORMAL) or 2 (REJECT_ALL)"
+                      : "0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC)",
+                 std::to_string(choice));
     }
+    bool synthetic = choice == static_cast<int32_t>(AcceptPolicy::kSynthetic);
+    if (synthetic && params.accept_rates == nullptr) {
+      check.fail("accept_rates", "given where a policy is 3 (SYNTHETIC)", "None");
+    }
+    check_drafts(check,
+                 params.draft_token_ids,
+                 params.parents,
+                 i,
+                 num_rows - 1,
+                 params.max_draft_tokens,
+                 params.vocab_size);
     for (int64_t j = 0; j + 1 < num_rows; ++j) {
-      int32_t token = params.draft_token_ids[i * params.max_draft_tokens + j];
-      if (token < -1 || token >= params.vocab_size) {
-        check.fail("draft_token_ids[" + std::to_string(i) + ", " + std::to_string(j) + "]",
+      int64_t draft = i * params.max_draft_tokens + j;
+      float rate = synthetic ? params.accept_rates[draft] : 0.0f;
+      if (!(rate >= 0.0f && rate <= 1.0f)) {
+        check.fail(at("accept_rates", i, j), "within [0, 1]", std::to_string(rate));
+      }
+      for (int64_t n = 0; params.draft_prob_token_ids && n < params.num_draft_probs; ++n) {
+        int32_t token = params.draft_prob_token_ids[draft * params.num_draft_probs + n];
+        if (token >= -1 && token < params.vocab_size) continue;
+        check.fail(at("draft_prob_token_ids", i, j),
                    "-1 or below vocab_size = " + std::to_string(params.vocab_size),
                    std::to_string(token));
       }
     }
   }
+}
+
+// verify, and verify_tree where parents are wanted.
+void verify_drafts(const char* op,
+                   bool tree,
+                   const TensorView& logits,
+                   const TensorView& output_indptr,
+                   const TensorView& draft_token_ids,
+                   const TensorView& parents,
+                   const TensorView& positions,
+                   const TensorView& strategy,
+                   const TensorView& policy,
+                   const FilterViews& filters,
+                   const ProcessorViews& processor_views,
+                   const TensorView& draft_probs,
+                   const TensorView& draft_prob_token_ids,
+                   const TensorView& accept_rates,
+                   bool processed_logprobs,
+                   const TensorView& output_token_ids,
+                   const TensorView& num_accepted_tokens,
+                   const TensorView& accepted_nodes,
+                   const TensorView& logprobs,
+                   const TensorView& ranks,
+                   const TensorView& workspace) {
+  Checker check(op);
+  Dim rows{"num_output_rows"}, vocab_size{"vocab_size"}, batch{"batch"};
+  Dim drafts{tree ? "n" : "k"}, batch_plus_one{"batch + 1"}, capacity{tree ? "n + 1" : "k + 1"};
+  Dim num_draft_probs{"num_draft_probs"};
+  check.tensor(
+      "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
+  check.tensor("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &drafts});
+  batch_plus_one.value = batch + 1;
+  capacity.value = drafts + 1;
+  check.tensor("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
+  if (tree) check.tensor("parents", parents, {DType::kInt32}, {&batch, &drafts});
+  check.tensor("positions", positions, {DType::kInt32}, {&batch});
+  check.optional("strategy", strategy, {DType::kInt32}, {&batch});
+  check.optional("policy", policy, {DType::kInt32}, {&batch});
+  filters.check_shapes(check, batch);
+  LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
+  if (!draft_prob_token_ids.defined()) num_draft_probs.value = vocab_size;
+  check.optional(
+      "draft_probs", draft_probs, {DType::kFloat32}, {&batch, &drafts, &num_draft_probs});
+  check.optional("draft_prob_token_ids",
+                 draft_prob_token_ids,
+                 {DType::kInt32},
+                 {&batch, &drafts, &num_draft_probs});
+  bool probs_ok = draft_probs.defined() || !draft_prob_token_ids.defined();
+  check.that(probs_ok, "draft_probs", "given where draft_prob_token_ids is", "None");
+  check.optional("accept_rates", accept_rates, {DType::kFloat32}, {&batch, &drafts});
+  check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &capacity});
+  check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
+  if (tree) check.tensor("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &drafts});
+  check.optional("logprobs", logprobs, {DType::kFloat32}, {&batch, &capacity});
+  check.optional("ranks", ranks, {DType::kInt32}, {&batch, &capacity});
+  if (batch == 0) return;
+  check_vocab(check, vocab_size);
+
+  Workspace space = check_workspace(check, workspace, logits, batch);
+  VerifyParams params{
+      .logits = logits.raw(),
+      .output_indptr = output_indptr.data<int32_t>(),
+      .draft_token_ids = draft_token_ids.data<int32_t>(),
+      .parents = tree ? parents.data<int32_t>() : nullptr,
+      .positions = positions.data<int32_t>(),
+      .strategy = strategy.data<int32_t>(),
+      .policy = policy.data<int32_t>(),
+      .filters = filters.arrays(),
+      .processors = processors,
+      .draft_probs = draft_probs.data<float>(),
+      .draft_prob_token_ids = draft_prob_token_ids.data<int32_t>(),
+      .accept_rates = accept_rates.data<float>(),
+      .output_token_ids = output_token_ids.data<int32_t>(),
+      .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
+      .accepted_nodes = tree ? accepted_nodes.data<int32_t>() : nullptr,
+      .logprobs = logprobs.data<float>(),
+      .ranks = ranks.data<int32_t>(),
+      .processed_logprobs = processed_logprobs,
+      .rows = rows,
+      .batch = batch,
+      .max_draft_tokens = drafts,
+      .num_draft_probs = num_draft_probs,
+      .vocab_size = vocab_size,
+      .logits_stride = logits.stride(0),
+      .dtype = logits.dtype(),
+      .workspace = space.data,
+      .workspace_bytes = space.num_bytes,
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return verify_cuda(params, check.stream());
+  check_verify_values(check, params, history_len(processor_views));
+  run_on_cpu<VerifyParams>(verify_cpu, params, params.output_indptr[batch] * vocab_size);
 }
 
 void verify(const TensorView& logits,
@@ -220,76 +549,129 @@ void verify(const TensorView& logits,
             const TensorView& top_k,
             const TensorView& top_p,
             const TensorView& min_p,
+            const TensorView& typical_p,
             const TensorView& seeds,
             const TensorView& choice_index,
+            const ProcessorViews& processors,
+            const TensorView& draft_probs,
+            const TensorView& draft_prob_token_ids,
+            const TensorView& accept_rates,
+            bool processed_logprobs,
             const TensorView& output_token_ids,
             const TensorView& num_accepted_tokens,
             const TensorView& logprobs,
+            const TensorView& ranks,
             const TensorView& workspace) {
-  Checker check("verify");
-  Dim rows{"num_output_rows"}, vocab_size{"vocab_size"}, batch{"batch"}, drafts{"k"};
-  Dim batch_plus_one{"batch + 1"}, capacity{"k + 1"};
-  check.tensor(
-      "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
-  check.tensor("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &drafts});
-  batch_plus_one.value = batch + 1;
-  capacity.value = drafts + 1;
-  check.tensor("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
-  check.tensor("positions", positions, {DType::kInt32}, {&batch});
-  check.optional("strategy", strategy, {DType::kInt32}, {&batch});
-  check.optional("policy", policy, {DType::kInt32}, {&batch});
-  FilterViews filters{temperature, top_k, top_p, min_p, seeds, choice_index};
-  filters.check_shapes(check, batch);
-  check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &capacity});
-  check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
-  check.optional("logprobs", logprobs, {DType::kFloat32}, {&batch, &capacity});
-  if (batch == 0) return;
-  check_vocab(check, vocab_size);
+  verify_drafts("verify",
+                /*tree=*/false,
+                logits,
+                output_indptr,
+                draft_token_ids,
+                {},
+                positions,
+                strategy,
+                policy,
+                {temperature, top_k, top_p, min_p, typical_p, seeds, choice_index},
+                processors,
+                draft_probs,
+                draft_prob_token_ids,
+                accept_rates,
+                processed_logprobs,
+                output_token_ids,
+                num_accepted_tokens,
+                {},
+                logprobs,
+                ranks,
+                workspace);
+}
 
-  Workspace space = check_workspace(check, workspace, logits, batch);
-  VerifyParams params{
-      .logits = logits.raw(),
-      .output_indptr = output_indptr.data<int32_t>(),
-      .draft_token_ids = draft_token_ids.data<int32_t>(),
-      .positions = positions.data<int32_t>(),
-      .strategy = strategy.data<int32_t>(),
-      .policy = policy.data<int32_t>(),
-      .temperature = temperature.data<float>(),
-      .top_k = top_k.data<int32_t>(),
-      .top_p = top_p.data<float>(),
-      .min_p = min_p.data<float>(),
-      .seeds = seeds.data<int64_t>(),
-      .choice_index = choice_index.data<int32_t>(),
-      .output_token_ids = output_token_ids.data<int32_t>(),
-      .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
-      .logprobs = logprobs.data<float>(),
-      .rows = rows,
-      .batch = batch,
-      .max_draft_tokens = drafts,
-      .vocab_size = vocab_size,
-      .logits_stride = logits.stride(0),
-      .dtype = logits.dtype(),
-      .workspace = space.data,
-      .workspace_bytes = space.num_bytes,
-      .error = check.error_flag(),
-  };
-  if (check.on_cuda()) return verify_cuda(params, check.stream());
-  check_verify_values(check, params, filters);
-  run_on_cpu<VerifyParams>(verify_cpu, params, params.output_indptr[batch] * vocab_size);
+void verify_tree(const TensorView& logits,
+                 const TensorView& output_indptr,
+                 const TensorView& draft_token_ids,
+                 const TensorView& parents,
+                 const TensorView& positions,
+                 const TensorView& strategy,
+                 const TensorView& policy,
+                 const TensorView& temperature,
+                 const TensorView& top_k,
+                 const TensorView& top_p,
+                 const TensorView& min_p,
+                 const TensorView& typical_p,
+                 const TensorView& seeds,
+                 const TensorView& choice_index,
+                 const ProcessorViews& processors,
+                 const TensorView& draft_probs,
+                 const TensorView& draft_prob_token_ids,
+                 bool processed_logprobs,
+                 const TensorView& output_token_ids,
+                 const TensorView& num_accepted_tokens,
+                 const TensorView& accepted_nodes,
+                 const TensorView& logprobs,
+                 const TensorView& ranks,
+                 const TensorView& workspace) {
+  verify_drafts("verify_tree",
+                /*tree=*/true,
+                logits,
+                output_indptr,
+                draft_token_ids,
+                parents,
+                positions,
+                strategy,
+                policy,
+                {temperature, top_k, top_p, min_p, typical_p, seeds, choice_index},
+                processors,
+                draft_probs,
+                draft_prob_token_ids,
+                {},
+                processed_logprobs,
+                output_token_ids,
+                num_accepted_tokens,
+                accepted_nodes,
+                logprobs,
+                ranks,
+                workspace);
 }
 
 void top_logprobs(const TensorView& logits,
+                  bool processed_logprobs,
+                  const TensorView& output_indptr,
+                  const TensorView& draft_token_ids,
+                  const TensorView& parents,
+                  const TensorView& positions,
+                  const TensorView& temperature,
+                  const TensorView& top_k,
+                  const TensorView& top_p,
+                  const TensorView& min_p,
+                  const TensorView& typical_p,
+                  const ProcessorViews& processor_views,
                   const TensorView& token_ids,
                   const TensorView& logprobs,
+                  const TensorView& ranks,
                   const TensorView& lse,
                   const TensorView& workspace) {
   Checker check("top_logprobs");
-  Dim rows{"rows"}, vocab_size{"vocab_size"}, n{"n"};
+  Dim rows{"rows"}, vocab_size{"vocab_size"}, n{"n"}, batch{"batch"}, drafts{"k"};
+  Dim batch_plus_one{"batch + 1"};
   check.tensor(
       "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
   check.tensor("token_ids", token_ids, {DType::kInt32}, {&rows, &n});
   check.tensor("logprobs", logprobs, {DType::kFloat32}, {&rows, &n});
+  check.optional("ranks", ranks, {DType::kInt32}, {&rows, &n});
   check.tensor("lse", lse, {DType::kFloat32}, {&rows});
+  check.optional("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
+  batch.value = output_indptr.defined() ? batch_plus_one - 1 : rows.value;
+  check.that(batch >= 0, "output_indptr", "at least 1 long", batch_plus_one.value);
+  drafts.value = draft_token_ids.defined() ? -1 : 0;
+  check.optional("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &drafts});
+  check.optional("parents", parents, {DType::kInt32}, {&batch, &drafts});
+  check.optional("positions", positions, {DType::kInt32}, {&batch});
+  FilterViews filters{temperature, top_k, top_p, min_p, typical_p, {}, {}};
+  filters.check_shapes_unseeded(check, batch);
+  LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
+  bool placed = positions.defined() || !has_processors(processors);
+  check.that(placed, "positions", "given where processors are", "None");
+  bool useful = processed_logprobs || (!temperature.defined() && !has_processors(processors));
+  check.that(useful, "processed_logprobs", "True where filters or processors are given", "False");
   if (rows == 0) return;
   check_vocab(check, vocab_size);
   check.that(
@@ -297,18 +679,47 @@ void top_logprobs(const TensorView& logits,
   Workspace space = check_workspace(check, workspace, logits, 0);
   TopLogprobsParams params{
       .logits = logits.raw(),
+      .processed_logprobs = processed_logprobs,
+      .output_indptr = output_indptr.data<int32_t>(),
+      .draft_token_ids = draft_token_ids.data<int32_t>(),
+      .parents = parents.data<int32_t>(),
+      .positions = positions.data<int32_t>(),
+      .filters = filters.arrays(),
+      .processors = processors,
       .token_ids = token_ids.data<int32_t>(),
       .logprobs = logprobs.data<float>(),
+      .ranks = ranks.data<int32_t>(),
       .lse = lse.data<float>(),
       .rows = rows,
+      .batch = batch,
+      .max_draft_tokens = drafts,
       .vocab_size = vocab_size,
       .n = n,
       .logits_stride = logits.stride(0),
       .dtype = logits.dtype(),
       .workspace = space.data,
       .workspace_bytes = space.num_bytes,
+      .error = check.error_flag(),
   };
   if (check.on_cuda()) return top_logprobs_cuda(params, check.stream());
+  for (int64_t i = 0; processed_logprobs && i < batch; ++i) {
+    int64_t first = i, end = i + 1;
+    if (params.output_indptr) {
+      check_indptr(check, params.output_indptr, i, drafts + 1, rows);
+      first = params.output_indptr[i], end = params.output_indptr[i + 1];
+    }
+    if (first == end) continue;
+    check_filter_values(check, params.filters, i);
+    check_processor_values(check,
+                           processors,
+                           i,
+                           params.positions ? params.positions[i] : 0,
+                           history_len(processor_views),
+                           first,
+                           end);
+    check_drafts(
+        check, params.draft_token_ids, params.parents, i, end - first - 1, drafts, vocab_size);
+  }
   run_on_cpu<TopLogprobsParams>(top_logprobs_cpu, params, rows * vocab_size);
 }
 
@@ -367,6 +778,7 @@ std::array<uint32_t, 4> philox(uint64_t seed, const std::array<uint32_t, 4>& cou
 void register_sampling(pybind11::module_& m) {
   m.def("sample", &sample);
   m.def("verify", &verify);
+  m.def("verify_tree", &verify_tree);
   m.def("top_logprobs", &top_logprobs);
   m.def("sampling_workspace_bytes", &sampling_workspace_bytes);
   m.def("commit_tokens", &commit_tokens);

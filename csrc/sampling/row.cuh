@@ -8,6 +8,7 @@
 // float. Tokens are ordered by (logit descending, id ascending).
 #pragma once
 
+#include "sampling/filters.h"
 #include "sampling/leaf.cuh"
 
 namespace specops {
@@ -21,20 +22,11 @@ constexpr int kBins = 256;           // of a histogram over a list
 constexpr int kBinsPerLane = kBins / kWarpSize;
 constexpr int kLowMassBits = 20;  // so that a list's masses fit two histograms of 32 bits
 
-struct SamplingParams {
-  float temperature = 0.0f;
-  int32_t top_k = 0;
-  float top_p = 1.0f;
-  float min_p = 0.0f;
-
-  __device__ bool greedy() const { return temperature == 0.0f || top_k == 1 || top_p == 0.0f; }
-
-  // Whether the choice needs the second sum of a scan: the mass of all tokens.
-  __device__ bool needs_warm(int32_t vocab_size) const {
-    bool counted = top_k > 0 && top_k < vocab_size;
-    return !greedy() && !counted && (top_p < 1.0f || min_p == 0.0f);
-  }
-};
+// Whether the choice needs the second sum of a scan: the mass of all tokens.
+__device__ inline bool needs_warm(const SamplingParams& filters, int32_t vocab_size) {
+  bool counted = filters.top_k > 0 && filters.top_k < vocab_size;
+  return !is_greedy(filters) && !counted && (filters.top_p < 1.0f || filters.min_p == 0.0f);
+}
 
 struct RowToken {
   int32_t id;
@@ -231,7 +223,7 @@ class RowBlock {
   template <typename Uniform>
   __device__ RowToken choose(Uniform uniform) {
     if (max_ == -INFINITY) return {0, max_};
-    if (shared_.filters.greedy()) {
+    if (is_greedy(shared_.filters)) {
       int32_t first = num_leaves_;
 #pragma unroll 1
       for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {

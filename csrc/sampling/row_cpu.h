@@ -12,36 +12,11 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include "common/philox.h"
+#include "sampling/filters.h"
 #include "sampling/select_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
-
-struct SamplingParams {
-  float temperature = 0.0f;
-  int32_t top_k = 0;
-  float top_p = 1.0f;
-  float min_p = 0.0f;
-};
-
-// Params: of sample or verify. An absent array is the default everywhere.
-template <typename Params>
-[[maybe_unused]] SamplingParams filters_of(const Params& params, int64_t idx) {
-  SamplingParams filters;
-  if (params.temperature) filters.temperature = params.temperature[idx];
-  if (params.top_k) filters.top_k = params.top_k[idx];
-  if (params.top_p) filters.top_p = params.top_p[idx];
-  if (params.min_p) filters.min_p = params.min_p[idx];
-  return filters;
-}
-
-template <typename Params>
-[[maybe_unused]] UniformKey uniform_key_of(const Params& params, int64_t idx, int32_t position) {
-  return {params.seeds ? static_cast<uint64_t>(params.seeds[idx]) : 0u,
-          static_cast<uint32_t>(position),
-          params.choice_index ? static_cast<uint32_t>(params.choice_index[idx]) : 0u};
-}
 
 struct RowChoice {
   int32_t token_id;
@@ -599,7 +574,7 @@ template <typename T, typename Uniform>
                                         const SamplingParams& params,
                                         bool want_logprob,
                                         Uniform&& uniform) {
-  bool greedy = params.temperature == 0.0f || params.top_k == 1 || params.top_p == 0.0f;
+  bool greedy = is_greedy(params);
   Row<T> row(logits, vocab_size, params.temperature);
   row.scan(want_logprob, !greedy && Row<T>::needs_warm(params));
   int32_t token_id = greedy ? row.argmax() : row.choose(params, uniform());

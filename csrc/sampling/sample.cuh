@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int64_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
   Row<T> row(params.logits, idx, params.logits_stride, params.vocab_size);
-  SamplingParams filters = filters_of(params, idx);
+  SamplingParams filters = filters_of(params.filters, idx);
   ErrorCode fault = fault_of(filters, kSampleFaults);
   bool writes = threadIdx.x == 0;
   if (fault != ErrorCode::kNone) {
@@ -41,15 +41,16 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                 row,
                 slots,
                 want_logprob,
-                filters.needs_warm(row.size),
+                needs_warm(filters, row.size),
                 inverse_temperature(filters.temperature) * kLog2e,
                 static_cast<int32_t*>(params.workspace) + idx)) {
     return;
   }
   // read again, and not kept over the scan
-  RowBlock<T> block(shared, row, filters_of(params, idx), slots.stats, slots.masses);
+  RowBlock<T> block(shared, row, filters_of(params.filters, idx), slots.stats, slots.masses);
   block.fold(want_logprob);
-  RowToken token = block.choose([&] { return uniform_of(params, idx, params.positions[idx]); });
+  RowToken token =
+      block.choose([&] { return uniform_of(params.filters, idx, params.positions[idx]); });
   if (!writes) return;
   params.token_ids[idx] = token.id;
   if (want_logprob) params.logprobs[idx] = block.logprob(token.logit);

@@ -8,20 +8,23 @@
 #include "common/dtype.h"
 #include "common/error_flag.h"
 #include "common/isa.h"
+#include "sampling/filters.h"
+#include "sampling/logits_processors.h"
 
 namespace specops {
 
 struct SampleParams {
-  const void* logits;           // [rows, vocab_size], rows logits_stride apart
-  const int32_t* positions;     // [rows], absolute position of the token being chosen
-  const float* temperature;     // [rows], 0 = greedy; may be nullptr (all 0)
-  const int32_t* top_k;         // [rows], 0 or -1 = off; may be nullptr (all off)
-  const float* top_p;           // [rows], 1 = off; may be nullptr (all off)
-  const float* min_p;           // [rows], 0 = off; may be nullptr (all off)
-  const int64_t* seeds;         // [rows], unsigned bits; nullptr only where temperature is
-  const int32_t* choice_index;  // [rows], may be nullptr (all 0)
-  float* logprobs;              // [rows], may be nullptr
-  int32_t* token_ids;           // [rows]
+  const void* logits;        // [rows, vocab_size], rows logits_stride apart
+  const int32_t* positions;  // [rows], absolute position of the token being chosen
+  const int32_t* anchors;    // [rows], of the random numbers; may be nullptr (all 0)
+  FilterArrays filters;      // [rows]
+  LogitsProcessors processors;
+  Purpose purpose;          // kTarget, or kDraft for a drafter
+  float* logprobs;          // [rows], may be nullptr
+  int32_t* ranks;           // [rows], may be nullptr
+  float* probs;             // [rows, vocab_size], what was drawn from; may be nullptr
+  int32_t* token_ids;       // [rows]
+  bool processed_logprobs;  // logprobs and ranks after processors and filters
   int64_t rows;
   int64_t vocab_size;
   int64_t logits_stride;  // elements between rows

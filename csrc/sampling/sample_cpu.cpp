@@ -18,10 +18,10 @@ void run(const SampleParams& params) {
   const T* logits = static_cast<const T*>(params.logits);
   parallel_for(params.rows, row_grain(params.vocab_size), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      UniformKey key = uniform_key_of(params, row, params.positions[row]);
+      UniformKey key = uniform_key_of(params.filters, row, params.positions[row]);
       RowChoice choice = choose_token(logits + row * params.logits_stride,
                                       params.vocab_size,
-                                      filters_of(params, row),
+                                      filters_of(params.filters, row),
                                       params.logprobs != nullptr,
                                       [&] { return philox_uniform(key, Purpose::kTarget); });
       params.token_ids[row] = choice.token_id;

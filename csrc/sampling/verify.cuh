@@ -25,7 +25,7 @@ struct VerifyRequest {
     int32_t policy_value = static_cast<int32_t>(AcceptPolicy::kNormal);
     if (params.strategy) strategy = params.strategy[batch_idx];
     if (params.policy) policy_value = params.policy[batch_idx];
-    filters = filters_of(params, batch_idx);
+    filters = filters_of(params.filters, batch_idx);
     first = begin;
     policy = static_cast<AcceptPolicy>(policy_value);
     int64_t rows = int64_t{end} - begin;
@@ -34,9 +34,9 @@ struct VerifyRequest {
       fault = ErrorCode::kVerifyOutputIndptr;
     } else if (rows == 0) {
       fault = ErrorCode::kNone;  // an idle slot may hold anything
-    } else if (strategy < 0 || strategy > static_cast<int32_t>(VerifyStrategy::kTargetMatch)) {
+    } else if (!is_strategy(strategy, params.parents != nullptr)) {
       fault = ErrorCode::kVerifyStrategy;
-    } else if (policy_value < 0 || policy_value > static_cast<int32_t>(AcceptPolicy::kRejectAll)) {
+    } else if (!is_policy(policy_value, params.parents != nullptr)) {
       fault = ErrorCode::kVerifyPolicy;
     } else {
       fault = fault_of(filters, kVerifyFaults);
@@ -149,19 +149,19 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                   row,
                   slots,
                   want_logprob,
-                  !given && request.filters.needs_warm(row.size),
+                  !given && needs_warm(request.filters, row.size),
                   inverse_temperature(request.filters.temperature) * kLog2e,
                   counters + params.batch + row_idx)) {
       return;
     }
     // read again, and not kept over the scan
-    SamplingParams filters = filters_of(params, batch_idx);
+    SamplingParams filters = filters_of(params.filters, batch_idx);
     if (request.greedy) filters.temperature = 0.0f;
     RowBlock<T> block(shared, row, filters, slots.stats, slots.masses);
     block.fold(want_logprob);
     if (!given) {
       token = block.choose(
-          [&] { return uniform_of(params, batch_idx, params.positions[batch_idx] + idx); });
+          [&] { return uniform_of(params.filters, batch_idx, params.positions[batch_idx] + idx); });
     } else if (token.id < params.vocab_size) {
       token.logit = block.logit(token.id);
     }

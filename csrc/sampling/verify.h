@@ -8,6 +8,8 @@
 #include "common/dtype.h"
 #include "common/error_flag.h"
 #include "common/isa.h"
+#include "sampling/filters.h"
+#include "sampling/logits_processors.h"
 
 namespace specops {
 
@@ -15,21 +17,25 @@ struct VerifyParams {
   const void* logits;              // [num_output_rows, vocab_size], rows logits_stride apart
   const int32_t* output_indptr;    // [batch + 1], the rows of each request
   const int32_t* draft_token_ids;  // [batch, max_draft_tokens], -1 padded
+  const int32_t* parents;          // [batch, max_draft_tokens], -1 = the root; nullptr: chains
   const int32_t* positions;        // [batch], position of the first token chosen
   const int32_t* strategy;         // [batch], VerifyStrategy; may be nullptr (all kTargetMatch)
   const int32_t* policy;           // [batch], AcceptPolicy; may be nullptr (all kNormal)
-  const float* temperature;        // [batch], 0 = greedy; may be nullptr (all 0)
-  const int32_t* top_k;            // [batch], 0 or -1 = off; may be nullptr (all off)
-  const float* top_p;              // [batch], 1 = off; may be nullptr (all off)
-  const float* min_p;              // [batch], 0 = off; may be nullptr (all off)
-  const int64_t* seeds;            // [batch], unsigned bits; nullptr only where temperature is
-  const int32_t* choice_index;     // [batch], may be nullptr (all 0)
-  int32_t* output_token_ids;       // [batch, max_draft_tokens + 1]
-  int32_t* num_accepted_tokens;    // [batch], the bonus not counted
-  float* logprobs;                 // [batch, max_draft_tokens + 1], may be nullptr
-  int64_t rows;                    // of logits
+  FilterArrays filters;            // [batch]
+  LogitsProcessors processors;
+  const float* draft_probs;  // [batch, max_draft_tokens, num_draft_probs]; nullptr: one-hot drafts
+  const int32_t* draft_prob_token_ids;  // the same shape, -1 padded; nullptr: every id in turn
+  const float* accept_rates;     // [batch, max_draft_tokens]; nullptr where none is kSynthetic
+  int32_t* output_token_ids;     // [batch, max_draft_tokens + 1]
+  int32_t* num_accepted_tokens;  // [batch], the bonus not counted
+  int32_t* accepted_nodes;       // [batch, max_draft_tokens], of trees; else nullptr
+  float* logprobs;               // [batch, max_draft_tokens + 1], may be nullptr
+  int32_t* ranks;                // [batch, max_draft_tokens + 1], may be nullptr
+  bool processed_logprobs;       // logprobs and ranks after processors and filters
+  int64_t rows;                  // of logits
   int64_t batch;
   int64_t max_draft_tokens;
+  int64_t num_draft_probs;
   int64_t vocab_size;
   int64_t logits_stride;  // elements between rows
   DType dtype;            // of logits: float32 or bfloat16

@@ -35,7 +35,7 @@ void run(const VerifyParams& params) {
           if (idx >= (policy == AcceptPolicy::kRejectAll && num_rows > 0 ? 1 : num_rows)) continue;
           const T* row = logits + (first + idx) * params.logits_stride;
           const int32_t* drafts = params.draft_token_ids + batch_idx * params.max_draft_tokens;
-          SamplingParams filters = filters_of(params, batch_idx);
+          SamplingParams filters = filters_of(params.filters, batch_idx);
           if (params.strategy &&
               params.strategy[batch_idx] == static_cast<int32_t>(VerifyStrategy::kGreedy)) {
             filters.temperature = 0.0f;
@@ -44,7 +44,8 @@ void run(const VerifyParams& params) {
           if (takes_draft(policy, drafts, num_rows, idx)) {
             choice = score_token(row, params.vocab_size, drafts[idx], params.logprobs != nullptr);
           } else {
-            UniformKey key = uniform_key_of(params, batch_idx, params.positions[batch_idx] + idx);
+            UniformKey key =
+                uniform_key_of(params.filters, batch_idx, params.positions[batch_idx] + idx);
             choice = choose_token(row, params.vocab_size, filters, params.logprobs != nullptr, [&] {
               return philox_uniform(key, Purpose::kTarget);
             });

@@ -6,6 +6,7 @@ the token being chosen. `verify` and `sample` share one row function, so specula
 """
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,19 @@ from specops._wrong import unless_wrong
 
 
 class VerifyStrategy(IntEnum):
-    """What `verify` compares a draft with; values of its `strategy` argument."""
+    """How `verify` decides about drafts; values of its `strategy` argument."""
 
     GREEDY = 0
-    """The row's argmax, whatever the sampling parameters: the tokens of greedy decoding."""
+    """The row's argmax, whatever the filters: the tokens of greedy decoding."""
     TARGET_MATCH = 1
     """The token `sample` chooses for the row: the tokens of seeded sampling without speculation."""
+    REJECTION = 2
+    """Accepted with min(1, target / draft), else the residual: the target's distribution."""
+    BLOCK = 3
+    """Drafts are accepted together: the target's distribution, and never fewer tokens on average
+    than REJECTION. Chains only."""
+    TOPP = 4
+    """FastDeploy's rule: any draft that the filters keep. BIASED to the drafter. Chains only."""
 
 
 class AcceptPolicy(IntEnum):
@@ -32,6 +40,72 @@ class AcceptPolicy(IntEnum):
     """Emit every draft, then the bonus token. For measurements: the text is not the target's."""
     REJECT_ALL = 2
     """Emit the first row's token only: the text is the target's, and speculation gains nothing."""
+    SYNTHETIC = 3
+    """Emit drafts at given rates. For measurements: the text is not the target's."""
+
+
+class Purpose(IntEnum):
+    """What a random number decides; the streams of two purposes never meet."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+    TARGET = 3
+
+
+class LogitsProcessors(NamedTuple):
+    """What changes logits before the filters. Every field may be None: off.
+
+    Tables have a row per slot and stay where they are while requests come and go. A row of logits
+    whose request is in slot s, with `drafts` between the known tokens and the row, becomes
+
+        x = -inf                                        where the mask disallows the token
+        x = -inf                                        where it completes a bad word
+        x = -inf                                        where it stops, and min_tokens are not there
+        x += logit_bias
+        x = x / repetition_penalty if x > 0 else x * repetition_penalty       where it occurs so far
+        x -= frequency_penalty * (times in the output, drafts included)
+        x -= presence_penalty                                where it is in the output or the drafts
+
+    each step rounded to float32 and the result to the logits' dtype, as edits in place would be. So
+    a row's drafts count as if they had been emitted, and speculation changes nothing.
+
+    Attributes:
+        slots: [batch], int32. Row of the tables of each request; -1 is none.
+        token_ids: [num_slots, max_len], int32. The tokens so far, of which a request has the first
+            positions[b]. Needed by bad_words. Rows may be strided.
+        prompt_lens: [num_slots], int32. Needed by min_tokens.
+        counted_token_ids: [num_slots, n], int32. The distinct tokens so far, ascending, then -1.
+            Needed by penalties. `commit` keeps it and the next.
+        token_counts: [num_slots, n], int32. 2 * (times in the output) + (1 if in the prompt).
+        repetition_penalty: [num_slots], float32, above 0. 1 is off.
+        presence_penalty: [num_slots], float32. 0 is off.
+        frequency_penalty: [num_slots], float32. 0 is off.
+        logit_bias_token_ids: [num_slots, n], int32, ascending, then -1.
+        logit_bias: [num_slots, n], float32.
+        bad_words: [num_slots, n, m], int32. Token sequences, each -1 padded at its end.
+        stop_token_ids: [num_slots, n], int32, -1 padded. Needed by min_tokens.
+        min_tokens: [num_slots], int32. Of output, before which the stop tokens are forbidden.
+        allowed_token_mask: [num_masks, ceil(vocab_size / 32)], int32. Bit i % 32 of word i / 32 is
+            set where token i is allowed.
+        mask_indices: [rows of logits], int32. Row of the mask of each; -1 allows every token.
+    """
+
+    slots: Tensor | None = None
+    token_ids: Tensor | None = None
+    prompt_lens: Tensor | None = None
+    counted_token_ids: Tensor | None = None
+    token_counts: Tensor | None = None
+    repetition_penalty: Tensor | None = None
+    presence_penalty: Tensor | None = None
+    frequency_penalty: Tensor | None = None
+    logit_bias_token_ids: Tensor | None = None
+    logit_bias: Tensor | None = None
+    bad_words: Tensor | None = None
+    stop_token_ids: Tensor | None = None
+    min_tokens: Tensor | None = None
+    allowed_token_mask: Tensor | None = None
+    mask_indices: Tensor | None = None
 
 
 def sample(
@@ -42,39 +116,57 @@ def sample(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
     seeds: Tensor | None = None,
     choice_index: Tensor | None = None,
+    processors: LogitsProcessors | None = None,
+    purpose: Purpose = Purpose.TARGET,
+    anchors: Tensor | None = None,
+    processed_logprobs: bool = False,
     logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
+    probs: Tensor | None = None,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
     """Chooses one token per row.
 
-    Same as `reference.sample`. With tokens ordered by (logit descending, id ascending):
+    Same as `reference.sample`. After `processors`, and with tokens ordered by (logit descending, id
+    ascending):
 
         weight = exp((logit - max) / temperature)            temperature 0: the first token, done
         keep the first top_k tokens
         keep the smallest prefix whose weight is at least top_p of what is kept
         keep weights of at least min_p
+        keep the smallest prefix by (|-log(weight / kept) - entropy|, id) that has typical_p of it
         token = the first kept id, ascending, at which the running weight exceeds u * kept weight
 
     u is the first word of Philox4x32-10 under the row's seed at the counter
-    (position, 3 = target, choice_index, 0), its upper 24 bits times 2^-24.
+    (position, purpose, choice_index, anchor), its upper 24 bits times 2^-24.
 
     Args:
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
         positions: [rows], int32. Absolute position of the token being chosen.
-        temperature: [rows], float32. 0 is greedy; absent: every row is, and the next five, which
+        temperature: [rows], float32. 0 is greedy; absent: every row is, and the next six, which
             would change nothing, must be absent too.
         top_k: [rows], int32. 0 or -1 is off; absent: off.
         top_p: [rows], float32, within [0, 1]. 1 is off; 0 keeps the first token; absent: off.
         min_p: [rows], float32, within [0, 1]. 0 is off; absent: off.
+        typical_p: [rows], float32, within (0, 1]. 1 is off; absent: off.
         seeds: [rows], int64. The bits of an unsigned 64-bit seed. Given wherever temperature is:
             rows never share a seed unasked.
         choice_index: [rows], int32. Which of a prompt's completions the row belongs to; absent: 0.
-        logprobs: [rows], float32. Receives the log-softmax of the untouched logits at the chosen
-            token.
+        processors: What changes the logits first, with a request per row; absent: nothing.
+        purpose: TARGET, or DRAFT for the tokens of a drafter.
+        anchors: [rows], int32. As BLOCK verification has them: position + 1 of the step's first
+            token; absent: 0.
+        processed_logprobs: Whether logprobs and ranks are of the distribution drawn from (at
+            temperature 0: of the processed logits), instead of the untouched logits.
+        logprobs: [rows], float32. Receives the log-softmax at the chosen token.
+        ranks: [rows], int32. Receives 1 + how many logits are greater than the chosen token's.
+        probs: [rows, vocab_size], float32. Receives the distribution drawn from, which `verify`
+            takes as draft_probs.
         out: [rows], int32. Allocated when absent.
         workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed: only
             on CUDA, and only where few rows are shared by many blocks.
@@ -107,9 +199,16 @@ def sample(
         top_k,
         top_p,
         min_p,
+        typical_p,
         seeds,
         choice_index,
+        processors or (),
+        purpose,
+        anchors,
+        processed_logprobs,
         logprobs,
+        ranks,
+        probs,
         out,
         workspace,
     )
@@ -128,24 +227,45 @@ def verify(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
     seeds: Tensor | None = None,
     choice_index: Tensor | None = None,
+    processors: LogitsProcessors | None = None,
+    draft_probs: Tensor | None = None,
+    draft_prob_token_ids: Tensor | None = None,
+    accept_rates: Tensor | None = None,
+    processed_logprobs: bool = False,
     logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
     output_token_ids: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Emits the drafts that agree with the target, and one token more.
+    """Emits drafts that agree with the target, and one token more.
 
     Same as `reference.verify`. Request b owns rows output_indptr[b] .. output_indptr[b + 1]; with n
     rows it has n - 1 drafts, and with none it is idle and emits nothing. For a request:
 
-        choice[i] = sample(row i, position positions[b] + i)         strategy GREEDY: temperature 0
+        choice[i] = the strategy's token of row i, at position positions[b] + i
         accepted  = how many leading i < n - 1 have draft[i] == choice[i]
         emitted   = choice[0 .. accepted]
 
-    Under ACCEPT_ALL choice[i] of a row with a draft is the draft; under REJECT_ALL accepted is 0. A
-    draft of -1 is never accepted and ends the walk.
+    With own[i] the token that `sample` chooses for row i, target[i] the distribution it draws from
+    (processors and filters applied), draft_probs[i] the one that draft i came from, and u() a
+    uniform of the named purpose at the row's position:
+
+        GREEDY        choice = argmax of the processed logits
+        TARGET_MATCH  choice = own[i]
+        TOPP          choice = draft[i] if target[i][draft[i]] > 0 else own[i]
+        REJECTION     choice = draft[i], if u(ACCEPT) * draft_probs[i][choice] < target[i][choice]
+                      else a token drawn by u(RESIDUAL) from max(target[i] - draft_probs[i], 0)
+                      own[i] where there is no draft
+        BLOCK         Sun et al. 2024, algorithm 2, with every uniform's anchor positions[b] + 1: it
+                      looks at coins past the accepted prefix, which no later step may use again
+
+    Under ACCEPT_ALL choice[i] of a row with a draft is the draft; under REJECT_ALL accepted is 0;
+    under SYNTHETIC draft i is taken where u(ACCEPT) < accept_rates[b, i], and own[i] ends the walk
+    where it is not. A draft of -1 is never accepted and ends the walk.
 
     Args:
         logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided. Rows from
@@ -155,14 +275,26 @@ def verify(
         positions: [batch], int32. Absolute position of the first token chosen for the request.
         strategy: [batch], int32. `VerifyStrategy`; absent: TARGET_MATCH.
         policy: [batch], int32. `AcceptPolicy`; absent: NORMAL.
-        temperature: [batch], float32. As in `sample`; so are the next five. All absent: greedy.
+        temperature: [batch], float32. As in `sample`; so are the next six. All absent: greedy.
         top_k: [batch], int32.
         top_p: [batch], float32.
         min_p: [batch], float32.
+        typical_p: [batch], float32.
         seeds: [batch], int64.
         choice_index: [batch], int32.
-        logprobs: [batch, k + 1], float32. Receives the log-softmax of the untouched logits at every
-            emitted token, and 0 elsewhere.
+        processors: What changes the logits first; rows count the drafts before them.
+        draft_probs: [batch, k, vocab_size] or, with draft_prob_token_ids, [batch, k, n], float32.
+            The distribution each draft was drawn from. NaN and less than 0 are 0. Absent: each
+            draft had probability 1, as with drafters that do not draw.
+        draft_prob_token_ids: [batch, k, n], int32. The tokens that draft_probs are of, each once;
+            -1 padded.
+        accept_rates: [batch, k], float32, within [0, 1]. Of SYNTHETIC.
+        processed_logprobs: Whether logprobs and ranks are of target[i] (at temperature 0 and under
+            GREEDY: of the processed logits), instead of the untouched logits.
+        logprobs: [batch, k + 1], float32. Receives the log-softmax at every emitted token, and 0
+            elsewhere.
+        ranks: [batch, k + 1], int32. Receives 1 + how many logits are greater than the emitted
+            token's, and 0 elsewhere.
         output_token_ids: [batch, k + 1], int32. Allocated when absent.
         num_accepted_tokens: [batch], int32. Allocated when absent.
         workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
@@ -177,24 +309,18 @@ def verify(
             such a value emits nothing, as an idle one, and `check_errors` raises.
 
     Note:
-        Deterministic. A row's choice is bit for bit what `sample` gives for that row. Parameters of
-        idle requests are not read.
+        Deterministic. A row's choice is bit for bit what `sample` gives for that row under
+        TARGET_MATCH, and in every strategy a function of its own request alone. Parameters of idle
+        requests are not read.
 
-    Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
+    Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding";
+        Sun et al. 2024, "Block Verification Accelerates Speculative Decoding"; FastDeploy's
+        top_p verification (TOPP).
     """
     if output_token_ids is None:
-        output_token_ids = unless_wrong(
-            lambda: torch.empty(
-                draft_token_ids.shape[0],
-                draft_token_ids.shape[1] + 1,
-                dtype=torch.int32,
-                device=logits.device,
-            )
-        )
+        output_token_ids = unless_wrong(lambda: _row_of_tokens(draft_token_ids, 1))
     if num_accepted_tokens is None:
-        num_accepted_tokens = unless_wrong(
-            lambda: torch.empty(draft_token_ids.shape[0], dtype=torch.int32, device=logits.device)
-        )
+        num_accepted_tokens = unless_wrong(lambda: draft_token_ids.new_empty(len(draft_token_ids)))
     if workspace is None:
         workspace = unless_wrong(lambda: sampling_workspace(logits, draft_token_ids.shape[0]))
     _C.verify(
@@ -208,45 +334,213 @@ def verify(
         top_k,
         top_p,
         min_p,
+        typical_p,
         seeds,
         choice_index,
+        processors or (),
+        draft_probs,
+        draft_prob_token_ids,
+        accept_rates,
+        processed_logprobs,
         output_token_ids,
         num_accepted_tokens,
         logprobs,
+        ranks,
         workspace,
     )
     return output_token_ids, num_accepted_tokens
+
+
+def verify_tree(
+    logits: Tensor,
+    output_indptr: Tensor,
+    draft_token_ids: Tensor,
+    parents: Tensor,
+    *,
+    positions: Tensor,
+    strategy: Tensor | None = None,
+    policy: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    choice_index: Tensor | None = None,
+    processors: LogitsProcessors | None = None,
+    draft_probs: Tensor | None = None,
+    draft_prob_token_ids: Tensor | None = None,
+    processed_logprobs: bool = False,
+    logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
+    output_token_ids: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    accepted_nodes: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Emits the path of a draft tree that agrees with the target, and one token more.
+
+    Same as `reference.verify_tree`. Request b owns rows output_indptr[b] .. output_indptr[b + 1]:
+    the root, which is the last committed token, then a row for each of its nodes in order. With
+    depth(row) the number of nodes from the root down to the row, for a request:
+
+        choice[row] = the strategy's token of the row, at position positions[b] + depth(row)
+        row = root
+        while row has a child with the token choice[row]: emit it, row = the first such child
+        emit choice[row]
+
+    Strategies are those of `verify` that are a matter of one row. Under REJECTION the children of a
+    row are tried in order, each against what the ones before it have left:
+
+        target = the row's distribution
+        for the i-th child, with u(ACCEPT, i) a uniform of its own:
+            choice = child, done, if u(ACCEPT, i) * draft_probs[child] < target[child]
+            target = max(target - draft_probs, 0), renormalised
+        choice = a token drawn by u(RESIDUAL) from target
+
+    Args:
+        logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided.
+        output_indptr: [batch + 1], int32. Starts at 0, ascends by at most n + 1.
+        draft_token_ids: [batch, n], int32. Node j's token; -1 is never accepted. Entries past a
+            request's nodes are not read. Siblings may be equal.
+        parents: [batch, n], int32. Node j's parent, below j; -1 is the root.
+        positions: [batch], int32. Absolute position of the token that follows the root.
+        strategy: [batch], int32. GREEDY, TARGET_MATCH or REJECTION; absent: TARGET_MATCH.
+        policy: [batch], int32. NORMAL or REJECT_ALL; absent: NORMAL.
+        temperature: [batch], float32. As in `sample`; so are the next six. All absent: greedy.
+        top_k: [batch], int32.
+        top_p: [batch], float32.
+        min_p: [batch], float32.
+        typical_p: [batch], float32.
+        seeds: [batch], int64.
+        choice_index: [batch], int32.
+        processors: As in `verify`; a row counts the drafts on its way from the root.
+        draft_probs: [batch, n, vocab_size or m], float32. Row r of it is the distribution from
+            which the children of the request's row r were drawn, independently of each other.
+            Absent: children were chosen, not drawn.
+        draft_prob_token_ids: [batch, n, m], int32. As in `verify`.
+        processed_logprobs: As in `verify`.
+        logprobs: [batch, n + 1], float32. As in `verify`.
+        ranks: [batch, n + 1], int32. As in `verify`.
+        output_token_ids: [batch, n + 1], int32. Allocated when absent.
+        num_accepted_tokens: [batch], int32. Allocated when absent.
+        accepted_nodes: [batch, n], int32. Allocated when absent.
+        workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
+
+    Returns:
+        (`output_token_ids`, `num_accepted_tokens`, `accepted_nodes`): the emitted tokens, then -1;
+        how many drafts were accepted; and their nodes from the root down, then -1, which is what
+        `attention.compact_kv` takes.
+
+    Raises:
+        ValueError: as `verify`.
+
+    Note:
+        Deterministic, as `verify`. A tree that is a chain gives what `verify` gives.
+
+    Source: Miao et al. 2024, "SpecInfer" (multi-step speculative sampling).
+    """
+    if output_token_ids is None:
+        output_token_ids = unless_wrong(lambda: _row_of_tokens(draft_token_ids, 1))
+    if num_accepted_tokens is None:
+        num_accepted_tokens = unless_wrong(lambda: draft_token_ids.new_empty(len(draft_token_ids)))
+    if accepted_nodes is None:
+        accepted_nodes = unless_wrong(lambda: _row_of_tokens(draft_token_ids, 0))
+    if workspace is None:
+        workspace = unless_wrong(lambda: sampling_workspace(logits, draft_token_ids.shape[0]))
+    _C.verify_tree(
+        logits,
+        output_indptr,
+        draft_token_ids,
+        parents,
+        positions,
+        strategy,
+        policy,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        typical_p,
+        seeds,
+        choice_index,
+        processors or (),
+        draft_probs,
+        draft_prob_token_ids,
+        processed_logprobs,
+        output_token_ids,
+        num_accepted_tokens,
+        accepted_nodes,
+        logprobs,
+        ranks,
+        workspace,
+    )
+    return output_token_ids, num_accepted_tokens, accepted_nodes
+
+
+def _row_of_tokens(draft_token_ids: Tensor, more: int) -> Tensor:
+    """Room for `more` tokens than drafts, per request."""
+    batch, drafts = draft_token_ids.shape
+    return draft_token_ids.new_empty(batch, drafts + more, dtype=torch.int32)
 
 
 def top_logprobs(
     logits: Tensor,
     n: int,
     *,
+    processed_logprobs: bool = False,
+    output_indptr: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+    parents: Tensor | None = None,
+    positions: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    processors: LogitsProcessors | None = None,
     token_ids: Tensor | None = None,
     logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Finds the n most probable tokens of every row.
 
     Same as `reference.top_logprobs`: tokens by (logit descending, id ascending), with
-    `log_softmax(logits)`.
+    `log_softmax(logits)`; or, of processed ones, tokens by processed logit, with the log of the
+    distribution that `sample` draws from: -inf for what the filters drop.
 
     Args:
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
         n: 0 to vocab_size.
+        processed_logprobs: Whether the processors and filters below are applied first. The rest is
+            for these alone, and means what it means to `verify`.
+        output_indptr: [batch + 1], int32. Which rows are a request's; absent: one row each.
+        draft_token_ids: [batch, k], int32. Absent: no drafts.
+        parents: [batch, k], int32. Of trees; absent: chains.
+        positions: [batch], int32. Needed by processors.
+        temperature: [batch], float32. 0 is 1 here: the log-softmax of the processed logits.
+        top_k: [batch], int32.
+        top_p: [batch], float32.
+        min_p: [batch], float32.
+        typical_p: [batch], float32.
+        processors: What changes the logits first.
         token_ids: [rows, n], int32. Allocated when absent.
         logprobs: [rows, n], float32. Allocated when absent.
+        ranks: [rows, n], int32. Receives 1 + how many logits are greater than the token's.
         lse: [rows], float32. Allocated when absent.
         workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
 
     Returns:
-        (`token_ids`, `logprobs`, `lse`): lse is the natural log of the sum of exp(logits). Where no
-        logit is finite or +inf, ids ascend from 0 and everything else is -inf.
+        (`token_ids`, `logprobs`, `lse`): lse is the natural log of the sum of exp(logits), the
+        untouched ones. Where no logit is finite or +inf, ids ascend from 0 and everything else is
+        -inf.
 
     Raises:
-        ValueError: n is out of range, or a shape, dtype, layout or device differs from the above.
+        ValueError: n is out of range, a shape, dtype, layout or device differs from the above, or a
+            parameter is out of its range. On CUDA such a parameter yields tokens -1 for the
+            request's rows, and `check_errors` raises.
 
     Note:
         Deterministic. A logprob is bit for bit what `sample` and `verify` report for that token.
@@ -267,7 +561,25 @@ def top_logprobs(
         )
     if workspace is None:
         workspace = unless_wrong(lambda: sampling_workspace(logits))
-    _C.top_logprobs(logits, token_ids, logprobs, lse, workspace)
+    _C.top_logprobs(
+        logits,
+        processed_logprobs,
+        output_indptr,
+        draft_token_ids,
+        parents,
+        positions,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        typical_p,
+        processors or (),
+        token_ids,
+        logprobs,
+        ranks,
+        lse,
+        workspace,
+    )
     return token_ids, logprobs, lse
 
 

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// What changes a row of logits before any filter: allowed tokens, bad words, min tokens, biases and
+// penalties. One function, processed_logit, says what a logit becomes; every device calls it, and
+// only for the few tokens that a table names. Plain C++ and CUDA.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/host_device.h"
+
+namespace specops {
+
+// Tables with one row per slot, so that they stay where they are while requests come and go. Every
+// pointer may be nullptr: off.
+struct LogitsProcessors {
+  const int32_t* slots = nullptr;              // [batch], row of the tables; -1 = none
+  const int32_t* token_ids = nullptr;          // [num_slots, max_len], the tokens so far
+  const int32_t* prompt_lens = nullptr;        // [num_slots]
+  const int32_t* counted_token_ids = nullptr;  // [num_slots, max_counted], ascending, then -1
+  const int32_t* token_counts = nullptr;       // 2 * (times in the output) + (1 if in the prompt)
+  const float* repetition_penalty = nullptr;   // [num_slots], 1 = off
+  const float* presence_penalty = nullptr;     // [num_slots], 0 = off
+  const float* frequency_penalty = nullptr;    // [num_slots], 0 = off
+  const int32_t* logit_bias_token_ids = nullptr;  // [num_slots, max_biases], ascending, then -1
+  const float* logit_bias = nullptr;              // [num_slots, max_biases]
+  const int32_t* bad_words = nullptr;  // [num_slots, max_bad_words, max_bad_word_len], -1 padded
+  const int32_t* stop_token_ids = nullptr;      // [num_slots, max_stop_tokens], -1 padded
+  const int32_t* min_tokens = nullptr;          // [num_slots], of output
+  const int32_t* allowed_token_mask = nullptr;  // [num_masks, mask_words], a bit per token
+  const int32_t* mask_indices = nullptr;  // [num_output_rows], row of the mask; -1 = all allowed
+  int64_t num_slots = 0;
+  int64_t token_ids_stride = 0;  // elements between rows
+  int64_t max_counted = 0;
+  int64_t max_biases = 0;
+  int64_t max_bad_words = 0;
+  int64_t max_bad_word_len = 0;
+  int64_t max_stop_tokens = 0;
+  int64_t num_masks = 0;
+  int64_t mask_words = 0;
+};
+
+// Whether any is on: the plain row functions serve where none is.
+SPECOPS_HOST_DEVICE bool has_processors(const LogitsProcessors& processors) {
+  return processors.slots != nullptr || processors.mask_indices != nullptr;
+}
+
+// The drafts on the way to a row: of a chain the first ones, of a tree the row's ancestors.
+struct DraftPath {
+  const int32_t* draft_token_ids = nullptr;  // of the request
+  const int32_t* parents = nullptr;          // of the request; nullptr: a chain
+  int32_t node = -1;                         // the newest; -1: none, the row follows what is known
+};
+
+SPECOPS_HOST_DEVICE int32_t node_before(const DraftPath& path, int32_t node) {
+  return path.parents ? path.parents[node] : node - 1;
+}
+
+SPECOPS_HOST_DEVICE int32_t path_depth(const DraftPath& path) {
+  int32_t depth = 0;
+  for (int32_t node = path.node; node >= 0; node = node_before(path, node)) ++depth;
+  return depth;
+}
+
+// One row's processors: the slot's part of every table.
+struct RowProcessors {
+  const int32_t* token_ids = nullptr;
+  const int32_t* counted_token_ids = nullptr;
+  const int32_t* token_counts = nullptr;
+  const int32_t* bias_token_ids = nullptr;
+  const float* biases = nullptr;
+  const int32_t* bad_words = nullptr;
+  const int32_t* stop_token_ids = nullptr;  // nullptr once there are enough tokens
+  const int32_t* mask = nullptr;
+  int32_t max_counted = 0;
+  int32_t max_biases = 0;
+  int32_t max_bad_words = 0;
+  int32_t max_bad_word_len = 0;
+  int32_t max_stop_tokens = 0;
+  int32_t num_tokens = 0;  // known ones; the drafts on the path follow
+  float repetition = 1.0f;
+  float presence = 0.0f;
+  float frequency = 0.0f;
+  bool penalizes = false;
+  DraftPath path;
+};
+
+// batch_idx: of the request. output_row: of the logits. num_tokens: the request's known tokens, which
+// is also the position of the token that follows them. Slot and mask index are in range.
+SPECOPS_HOST_DEVICE RowProcessors row_processors(const LogitsProcessors& all,
+                                                 int64_t batch_idx,
+                                                 int64_t output_row,
+                                                 int32_t num_tokens,
+                                                 const DraftPath& path) {
+  RowProcessors row;
+  row.num_tokens = num_tokens;
+  row.path = path;
+  if (all.mask_indices && all.mask_indices[output_row] >= 0) {
+    row.mask = all.allowed_token_mask + all.mask_indices[output_row] * all.mask_words;
+  }
+  int64_t slot = all.slots ? all.slots[batch_idx] : -1;
+  if (slot < 0) return row;
+  if (all.repetition_penalty) row.repetition = all.repetition_penalty[slot];
+  if (all.presence_penalty) row.presence = all.presence_penalty[slot];
+  if (all.frequency_penalty) row.frequency = all.frequency_penalty[slot];
+  row.penalizes = row.repetition != 1.0f || row.presence != 0.0f || row.frequency != 0.0f;
+  if (row.penalizes) {
+    row.counted_token_ids = all.counted_token_ids + slot * all.max_counted;
+    row.token_counts = all.token_counts + slot * all.max_counted;
+    row.max_counted = static_cast<int32_t>(all.max_counted);
+  }
+  if (all.logit_bias_token_ids) {
+    row.bias_token_ids = all.logit_bias_token_ids + slot * all.max_biases;
+    row.biases = all.logit_bias + slot * all.max_biases;
+    row.max_biases = static_cast<int32_t>(all.max_biases);
+  }
+  if (all.bad_words) {
+    row.token_ids = all.token_ids + slot * all.token_ids_stride;
+    row.bad_words = all.bad_words + slot * all.max_bad_words * all.max_bad_word_len;
+    row.max_bad_words = static_cast<int32_t>(all.max_bad_words);
+    row.max_bad_word_len = static_cast<int32_t>(all.max_bad_word_len);
+  }
+  if (all.min_tokens &&
+      num_tokens - all.prompt_lens[slot] + path_depth(path) < all.min_tokens[slot]) {
+    row.stop_token_ids = all.stop_token_ids + slot * all.max_stop_tokens;
+    row.max_stop_tokens = static_cast<int32_t>(all.max_stop_tokens);
+  }
+  return row;
+}
+
+// Where an id is in an ascending list that ends with -1 padding (the largest as unsigned), or -1.
+SPECOPS_HOST_DEVICE int32_t find_sorted(const int32_t* ids, int32_t size, int32_t id) {
+  int32_t low = 0, high = size;
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (static_cast<uint32_t>(ids[middle]) < static_cast<uint32_t>(id)) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < size && ids[low] == id ? low : -1;
+}
+
+// Whether the tokens before the row end with a bad word's tokens but the last.
+SPECOPS_HOST_DEVICE bool follows(const RowProcessors& row, const int32_t* word, int32_t length) {
+  int32_t node = row.path.node, known = row.num_tokens;
+  for (int32_t i = length - 2; i >= 0; --i) {
+    int32_t token;
+    if (node >= 0) {
+      token = row.path.draft_token_ids[node];
+      node = node_before(row.path, node);
+    } else {
+      if (known == 0) return false;
+      token = row.token_ids[--known];
+    }
+    if (token != word[i]) return false;
+  }
+  return true;
+}
+
+SPECOPS_HOST_DEVICE int32_t bad_word_len(const RowProcessors& row, const int32_t* word) {
+  int32_t length = 0;
+  while (length < row.max_bad_word_len && word[length] >= 0) ++length;
+  return length;
+}
+
+// The token that bad word `idx` forbids in this row, or -1.
+SPECOPS_HOST_DEVICE int32_t forbidden_by(const RowProcessors& row, int32_t idx) {
+  const int32_t* word = row.bad_words + static_cast<int64_t>(idx) * row.max_bad_word_len;
+  int32_t length = bad_word_len(row, word);
+  return length > 0 && follows(row, word, length) ? word[length - 1] : -1;
+}
+
+SPECOPS_HOST_DEVICE bool is_allowed(const RowProcessors& row, int32_t id) {
+  return row.mask == nullptr || (static_cast<uint32_t>(row.mask[id / 32]) >> (id % 32) & 1u) != 0;
+}
+
+// Whether a bad word or the minimal length forbids a token.
+SPECOPS_HOST_DEVICE bool is_forbidden(const RowProcessors& row, int32_t id) {
+  for (int32_t i = 0; i < row.max_stop_tokens; ++i) {
+    if (row.stop_token_ids[i] == id) return true;
+  }
+  for (int32_t i = 0; i < row.max_bad_words; ++i) {
+    const int32_t* word = row.bad_words + static_cast<int64_t>(i) * row.max_bad_word_len;
+    int32_t length = bad_word_len(row, word);
+    if (length > 0 && word[length - 1] == id && follows(row, word, length)) return true;
+  }
+  return false;
+}
+
+// NaN as -inf, +inf as the largest finite float.
+SPECOPS_HOST_DEVICE float clean_logit(float x) {
+  if (!(x >= -FLT_MAX)) return -INFINITY;
+  return x <= FLT_MAX ? x : FLT_MAX;
+}
+
+// Biases and penalties of a token that is not forbidden. Each step is rounded to fp32.
+SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row, int32_t id, float x) {
+  x = clean_logit(x);
+  if (row.max_biases > 0) {
+    int32_t at = find_sorted(row.bias_token_ids, row.max_biases, id);
+    if (at >= 0) x += row.biases[at];
+  }
+  if (!row.penalizes) return x;
+  int32_t at = find_sorted(row.counted_token_ids, row.max_counted, id);
+  int32_t counts = at >= 0 ? row.token_counts[at] : 0;
+  int32_t outputs = counts >> 1;
+  for (int32_t node = row.path.node; node >= 0; node = node_before(row.path, node)) {
+    outputs += row.path.draft_token_ids[node] == id;
+  }
+  if (outputs > 0 || (counts & 1) != 0) {
+    x = x > 0.0f ? x / row.repetition : x * row.repetition;
+  }
+  float scaled = row.frequency * static_cast<float>(outputs);
+  x -= scaled;
+  if (outputs > 0) x -= row.presence;
+  return x;
+}
+
+// What a logit becomes, in the logits' own dtype: as an edit in place would leave it.
+template <typename T>
+SPECOPS_HOST_DEVICE T processed_logit(const RowProcessors& row, int32_t id, T x) {
+  if (!is_allowed(row, id) || is_forbidden(row, id)) return from_float<T>(-INFINITY);
+  return from_float<T>(clean_logit(adjusted_logit(row, id, to_float(x))));
+}
+
+// Calls visit(id) for every token that the tables name, allowed or not, some more than once; all
+// other allowed tokens keep their logits. Steps through every table from `begin` by `step`, so that
+// the threads of a block share the work. Ids may be -1 or past the vocabulary.
+template <typename Visit>
+SPECOPS_HOST_DEVICE void for_each_named(const RowProcessors& row,
+                                        int32_t begin,
+                                        int32_t step,
+                                        Visit&& visit) {
+  for (int32_t i = begin; i < row.max_counted; i += step) visit(row.counted_token_ids[i]);
+  for (int32_t i = begin; i < row.max_biases; i += step) visit(row.bias_token_ids[i]);
+  for (int32_t i = begin; i < row.max_stop_tokens; i += step) visit(row.stop_token_ids[i]);
+  for (int32_t i = begin; i < row.max_bad_words; i += step) visit(forbidden_by(row, i));
+  if (!row.penalizes || begin != 0) return;
+  for (int32_t node = row.path.node; node >= 0; node = node_before(row.path, node)) {
+    visit(row.path.draft_token_ids[node]);
+  }
+}
+
+}  // namespace specops
