@@ -4,6 +4,7 @@
 Nothing in the package imports this module, and it imports nothing but torch.
 """
 
+import bisect
 import functools
 import itertools
 import math
@@ -623,7 +624,7 @@ def _block_choices(
     weights, accepted = [1.0], 0
     for i, token_id in enumerate(drafts):
         t, q = float(targets[i][token_id]), float(given[i][token_id])
-        weights.append(min(weights[i] * t / q, 1.0) if q > 0 else float(t > 0))
+        weights.append(min(weights[i] * t / q, 1.0) if q > 0 else float(weights[i] * t > 0))
     for i in range(1, n + 1):
         bar = weights[i]
         if i < n:
@@ -778,8 +779,8 @@ def _verify(
 
 
 def _draft_distribution(probs: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Dense and in float64; what is no probability counts as 0."""
-    probs = torch.where(probs > 0, probs.double(), 0.0)
+    """Dense, in float64 and within [0, 1]; NaN is 0."""
+    probs = probs.double().nan_to_num(nan=0.0).clamp(0, 1)
     if token_ids is None:
         return probs
     dense = torch.zeros(vocab_size, dtype=torch.float64)
@@ -876,6 +877,10 @@ def top_logprobs(
     logits: Tensor,
     n: int,
     *,
+    processed_logprobs: bool = False,
+    output_indptr: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+    parents: Tensor | None = None,
     positions: Tensor | None = None,
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
@@ -883,33 +888,36 @@ def top_logprobs(
     min_p: Tensor | None = None,
     typical_p: Tensor | None = None,
     processors: Any = None,
-    processed_logprobs: bool = False,
     ranks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first n tokens by (logit descending, id ascending), their log-softmax, and the LSE.
 
-    Processed: of the processed logits, with the filters' own renormalised logarithms; a token they
-    drop keeps its place in the order, with -inf. The LSE is that of the logits ordered.
+    Processed: by processed logits, with the logarithm of what `sample` draws from; a token that the
+    filters drop keeps its place in the order. The LSE is always that of the untouched logits.
     """
-    shown = logits
+    rows = logits
     if processed_logprobs and processors is not None:
         assert positions is not None
-        shown = process_logits(logits, processors, positions)
-    x = _clean_logits(shown)
-    token_ids = torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :n]
+        rows = process_logits(
+            logits,
+            processors,
+            positions,
+            output_indptr=output_indptr,
+            draft_token_ids=draft_token_ids,
+            parents=parents,
+        )
+    token_ids = torch.sort(_clean_logits(rows), dim=-1, descending=True, stable=True).indices[:, :n]
+    logprobs = torch.zeros(token_ids.shape)
     columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
-    logprobs = torch.zeros_like(x)
-    for i, row in enumerate(shown):
-        filters = {name: _of(columns[name], i, off) for name, off in _FILTERS.items()}
-        logprobs[i] = _log_probs(row, filters) if processed_logprobs else _log_softmax(row)
+    bounds = range(len(logits) + 1) if output_indptr is None else output_indptr.tolist()
+    for i, row in enumerate(rows):
+        b = min(bisect.bisect_right(bounds, i) - 1, len(bounds) - 2)
+        filters = {name: _of(columns[name], b, off) for name, off in _FILTERS.items()}
+        scores = _log_probs(row, filters) if processed_logprobs else _log_softmax(row)
+        logprobs[i] = scores[token_ids[i]]
         if ranks is not None:
-            for column, token_id in enumerate(token_ids[i].tolist()):
-                ranks[i, column] = _rank(row, token_id)
-    return (
-        token_ids.int(),
-        logprobs.gather(1, token_ids).float(),
-        torch.logsumexp(x, dim=-1).float(),
-    )
+            ranks[i] = torch.tensor([_rank(row, token_id) for token_id in token_ids[i].tolist()])
+    return token_ids.int(), logprobs, torch.logsumexp(_clean_logits(logits), dim=-1).float()
 
 
 def commit_tokens(
