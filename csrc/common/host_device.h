@@ -5,6 +5,8 @@
 // Internal linkage: every instruction set and device compiles its own copy.
 #if defined(__CUDACC__)
 #define SPECOPS_HOST_DEVICE __host__ __device__ static inline
+#define SPECOPS_HOST_DEVICE_MEMBER __host__ __device__ inline
 #else
 #define SPECOPS_HOST_DEVICE static inline
+#define SPECOPS_HOST_DEVICE_MEMBER inline
 #endif

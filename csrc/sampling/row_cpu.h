@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits -> its token and logprob. sample and verify are loops around this one function.
-// Included by *_cpu.cpp files only; everything has internal linkage.
+// One row of logits -> what its filters keep, and a token of it. sample and verify are loops around
+// this one function. Included by *_cpu.cpp files only; everything has internal linkage.
 //
 // Order: the vocabulary is cut into leaves of kLeaf ids. A sum over a leaf is sixteen fp32 lanes in
 // id order and one fixed tree; leaves are folded left in fp64. NaN counts as -inf and +inf as the
@@ -14,6 +14,7 @@
 
 #include "sampling/filters.h"
 #include "sampling/select_cpu.h"
+#include "sampling/uniform_source.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
@@ -36,20 +37,18 @@ struct Scratch {
   float* sums = nullptr;        // [num_leaves, kThresholds]
   int32_t* segments = nullptr;  // [num_leaves + 1], where a leaf's tokens begin in the list
   int64_t capacity = 0;
-  Candidates* candidates = nullptr;
+  Candidates candidates;  // a list of the few that matter
+  Candidates all;         // room for a whole row, made when a filter asks for it
 
   ~Scratch() {
     std::free(stats);
     std::free(masses);
     std::free(sums);
     std::free(segments);
-    std::free(candidates);
   }
 
   LeafStats* reserve(int64_t num_leaves) {
-    if (candidates == nullptr) {
-      candidates = static_cast<Candidates*>(std::aligned_alloc(64, sizeof(Candidates)));
-    }
+    candidates.reserve(kMaxCandidates);
     if (num_leaves > capacity) {
       std::free(stats);
       std::free(masses);
@@ -118,38 +117,48 @@ class Row {
     return 0;
   }
 
-  // Whether choose() needs the second sum: the mass of all tokens.
+  // Whether filter() needs the second sum: the mass of all tokens.
   static bool needs_warm(const SamplingParams& params) {
-    return params.top_k <= 0 && (params.top_p < 1.0f || params.min_p == 0.0f);
+    if (is_greedy(params) || params.top_k > 0) return false;
+    return params.top_p < 1.0f || (params.min_p == 0.0f && params.typical_p >= 1.0f);
   }
 
-  // temperature -> top-k -> top-p of what is left -> min-p -> inverse CDF in token-id order.
-  int32_t choose(const SamplingParams& params, float uniform) const {
-    if (max_ == -INFINITY) return 0;
-    Candidates& list = *scratch_->candidates;
+  // Finds the tokens to draw from: temperature -> top-k -> top-p of what is left -> min-p ->
+  // typical-p. The scan has been told needs_warm(params).
+  void filter(const SamplingParams& params) {
+    if (max_ == -INFINITY || is_greedy(params)) {
+      kept_ = Kept::kOne;
+      one_ = argmax();
+      kept_mass_ = 1.0;
+      return;
+    }
+    Candidates& list = scratch_->candidates;
+    list_ = &list;
     Cut cut = everything();
-    // Where the kept tokens' weights are: in the scan's sums, in the list, in scratch_->masses.
-    enum { kScan, kList, kMasses, kNowhere } where = kScan;
+    kept_ = Kept::kScanned;
+    bool weighed = true;  // whether what kept_ names is there
     if (params.top_k > 0) {
-      where = kNowhere;
+      weighed = false;
       if (params.top_k < vocab_size_) {
         bool listed = false;
         cut = select_count(params.top_k, &listed);
         if (listed) {
-          where = kList;
+          kept_ = Kept::kListed;
+          weighed = true;
           list.keep(cut);
           list.weigh(max_, scale_);
         }
       }
     }
     if (params.top_p < 1.0f) {
-      if (where == kList) {
+      if (weighed && kept_ == Kept::kListed) {
         Bracket bracket{ordered_bits(cut.value), ordered_bits(max_) + 1, 0.0};
         cut = list.select(bracket, params.top_p * list.mass());
         list.keep(cut);
       } else {
-        cut = select_mass(cut, where == kScan ? warm_mass() : kept_mass(cut), params.top_p);
-        where = kMasses;
+        cut = select_mass(cut, weighed ? warm_mass() : mass_of_kept(cut), params.top_p);
+        kept_ = Kept::kByLeaf;
+        weighed = true;
       }
     }
     if (params.min_p > 0.0f) {
@@ -161,27 +170,110 @@ class Row {
       Cut tighter_cut = tighter(cut, {value < max_ ? value : max_, vocab_size_ - 1});
       if (tighter_cut.value != cut.value || tighter_cut.last_id != cut.last_id) {
         cut = tighter_cut;
-        if (where == kList) {
+        if (weighed && kept_ == Kept::kListed) {
           list.keep(cut);
         } else {
-          where = kNowhere;
+          weighed = false;
         }
       }
     }
-    if (where == kNowhere && gather(cut, INFINITY)) {
-      where = kList;
-      list.weigh(max_, scale_);
+    cut_ = cut;
+    if (params.typical_p < 1.0f) return keep_typical(params.typical_p, weighed);
+    if (!weighed) {
+      if (gather(cut, INFINITY, list)) {
+        kept_ = Kept::kListed;
+        list.weigh(max_, scale_);
+      } else {
+        kept_ = Kept::kByLeaf;
+        mass_of_kept(cut);
+      }
     }
-    if (where == kList) return list.invert_cdf(uniform);
-    if (where == kNowhere) kept_mass(cut);
-    if (where == kScan) scanned_masses();
-    return invert_cdf(cut, where == kScan, uniform);
+    if (kept_ == Kept::kScanned) scanned_masses();
+    kept_mass_ = kept_ == Kept::kListed ? list.mass() : total_mass();
+  }
+
+  // What follows is about the tokens that filter() has kept. Token weights are relative to the row's
+  // largest; the distribution to draw from, target_probs, is weight / kept_mass.
+
+  double kept_mass() const { return kept_mass_; }
+
+  // 0 where the filters drop the token.
+  double weight_of(int32_t id) const {
+    if (kept_ == Kept::kOne) return id == one_ ? 1.0 : 0.0;
+    if (kept_ == Kept::kListed) return list_->weight_of(id);
+    float x = logit(id);
+    int32_t leaf = id / kLeaf;
+    if (leaves_[leaf].max == -INFINITY || !cut_.keeps(x, id)) return 0.0;
+    float lanes[kLanes];
+    store(lanes, weight(set1(x), set1(leaf_origin(leaf)), set1(scale_)));
+    return lanes[0] * weight_unit(leaf);
+  }
+
+  // Calls visit(id, weight) for every token of some weight, in id order.
+  template <typename Visit>
+  void for_each_kept(Visit&& visit) const {
+    if (kept_ == Kept::kOne) return visit(one_, 1.0);
+    if (kept_ == Kept::kListed) {
+      for (int i = 0; i < list_->count; ++i) {
+        if (list_->w[i] > 0.0f) visit(list_->id[i], static_cast<double>(list_->w[i]));
+      }
+      return;
+    }
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      if (scratch_->masses[leaf] <= 0.0) continue;
+      F32x16 origin = set1(leaf_origin(leaf)), factor = set1(scale_);
+      double unit = weight_unit(leaf);
+      int size = leaf_size(leaf);
+      for (int i = 0; i < size; i += kLanes) {
+        float x[kLanes], w[kLanes];
+        F32x16 values = take(leaf_data(leaf), i, size);
+        store(x, values);
+        store(w, weight(values, origin, factor));
+        int32_t first = leaf * kLeaf + i;
+        for (int j = 0; j < kLanes; ++j) {
+          if (w[j] > 0.0f && cut_.keeps(x[j], first + j)) visit(first + j, w[j] * unit);
+        }
+      }
+    }
+  }
+
+  // Whether only one token is left, so that drawing needs no random number.
+  bool is_certain() const { return kept_ == Kept::kOne; }
+
+  // Inverse CDF in token-id order.
+  int32_t draw(float uniform) const {
+    if (kept_ == Kept::kOne) return one_;
+    if (kept_ == Kept::kListed) return list_->invert_cdf(uniform * kept_mass_);
+    return invert_cdf(uniform * kept_mass_);
+  }
+
+  // log target_probs; at temperature 0, which is not a distribution's, the log-softmax serves.
+  float target_logprob(int32_t id) const {
+    if (max_ == -INFINITY || weight_of(id) <= 0.0) return -INFINITY;
+    if (kept_ == Kept::kOne) return 0.0f;
+    double distance = (static_cast<double>(logit(id)) - max_) * inverse_;
+    return static_cast<float>(distance - std::log(kept_mass_));
+  }
+
+  // 1 + how many logits are greater.
+  int32_t rank(float logit) const {
+    int32_t rank = 1;
+    float above = next_above(logit);
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      if (leaves_[leaf].max <= logit) continue;
+      int size = leaf_size(leaf);
+      for (int i = 0; i < size; i += kLanes) {
+        F32x16 values = take(leaf_data(leaf), i, size);
+        rank += __builtin_popcount(lanes_between(values, above, INFINITY));
+      }
+    }
+    return rank;
   }
 
   // The cut that keeps exactly count tokens, 1 <= count < vocab_size.
   // Tells whether the list now holds every kept token.
   Cut select_count(int64_t count, bool* listed) const {
-    Candidates& list = *scratch_->candidates;
+    Candidates& list = scratch_->candidates;
     Bracket bracket{ordered_bits(-INFINITY), ordered_bits(max_) + 1, 0.0};
     if (count <= num_leaves_ && num_leaves_ <= kMaxCandidates) {
       // As many leaves, so as many tokens, reach the count-th largest of the leaves' maxima.
@@ -199,9 +291,9 @@ class Row {
     return cut;
   }
 
-  // Calls visit(id, logit) for every token the cut keeps, in id order.
+  // Calls visit(id, logit) for every token of a cut, in id order.
   template <typename Visit>
-  void for_each_kept(Cut cut, Visit&& visit) const {
+  void for_each_of(Cut cut, Visit&& visit) const {
     float x[kLeaf];
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
       if (leaves_[leaf].max < cut.value) continue;
@@ -295,14 +387,13 @@ class Row {
   }
 
   // Lists the kept tokens below high; false when there are too many.
-  bool gather(Cut cut, float high) const {
-    Candidates& list = *scratch_->candidates;
+  bool gather(Cut cut, float high, Candidates& list) const {
     list.count = 0;
     float past = next_above(cut.value);  // ties count up to the cut's last token
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
       scratch_->segments[leaf] = list.count;
       if (leaves_[leaf].max < cut.value) continue;
-      if (list.count + kLeaf > kMaxCandidates) return false;
+      if (list.count + kLeaf > list.capacity) return false;
       const T* x = leaf_data(leaf);
       int size = leaf_size(leaf);
       for (int i = 0; i < size; i += kLanes) {
@@ -368,15 +459,17 @@ class Row {
   template <bool kCount>
   double sample_row() const {
     if (num_leaves_ < 32 || num_leaves_ > 32 * (kMaxCandidates / kLeaf)) return 0.0;
-    Candidates& list = *scratch_->candidates;
-    list.count = 0;
+    Candidates& list = scratch_->candidates;
+    float* x = list.x;
+    int count = 0;
     for (int32_t leaf = 0; leaf + 1 < num_leaves_; ++leaf) {
       for (int i = leaf % 32 * kLanes; i < kLeaf; i += 32 * kLanes) {
-        store(list.x + list.count, take(leaf_data(leaf), i, kLeaf));
-        list.count += kLanes;
+        store(x + count, take(leaf_data(leaf), i, kLeaf));
+        count += kLanes;
       }
     }
-    for (int i = 0; i < list.count; ++i) list.id[i] = i;
+    list.count = count;
+    list.number_from_zero();
     if (kCount) {
       list.weigh_equally();
     } else {
@@ -390,7 +483,7 @@ class Row {
   template <bool kCount>
   bool guess(const Bracket& bracket, double target, double total, float* thresholds) const {
     double ratio = sample_row<kCount>();
-    const Candidates& list = *scratch_->candidates;
+    const Candidates& list = scratch_->candidates;
     if (ratio == 0.0) return false;
     if (list.number_from(from_ordered_bits(bracket.low)) * ratio < kMaxCandidates * 3 / 4)
       return false;
@@ -418,7 +511,7 @@ class Row {
   // as the mass of the kept tokens of every leaf.
   template <bool kCount>
   Cut select(Cut base, Bracket* bracket, double target, double total = 0.0) const {
-    Candidates& list = *scratch_->candidates;
+    Candidates& list = scratch_->candidates;
     double* shares = scratch_->masses;
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) shares[leaf] = 0.0;
     float thresholds[kThresholds];
@@ -451,7 +544,8 @@ class Row {
 
   bool gather_bracket(const Bracket& bracket, Cut base) const {
     float low = from_ordered_bits(bracket.low), high = from_ordered_bits(bracket.high);
-    return gather(low > base.value ? Cut{low, vocab_size_ - 1} : base, high);
+    Cut cut = low > base.value ? Cut{low, vocab_size_ - 1} : base;
+    return gather(cut, high, scratch_->candidates);
   }
 
   // More equal tokens than a list holds: count them off in id order.
@@ -513,18 +607,41 @@ class Row {
   }
 
   // Writes the mass of the kept tokens of every leaf; returns the row's.
-  double kept_mass(Cut cut) const {
+  double mass_of_kept(Cut cut) const {
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
       scratch_->masses[leaf] = leaves_[leaf].max >= cut.value ? kept_leaf_mass(leaf, cut) : 0.0;
     }
     return total_mass();
   }
 
-  // The first kept token, in id order, at which the running mass exceeds uniform * total.
-  // `scanned`: the masses are the scan's, whose weights are relative to their leaf's maximum.
-  int32_t invert_cdf(Cut cut, bool scanned, float uniform) const {
+  // What a token's weight is computed from: the scan's are relative to their leaf's maximum.
+  float leaf_origin(int32_t leaf) const {
+    return kept_ == Kept::kScanned ? leaves_[leaf].max : max_;
+  }
+
+  double weight_unit(int32_t leaf) const {
+    return kept_ == Kept::kScanned ? leaf_scale(leaf) : 1.0;
+  }
+
+  // Keeps the tokens whose surprise is closest to the entropy: |-log p - H| ascending, ids ascending,
+  // until they have typical_p of the mass. With d = log(weight), that is |d - mean of d|.
+  void keep_typical(float typical_p, bool weighed) {
+    if (!weighed || kept_ != Kept::kListed) {
+      if (!gather(cut_, INFINITY, *list_)) {
+        list_ = &scratch_->all;
+        list_->reserve((num_leaves_ + 1) * kLeaf);
+        gather(cut_, INFINITY, *list_);
+      }
+      list_->weigh(max_, scale_);
+    }
+    kept_ = Kept::kListed;
+    list_->keep_typical(max_, inverse_, typical_p);
+    kept_mass_ = list_->mass();
+  }
+
+  // The first kept token, in id order, at which the running mass exceeds the target.
+  int32_t invert_cdf(double target) const {
     const double* masses = scratch_->masses;
-    double target = uniform * total_mass();
     double before = 0.0, after = 0.0;
     int32_t chosen = 0;
     for (int32_t leaf = 0; leaf < num_leaves_ && after <= target; ++leaf) {
@@ -534,8 +651,8 @@ class Row {
       chosen = leaf;
     }
     // Inside the leaf; rounding may leave the target just past its last token.
-    float origin = scanned ? leaves_[chosen].max : max_;
-    double rest = (target - before) / (scanned ? leaf_scale(chosen) : 1.0);
+    float origin = leaf_origin(chosen);
+    double rest = (target - before) / weight_unit(chosen);
     double sum = 0.0;
     int32_t found = chosen * kLeaf;
     float x[kLeaf];
@@ -545,7 +662,7 @@ class Row {
       store(w, weight(load(x + i), set1(origin), set1(scale_)));
       for (int j = 0; j < kLanes; ++j) {
         int32_t id = chosen * kLeaf + i + j;
-        if (w[j] <= 0.0f || !cut.keeps(x[i + j], id)) continue;
+        if (w[j] <= 0.0f || !cut_.keeps(x[i + j], id)) continue;
         found = id;
         sum += w[j];
         if (sum > rest) return found;
@@ -565,19 +682,28 @@ class Row {
   LeafStats* leaves_ = nullptr;
   float max_ = -INFINITY;
   double log_sum_ = 0.0;
+
+  // Where the kept tokens' weights are: one token; the scan's sums by leaf; the list; sums by leaf of
+  // the tokens that the cut keeps.
+  enum class Kept { kOne, kScanned, kListed, kByLeaf } kept_ = Kept::kOne;
+  int32_t one_ = 0;
+  Candidates* list_ = nullptr;
+  Cut cut_{};
+  double kept_mass_ = 1.0;
 };
 
 // The row function of sample and verify: the token, and its raw log-softmax when wanted.
-template <typename T, typename Uniform>
+// Source: float operator()(Purpose, uint32_t sub_index), in [0, 1).
+template <typename T, typename Source>
 [[maybe_unused]] RowChoice choose_token(const T* logits,
                                         int64_t vocab_size,
                                         const SamplingParams& params,
                                         bool want_logprob,
-                                        Uniform&& uniform) {
-  bool greedy = is_greedy(params);
+                                        const Source& uniform) {
   Row<T> row(logits, vocab_size, params.temperature);
-  row.scan(want_logprob, !greedy && Row<T>::needs_warm(params));
-  int32_t token_id = greedy ? row.argmax() : row.choose(params, uniform());
+  row.scan(want_logprob, Row<T>::needs_warm(params));
+  row.filter(params);
+  int32_t token_id = row.draw(row.is_certain() ? 0.0f : uniform(Purpose::kTarget, 0));
   return {token_id, want_logprob ? row.logprob(row.logit(token_id)) : 0.0f};
 }
 

@@ -23,7 +23,7 @@ void run(const SampleParams& params) {
                                       params.vocab_size,
                                       filters_of(params.filters, row),
                                       params.logprobs != nullptr,
-                                      [&] { return philox_uniform(key, Purpose::kTarget); });
+                                      PhiloxSource{key});
       params.token_ids[row] = choice.token_id;
       if (params.logprobs) params.logprobs[row] = choice.logprob;
     }

@@ -185,10 +185,24 @@ struct Bracket {
 
 // Tokens in id order with a weight each: sixteen more than fit, so that whole vectors can be stored.
 struct Candidates {
-  int count;
-  alignas(64) float x[kMaxCandidates + kLanes];
-  float w[kMaxCandidates + kLanes];
-  int32_t id[kMaxCandidates + kLanes];
+  int count = 0;
+  int capacity = 0;
+  float* x = nullptr;
+  float* w = nullptr;
+  int32_t* id = nullptr;
+
+  ~Candidates() { std::free(x); }
+
+  // Forgets what it holds where it has to grow.
+  void reserve(int size) {
+    if (size <= capacity) return;
+    std::free(x);
+    int64_t stride = (size + 2 * kLanes - 1) / kLanes * kLanes;
+    x = static_cast<float*>(std::aligned_alloc(64, 3 * stride * sizeof(float)));
+    w = x + stride;
+    id = reinterpret_cast<int32_t*>(w + stride);
+    capacity = size;
+  }
 
   void append(F32x16 values, int32_t first_id, uint32_t mask) {
 #if defined(SPECOPS_AVX512)
@@ -212,14 +226,24 @@ struct Candidates {
 #endif
   }
 
+  // Loops that store have their pointers in registers: a store might change the members.
+
   void weigh(float origin, float scale) {
-    for (int i = 0; i < count; i += kLanes) {
-      store(w + i, weight(load(x + i), set1(origin), set1(scale)));
+    const float* from = x;
+    float* to = w;
+    for (int i = 0, end = count; i < end; i += kLanes) {
+      store(to + i, weight(load(from + i), set1(origin), set1(scale)));
     }
   }
 
   void weigh_equally() {
-    for (int i = 0; i < count; i += kLanes) store(w + i, set1(1.0f));
+    float* to = w;
+    for (int i = 0, end = count; i < end; i += kLanes) store(to + i, set1(1.0f));
+  }
+
+  void number_from_zero() {
+    int32_t* to = id;
+    for (int i = 0, end = count; i < end; ++i) to[i] = i;
   }
 
   // Fills up the last vector with tokens that no bracket holds.
@@ -241,12 +265,14 @@ struct Candidates {
 
   // Drops what the cut does not keep, and its weights.
   void keep(Cut cut) {
+    float *xs = x, *ws = w;
+    int32_t* ids = id;
     int kept = 0;
-    for (int i = 0; i < count; ++i) {
-      x[kept] = x[i];
-      w[kept] = w[i];
-      id[kept] = id[i];
-      kept += cut.keeps(x[i], id[i]);
+    for (int i = 0, end = count; i < end; ++i) {
+      xs[kept] = xs[i];
+      ws[kept] = ws[i];
+      ids[kept] = ids[i];
+      kept += cut.keeps(xs[i], ids[i]);
     }
     count = kept;
     pad();
@@ -280,9 +306,48 @@ struct Candidates {
     return number;
   }
 
-  // The first token at which the running weight exceeds uniform * total.
-  int32_t invert_cdf(float uniform) const {
-    double target = uniform * mass(), before = 0.0, after = 0.0;
+  // Of a list in id order; 0 for a token that is not in it.
+  float weight_of(int32_t token_id) const {
+    int low = 0, high = count;
+    while (low < high) {
+      int middle = low + (high - low) / 2;
+      if (id[middle] < token_id) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low < count && id[low] == token_id ? w[low] : 0.0f;
+  }
+
+  // Drops the tokens outside the typical set. Leaves something else than logits in x.
+  void keep_typical(float origin, float inverse, float typical_p) {
+    pad();
+    double total = mass(), moment = 0.0;
+    for (int begin = 0; begin < count; begin += kLeaf) {
+      int end = begin + kLeaf < count ? begin + kLeaf : count;
+      F32x16 sum = zero();
+      for (int i = begin; i < end; i += kLanes) {
+        F32x16 distance = mul(sub(load(x + i), set1(origin)), set1(inverse));
+        distance = max(distance, set1(-200.0f));  // e^-200 weighs nothing
+        store(x + i, distance);
+        sum = fma(distance, load(w + i), sum);
+      }
+      moment += reduce_add(sum);
+    }
+    F32x16 mean = set1(static_cast<float>(moment / total));
+    for (int i = 0; i < count; i += kLanes) {
+      F32x16 above = sub(load(x + i), mean), below = sub(mean, load(x + i));
+      store(x + i, min(above, below));  // -|distance - mean|
+    }
+    pad();
+    Bracket bracket{ordered_bits(-256.0f), ordered_bits(0.0f) + 1, 0.0};
+    keep(select(bracket, typical_p * total));
+  }
+
+  // The first token at which the running weight exceeds the target.
+  int32_t invert_cdf(double target) const {
+    double before = 0.0, after = 0.0;
     int begin = 0;
     for (int next = 0; next < count && after <= target; next += kLeaf) {
       float own = segment_mass(next, next + kLeaf < count ? next + kLeaf : count);

@@ -57,7 +57,7 @@ void run(const TopLogprobsParams& params) {
       bool listed = false;
       if (params.n < params.vocab_size) cut = row.select_count(params.n, &listed);
       int64_t count = 0;
-      row.for_each_kept(cut, [&](int32_t id, float logit) {
+      row.for_each_of(cut, [&](int32_t id, float logit) {
         ids[count] = id;
         values[count] = logit;
         ++count;

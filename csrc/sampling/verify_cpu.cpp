@@ -46,9 +46,8 @@ void run(const VerifyParams& params) {
           } else {
             UniformKey key =
                 uniform_key_of(params.filters, batch_idx, params.positions[batch_idx] + idx);
-            choice = choose_token(row, params.vocab_size, filters, params.logprobs != nullptr, [&] {
-              return philox_uniform(key, Purpose::kTarget);
-            });
+            choice = choose_token(
+                row, params.vocab_size, filters, params.logprobs != nullptr, PhiloxSource{key});
           }
           params.output_token_ids[item] = choice.token_id;
           if (params.logprobs) params.logprobs[item] = choice.logprob;

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where row functions get their random numbers: any object with this call operator serves, so that
+// tests can script it. Plain C++ and CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "common/philox.h"
+
+namespace specops {
+
+// Of the decisions about one token: the key's own sub-index is not read.
+struct PhiloxSource {
+  UniformKey key;
+
+  SPECOPS_HOST_DEVICE_MEMBER float operator()(Purpose purpose, uint32_t sub_index) const {
+    UniformKey own = key;
+    own.sub_index = sub_index;
+    return philox_uniform(own, purpose);
+  }
+};
+
+}  // namespace specops
