@@ -90,14 +90,22 @@ class UnderEverySchedule:
         return call
 
 
+def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in a tuple among them."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _tensors(arg)
+
+
 def _storages(args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The memory of every tensor argument, once, as bytes."""
     found = {}
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            storage = arg.untyped_storage()
-            if storage.nbytes():
-                found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    for tensor in _tensors(args):
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
     return list(found.values())
 
 
@@ -117,11 +125,12 @@ def asan_environment() -> dict[str, str]:
 def _regions(args: tuple[Any, ...]) -> list[tuple[int, int]]:
     """From the first to the last byte of every tensor argument: what a kernel may touch."""
     found = []
-    for arg in args:
-        if isinstance(arg, torch.Tensor) and arg.numel():
-            reach = sum((n - 1) * step for n, step in zip(arg.shape, arg.stride(), strict=True))
-            end = arg.data_ptr() + (reach + 1) * arg.element_size()
-            found.append((arg.data_ptr(), end))
+    for tensor in _tensors(args):
+        if tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            reach = sum((n - 1) * step for n, step in steps)
+            end = tensor.data_ptr() + (reach + 1) * tensor.element_size()
+            found.append((tensor.data_ptr(), end))
     return found
 
 

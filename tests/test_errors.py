@@ -26,6 +26,8 @@ OPS = {
     for node in DEFS
 }
 TENSOR_OPS = {name: args for name, args in OPS.items() if "Tensor" in str(args.values())}
+# The fields of a LogitsProcessors, which have a test of their own.
+FIELDS = "tuple[Tensor | None, ...]"
 
 # Where the message speaks of another name than _C.pyi: the one the user knows.
 PUBLIC_NAMES = {("linear", "packed"): "weight"}
@@ -161,14 +163,43 @@ def embedding() -> dict[str, Any]:
     return {"token_ids": ints(0, 4), "weight": torch.zeros(5, 4), "out": torch.zeros(2, 4)}
 
 
-def sampling_params(count: int) -> dict[str, Any]:
+def filters(count: int) -> dict[str, Any]:
     return {
         "temperature": torch.ones(count),
         "top_k": torch.zeros(count, dtype=torch.int32),
         "top_p": torch.ones(count),
         "min_p": torch.zeros(count),
+        "typical_p": torch.ones(count),
+    }
+
+
+def processors(rows: int) -> sampling.LogitsProcessors:
+    """For two requests, in slots 2 and 0 of three, and logits 9 wide."""
+    return sampling.LogitsProcessors(
+        slots=ints(2, 0),
+        token_ids=torch.zeros(3, 6, dtype=torch.int32),
+        prompt_lens=ints(1, 1, 1),
+        counted_token_ids=ints(0, 3, -1).repeat(3, 1),
+        token_counts=ints(2, 3, 0).repeat(3, 1),
+        repetition_penalty=torch.full((3,), 1.5),
+        presence_penalty=torch.full((3,), 0.5),
+        frequency_penalty=torch.full((3,), 0.25),
+        logit_bias_token_ids=ints(1, -1).repeat(3, 1),
+        logit_bias=torch.ones(3, 2),
+        bad_words=ints(0, 1, 2, -1).view(2, 2).repeat(3, 1, 1),
+        stop_token_ids=ints(8, -1).repeat(3, 1),
+        min_tokens=ints(5, 5, 5),
+        allowed_token_mask=ints(-1, 255).view(2, 1),
+        mask_indices=ints(-1, *[1] * (rows - 1)),
+    )
+
+
+def sampling_params(count: int, rows: int) -> dict[str, Any]:
+    return {
+        **filters(count),
         "seeds": torch.arange(count),
         "choice_index": torch.zeros(count, dtype=torch.int32),
+        "processors": processors(rows),
     }
 
 
@@ -180,8 +211,13 @@ def sample() -> dict[str, Any]:
     return {
         "logits": torch.zeros(2, 9),
         "positions": ints(3, 4),
-        **sampling_params(2),
+        **sampling_params(2, rows=2),
+        "purpose": 3,
+        "anchors": ints(0, 0),
+        "processed_logprobs": False,
         "logprobs": torch.zeros(2),
+        "ranks": ints(0, 0),
+        "probs": torch.zeros(2, 9),
         "out": ints(0, 0),
         "workspace": workspace(),
     }
@@ -193,22 +229,50 @@ def verify() -> dict[str, Any]:
         "output_indptr": ints(0, 3, 5),
         "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
         "positions": ints(3, 4),
-        "strategy": ints(0, 1),
-        "policy": ints(0, 0),
-        **sampling_params(2),
+        "strategy": ints(2, 1),
+        "policy": ints(0, 3),
+        **sampling_params(2, rows=5),
+        "draft_probs": torch.full((2, 3, 2), 0.5),
+        "draft_prob_token_ids": ints(0, 1).repeat(2, 3, 1),
+        "accept_rates": torch.full((2, 3), 0.5),
+        "processed_logprobs": False,
         "output_token_ids": torch.zeros(2, 4, dtype=torch.int32),
         "num_accepted_tokens": ints(0, 0),
         "logprobs": torch.zeros(2, 4),
+        "ranks": torch.zeros(2, 4, dtype=torch.int32),
         "workspace": workspace(),
+    }
+
+
+def verify_tree() -> dict[str, Any]:
+    good = verify()
+    del good["accept_rates"]
+    return {
+        **{name: good.pop(name) for name in ("logits", "output_indptr", "draft_token_ids")},
+        "parents": ints(-1, -1, 1).repeat(2, 1),
+        "positions": good.pop("positions"),
+        "strategy": good.pop("strategy"),
+        "policy": ints(0, 2),
+        **{name: good.pop(name) for name in list(good)[1:-3]},
+        "accepted_nodes": torch.zeros(2, 3, dtype=torch.int32),
+        **{name: good[name] for name in ("logprobs", "ranks", "workspace")},
     }
 
 
 def top_logprobs() -> dict[str, Any]:
     return {
-        "logits": torch.zeros(2, 9),
-        "token_ids": torch.zeros(2, 3, dtype=torch.int32),
-        "logprobs": torch.zeros(2, 3),
-        "lse": torch.zeros(2),
+        "logits": torch.zeros(5, 9),
+        "processed_logprobs": True,
+        "output_indptr": ints(0, 3, 5),
+        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "parents": ints(-1, -1, 1).repeat(2, 1),
+        "positions": ints(3, 4),
+        **filters(2),
+        "processors": processors(rows=5),
+        "token_ids": torch.zeros(5, 3, dtype=torch.int32),
+        "logprobs": torch.zeros(5, 3),
+        "ranks": torch.zeros(5, 3, dtype=torch.int32),
+        "lse": torch.zeros(5),
         "workspace": workspace(),
     }
 
@@ -255,6 +319,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         embedding,
         sample,
         verify,
+        verify_tree,
         top_logprobs,
         commit_tokens,
         ngram_propose,
@@ -297,20 +362,25 @@ def test_the_good_calls_are_good(name: str) -> None:
     assert list(arguments) == list(OPS[name])
     getattr(_C, name)(*arguments.values())
     for argument, kind in OPS[name].items():
-        assert ("Tensor" in kind) == isinstance(arguments[argument], Tensor)
+        holds_tensor = "Tensor" in kind and kind != FIELDS
+        assert holds_tensor == isinstance(arguments[argument], Tensor)
         if kind == "Tensor | None":
             without = {**GOOD_CALLS[name](), argument: None}
             # The arrays of max_seq_len go together, and those of prefixes and of sampling do.
-            together = name == "prepare_batch" or argument.startswith("prefix_")
-            if not together and argument not in {"temperature", "seeds"}:
+            together = name == "prepare_batch" or argument.startswith(("prefix_", "draft_prob"))
+            needed = {"temperature", "seeds", "accept_rates", "positions", "output_indptr"}
+            needed |= {"draft_token_ids"} if name == "top_logprobs" else set()
+            if not together and argument not in needed:
                 getattr(_C, name)(*without.values())
+        if kind == FIELDS:
+            getattr(_C, name)(*{**GOOD_CALLS[name](), argument: ()}.values())
 
 
 CASES = [
     (name, argument, wrong)
     for name, arguments in TENSOR_OPS.items()
     for argument, kind in arguments.items()
-    if "Tensor" in kind
+    if "Tensor" in kind and kind != FIELDS
     for wrong in WRONG
     if not (wrong == "none" and kind == "Tensor | None")
     if (name, wrong) != ("take_error", "strides")  # one element is always contiguous
@@ -326,6 +396,34 @@ def test_wrong_argument(name: str, argument: str, wrong: str) -> None:
     with pytest.raises(ValueError) as caught:
         getattr(_C, name)(*arguments.values())
     assert re.search(rf"^{name}: {public} must be .*{got}", str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "none"])
+@pytest.mark.parametrize("field", sampling.LogitsProcessors._fields)
+@pytest.mark.parametrize("name", ["sample", "verify", "verify_tree", "top_logprobs"])
+def test_wrong_field(name: str, field: str, wrong: str) -> None:
+    arguments = GOOD_CALLS[name]()
+    change, got = WRONG[wrong]
+    fields = arguments["processors"]
+    arguments["processors"] = fields._replace(**{field: change(getattr(fields, field))})
+    with pytest.raises(ValueError) as caught:
+        getattr(_C, name)(*arguments.values())
+    message = str(caught.value)
+    assert re.search(rf"^{name}: processors\.{field} must be .*{got}", message), message
+
+
+@pytest.mark.parametrize("field", sampling.LogitsProcessors._fields)
+def test_fields_that_need_each_other(field: str) -> None:
+    """Without one field, the others still stand or the message names what is missing."""
+    arguments = verify()
+    arguments["processors"] = arguments["processors"]._replace(**{field: None})
+    try:
+        _C.verify(*arguments.values())
+    except ValueError as error:
+        needed = re.match(
+            r"verify: processors\.(\w+) must be given where .* is, got None", str(error)
+        )
+        assert needed and needed[1] == field, str(error)
 
 
 @pytest.mark.parametrize("name", sorted(GOOD_CALLS))
