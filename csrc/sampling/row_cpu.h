@@ -388,12 +388,12 @@ class Row {
 
   // Lists the kept tokens below high; false when there are too many.
   bool gather(Cut cut, float high, Candidates& list) const {
-    list.count = 0;
+    Appender end{list.x, list.id, 0};
     float past = next_above(cut.value);  // ties count up to the cut's last token
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      scratch_->segments[leaf] = list.count;
+      scratch_->segments[leaf] = end.count;
       if (leaves_[leaf].max < cut.value) continue;
-      if (list.count + kLeaf > list.capacity) return false;
+      if (end.count + kLeaf > list.capacity) return false;
       const T* x = leaf_data(leaf);
       int size = leaf_size(leaf);
       for (int i = 0; i < size; i += kLanes) {
@@ -402,10 +402,11 @@ class Row {
         uint32_t mask = lanes_between(values, first <= cut.last_id ? cut.value : past, high);
         if (is_last(cut, first)) mask = kept_lanes(cut, values, first, mask);
         if (i + kLanes > size) mask &= (1u << (size - i)) - 1;
-        list.append(values, first, mask);  // no branch on the mask: it is hard to predict
+        end.append(values, first, mask);  // no branch on the mask: it is hard to predict
       }
     }
-    scratch_->segments[num_leaves_] = list.count;
+    scratch_->segments[num_leaves_] = end.count;
+    list.count = end.count;
     list.pad();
     return true;
   }

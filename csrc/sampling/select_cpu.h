@@ -183,26 +183,11 @@ struct Bracket {
   }
 };
 
-// Tokens in id order with a weight each: sixteen more than fit, so that whole vectors can be stored.
-struct Candidates {
-  int count = 0;
-  int capacity = 0;
-  float* x = nullptr;
-  float* w = nullptr;
-  int32_t* id = nullptr;
-
-  ~Candidates() { std::free(x); }
-
-  // Forgets what it holds where it has to grow.
-  void reserve(int size) {
-    if (size <= capacity) return;
-    std::free(x);
-    int64_t stride = (size + 2 * kLanes - 1) / kLanes * kLanes;
-    x = static_cast<float*>(std::aligned_alloc(64, 3 * stride * sizeof(float)));
-    w = x + stride;
-    id = reinterpret_cast<int32_t*>(w + stride);
-    capacity = size;
-  }
+// The end of a list that grows: a value of its own, which a loop keeps in registers.
+struct Appender {
+  float* x;
+  int32_t* id;
+  int count;
 
   void append(F32x16 values, int32_t first_id, uint32_t mask) {
 #if defined(SPECOPS_AVX512)
@@ -224,6 +209,28 @@ struct Candidates {
       ++count;
     }
 #endif
+  }
+};
+
+// Tokens in id order with a weight each: sixteen more than fit, so that whole vectors can be stored.
+struct Candidates {
+  int count = 0;
+  int capacity = 0;
+  float* x = nullptr;
+  float* w = nullptr;
+  int32_t* id = nullptr;
+
+  ~Candidates() { std::free(x); }
+
+  // Forgets what it holds where it has to grow.
+  void reserve(int size) {
+    if (size <= capacity) return;
+    std::free(x);
+    int64_t stride = (size + 2 * kLanes - 1) / kLanes * kLanes;
+    x = static_cast<float*>(std::aligned_alloc(64, 3 * stride * sizeof(float)));
+    w = x + stride;
+    id = reinterpret_cast<int32_t*>(w + stride);
+    capacity = size;
   }
 
   // Loops that store have their pointers in registers: a store might change the members.
