@@ -197,6 +197,20 @@ SPECOPS_HOST_DEVICE float clean_logit(float x) {
   return x <= FLT_MAX ? x : FLT_MAX;
 }
 
+// outputs: how often the token is in the output, drafts on the path included.
+SPECOPS_HOST_DEVICE float penalized_logit(const RowProcessors& row,
+                                          float x,
+                                          int32_t outputs,
+                                          bool in_prompt) {
+  if (outputs > 0 || in_prompt) {
+    x = x > 0.0f ? x / row.repetition : x * row.repetition;
+  }
+  float scaled = row.frequency * static_cast<float>(outputs);
+  x -= scaled;
+  if (outputs > 0) x -= row.presence;
+  return x;
+}
+
 // Biases and penalties of a token that is not forbidden. Each step is rounded to fp32.
 SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row, int32_t id, float x) {
   x = clean_logit(x);
@@ -211,13 +225,7 @@ SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row, int32_t id, f
   for (int32_t node = row.path.node; node >= 0; node = node_before(row.path, node)) {
     outputs += row.path.draft_token_ids[node] == id;
   }
-  if (outputs > 0 || (counts & 1) != 0) {
-    x = x > 0.0f ? x / row.repetition : x * row.repetition;
-  }
-  float scaled = row.frequency * static_cast<float>(outputs);
-  x -= scaled;
-  if (outputs > 0) x -= row.presence;
-  return x;
+  return penalized_logit(row, x, outputs, (counts & 1) != 0);
 }
 
 // What a logit becomes, in the logits' own dtype: as an edit in place would leave it.
@@ -225,6 +233,24 @@ template <typename T>
 SPECOPS_HOST_DEVICE T processed_logit(const RowProcessors& row, int32_t id, T x) {
   if (!is_allowed(row, id) || is_forbidden(row, id)) return from_float<T>(-INFINITY);
   return from_float<T>(clean_logit(adjusted_logit(row, id, to_float(x))));
+}
+
+// Calls visit(id) for every token that a bad word or the minimal length forbids, and for -1.
+template <typename Visit>
+SPECOPS_HOST_DEVICE void for_each_forbidden(const RowProcessors& row,
+                                            int32_t begin,
+                                            int32_t step,
+                                            Visit&& visit) {
+  for (int32_t i = begin; i < row.max_stop_tokens; i += step) visit(row.stop_token_ids[i]);
+  for (int32_t i = begin; i < row.max_bad_words; i += step) visit(forbidden_by(row, i));
+}
+
+// Calls visit(id) for every draft on the way to the row.
+template <typename Visit>
+SPECOPS_HOST_DEVICE void for_each_in_flight(const RowProcessors& row, Visit&& visit) {
+  for (int32_t node = row.path.node; node >= 0; node = node_before(row.path, node)) {
+    visit(row.path.draft_token_ids[node]);
+  }
 }
 
 // Calls visit(id) for every token that the tables name, allowed or not, some more than once; all
@@ -237,12 +263,8 @@ SPECOPS_HOST_DEVICE void for_each_named(const RowProcessors& row,
                                         Visit&& visit) {
   for (int32_t i = begin; i < row.max_counted; i += step) visit(row.counted_token_ids[i]);
   for (int32_t i = begin; i < row.max_biases; i += step) visit(row.bias_token_ids[i]);
-  for (int32_t i = begin; i < row.max_stop_tokens; i += step) visit(row.stop_token_ids[i]);
-  for (int32_t i = begin; i < row.max_bad_words; i += step) visit(forbidden_by(row, i));
-  if (!row.penalizes || begin != 0) return;
-  for (int32_t node = row.path.node; node >= 0; node = node_before(row.path, node)) {
-    visit(row.path.draft_token_ids[node]);
-  }
+  for_each_forbidden(row, begin, step, visit);
+  if (row.penalizes && begin == 0) for_each_in_flight(row, visit);
 }
 
 }  // namespace specops

@@ -33,34 +33,49 @@ struct LeafStats {
 // Memory of one thread; the parts per leaf grow to the largest row it has met.
 struct Scratch {
   LeafStats* stats = nullptr;
-  double* masses = nullptr;     // of the kept tokens of each leaf
-  float* sums = nullptr;        // [num_leaves, kThresholds]
+  LeafStats* untouched_stats = nullptr;  // of the caller's row, where processors changed a copy
+  double* masses = nullptr;              // of the kept tokens of each leaf
+  float* sums = nullptr;                 // [num_leaves, kThresholds]
   int32_t* segments = nullptr;  // [num_leaves + 1], where a leaf's tokens begin in the list
   int64_t capacity = 0;
   Candidates candidates;  // a list of the few that matter
   Candidates all;         // room for a whole row, made when a filter asks for it
+  void* row = nullptr;    // the copy that processors change
+  int64_t row_bytes = 0;
 
   ~Scratch() {
     std::free(stats);
+    std::free(untouched_stats);
     std::free(masses);
     std::free(sums);
     std::free(segments);
+    std::free(row);
   }
 
-  LeafStats* reserve(int64_t num_leaves) {
+  void reserve(int64_t num_leaves) {
     candidates.reserve(kMaxCandidates);
     if (num_leaves > capacity) {
       std::free(stats);
+      std::free(untouched_stats);
       std::free(masses);
       std::free(sums);
       std::free(segments);
       stats = static_cast<LeafStats*>(std::malloc(num_leaves * sizeof(LeafStats)));
+      untouched_stats = static_cast<LeafStats*>(std::malloc(num_leaves * sizeof(LeafStats)));
       masses = static_cast<double*>(std::malloc(num_leaves * sizeof(double)));
       sums = static_cast<float*>(std::malloc(num_leaves * kThresholds * sizeof(float)));
       segments = static_cast<int32_t*>(std::malloc((num_leaves + 1) * sizeof(int32_t)));
       capacity = num_leaves;
     }
-    return stats;
+  }
+
+  void* reserve_row(int64_t num_bytes) {
+    if (num_bytes > row_bytes) {
+      std::free(row);
+      row_bytes = (num_bytes + 63) / 64 * 64;
+      row = std::aligned_alloc(64, row_bytes);
+    }
+    return row;
   }
 };
 thread_local Scratch tls_scratch;
@@ -80,22 +95,22 @@ class Row {
 
   // The one read of the row from memory: maxima, and the two sums that were asked for.
   void scan(bool want_raw, bool want_warm) {
-    scratch_ = &tls_scratch;
-    leaves_ = scratch_->reserve(num_leaves_);
-    max_ = -INFINITY;
-    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      leaves_[leaf] = scan_leaf(leaf, want_raw, want_warm);
-      if (leaves_[leaf].max > max_) max_ = leaves_[leaf].max;
-    }
-    if (!want_raw || max_ == -INFINITY) return;
-    double sum = 0.0;
-    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      if (leaves_[leaf].max == -INFINITY) continue;
-      sum += leaves_[leaf].raw * std::exp(static_cast<double>(leaves_[leaf].max) - max_);
-    }
-    log_sum_ = std::log(sum);
+    scan(want_raw, want_warm, /*untouched=*/false, [](int64_t, int) {});
   }
 
+  // The same of the caller's row beside a copy that is being made of it: visit(first id, size) for
+  // every leaf, while it is near.
+  template <typename Visit>
+  void scan_untouched(bool want_raw, Visit&& visit) {
+    scan(want_raw, false, /*untouched=*/true, visit);
+  }
+
+  template <typename Visit>
+  void for_each_leaf(Visit&& visit) const {
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      visit(static_cast<int64_t>(leaf) * kLeaf, leaf_size(leaf));
+    }
+  }
   float lse() const { return max_ == -INFINITY ? max_ : static_cast<float>(max_ + log_sum_); }
 
   // The raw log-softmax of a logit of this row.
@@ -306,6 +321,26 @@ class Row {
   }
 
  private:
+  template <typename Visit>
+  void scan(bool want_raw, bool want_warm, bool untouched, Visit&& visit) {
+    scratch_ = &tls_scratch;
+    scratch_->reserve(num_leaves_);
+    leaves_ = untouched ? scratch_->untouched_stats : scratch_->stats;
+    max_ = -INFINITY;
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      leaves_[leaf] = scan_leaf(leaf, want_raw, want_warm);
+      if (leaves_[leaf].max > max_) max_ = leaves_[leaf].max;
+      visit(static_cast<int64_t>(leaf) * kLeaf, leaf_size(leaf));
+    }
+    if (!want_raw || max_ == -INFINITY) return;
+    double sum = 0.0;
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      if (leaves_[leaf].max == -INFINITY) continue;
+      sum += leaves_[leaf].raw * std::exp(static_cast<double>(leaves_[leaf].max) - max_);
+    }
+    log_sum_ = std::log(sum);
+  }
+
   Cut everything() const { return {-INFINITY, vocab_size_ - 1}; }
 
   const T* leaf_data(int32_t leaf) const { return logits_ + static_cast<int64_t>(leaf) * kLeaf; }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
 #include "common/philox.h"
-#include "sampling/row_cpu.h"
 #include "sampling/sample.h"
+#include "sampling/target_row_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
@@ -16,16 +16,28 @@ namespace {
 template <typename T>
 void run(const SampleParams& params) {
   const T* logits = static_cast<const T*>(params.logits);
+  bool any_processors = has_processors(params.processors);
+  RowScores scores{.logprob = params.logprobs != nullptr,
+                   .rank = params.ranks != nullptr,
+                   .processed = params.processed_logprobs};
   parallel_for(params.rows, row_grain(params.vocab_size), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      UniformKey key = uniform_key_of(params.filters, row, params.positions[row]);
-      RowChoice choice = choose_token(logits + row * params.logits_stride,
-                                      params.vocab_size,
-                                      filters_of(params.filters, row),
-                                      params.logprobs != nullptr,
-                                      PhiloxSource{key});
-      params.token_ids[row] = choice.token_id;
-      if (params.logprobs) params.logprobs[row] = choice.logprob;
+    for (int64_t idx = begin; idx < end; ++idx) {
+      RowProcessors processors;
+      if (any_processors) {
+        processors = row_processors(params.processors, idx, idx, params.positions[idx], {});
+      }
+      TargetRow<T> row(logits + idx * params.logits_stride,
+                       params.vocab_size,
+                       filters_of(params.filters, idx),
+                       any_processors ? &processors : nullptr,
+                       scores);
+      uint32_t anchor = params.anchors ? static_cast<uint32_t>(params.anchors[idx]) : 0u;
+      UniformKey key = uniform_key_of(params.filters, idx, params.positions[idx], anchor);
+      int32_t token_id = row.choose(params.purpose, PhiloxSource{key});
+      params.token_ids[idx] = token_id;
+      if (params.logprobs) params.logprobs[idx] = row.logprob(token_id);
+      if (params.ranks) params.ranks[idx] = row.rank(token_id);
+      if (params.probs) row.write_target_probs(params.probs + idx * params.vocab_size);
     }
   });
 }

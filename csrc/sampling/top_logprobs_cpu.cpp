@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
-#include "sampling/row_cpu.h"
+#include "sampling/target_row_cpu.h"
 #include "sampling/top_logprobs.h"
 
 namespace specops::SPECOPS_ISA {
@@ -36,34 +36,81 @@ void sort_descending(float* logits, int32_t* ids, int64_t count) {
   }
 }
 
-// The first n tokens of softmax(logits) by (logit descending, id ascending).
+// Rank of the first tokens of a row, most probable first: 1 + how many logits are greater.
+void rank_sorted(const float* logits, int64_t count, int32_t* ranks) {
+  for (int64_t i = 0; i < count; ++i) {
+    bool tied = i > 0 && logits[i] == logits[i - 1];
+    ranks[i] = tied ? ranks[i - 1] : static_cast<int32_t>(i + 1);
+  }
+}
+
+// The request that owns a row, -1 for a row past the last one's.
+int64_t request_of(const TopLogprobsParams& params, int64_t row_idx) {
+  if (params.output_indptr == nullptr) return row_idx;
+  int64_t low = 0, high = params.batch;  // the first request that ends past the row
+  while (low < high) {
+    int64_t middle = low + (high - low) / 2;
+    if (params.output_indptr[middle + 1] <= row_idx) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < params.batch ? low : -1;
+}
+
+RowProcessors processors_of(const TopLogprobsParams& params, int64_t batch_idx, int64_t row_idx) {
+  int64_t first = params.output_indptr ? params.output_indptr[batch_idx] : row_idx;
+  DraftPath path{.node = static_cast<int32_t>(row_idx - first - 1)};
+  if (params.draft_token_ids) {
+    path.draft_token_ids = params.draft_token_ids + batch_idx * params.max_draft_tokens;
+  }
+  if (params.parents) path.parents = params.parents + batch_idx * params.max_draft_tokens;
+  return row_processors(params.processors, batch_idx, row_idx, params.positions[batch_idx], path);
+}
+
+// The first n tokens of softmax(logits), or of target_probs, by (logit descending, id ascending).
 // Cost:    one read of rows * vocab_size logits, and a few passes over the row in L2.
-// Assumes: rows contiguous, n <= vocab_size.
+// Assumes: rows contiguous, n <= vocab_size, output_indptr ascending from 0.
 // Order:   row_cpu.h; ties to the lower id.
 // Source:  threshold selection without a sort.
 // Threads: rows.
 template <typename T>
 void run(const TopLogprobsParams& params) {
   const T* logits = static_cast<const T*>(params.logits);
+  RowScores scores{.logprob = true,
+                   .rank = params.ranks != nullptr,
+                   .processed = params.processed_logprobs,
+                   .lse = true};
   parallel_for(params.rows, row_grain(params.vocab_size), [&](int64_t begin, int64_t end) {
     for (int64_t row_idx = begin; row_idx < end; ++row_idx) {
-      Row<T> row(logits + row_idx * params.logits_stride, params.vocab_size, 1.0f);
-      row.scan(true, false);
+      int64_t batch_idx = params.processed_logprobs ? request_of(params, row_idx) : -1;
+      SamplingParams filters;
+      RowProcessors processors;
+      if (batch_idx >= 0) {
+        filters = filters_of(params.filters, batch_idx);
+        if (has_processors(params.processors)) {
+          processors = processors_of(params, batch_idx, row_idx);
+        }
+      }
+      TargetRow<T> row(
+          logits + row_idx * params.logits_stride, params.vocab_size, filters, &processors, scores);
       params.lse[row_idx] = row.lse();
       if (params.n == 0) continue;
       int32_t* ids = params.token_ids + row_idx * params.n;
       float* values = params.logprobs + row_idx * params.n;
       Cut cut{-INFINITY, static_cast<int32_t>(params.vocab_size - 1)};
       bool listed = false;
-      if (params.n < params.vocab_size) cut = row.select_count(params.n, &listed);
+      if (params.n < params.vocab_size) cut = row.processed().select_count(params.n, &listed);
       int64_t count = 0;
-      row.for_each_of(cut, [&](int32_t id, float logit) {
+      row.processed().for_each_of(cut, [&](int32_t id, float logit) {
         ids[count] = id;
         values[count] = logit;
         ++count;
       });
       sort_descending(values, ids, count);
-      for (int64_t i = 0; i < count; ++i) values[i] = row.logprob(values[i]);
+      if (params.ranks) rank_sorted(values, count, params.ranks + row_idx * params.n);
+      for (int64_t i = 0; i < count; ++i) values[i] = row.logprob(ids[i]);
     }
   });
 }

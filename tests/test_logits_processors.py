@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processed logits: an op given processors is the op on logits that were edited in place."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import specops
+import torch
+from processor_cases import RULES, only, random_processors, to_device
+from specops import reference, sampling
+from specops.sampling import LogitsProcessors, Purpose
+from test_sampling import mixed_params, on_device, positions_from, row_params
+from torch import Tensor
+
+INF = math.inf
+
+
+@pytest.fixture(autouse=True)
+def _rows_on_cuda(on_cuda: bool) -> None:
+    if on_cuda:
+        pytest.skip("the CUDA rows do not apply processors yet")
+
+
+def with_typical(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    values = torch.tensor([1.0, 1.0, 0.2, 0.9])
+    picked = values[torch.randint(4, (len(params["seeds"]),))]
+    return {**params, "typical_p": picked}
+
+
+def run(
+    logits: Tensor,
+    positions: Tensor,
+    params: dict[str, Tensor],
+    processors: LogitsProcessors | None = None,
+    **more: Any,
+) -> list[Tensor]:
+    """Tokens, logprobs, ranks and target probabilities of `sample`, on cpu."""
+    rows, vocab = logits.shape
+    device = logits.device
+    logprobs = torch.full((rows,), 7.0, device=device)
+    ranks = torch.full((rows,), 7, dtype=torch.int32, device=device)
+    probs = torch.full((rows, vocab), 7.0, device=device)
+    tokens = sampling.sample(
+        logits,
+        positions.to(device),
+        **on_device(params, device),
+        processors=processors and to_device(processors, device),
+        logprobs=logprobs,
+        ranks=ranks,
+        probs=probs,
+        **more,
+    )
+    return [x.cpu() for x in (tokens, logprobs, ranks, probs)]
+
+
+def check_as_if_edited(
+    logits: Tensor, positions: Tensor, params: dict[str, Tensor], processors: LogitsProcessors
+) -> None:
+    """Bit for bit `sample` of the edited logits; raw scores are of the untouched ones."""
+    edited = reference.process_logits(logits.cpu(), processors, positions).to(logits.device)
+    want = run(edited, positions, params, processed_logprobs=True)
+    got = run(logits, positions, params, processors, processed_logprobs=True)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    raw = run(logits, positions, params, processors)
+    assert torch.equal(raw[0], want[0]) and torch.equal(raw[3], want[3])
+    ids, logprobs, _ = sampling.top_logprobs(logits, logits.shape[1])
+    of_token = torch.zeros(logits.shape).scatter_(1, ids.cpu().long(), logprobs.cpu())
+    assert torch.equal(raw[1], of_token.gather(1, raw[0].long()[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rows,vocab", [(0, 9), (5, 1), (7, 31), (7, 33), (12, 1000), (300, 60), (2, 40_003)]
+)
+def test_processors_are_edits_in_place(
+    device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
+) -> None:
+    logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
+    positions = torch.randint(0, 20, (rows,), dtype=torch.int32)
+    processors = random_processors(rows, rows, vocab, positions)
+    check_as_if_edited(logits, positions, with_typical(mixed_params(rows)), processors)
+
+
+def test_every_combination_of_processors(device: str, isa: str, on_cuda: bool) -> None:
+    rows, vocab = 8, 67
+    for count in range(0, len(RULES) + 1, 3 if on_cuda else 1):
+        for rules in itertools.combinations(RULES, count):
+            logits = 3 * torch.randn(rows, vocab)
+            positions = torch.randint(0, 20, (rows,), dtype=torch.int32)
+            processors = only(random_processors(rows, rows, vocab, positions), set(rules))
+            check_as_if_edited(logits.to(device), positions, mixed_params(rows), processors)
+
+
+def test_processed_against_the_reference(device: str, isa: str) -> None:
+    rows, vocab = 90, 70
+    logits = 3 * torch.randn(rows, vocab)
+    positions = torch.randint(0, 20, (rows,), dtype=torch.int32)
+    processors = random_processors(rows, rows, vocab, positions)
+    params = with_typical(mixed_params(rows))
+    for processed in (False, True):
+        want = [torch.zeros(rows).double(), torch.zeros(rows).int(), torch.zeros(rows, vocab)]
+        tokens = reference.sample(
+            logits,
+            positions,
+            **params,
+            processors=processors,
+            processed_logprobs=processed,
+            logprobs=want[0],
+            ranks=want[1],
+            probs=want[2],
+        )
+        got = run(logits.to(device), positions, params, processors, processed_logprobs=processed)
+        assert torch.equal(got[0], tokens) and torch.equal(got[2], want[1])
+        torch.testing.assert_close(got[1].double(), want[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(got[3], want[2], rtol=0, atol=1e-6)
+        assert torch.equal(got[3] == 0, want[2] == 0)
+        torch.testing.assert_close(got[3].sum(1), torch.ones(rows))
+
+
+def test_a_row_alone_has_the_bits_it_has_in_a_batch(device: str, isa: str, on_cuda: bool) -> None:
+    rows, vocab = 13, 9001
+    logits = torch.randn(rows, vocab, device=device)
+    positions = torch.randint(0, 20, (rows,), dtype=torch.int32)
+    processors, params = random_processors(rows, rows, vocab, positions), mixed_params(rows)
+    params = with_typical(params)
+    want = run(logits, positions, params, processors, processed_logprobs=True)
+    for threads in (1, 2, 3) if not on_cuda else (1,):
+        specops.set_num_threads(threads)
+        got = run(logits, positions, params, processors, processed_logprobs=True)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        for row in range(rows):
+            own = processors._replace(
+                slots=processors.slots[row : row + 1],
+                mask_indices=processors.mask_indices[row : row + 1],
+            )
+            alone = {name: column[row : row + 1] for name, column in params.items()}
+            got = run(
+                logits[row : row + 1],
+                positions[row : row + 1],
+                alone,
+                own,
+                processed_logprobs=True,
+            )
+            assert all(torch.equal(a[0], b[row]) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_processed_strided_rows_with_poisoned_slack(
+    device: str, isa: str, dtype: torch.dtype
+) -> None:
+    wide = torch.full((9, 2300), 1e30, device=device, dtype=dtype)
+    wide[:, 101:2134] = torch.randn(9, 2033)
+    view = wide[:, 101:2134]
+    positions, params = torch.arange(9, dtype=torch.int32), mixed_params(9)
+    processors = random_processors(9, 9, 2033, positions)
+    got = run(view, positions, params, processors)
+    for a, b in zip(got, run(view.contiguous(), positions, params, processors), strict=True):
+        assert torch.equal(a, b)
+    assert (wide[:, :101] == wide[0, 0]).all() and (wide[:, 2134:] == wide[0, 0]).all()
+
+
+def test_nothing_allowed_and_odd_logits(device: str, isa: str) -> None:
+    """A row whose every token is disallowed; NaN and infinities under every rule."""
+    vocab = 70
+    logits = torch.randn(6, vocab)
+    logits[1] = math.nan
+    logits[2, ::2] = INF
+    logits[3] = -INF
+    logits[4, :40] = math.nan
+    logits[4, 40:50] = 3e38
+    positions = torch.full((6,), 9, dtype=torch.int32)
+    processors = random_processors(6, 6, vocab, positions)
+    processors.logit_bias[:] = 3e38
+    processors.allowed_token_mask[2] = 0
+    processors.mask_indices[:] = torch.tensor([2, -1, 0, 1, -1, -1])
+    for temperature in (0.0, 1.0):
+        params = row_params(6, temperature=temperature, top_p=0.8)
+        check_as_if_edited(logits.to(device), positions, params, processors)
+        got = run(logits.to(device), positions, params, processors, processed_logprobs=True)
+        for row in (0, 1, 3):
+            assert int(got[0][row]) == 0 and float(got[1][row]) == -INF
+            assert got[3][row].tolist() == [1.0] + [0.0] * (vocab - 1)
+
+
+def test_ties_after_processing(device: str, isa: str) -> None:
+    """Biases that make logits equal: the lower id first, and one rank for all of them."""
+    logits = torch.zeros(1, 3000, device=device)
+    processors = LogitsProcessors(
+        slots=torch.zeros(1, dtype=torch.int32),
+        logit_bias_token_ids=torch.tensor([[7, 1500, 2999, -1]], dtype=torch.int32),
+        logit_bias=torch.tensor([[1.0, 1.0, 2.0, 9.0]]),
+    )
+    params = row_params(1, temperature=1.0, top_k=2, seeds=4)
+    for position in range(40):
+        got = run(
+            logits, torch.tensor([position]).int(), params, processors, processed_logprobs=True
+        )
+        assert int(got[0]) in (7, 2999)
+        assert int(got[2]) == (2 if int(got[0]) == 7 else 1)
+
+
+def test_typical_p_keeps_the_smallest_typical_set(device: str, isa: str) -> None:
+    """Two-sided: the most probable token may go while less probable ones stay."""
+    probs = torch.tensor([0.5, 0.2, 0.2, 0.1])
+    row = probs.log()
+    surprise = -row
+    entropy = float((probs * surprise).sum())
+    assert (surprise - entropy).abs().argsort(stable=True).tolist() == [1, 2, 0, 3]
+    for typical_p, kept in ((0.1, [1]), (0.3, [1, 2]), (0.5, [0, 1, 2]), (0.95, [0, 1, 2, 3])):
+        params = {**row_params(1), "typical_p": torch.tensor([typical_p])}
+        got = run(row[None].to(device), positions_from(0, 1), params)[3][0]
+        assert got.nonzero().flatten().tolist() == kept
+        want = reference.target_probs(row, 1.0, typical_p=typical_p).float()
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("vocab", [40_003, 151_936])
+def test_typical_p_of_large_rows(device: str, isa: str, on_cuda: bool, vocab: int) -> None:
+    """More kept tokens than a list holds, ties among them, and whatever else narrows the row."""
+    cases: list[dict[str, Any]] = [
+        {"typical_p": 0.3},
+        {"typical_p": 0.9, "temperature": 1e3},
+        {"typical_p": 0.9, "top_p": 0.95},
+        {"typical_p": 0.5, "top_k": 20_000},
+        {"typical_p": 0.5, "min_p": 0.01},
+        {"typical_p": 0.9999},
+    ]
+    logits = torch.randn(len(cases), vocab).bfloat16()
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    params = row_params(
+        len(cases), **{k: [c.get(k, off) for c in cases] for k, off in defaults.items()}
+    )
+    params["typical_p"] = torch.tensor([case["typical_p"] for case in cases])
+    if on_cuda:
+        logits, params = logits[:3], {name: column[:3] for name, column in params.items()}
+    got = run(logits.to(device), positions_from(3, len(logits)), params)[3].double()
+    for i, row in enumerate(logits):
+        filters = {name: params[name][i].item() for name in (*defaults, "typical_p")}
+        want = reference.target_probs(row, **filters)
+        assert abs(float(got[i].sum()) - 1.0) < 1e-5
+        # sums in fp32 may end a token or two later, a hundredth of a percent of the mass
+        assert (got[i] - want).abs().sum() < 2e-4
+
+
+def test_drafts_are_drawn_apart_and_anchors_count(device: str, isa: str) -> None:
+    logits = torch.zeros(64, 4096, device=device)
+    positions, params = positions_from(0, 64), row_params(64, seeds=9)
+    drafts = run(logits, positions, params, purpose=Purpose.DRAFT)[0]
+    for position, token in enumerate(drafts.tolist()):
+        assert token == int(reference.philox_uniform(9, position, 0) * 4096)
+    anchors = positions_from(1, 64)
+    anchored = run(logits, positions, params, anchors=anchors.to(device))[0]
+    for position, token in enumerate(anchored.tolist()):
+        uniform = reference.philox_uniform(9, position, 3, 0, 0, position + 1)
+        assert token == int(uniform * 4096)
+
+
+# ---- top_logprobs of processed logits ----
+
+
+def chains_of(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
+    """Requests with 0 to k drafts; the rows behind the last belong to none."""
+    drafts = torch.randint(vocab, (batch, k), dtype=torch.int32)
+    lens = torch.randint(0, k + 2, (batch,))
+    indptr = torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
+    drafts[torch.arange(k)[None] >= lens[:, None] - 1] = 2**30
+    return {"output_indptr": indptr, "draft_token_ids": drafts}
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("batch,k,vocab,n", [(9, 3, 90, 7), (4, 2, 5000, 30), (3, 0, 40, 40)])
+def test_processed_top_logprobs(
+    device: str, isa: str, tree: bool, batch: int, k: int, vocab: int, n: int
+) -> None:
+    """A row of a request in the op is the row alone, edited, and scored as `sample` scores it."""
+    step = chains_of(batch, k, vocab)
+    if tree:
+        step["parents"] = (
+            torch.tensor([[int(torch.randint(-1, j, ())) for j in range(k)] for _ in range(batch)])
+            .int()
+            .view(batch, k)
+        )
+    rows = int(step["output_indptr"][-1])
+    logits = 3 * torch.randn(rows, vocab)
+    positions = torch.randint(0, 20, (batch,), dtype=torch.int32)
+    processors = random_processors(batch, rows, vocab, positions, step["draft_token_ids"])
+    params = with_typical(mixed_params(batch))
+    del params["seeds"], params["choice_index"]
+    ranks = torch.zeros(rows, n, dtype=torch.int32, device=device)
+    got = sampling.top_logprobs(
+        logits.to(device),
+        n,
+        processed_logprobs=True,
+        **on_device({**step, "positions": positions, **params}, device),
+        processors=to_device(processors, device),
+        ranks=ranks,
+    )
+    edited = reference.process_logits(logits, processors, positions, **step)
+    request = torch.repeat_interleave(torch.arange(batch), step["output_indptr"].diff())
+    own = {name: column[request] for name, column in params.items()}
+    want_ranks = torch.zeros(rows, n, dtype=torch.int32)
+    want = reference.top_logprobs(edited, n, processed_logprobs=True, **own, ranks=want_ranks)
+    assert torch.equal(got[0].cpu(), want[0]) and torch.equal(ranks.cpu(), want_ranks)
+    torch.testing.assert_close(got[1].cpu(), want[1], rtol=0, atol=1e-5)
+    lse = sampling.top_logprobs(logits.to(device), 0)[2]
+    assert torch.equal(got[2], lse)
+    # the bits of sample, where it chooses one of them
+    params = {**own, "seeds": torch.arange(rows)}
+    choice = run(edited.to(device), torch.zeros(rows).int(), params, processed_logprobs=True)
+    found = got[0].cpu() == choice[0][:, None]
+    assert found.any()
+    assert torch.equal(got[1].cpu()[found], choice[1][found.any(1)])
+    assert torch.equal(ranks.cpu()[found], choice[2][found.any(1)])
+
+
+def test_top_logprobs_ranks_of_raw_logits(device: str, isa: str) -> None:
+    logits = torch.randn(5, 900).round(decimals=1).to(device)
+    ranks = torch.zeros(5, 40, dtype=torch.int32, device=device)
+    want = torch.zeros(5, 40, dtype=torch.int32)
+    sampling.top_logprobs(logits, 40, ranks=ranks)
+    reference.top_logprobs(logits.cpu(), 40, ranks=want)
+    assert torch.equal(ranks.cpu(), want)
