@@ -33,6 +33,10 @@ FIELDS = "tuple[Tensor | None, ...]"
 PUBLIC_NAMES = {("linear", "packed"): "weight"}
 
 
+# Optional arguments without which others of commit's good call could not be.
+NEEDED_IN_COMMIT = {"prompt_lens", "counted_token_ids", "token_counts", "thinking_state"}
+NEEDED_IN_COMMIT |= {"finish_reasons"}
+
 # Ops that compute nothing a reference could say better.
 NO_REFERENCE = {"pack_weight", "take_error"}
 
@@ -277,12 +281,30 @@ def top_logprobs() -> dict[str, Any]:
     }
 
 
-def commit_tokens() -> dict[str, Any]:
+def commit() -> dict[str, Any]:
+    counted = torch.full((3, 6), -1, dtype=torch.int32)
     return {
         "output_token_ids": torch.zeros(2, 3, dtype=torch.int32),
         "slots": ints(0, 2),
         "token_ids": torch.zeros(3, 6, dtype=torch.int32),
         "lens": ints(1, 0, 3),
+        "logprobs": torch.zeros(2, 3),
+        "ranks": torch.zeros(2, 3, dtype=torch.int32),
+        "prompt_lens": ints(1, 0, 1),
+        "max_lens": ints(6, 6, 5),
+        "min_tokens": ints(0, 0, 1),
+        "stop_token_ids": ints(3, 4, 5).view(3, 1),
+        "stop_sequences": ints(1, -1, 2, 1, 0, 2).view(3, 1, 2),
+        "counted_token_ids": counted,
+        "token_counts": torch.zeros(3, 6, dtype=torch.int32),
+        "think_end_token_id": ints(7, 7, -1),
+        "thinking_budget": ints(2, -1, 5),
+        "reply_budget": ints(2, -1, 5),
+        "inject_token_ids": ints(8, 9, 8, -1, -1, -1).view(3, 2),
+        "thinking_state": ints(0, 0, -1),
+        "finish_reasons": ints(0, 0, 0),
+        "stop_indices": ints(-1, -1, -1),
+        "num_committed_tokens": ints(0, 0),
     }
 
 
@@ -321,7 +343,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         verify,
         verify_tree,
         top_logprobs,
-        commit_tokens,
+        commit,
         ngram_propose,
         take_error,
     )
@@ -370,6 +392,7 @@ def test_the_good_calls_are_good(name: str) -> None:
             together = name == "prepare_batch" or argument.startswith(("prefix_", "draft_prob"))
             needed = {"temperature", "seeds", "accept_rates", "positions", "output_indptr"}
             needed |= {"draft_token_ids"} if name == "top_logprobs" else set()
+            needed |= NEEDED_IN_COMMIT if name == "commit" else set()
             if not together and argument not in needed:
                 getattr(_C, name)(*without.values())
         if kind == FIELDS:

@@ -38,7 +38,7 @@ RMS_NORM = "test_dense.py rms_norm"
 PREPARE = "test_batching.py prepare or rows or neighbours"
 ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
-COMMIT = "test_sampling.py commit"
+COMMIT = "test_commit.py test"
 SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
@@ -253,18 +253,39 @@ MUTATIONS = [
         ATTENTION,
     ),
     Mutation(
-        "the length is written while lanes still read it",
-        "sampling/commit_tokens.cuh",
-        "  __syncwarp(kFullMask);  // every lane has read the length\n",
+        "the counts are stored while other threads read the row",
+        "sampling/commit.cuh",
+        "      if (!__syncthreads_or(distance > 0)) break;  // entries before these stay as well\n",
+        "",
+        COMMIT,
+    ),
+    Mutation(
+        "the next tokens are counted before the row is whole",
+        "sampling/commit.cuh",
+        "    __syncthreads();  // the row is whole again\n",
         "",
         COMMIT,
         "race",
     ),
     Mutation(
         "the room left in a row is one token too much",
-        "sampling/commit_tokens.cuh",
-        "len + count > params.max_len",
-        "len + count > params.max_len + 1",
+        "sampling/commit.cuh",
+        "len + shared->walk.count > params.max_len",
+        "len + shared->walk.count > params.max_len + 1",
+        COMMIT,
+    ),
+    Mutation(
+        "a stop sequence reaches into the prompt",
+        "sampling/commit_walk.h",
+        "if (length == 0 || length > num_output_tokens) continue;",
+        "if (length == 0 || length > tokens.len) continue;",
+        COMMIT,
+    ),
+    Mutation(
+        "what follows an injected token is kept",
+        "sampling/commit_walk.h",
+        "    if (walk.is_injected) break;  // what follows was drafted from another token\n",
+        "",
         COMMIT,
     ),
     Mutation(

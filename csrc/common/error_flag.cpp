@@ -68,10 +68,12 @@ const char* error_sentence(int32_t code) {
     case ErrorCode::kBuildTreeParents:
       return "build_tree: parents must be -1 or a node before the node's own, got another value";
 
-    case ErrorCode::kCommitTokensSlot:
-      return "commit_tokens: slots must be -1 or a row of token_ids, got one outside";
-    case ErrorCode::kCommitTokensRoom:
-      return "commit_tokens: lens must leave room in token_ids, got more tokens than fit";
+    case ErrorCode::kCommitSlot:
+      return "commit: slots must be -1 or a row of token_ids, got one outside";
+    case ErrorCode::kCommitRoom:
+      return "commit: lens must leave room in token_ids, got more tokens than fit";
+    case ErrorCode::kCommitCountedTokens:
+      return "commit: counted_token_ids must have room for every new token, got a row too full";
     case ErrorCode::kSampleTemperature:
       return "sample: temperature must be finite and at least 0, got another value";
     case ErrorCode::kSampleTopK:

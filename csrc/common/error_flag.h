@@ -41,8 +41,9 @@ enum class ErrorCode : int32_t {
   kBuildTreeParents = 31,
 
   // sampling
-  kCommitTokensSlot = 60,
-  kCommitTokensRoom = 61,
+  kCommitSlot = 60,
+  kCommitRoom = 61,
+  kCommitCountedTokens = 62,
   kSampleTemperature = 64,
   kSampleTopK = 65,
   kSampleTopP = 66,

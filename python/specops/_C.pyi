@@ -217,8 +217,28 @@ def top_logprobs(
 def sampling_workspace_bytes(
     rows: int, vocab_size: int, element_bytes: int, batch: int, device_index: int
 ) -> int: ...
-def commit_tokens(
-    output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor
+def commit(
+    output_token_ids: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    logprobs: Tensor | None,
+    ranks: Tensor | None,
+    prompt_lens: Tensor | None,
+    max_lens: Tensor | None,
+    min_tokens: Tensor | None,
+    stop_token_ids: Tensor | None,
+    stop_sequences: Tensor | None,
+    counted_token_ids: Tensor | None,
+    token_counts: Tensor | None,
+    think_end_token_id: Tensor | None,
+    thinking_budget: Tensor | None,
+    reply_budget: Tensor | None,
+    inject_token_ids: Tensor | None,
+    thinking_state: Tensor | None,
+    finish_reasons: Tensor | None,
+    stop_indices: Tensor | None,
+    num_committed_tokens: Tensor | None,
 ) -> None: ...
 def philox4x32(seed: int, counter: list[int]) -> list[int]: ...
 

@@ -920,18 +920,110 @@ def top_logprobs(
     return token_ids.int(), logprobs, torch.logsumexp(_clean_logits(logits), dim=-1).float()
 
 
-def commit_tokens(
-    output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Appends the emitted tokens of each request to its row; returns new tensors."""
-    token_ids, lens = token_ids.clone(), lens.clone()
-    for emitted, slot in zip(output_token_ids.tolist(), slots.tolist(), strict=True):
-        for token_id in emitted if slot >= 0 else []:
-            if token_id < 0:
-                break
-            token_ids[slot, lens[slot]] = token_id
-            lens[slot] += 1
-    return token_ids, lens
+def commit(
+    output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor, **options: Tensor
+) -> dict[str, Tensor]:
+    """Token by token, on lists; returns all arguments by name, as the op would leave them."""
+    after = {
+        "output_token_ids": output_token_ids.clone(),
+        "slots": slots,
+        "token_ids": token_ids.clone(),
+        "lens": lens.clone(),
+        **{name: tensor.clone() for name, tensor in options.items()},
+    }
+
+    def of_slot(name: str, slot: int, absent: int) -> int:
+        return int(after[name][slot]) if name in after else absent
+
+    def ids_of(name: str, slot: int) -> list[int]:
+        return _before_padding(after[name][slot].tolist()) if name in after else []
+
+    for b, s in enumerate(slots.tolist()):
+        tokens: list[int] = []  # committed
+        if s >= 0 and of_slot("finish_reasons", s, 0) == 0:
+            reason, index, is_injected = 0, -1, False
+            row = token_ids[s, : int(lens[s])].tolist()
+            prompt_len = of_slot("prompt_lens", s, 0)
+            stops, inject = ids_of("stop_token_ids", s), ids_of("inject_token_ids", s)
+            state = of_slot("thinking_state", s, -1)
+            for token in _before_padding(output_token_ids[b].tolist()):
+                n = len(row) + 1 - prompt_len
+                may_stop = n >= of_slot("min_tokens", s, 0)
+                if state == 0 and token == of_slot("think_end_token_id", s, -1):
+                    state = len(inject) + 1
+                else:
+                    budget = of_slot("thinking_budget", s, -1)
+                    if state == 0 and 0 <= budget < n:
+                        state = 1
+                    if state == 0 and inject and may_stop and token in stops:
+                        state = 1
+                    if 1 <= state <= len(inject):
+                        token, is_injected = inject[state - 1], True
+                    if state >= 1:
+                        state += 1
+                row.append(token)
+                tokens.append(token)
+                output = row[prompt_len:]
+                matches = [
+                    i
+                    for i, padded in enumerate(
+                        after["stop_sequences"][s].tolist() if "stop_sequences" in after else []
+                    )
+                    if (sequence := _before_padding(padded))
+                    and output[-len(sequence) :] == sequence
+                ]
+                limit, reply = of_slot("max_lens", s, -1), of_slot("reply_budget", s, -1)
+                if may_stop and token in stops:
+                    reason, index = 1, stops.index(token)
+                elif may_stop and matches:
+                    reason, index = 2, matches[0]
+                elif 0 <= limit <= len(row) or (reply >= 0 and state > len(inject) + reply):
+                    reason = 3
+                if reason or is_injected:
+                    break
+            after["token_ids"][s, : len(row)] = torch.tensor(row, dtype=torch.int32)
+            after["lens"][s] = len(row)
+            if is_injected:
+                for name, value in (("logprobs", 0), ("ranks", 1)):
+                    if name in after:
+                        after[name][b, len(tokens) - 1] = value
+            for name, value in (
+                ("thinking_state", state),
+                ("finish_reasons", reason),
+                ("stop_indices", index),
+            ):
+                if name in after:
+                    after[name][s] = value
+            if "token_counts" in after:
+                table = dict(
+                    zip(
+                        ids_of("counted_token_ids", s),
+                        after["token_counts"][s].tolist(),
+                        strict=False,
+                    )
+                )
+                for token in tokens:
+                    table[token] = table.get(token, 0) + 2
+                places = torch.arange(len(table))
+                after["counted_token_ids"][s, places] = torch.tensor(
+                    sorted(table), dtype=torch.int32
+                )
+                after["token_counts"][s, places] = torch.tensor(
+                    [table[token] for token in sorted(table)], dtype=torch.int32
+                )
+        if s >= 0:
+            after["output_token_ids"][b, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            for name, value in (("output_token_ids", -1), ("logprobs", 0), ("ranks", 0)):
+                if name in after:
+                    after[name][b, len(tokens) :] = value
+        if "num_committed_tokens" in after:
+            after["num_committed_tokens"][b] = len(tokens)
+    return after
+
+
+def _before_padding(ids: list[int]) -> list[int]:
+    """Up to the first -1."""
+    return ids[: ids.index(-1)] if -1 in ids else ids
 
 
 # ---- suffix_tree ----

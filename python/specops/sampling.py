@@ -108,6 +108,19 @@ class LogitsProcessors(NamedTuple):
     mask_indices: Tensor | None = None
 
 
+class FinishReason(IntEnum):
+    """Why `commit` ended a request; values of its `finish_reasons` argument."""
+
+    RUNNING = 0
+    """It has not."""
+    STOP_TOKEN = 1
+    """One of its stop token ids was emitted; it is the last token of the output."""
+    STOP_SEQUENCE = 2
+    """One of its stop sequences was completed; its tokens are the last of the output."""
+    LENGTH = 3
+    """It has as many tokens as it may have, or its reply has."""
+
+
 def sample(
     logits: Tensor,
     positions: Tensor,
@@ -605,36 +618,173 @@ def sampling_workspace(logits: Tensor, batch: int = 0) -> Tensor | None:
     return torch.zeros(num_bytes, dtype=torch.uint8, device=logits.device)
 
 
-def commit_tokens(
-    output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor
+def commit(
+    output_token_ids: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    *,
+    logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
+    prompt_lens: Tensor | None = None,
+    max_lens: Tensor | None = None,
+    min_tokens: Tensor | None = None,
+    stop_token_ids: Tensor | None = None,
+    stop_sequences: Tensor | None = None,
+    counted_token_ids: Tensor | None = None,
+    token_counts: Tensor | None = None,
+    think_end_token_id: Tensor | None = None,
+    thinking_budget: Tensor | None = None,
+    reply_budget: Tensor | None = None,
+    inject_token_ids: Tensor | None = None,
+    thinking_state: Tensor | None = None,
+    finish_reasons: Tensor | None = None,
+    stop_indices: Tensor | None = None,
+    num_committed_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Appends what a step emitted to the tokens of each request, IN PLACE.
+    """Takes over what a step emitted, up to where each request ends, IN PLACE.
 
-    Same as `reference.commit_tokens`. For request b, with s = slots[b] and n tokens in
-    output_token_ids[b] before its first -1:
+    Same as `reference.commit`. With the first four arguments alone, the tokens are appended to the
+    requests' rows; each further one adds its rule, and one that is absent leaves it out. For
+    request b with s = slots[b], unless finish_reasons[s] says that it has ended already:
 
-        token_ids[s, lens[s] : lens[s] + n] = output_token_ids[b, :n]
-        lens[s] += n
+        L = how many ids inject_token_ids[s] holds
+        for token in output_token_ids[b] up to its first -1:
+            n = lens[s] + 1 - prompt_lens[s]             the output tokens, this one among them
+            may_stop = n >= min_tokens[s]
+
+            state = thinking_state[s]       0 thinking; 1 .. L the next to inject; L + 1 + c done,
+                                            c tokens into the reply; -1 no thinking here
+            if state == 0 and token == think_end_token_id[s]:
+                state = L + 1
+            else:
+                if state == 0 and (n > thinking_budget[s]
+                                   or L > 0 and may_stop and token in stop_token_ids[s]):
+                    state = 1
+                if 1 <= state <= L:
+                    token = inject_token_ids[s, state - 1]         it ends the step, see below
+                if state >= 1:
+                    state += 1
+
+            token_ids[s, lens[s]] = token;  lens[s] += 1;  token_counts of it += 2
+            if may_stop and token in stop_token_ids[s]:                      STOP_TOKEN, its index
+            elif may_stop and the output ends with one of stop_sequences[s]: STOP_SEQUENCE, lowest
+            elif lens[s] >= max_lens[s] or state > L + reply_budget[s]:      LENGTH
+            stop here if the request has ended or the token was injected
+
+    What was not committed is cut from output_token_ids, logprobs and ranks: -1, 0 and 0. An
+    injected token stands there with logprob 0 and rank 1. How a request's tokens are dealt out to
+    steps makes no difference: what follows an injected token was computed from another one, and is
+    cut.
 
     Args:
-        output_token_ids: [batch, k + 1], int32. As `verify` leaves them: the tokens, then -1.
-        slots: [batch], int32. Row of `token_ids` of each request; -1 appends nothing. No two
-            requests share a row.
-        token_ids: [num_slots, max_len], int32. Rows may be strided. Written.
+        output_token_ids: [batch, k + 1], int32. As `verify` leaves them: the tokens, then -1. Cut.
+        slots: [batch], int32. Row of each request in all that is [num_slots, ..]; no two requests
+            share one. -1: nothing of the request is read or written.
+        token_ids: [num_slots, max_len], int32. Prompt and output; rows may be strided. Appended to.
         lens: [num_slots], int32. How many tokens each row holds. Written.
+        logprobs: [batch, k + 1], float32. Cut.
+        ranks: [batch, k + 1], int32. Cut.
+        prompt_lens: [num_slots], int32. How many tokens of the row are no output; at least 0.
+        max_lens: [num_slots], int32. The request ends when its row holds as many; -1 is off.
+        min_tokens: [num_slots], int32. Output tokens below which neither stop rule holds.
+        stop_token_ids: [num_slots, n], int32. -1 padded.
+        stop_sequences: [num_slots, n, m], int32. Each -1 padded; an empty one is unused. A sequence
+            may have begun in an earlier step, but not in the prompt.
+        counted_token_ids: [num_slots, n], int32. The distinct tokens so far, ascending, then -1;
+            `count_tokens` fills a row. Written.
+        token_counts: [num_slots, n], int32. 2 * (times in the output) + (1 if in the prompt).
+            Written.
+        think_end_token_id: [num_slots], int32. -1 is none.
+        thinking_budget: [num_slots], int32. Output tokens after which thinking is ended: the next
+            ones are those to inject, or with none of them the reply's. -1 is off.
+        reply_budget: [num_slots], int32. Tokens after the thinking that end the request. -1 is off.
+        inject_token_ids: [num_slots, n], int32. -1 padded. Injected where the budget is used up, or
+            in the place of a stop token while still thinking.
+        thinking_state: [num_slots], int32. As above: 0 or -1 to begin with. Written.
+        finish_reasons: [num_slots], int32. `FinishReason`: RUNNING to begin with. Written.
+        stop_indices: [num_slots], int32. Receives which of the stop tokens or sequences ended the
+            request, and -1 where none did.
+        num_committed_tokens: [batch], int32. Receives how many tokens were appended.
 
     Returns:
         (`token_ids`, `lens`).
 
     Raises:
-        ValueError: a shape, dtype, layout or device differs from the above, a slot is out of range,
-            or a row has no room; nothing has been written then.
+        ValueError: a shape, dtype, layout or device differs from the above; an argument that a rule
+            needs is absent; a slot is out of range, or a row of `token_ids` or `counted_token_ids`
+            has no room. Nothing has been written then. On CUDA a request with such a slot or row is
+            left as it is, and `check_errors` raises.
 
     Note:
-        Deterministic; it is what lets a drafter on the device see the tokens of the step that has
-        just been verified.
+        Deterministic; one launch, and nothing the host must look at before the next step.
 
-    Source: FastDeploy's speculate_set_value_by_flags_and_idx.
+    Source: FastDeploy's unified_update_model_status, speculate_set_stop_value_multi_seqs and
+        speculate_limit_thinking_content_length, made one rule.
     """
-    _C.commit_tokens(output_token_ids, slots, token_ids, lens)
+    _C.commit(
+        output_token_ids,
+        slots,
+        token_ids,
+        lens,
+        logprobs,
+        ranks,
+        prompt_lens,
+        max_lens,
+        min_tokens,
+        stop_token_ids,
+        stop_sequences,
+        counted_token_ids,
+        token_counts,
+        think_end_token_id,
+        thinking_budget,
+        reply_budget,
+        inject_token_ids,
+        thinking_state,
+        finish_reasons,
+        stop_indices,
+        num_committed_tokens,
+    )
     return token_ids, lens
+
+
+def count_tokens(
+    token_ids: Tensor,
+    prompt_len: int,
+    *,
+    counted_token_ids: Tensor,
+    token_counts: Tensor,
+) -> None:
+    """Fills one row of the tables that penalties read and `commit` keeps, when a request enters.
+
+    Args:
+        token_ids: [n], int32. The request's tokens so far, the prompt first.
+        prompt_len: How many of them are the prompt.
+        counted_token_ids: [m], int32, a row of the table. Receives the distinct tokens, ascending,
+            then -1.
+        token_counts: [m], int32, a row of the table. Receives 2 * (times in the output) + (1 if in
+            the prompt), and 0 beside -1.
+
+    Raises:
+        ValueError: there are more distinct tokens than fit, or prompt_len is not within [0, n].
+
+    Note:
+        Not for the hot path: on CUDA the host waits for the number of distinct tokens.
+    """
+    if not 0 <= prompt_len <= len(token_ids):
+        raise ValueError(
+            f"count_tokens: prompt_len must be within [0, {len(token_ids)}], got {prompt_len}"
+        )
+    distinct, places = torch.unique(token_ids, return_inverse=True)
+    size = len(distinct)
+    if size > len(counted_token_ids):
+        raise ValueError(
+            f"count_tokens: counted_token_ids must have room for {size} distinct tokens, "
+            f"got {len(counted_token_ids)}"
+        )
+    in_prompt = torch.bincount(places[:prompt_len], minlength=size).clamp(max=1)
+    in_output = torch.bincount(places[prompt_len:], minlength=size)
+    counted_token_ids[:size] = distinct
+    counted_token_ids[size:] = -1
+    token_counts[:size] = 2 * in_output + in_prompt
+    token_counts[size:] = 0

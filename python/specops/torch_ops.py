@@ -72,8 +72,13 @@ _SCHEMAS = (
     "draft_token_ids, Tensor? parents, Tensor? positions, Tensor? temperature, Tensor? top_k, "
     "Tensor? top_p, Tensor? min_p, Tensor? typical_p, Tensor?[] processors, Tensor(a!) token_ids, "
     "Tensor(b!) logprobs, Tensor(c!)? ranks, Tensor(d!) lse, Tensor(e!)? workspace) -> ()",
-    "commit_tokens(Tensor output_token_ids, Tensor slots, Tensor(a!) token_ids, Tensor(b!) lens) "
-    "-> ()",
+    "commit(Tensor(a!) output_token_ids, Tensor slots, Tensor(b!) token_ids, Tensor(c!) lens, "
+    "Tensor(d!)? logprobs, Tensor(e!)? ranks, Tensor? prompt_lens, Tensor? max_lens, "
+    "Tensor? min_tokens, Tensor? stop_token_ids, Tensor? stop_sequences, "
+    "Tensor(f!)? counted_token_ids, Tensor(g!)? token_counts, Tensor? think_end_token_id, "
+    "Tensor? thinking_budget, Tensor? reply_budget, Tensor? inject_token_ids, "
+    "Tensor(h!)? thinking_state, Tensor(i!)? finish_reasons, Tensor(j!)? stop_indices, "
+    "Tensor(k!)? num_committed_tokens) -> ()",
     # suffix_tree; its sizes are ints, or one per request
     "ngram_propose(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, int min_ngram_size, "
     "int max_ngram_size, Tensor(a!) draft_token_ids, Tensor(b!) num_draft_tokens) -> ()",

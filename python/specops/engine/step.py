@@ -426,7 +426,7 @@ class Step:
             if shape.logprobs > 0:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             if self._drafts and self._history is not None:
-                sampling.commit_tokens(
+                sampling.commit(
                     self._verify_args["output_token_ids"], self._slots, self._history, self._lens
                 )
                 for drafter, batch in self._drafts:

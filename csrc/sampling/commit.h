@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// commit: takes over what a step emitted, up to where each request ends; commit_walk.h has the rule.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda_stream.h"
+#include "common/error_flag.h"
+#include "common/isa.h"
+
+namespace specops {
+
+// A slot is a row of token_ids and of everything that is [num_slots]; slots are written where noted.
+struct CommitParams {
+  int32_t* output_token_ids;  // [batch, max_tokens], the emitted tokens, then -1; cut in place
+  const int32_t* slots;       // [batch]; -1 = none
+  int32_t* token_ids;         // [num_slots, max_len], rows token_ids_stride apart; appended to
+  int32_t* lens;              // [num_slots], tokens of each row; written
+
+  // Each may be nullptr: then its rule is off, or nobody wants to know.
+  float* logprobs;                // [batch, max_tokens], cut like output_token_ids
+  int32_t* ranks;                 // [batch, max_tokens], cut like output_token_ids
+  const int32_t* prompt_lens;     // [num_slots], tokens of the row that are no output
+  const int32_t* max_lens;        // [num_slots], tokens of the row that end it; -1 = none
+  const int32_t* min_tokens;      // [num_slots], output tokens below which nothing stops
+  const int32_t* stop_token_ids;  // [num_slots, num_stop_tokens], -1 padded
+  const int32_t* stop_sequences;  // [num_slots, num_stop_sequences, stop_sequence_len], -1 padded
+  int32_t* counted_token_ids;     // [num_slots, num_counted], ascending, then -1; written
+  int32_t* token_counts;          // [num_slots, num_counted], 2 * in output + in prompt; written
+  const int32_t* think_end_token_id;  // [num_slots], -1 = none
+  const int32_t* thinking_budget;     // [num_slots], -1 = none
+  const int32_t* reply_budget;        // [num_slots], -1 = none
+  const int32_t* inject_token_ids;    // [num_slots, num_inject], -1 padded
+  int32_t* thinking_state;            // [num_slots]; written
+  int32_t* finish_reasons;            // [num_slots], FinishReason; written
+  int32_t* stop_indices;              // [num_slots], which stop token or sequence, or -1; written
+  int32_t* num_committed_tokens;      // [batch]; written
+
+  int64_t batch;
+  int64_t max_tokens;
+  int64_t num_slots;
+  int64_t max_len;
+  int64_t token_ids_stride;  // elements between rows
+  int64_t num_stop_tokens;
+  int64_t num_stop_sequences;
+  int64_t stop_sequence_len;
+  int64_t num_counted;
+  int64_t num_inject;
+  ErrorFlag error;
+};
+
+SPECOPS_DECLARE_CPU(commit_cpu, CommitParams);
+SPECOPS_DECLARE_CUDA(commit_cuda, CommitParams);
+
+}  // namespace specops
