@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who computes what of append_attention on CUDA: every block works out the same plan from the lengths
-// on the device. Nothing here reaches a bit of the result.
+// Who computes what of append_attention on CUDA: every block works out the same plan from the
+// lengths on the device. Nothing here reaches a bit of the result.
 #pragma once
 
 #include "attention/append_attention.h"
@@ -21,8 +21,8 @@ constexpr int kSplitTiles = 16;  // a request of more row tiles is parallel enou
 constexpr int kCounters = 8192;  // arrivals of split sequences, first in the workspace
 
 // What a group of requests shares beyond what the wider group around it does: leaves [begin, end).
-// Their states lie by slot, KV head and row tile of the group; a chunk that lies inside has one slot,
-// other leaves have one each.
+// Their states lie by slot, KV head and row tile of the group; a chunk that lies inside has one
+// slot, other leaves have one each.
 struct Group {
   int begin, end;
   int first_row, rows;  // of q: those of all members
@@ -277,9 +277,9 @@ struct GroupSums {
 };
 constexpr int kGroupSums = 7;
 
-// Lists the groups and cuts their leaves into units: unit_end of the plan, in order group, piece, KV
-// head, tile. Block 0 leaves groups to the next launch. Where the list, the batch or the states are
-// too large, nothing is shared.
+// Lists the groups and cuts their leaves into units: unit_end of the plan, in order group, piece,
+// KV head, tile. Block 0 leaves groups to the next launch. Where the list, the batch or the states
+// are too large, nothing is shared.
 template <int kRows>
 __device__ __forceinline__ int plan_groups(
     const AttentionLaunch& launch, const Plan& plan, Group* list, int* scratch, int scratch_ints) {

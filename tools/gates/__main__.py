@@ -6,6 +6,7 @@ Prints a table; the exit status says whether all of it passed.
 
 import argparse
 import os
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ def main() -> int:
     sources = [name for name in cmake_list("SPECOPS_CUDA_KERNELS") if arguments.only in name]
     jobs = [(ROOT / source, arch) for source in sources for arch in LIMITS]
     # The longest first, as far as size tells.
-    jobs.sort(key=lambda job: -job[0].with_suffix(".cuh").stat().st_size if _has_cuh(job[0]) else 0)
+    jobs.sort(key=lambda job: -sum(path.stat().st_size for path in _headers(job[0])))
     with ThreadPoolExecutor(arguments.jobs) as pool:
         results = list(pool.map(lambda job: compile_source(nvcc, *job, WORK), jobs))
     for result in sorted(results, key=lambda result: (result.source, result.arch)):
@@ -53,8 +54,16 @@ def main() -> int:
     return min(len(problems), 1)
 
 
-def _has_cuh(source: Path) -> bool:
-    return source.with_suffix(".cuh").exists()
+def _headers(source: Path) -> set[Path]:
+    """The CUDA headers that a source includes, and those that these include."""
+    found: set[Path] = set()
+    left = [source]
+    while left:
+        names = re.findall(r'#include "(.+\.cuh)"', left.pop().read_text())
+        new = {ROOT / "csrc" / name for name in names} - found
+        found |= new
+        left += new
+    return found
 
 
 def print_table(results: list[Compiled]) -> None:

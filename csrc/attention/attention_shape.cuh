@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where a block of append_attention on CUDA has what in shared memory, and how the rows of a tile
+// lie there.
+#pragma once
+
+#include "attention/attention_plan.cuh"
+#include "common/device.cuh"
+
+namespace specops {
+
+// Sizes that follow from the element type and head_dim.
+template <typename T, int kHeadDim>
+struct AttentionShape {
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kTile = kRowBytes <= 256 ? 64 : 32;  // tokens
+  static constexpr int kRowTiles = kRowBytes <= 256 ? 4 : 2;
+  static constexpr int kRows = 16 * kRowTiles;
+  static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;   // of 8 tokens, per warp
+  static constexpr int kOutTiles = kHeadDim / kAttentionWarps / 8;  // of 8 columns, per warp
+  static constexpr int kStages = kRowBytes <= 128 ? 4 : kRowBytes <= 512 ? 2 : 1;
+  static constexpr int kVectors = kRowBytes / 16;  // of 16 bytes, per token
+  static constexpr int kProbVectors = kTile * static_cast<int>(sizeof(T)) / 16;
+  static constexpr int kTileBytes = kTile * kRowBytes;
+  static constexpr int kTilesPerChunk = kChunkTokens / kTile;
+
+  // Shared memory.
+  static constexpr int kQueries = 0;
+  static constexpr int kRing = kQueries + kRows * kRowBytes;  // kStages tiles of K, then of V
+  static constexpr int kProbs = kRing + 2 * kStages * kTileBytes;
+  static constexpr int kMaxima = kProbs + kRows * kProbVectors * 16;  // float [kRows, warps]
+  static constexpr int kSums = kMaxima + kRows * kAttentionWarps * 4;
+  static constexpr int kRunning = kSums + kRows * kAttentionWarps * 4;  // float [2, kRows]
+  static constexpr int kLaneSums = kRunning + 2 * kRows * 4;
+  static constexpr int kChunkSums = kLaneSums + 2 * kRowTiles * kAttentionThreads * 4;
+  // float2 [2, kRows]
+  static constexpr int kSeen = kChunkSums + 2 * kRows * 8;     // int2 [kRows]
+  static constexpr int kTable = kSeen + kRows * 8;             // int [2, kChunkBlocks]
+  static constexpr int kPlan = kTable + 2 * kChunkBlocks * 4;  // int [3, kPlanned]
+  static constexpr int kScan = kPlan + 3 * kPlanned * 4;       // int [8]
+  static constexpr int kUnit = kScan + 32;
+  static constexpr int kTurns = kUnit + 256;
+  static constexpr int kSharedBytes = kTurns + 48;  // then totals, or the list of groups
+
+  // The running total of a sequence that one block owns: thread-private float4, thread innermost.
+  static constexpr int kTotalFloats = kAttentionThreads * 4 * kRowTiles * (kOutTiles + 1);
+};
+
+// Rows of a tile in shared memory are rotated by XOR, so that eight rows read at one vector of 16
+// bytes hit all banks: vector v of a row lies at v ^ twist(row).
+template <int kVectors>
+__device__ __forceinline__ int twist(int row) {
+  static_assert(kVectors % 4 == 0);
+  return kVectors % 8 == 0 ? row & 7 : (row >> 1) & 3;
+}
+// Its offset in bytes.
+template <int kVectors>
+__device__ __forceinline__ int place_of(int row, int vector) {
+  return (row * kVectors + (vector ^ twist<kVectors>(row))) * 16;
+}
+
+// `x`, of which the compiler then knows nothing: it would else keep every address that follows from
+// a thread's index in registers all along, and spill the states.
+__device__ __forceinline__ int opaque(int x) {
+  uint32_t word = x;
+  ptx::forget(word);
+  return static_cast<int>(word);
+}
+__device__ __forceinline__ int thread_index() { return opaque(threadIdx.x); }
+
+// The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
+// begin at vector 0 or 1.
+template <int kVectors>
+struct LanePlace {
+  static constexpr bool kPowerOfTwo = (kVectors & (kVectors - 1)) == 0;
+  int row, vector;
+
+  __device__ __forceinline__ LanePlace(int at_row, int at_vector)
+      : row(at_row * kVectors * 16),
+        vector(opaque((at_vector ^ twist<kVectors>(at_row)) * 16 + (kPowerOfTwo ? row : 0))) {}
+
+  __device__ __forceinline__ int after(int vectors) const {
+    return kPowerOfTwo ? vector ^ vectors * 16 : row + (vector ^ vectors * 16);
+  }
+};
+
+}  // namespace specops

@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+// The arithmetic of one tile of KV in append_attention on CUDA: scores, their weights, and the sums
+// of V under these.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/attention_block.cuh"
+#include "attention/attention_fold.cuh"
+#include "common/device.cuh"
+
+namespace specops {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// s = scaled scores of the warp's tokens, -inf where a row does not see the token; each row's
+// maximum over them goes to shared memory.
+template <int kRowTiles, typename Block>
+__device__ __forceinline__ void score(const Block& block,
+                                      int tile,
+                                      float (&s)[kRowTiles][Block::kScoreTiles][4]) {
+  using Shape = typename Block::Shape;
+  using T = typename Block::Element;
+  int thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const unsigned char* queries = block.smem + Shape::kQueries;
+  const unsigned char* keys = block.k_slot(tile);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < Block::kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i][n][e] = 0.0f;
+    }
+  }
+  int first = warp * (8 * Block::kScoreTiles);  // token of the warp in the tile
+  if constexpr (sizeof(T) == 2) {
+    // B: lanes 0-7 the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8 tokens.
+    int token = first + lane % 8 + (Block::kScoreTiles == 2 ? lane / 16 * 8 : 0);
+    LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
+    // A: lanes 0-15 the rows at vector 2 k, 16-31 at 2 k + 1.
+    LanePlace<Shape::kVectors> a_place(lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < Block::kHeadDim / 16; ++k) {
+      uint32_t b[Block::kScoreTiles][2];
+      if constexpr (Block::kScoreTiles == 2) {
+        uint32_t r[4];
+        ptx::ldmatrix_x4(r, keys + b_place.after(2 * k));
+        b[0][0] = r[0];
+        b[0][1] = r[1];
+        b[1][0] = r[2];
+        b[1][1] = r[3];
+      } else {
+        ptx::ldmatrix_x2(b[0], keys + b_place.after(2 * k));
+      }
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a, queries + i * 16 * Shape::kRowBytes + a_place.after(2 * k));
+#pragma unroll
+        for (int n = 0; n < Block::kScoreTiles; ++n) ptx::mma_m16n8k16<T>(s[i][n], a, b[n]);
+      }
+    }
+  } else {
+    auto at = [](const unsigned char* base, int row, int vector) {
+      return *reinterpret_cast<const float4*>(base + place_of<Shape::kVectors>(row, vector));
+    };
+    auto dot = [](float sum, float4 a, float4 b) {
+      sum = __fmaf_rn(a.x, b.x, sum);
+      sum = __fmaf_rn(a.y, b.y, sum);
+      sum = __fmaf_rn(a.z, b.z, sum);
+      return __fmaf_rn(a.w, b.w, sum);
+    };
+#pragma unroll 1
+    for (int vector = 0; vector < Shape::kVectors; ++vector) {
+      float4 b[Block::kScoreTiles][2];
+#pragma unroll
+      for (int n = 0; n < Block::kScoreTiles; ++n) {
+        b[n][0] = at(keys, first + 8 * n + 2 * (lane % 4), vector);
+        b[n][1] = at(keys, first + 8 * n + 2 * (lane % 4) + 1, vector);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float4 a = at(queries, 16 * i + lane / 4 + 8 * half, vector);
+#pragma unroll
+          for (int n = 0; n < Block::kScoreTiles; ++n) {
+            s[i][n][2 * half] = dot(s[i][n][2 * half], a, b[n][0]);
+            s[i][n][2 * half + 1] = dot(s[i][n][2 * half + 1], a, b[n][1]);
+          }
+        }
+      }
+    }
+  }
+  float scale = __fmul_rn(block.params.sm_scale, kLog2E);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < Block::kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i][n][e] = __fmul_rn(s[i][n][e], scale);
+    }
+  }
+  if (block.partly_seen(tile)) {
+    const int2* rows = reinterpret_cast<const int2*>(block.smem + Shape::kSeen);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int2 seen = rows[16 * i + lane / 4 + 8 * half];
+#pragma unroll
+        for (int n = 0; n < Block::kScoreTiles; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            int token = tile * Block::kTile + first + 8 * n + 2 * (lane % 4) + e;
+            if (token < seen.x || token >= seen.y) s[i][n][2 * half + e] = -INFINITY;
+          }
+        }
+      }
+    }
+  }
+  float* maxima = reinterpret_cast<float*>(block.smem + Shape::kMaxima);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int row = 16 * i + lane / 4 + 8 * half;
+      float top = fmaxf(s[i][0][2 * half], s[i][0][2 * half + 1]);
+      if (Block::kScoreTiles == 2) {
+        constexpr int kLast = Block::kScoreTiles - 1;
+        top = fmaxf(top, fmaxf(s[i][kLast][2 * half], s[i][kLast][2 * half + 1]));
+      }
+      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
+      if (lane % 4 == 0) maxima[row * kAttentionWarps + warp] = top;
+    }
+  }
+}
+
+// Weights of the tile's tokens under the running maximum, to shared memory; rescales the state.
+template <int kRowTiles, typename Block>
+__device__ __forceinline__ void weigh(const Block& block,
+                                      int tile,
+                                      float (&s)[kRowTiles][Block::kScoreTiles][4],
+                                      Outputs<kRowTiles, Block::kOutTiles>& leaf) {
+  using Shape = typename Block::Shape;
+  using T = typename Block::Element;
+  bool begins = tile * Block::kTile % Block::kLeaf == 0;
+  int thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  unsigned char* probs = block.smem + Shape::kProbs;
+  const float4* maxima = reinterpret_cast<const float4*>(block.smem + Shape::kMaxima);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int row = 16 * i + lane / 4 + 8 * half;
+      float4 tops = maxima[row];
+      float old = begins ? -INFINITY : block.running(tile - 1)[row];
+      float top = fmaxf(old, fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
+      if (thread < kWarpSize && lane % 4 == 0) block.running(tile)[row] = top;
+      float origin = top == -INFINITY ? 0.0f : top;
+      float rescale = ptx::exp2_approx(__fsub_rn(old, origin));
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < Block::kScoreTiles; ++n) {
+        float p0 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half], origin));
+        float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
+        sum = __fadd_rn(sum, __fadd_rn(p0, p1));
+        int element = warp * (8 * Block::kScoreTiles) + 8 * n + 2 * (lane % 4);
+        constexpr int kPerVector = 16 / sizeof(T);
+        unsigned char* place = probs + place_of<Shape::kProbVectors>(row, element / kPerVector) +
+                               element % kPerVector * sizeof(T);
+        if constexpr (sizeof(T) == 2) {
+          *reinterpret_cast<uint32_t*>(place) = ptx::pack2<T>(p0, p1);
+        } else {
+          *reinterpret_cast<float2*>(place) = make_float2(p0, p1);
+        }
+      }
+      float* shares = block.lane_sums() + (2 * i + half) * kAttentionThreads + thread;
+      *shares = begins ? sum : __fmaf_rn(*shares, rescale, sum);
+#pragma unroll
+      for (int n = 0; n < Block::kOutTiles; ++n) {
+        leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
+        leaf.o[i][n][2 * half + 1] = __fmul_rn(leaf.o[i][n][2 * half + 1], rescale);
+      }
+    }
+  }
+}
+
+// leaf.o += P V.
+template <int kRowTiles, typename Block>
+__device__ __forceinline__ void accumulate(const Block& block,
+                                           int tile,
+                                           Outputs<kRowTiles, Block::kOutTiles>& leaf) {
+  using Shape = typename Block::Shape;
+  using T = typename Block::Element;
+  int thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const unsigned char* probs = block.smem + Shape::kProbs;
+  const unsigned char* values = block.v_slot(tile);
+  if constexpr (sizeof(T) == 4) {
+    const float* p = reinterpret_cast<const float*>(probs);
+#pragma unroll 1
+    for (int token = 0; token < Block::kTile; ++token) {
+      float2 v[Block::kOutTiles];
+#pragma unroll
+      for (int n = 0; n < Block::kOutTiles; ++n) {
+        int column = (warp * Block::kOutTiles + n) * 8 + 2 * (lane % 4);
+        int place = place_of<Shape::kVectors>(token, column / 4) / 4 + column % 4;
+        v[n] = *reinterpret_cast<const float2*>(reinterpret_cast<const float*>(values) + place);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int row = 16 * i + lane / 4 + 8 * half;
+          float weight = p[place_of<Shape::kProbVectors>(row, token / 4) / 4 + token % 4];
+#pragma unroll
+          for (int n = 0; n < Block::kOutTiles; ++n) {
+            float* o = leaf.o[i][n] + 2 * half;
+            o[0] = __fmaf_rn(weight, v[n].x, o[0]);
+            o[1] = __fmaf_rn(weight, v[n].y, o[1]);
+          }
+        }
+      }
+    }
+  } else {
+    LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
+    // B: lanes 0-15 the tokens at a column tile, 16-31 at the next. Pairs of column tiles.
+    int b_row = opaque(lane % 16 * Shape::kRowBytes);
+    int b_turn = twist<Shape::kVectors>(lane % 16);
+    int b_vector = opaque(Block::kOutTiles % 2 == 0 ? (warp * Block::kOutTiles + lane / 16) ^ b_turn
+                                                    : warp * Block::kOutTiles + lane / 16);
+#pragma unroll
+    for (int k = 0; k < Block::kTile / 16; ++k) {
+      uint32_t b[(Block::kOutTiles + 1) / 2][4];
+#pragma unroll
+      for (int n = 0; n < Block::kOutTiles; n += 2) {
+        int vector = Block::kOutTiles % 2 == 0 ? b_vector ^ n : (b_vector + n) ^ b_turn;
+        const unsigned char* place = values + k * 16 * Shape::kRowBytes + b_row + vector * 16;
+        if (n + 1 < Block::kOutTiles) {
+          ptx::ldmatrix_x4_trans(b[n / 2], place);
+        } else {
+          uint32_t one[2];
+          ptx::ldmatrix_x2_trans(one, place);
+          b[n / 2][0] = one[0];
+          b[n / 2][1] = one[1];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a, probs + i * 16 * Shape::kProbVectors * 16 + a_place.after(2 * k));
+#pragma unroll
+        for (int n = 0; n < Block::kOutTiles; ++n) {
+          uint32_t column[2] = {b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]};
+          ptx::mma_m16n8k16<T>(leaf.o[i][n], a, column);
+        }
+      }
+    }
+  }
+}
+
+// Whether the thread's own part of a landed tile of V holds an infinity or a NaN.
+template <typename Block>
+__device__ __forceinline__ bool has_nonfinite(const Block& block, int tile) {
+  using Shape = typename Block::Shape;
+  using T = typename Block::Element;
+  constexpr uint32_t kExponent = sizeof(T) == 4                ? 0x7f800000u
+                                 : std::is_same_v<T, bfloat16> ? 0x7f80u
+                                                               : 0x7c00u;
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(block.v_slot(tile));
+  unsigned thread = thread_index();
+  bool found = false;
+  for (int pass = 0; pass < Block::kTile * Shape::kVectors / kAttentionThreads; ++pass) {
+    unsigned index = pass * kAttentionThreads + thread;
+    int row = index / Shape::kVectors, vector = index % Shape::kVectors;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t word = words[place_of<Shape::kVectors>(row, vector) / 4 + i];
+      found = found || (word & kExponent) == kExponent;
+      if constexpr (sizeof(T) == 2) {
+        found = found || (word >> 16 & kExponent) == kExponent;
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace specops

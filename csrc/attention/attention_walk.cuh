@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// A block's walk over the units of append_attention on CUDA: which are its own, what a unit
+// consists of, and who arrives last.
+#pragma once
+
+#include "attention/attention_block.cuh"
+#include "attention/attention_plan.cuh"
+#include "attention/attention_reduce.cuh"
+#include "attention/attention_results.cuh"
+#include "attention/attention_split.cuh"
+#include "common/device.cuh"
+
+namespace specops {
+
+// Which request, or group, of the first `count` of the plan has the unit.
+template <typename Block>
+__device__ __forceinline__ int find_owner(const Block& block, int index, int count) {
+  int low = 0, high = count - 1;  // the first that ends after the unit
+  while (low < high) {
+    int middle = (low + high) / 2;
+    if (block.plan.unit_end[middle] > index) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+// Unit `index` of the plan of the requests from first_request on. `part`: -1, or which part of the
+// chunk; units from tail_begin on are cut into parts, where they can be. By one thread.
+template <typename Block>
+__device__ __forceinline__ void find_unit(
+    const Block& block, int64_t first_request, int index, int tail_begin, int part) {
+  using Shape = typename Block::Shape;
+  Unit& unit = block.unit;
+  const AppendAttentionParams& params = block.params;
+  int most = static_cast<int>(min(params.batch - first_request, int64_t{kPlanned}));
+  int low = find_owner(block, index, most);
+  int first_unit = low == 0 ? 0 : block.plan.unit_end[low - 1];
+  Request request = load_request(params, first_request + low);
+  bool whole = block.plan.counter[low] < 0;
+  int shared = whole || !request.valid ? 0 : shared_leaves(block.launch, first_request + low);
+  Demand demand = demand_of<Shape::kRows>(params, request, shared);
+  int sequences = demand.sequences;
+  int place = index - first_unit;
+  int chunk = demand.first_chunk + place / sequences;
+  int sequence = place % sequences;
+  int head = sequence / demand.tiles, tile = sequence % demand.tiles;
+  unit.valid = true;
+  if (whole) {
+    tile = demand.tiles - 1 - tile;  // the longest first
+    if (part > 0) unit.valid = false;
+    part = -1;
+  }
+  unit.request = request;
+  unit.head = head;
+  unit.first_row = tile * Shape::kRows;
+  int64_t packed = int64_t{request.qo_len} * block.group();
+  unit.rows = static_cast<int>(min(packed - unit.first_row, int64_t{Shape::kRows}));
+  unit.state_row = 0;
+  unit.state_rows = (unit.rows + 1) / 2 * 2;
+  unit.tile_rows = unit.rows;
+  unit.state = nullptr;
+  unit.leaf_stride = 0;
+  unit.arrivals = 1;
+  unit.batch_idx = first_request + low;
+  unit.shared = shared;
+  if (!request.valid) {
+    if (part > 0) unit.valid = false;
+    return;
+  }
+  int first_query = unit.first_row / block.group();
+  int last_query = (unit.first_row + unit.rows - 1) / block.group();
+  int position = request.kv_len - request.qo_len;
+  unit.low = window_begin(params, position + first_query);
+  unit.high = position + last_query + 1;
+  unit.seen_begin = window_begin(params, position + last_query);
+  unit.seen_end = position + first_query + 1;
+  unit.many_queries = first_query != last_query;
+  unit.begin = unit.low;
+  unit.end = unit.high;
+  if (!whole) {
+    int part_leaves = block.turns.part_leaves;
+    int begin = chunk * kChunkTokens + max(part, 0) * part_leaves * kLeafTokens;
+    unit.begin = max(max(unit.low, begin), shared * kLeafTokens);
+    unit.end = min(unit.high, begin + (part < 0 ? kChunkTokens : part_leaves * kLeafTokens));
+    if (unit.begin >= unit.end) unit.valid = false;
+    // Chunks of this sequence from first_cut on lie in the tail.
+    int before = max(tail_begin - first_unit - sequence, 0);
+    int first_cut = (before + sequences - 1) / sequences;
+    unit.first_cut = demand.first_chunk + first_cut;
+    unit.first_tail = first_unit + first_cut * sequences + sequence - tail_begin;
+    int begin_leaf = max(unit.low / kLeafTokens, shared);
+    int chunks =
+        min(unit.first_cut, (unit.high - 1) / kChunkTokens + 1) - begin_leaf / kChunkLeaves;
+    int first_leaf = max(begin_leaf, unit.first_cut * kChunkLeaves);
+    int last_part = (unit.high - 1) / kLeafTokens / part_leaves;
+    unit.arrivals = max(chunks, 0) + max(last_part + 1 - first_leaf / part_leaves, 0);
+    unit.first_chunk = demand.first_chunk;
+    unit.sequences = sequences;
+    unit.sequence = sequence;
+    unit.counter = block.plan.counter[low] + sequence;
+    unit.chunk_quad = block.plan.state[low];
+    unit.state_quads = demand.state_quads;
+    if (unit.arrivals > 1 || shared > 0) {
+      bool leafwise = part >= 0 || is_boundary(block, chunk);
+      unit.state =
+          leafwise ? leaf_state(block, unit.begin / kLeafTokens) : chunk_state(block, chunk);
+      if (leafwise) {
+        unit.leaf_stride = is_boundary(block, chunk) ? slot_state(block, 1) - slot_state(block, 0)
+                                                     : block.launch.leaf_floats;
+      }
+    }
+  }
+  unit.load_begin = unit.begin;
+  unit.load_end = unit.end;
+}
+
+// Unit `index` of plan_groups: rows of all members of a group and a piece of what they share. All
+// of it lies before the first of their rows.
+template <typename Block>
+__device__ __forceinline__ void find_shared_unit(const Block& block, int index) {
+  using Shape = typename Block::Shape;
+  Unit& unit = block.unit;
+  int owner = find_owner(block, index, kPlanned);
+  const Group& group = block.group_list()[owner];
+  int place = index - (owner == 0 ? 0 : block.plan.unit_end[owner - 1]);
+  int tiles = group_tiles(block, group), heads = static_cast<int>(block.params.num_kv_heads);
+  int piece = place / (tiles * heads), tile = place % tiles;
+  int begin = group.begin + piece, end = begin + 1;
+  if (group.leafwise == 0) {
+    int chunk = group.begin / kChunkLeaves + piece;
+    begin = max(group.begin, chunk * kChunkLeaves);
+    end = min(group.end, (chunk + 1) * kChunkLeaves);
+  }
+  unit.valid = true;
+  unit.request = load_request(block.params, group.member);
+  unit.request.qo_begin = group.first_row;
+  unit.head = place / tiles % heads;
+  unit.first_row = tile * Shape::kRows;
+  int64_t packed = int64_t{group.rows} * block.group();
+  unit.rows = static_cast<int>(min(packed - unit.first_row, int64_t{Shape::kRows}));
+  unit.state_row = 0;
+  unit.state_rows = group_state_rows(block, group);
+  unit.tile_rows = unit.rows;
+  unit.low = unit.begin = unit.load_begin = begin * kLeafTokens;
+  unit.high = unit.end = unit.load_end = end * kLeafTokens;
+  unit.seen_begin = 0;
+  unit.seen_end = INT32_MAX;
+  unit.many_queries = false;
+  unit.arrivals = 0;
+  unit.leaf_stride = 0;
+  if (group.holds_chunk(begin / kChunkLeaves)) {
+    unit.state =
+        group_state(block, group, group.slot_of_chunk(begin / kChunkLeaves), unit.head, tile);
+  } else {
+    unit.state = group_state(block, group, group.slot_of_leaf(begin), unit.head, tile);
+    unit.leaf_stride = group_stride(block, group);
+  }
+}
+
+template <typename Block>
+__device__ __forceinline__ void next_unit(const Block& block) {
+  Turns& turns = block.turns;
+  turns.now += static_cast<int>(gridDim.x);
+  if (turns.now >= turns.end) return;
+  if (block.launch.is_shared_launch) return find_shared_unit(block, turns.now);
+  int in_tail = turns.now - turns.tail_begin, parts = kChunkLeaves / turns.part_leaves;
+  if (in_tail < 0) {
+    find_unit(block, turns.first_request, turns.now, turns.tail_begin, -1);
+  } else {
+    find_unit(block,
+              turns.first_request,
+              turns.tail_begin + in_tail / parts,
+              turns.tail_begin,
+              in_tail % parts);
+  }
+}
+
+// Runs the unit that was found.
+template <typename Block>
+__device__ __forceinline__ void run_unit(const Block& block) {
+  Unit& unit = block.unit;
+  if (!unit.valid) return;
+  if (!unit.request.valid) return write_zeros(block);
+  run_rows(block);
+  if (unit.state == nullptr || unit.arrivals == 0) return;
+  // The last block to arrive folds what all have written.
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int32_t* counter = block.launch.counters + unit.counter;
+    bool is_last = atomicAdd(counter, 1) == unit.arrivals - 1;
+    if (is_last) *counter = 0;
+    *block.plan.scan = is_last;
+    unit.first_row -= unit.state_row;  // the whole tile again
+    unit.rows = unit.tile_rows;
+  }
+  __syncthreads();
+  if (*block.plan.scan == 0) return;
+  __threadfence();
+  if (unit.shared > 0) {
+    finish_shared_sequence(block);
+  } else {
+    finish_sequence(block);
+  }
+}
+
+template <typename Block>
+__device__ __forceinline__ void run_turns(const Block& block) {
+  for (;;) {
+    __syncthreads();  // the unit before is done with shared memory
+    if (threadIdx.x == 0) next_unit(block);
+    __syncthreads();
+    if (block.turns.now >= block.turns.end) break;
+    run_unit(block);
+  }
+}
+
+template <typename Block>
+__device__ __forceinline__ void run_shared(const Block& block) {
+  using Shape = typename Block::Shape;
+  int units = plan_groups<Shape::kRows>(block.launch,
+                                        block.plan,
+                                        block.group_list(),
+                                        reinterpret_cast<int*>(block.smem + Shape::kRing),
+                                        (Shape::kProbs - Shape::kRing) / 4);
+  if (threadIdx.x == 0) {
+    block.turns.now = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
+    block.turns.end = units;
+  }
+  run_turns(block);
+}
+
+template <typename Block>
+__device__ __forceinline__ void run_all(const Block& block) {
+  using Shape = typename Block::Shape;
+  Turns& turns = block.turns;
+  if (block.launch.is_shared_launch) return run_shared(block);
+  if (threadIdx.x == 0) turns.row_end = 0;
+  __syncthreads();
+  for (int64_t first = 0; first < block.params.batch; first = turns.first_request + kPlanned) {
+    // Used so far, and the units of the requests before, modulo the grid.
+    int counters = first == 0 ? 0 : turns.counters, quads = first == 0 ? 0 : turns.quads;
+    int base = first == 0 ? 0 : turns.base;
+    int units =
+        make_plan<Shape::kRows>(block.launch, block.plan, first, counters, quads, &turns.row_end);
+    int blocks = static_cast<int>(gridDim.x);
+    // Units go to the blocks in turn. What is left for a wave of few blocks is cut into leaves.
+    int tail = (base + units) % blocks;
+    bool cuts =
+        first + kPlanned >= block.params.batch && tail <= min(block.launch.tail_units, units);
+    int parts = kChunkLeaves;  // of a chunk that is cut: as many as run at once
+    while (parts > 2 && tail * parts > blocks) parts /= 2;
+    if (threadIdx.x == 0) {
+      turns.first_request = first;
+      turns.tail_begin = cuts ? units - tail : units;
+      turns.end = cuts ? units - tail + tail * parts : units;
+      turns.part_leaves = kChunkLeaves / parts;
+      turns.now = (static_cast<int>(blockIdx.x) - base + blocks) % blocks - blocks;
+      turns.counters = counters;
+      turns.quads = quads;
+      turns.base = tail;
+    }
+    run_turns(block);
+  }
+  zero_padding(block);
+}
+
+}  // namespace specops
