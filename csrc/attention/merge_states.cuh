@@ -14,8 +14,8 @@ constexpr int kMergeThreads = 256;
 // Smem:    none.
 // Cost:    every state read once, 16 bytes a load where head_dim allows; memory-bound.
 // Assumes: contiguous tensors; kVector divides head_dim and, above 1, they are aligned to 16 bytes.
-// Order:   states folded left in fp32: sums of weights relative to the running maximum; rounded once.
-//          An empty state is skipped, whatever its out holds.
+// Order:   states folded left in fp32: sums of weights relative to the running maximum; rounded
+//          once. An empty state is skipped, whatever its out holds.
 // Source:  Milakov and Gimelshein 2018; Ye et al. 2024 (cascade attention).
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kMergeThreads) merge_states_kernel(MergeStatesParams params) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_states_kernel(MergeStates
     float weight = expf(__fsub_rn(x, top));
     const T* source = static_cast<const T*>(params.outs) +
                       state * params.num_items * params.head_dim + index * kVector;
-    T values[kVector];
+    alignas(16) T values[kVector];
     if constexpr (kVector > 1) {
       *reinterpret_cast<uint4*>(values) = *reinterpret_cast<const uint4*>(source);
     } else {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_states_kernel(MergeStates
 #pragma unroll
     for (int i = 0; i < kVector; ++i) acc[i] = __fmaf_rn(weight, to_float(values[i]), acc[i]);
   }
-  T values[kVector];
+  alignas(16) T values[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     values[i] = from_float<T>(sum == 0.0f ? 0.0f : __fdiv_rn(acc[i], sum));

@@ -196,7 +196,6 @@ __global__ void __launch_bounds__(kPrepareBatchThreads)
     }
     rows = tile_rows;
     outputs = tile_outputs;
-    __syncthreads();  // the next tile overwrites this one
   }
 
   // What is left of the slice belongs to nobody.
