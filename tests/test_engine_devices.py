@@ -18,7 +18,6 @@ import simt
 import specops
 import torch
 from checkpoints import BASE, write_tokenizer
-from specops import _C
 from specops.engine import (
     Completion,
     Engine,
@@ -301,32 +300,10 @@ def test_requests_with_their_own_number_of_drafts(
 # ---- the interpreter ----
 
 
-class CudaKernels:
-    """The interpreter's module; the CPU's kernel where an op has none for CUDA yet."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        if not callable(value):
-            return value
-
-        def call(*args: Any) -> Any:
-            try:
-                return value(*args)
-            except RuntimeError as error:
-                if "no CPU kernels" not in str(error):
-                    raise
-                return getattr(_C, name)(*args)
-
-        return call
-
-
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CUDA kernels in the place of the CPU's."""
-    module = CudaKernels(simt.load())
+    module = simt.load()
     module.set_schedule("in_order", 0)
     module.set_landing("late")
     for op_module in OP_MODULES:
