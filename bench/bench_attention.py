@@ -295,6 +295,7 @@ def run_attention_peers_cuda(bench: CudaBench) -> None:
 
 # Leaves and chunks of other sizes. The product's never depend on the load; a schedule that is free
 # to choose would take the fastest of these, so that is what exactness is priced against.
+SPLITS_HEADER = "attention/attention_plan.cuh"
 FREE_SPLITS = {
     "leaf512": {"kLeafTokens": 512, "kChunkLeaves": 4},
     "leaf2048": {"kLeafTokens": 2048, "kChunkLeaves": 1},
@@ -305,10 +306,7 @@ FREE_SPLITS = {
 
 def run_exactness_cuda(bench: CudaBench) -> None:
     """The fixed leaves and chunks against the fastest of other sizes, chosen for each load."""
-    if bench.rehearsal:
-        modules = {"leaf512": attention._C}
-    else:
-        modules = build(FREE_SPLITS, "attention/append_attention.cuh")
+    modules = {"leaf512": attention._C} if bench.rehearsal else build(FREE_SPLITS, SPLITS_HEADER)
     for load in _loads(bench).values():
         cache = Cache(bench, load)
         for q_len in (1, 5):

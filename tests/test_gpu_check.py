@@ -292,6 +292,8 @@ def test_a_variant_differs_in_its_constants_alone(tmp_path: Path) -> None:
     assert [pair[1] for pair in changed] == ["constexpr int kSiluMulThreads = 64;"]
     with pytest.raises(AssertionError, match="no constant kNone"):
         variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kNone": 1})
+    for constants in bench_attention.FREE_SPLITS.values():
+        variants.write_overlay(tmp_path, bench_attention.SPLITS_HEADER, constants)
 
 
 def test_smoke_takes_two_cases_of_a_test() -> None:
