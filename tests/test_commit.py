@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """commit: every rule by hand, every pair of rules at one token, and any way to cut a stream up."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -640,3 +642,11 @@ def test_a_rule_without_what_it_needs(
     names = ["output_token_ids", "slots", "token_ids", "lens", *given]
     with pytest.raises(ValueError, match=f"^commit: {absent} must be {message}"):
         sampling.commit(**{name: arguments[name].to(device) for name in names})
+
+
+def test_the_loop_of_the_documentation() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "commit" in block
+    ]
+    exec(compile(code, "docs/ops.md", "exec"), {})
