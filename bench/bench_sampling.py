@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sample` and `verify` on 48 rows of 151,936 fp32 logits, rotated over at least 512 MiB.
+"""`sample` and `verify` on 48 rows of 151,936 logits, rotated over at least 512 MiB.
 
 On a GPU: 256 requests with 4 drafts each over 128,256 tokens, and one request; FlashInfer beside.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import cycle
 
 import torch
-from specops.sampling import AcceptPolicy, VerifyStrategy, sample, verify
+from specops.sampling import AcceptPolicy, LogitsProcessors, VerifyStrategy, sample, verify
 from torch import Tensor
 
 from bench.common import Bench, Figure
@@ -18,13 +18,18 @@ from bench.peers import flashinfer_peer
 ROWS, VOCAB = 48, 151936
 BATCH, DRAFTS = 8, 5
 COLD_BYTES = 512 << 20
-TOP_P = 0.9
+TOP_K, TOP_P = 50, 0.9
 # Spread of the logits: a trained model's are peaked, and so are these.
 SCALE = 3.0
 
 
 def run_sampling(bench: Bench) -> None:
-    """Top-p sampling against torch's sort pipeline, and greedy verification against the read."""
+    """Sampling against the usual pipelines, and greedy verification against the read."""
+    _run_float32(bench)
+    _run_bfloat16(bench)
+
+
+def _run_float32(bench: Bench) -> None:
     num_bytes = ROWS * VOCAB * 4
     copies = -(-COLD_BYTES // num_bytes)
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +38,7 @@ def run_sampling(bench: Bench) -> None:
         "top_p": _sample(logits, temperature=1.0, top_p=TOP_P),
         "greedy": _sample(logits, temperature=0.0, top_p=1.0),
         "plain": _sample(logits, temperature=1.0, top_p=1.0),
-        "verify": _verify(logits),
+        "verify": _verify(logits, VerifyStrategy.GREEDY),
     }
     with torch.inference_mode():
         timing = bench.alternate(cases, rounds=9, window_s=0.2)
@@ -79,6 +84,72 @@ def run_sampling(bench: Bench) -> None:
         )
 
 
+def _run_bfloat16(bench: Bench) -> None:
+    num_bytes = ROWS * VOCAB * 2
+    copies = -(-COLD_BYTES // num_bytes)
+    generator = torch.Generator().manual_seed(0)
+    logits = [
+        (torch.randn(ROWS, VOCAB, generator=generator) * SCALE).bfloat16() for _ in range(copies)
+    ]
+    cases = {
+        "verify": _verify(logits, VerifyStrategy.GREEDY),
+        "target_match": _verify(logits, VerifyStrategy.TARGET_MATCH, TOP_K, TOP_P),
+        "top_p": _sample(logits, temperature=1.0, top_p=TOP_P),
+        "everything": _sample_everything(logits),
+    }
+    pipelines = {"torch": _torch_pipeline(logits), "transformers": _transformers_pipeline(logits)}
+    with torch.inference_mode():
+        timing = bench.alternate(cases, rounds=9, window_s=0.2)
+        peers = bench.alternate(pipelines, rounds=3, window_s=0.5)
+    common = {"threads": bench.num_threads}
+    bench.add(
+        Figure(
+            "sampling.verify.read_bf16",
+            "greedy verify, 8 requests of 6 rows, 48 x 151,936 bf16: share of read bandwidth",
+            num_bytes * 1e-9 / timing.median("verify"),
+            "GB/s",
+            "read bandwidth",
+            timing.read_gb_s("verify"),
+            timing.share("verify", num_bytes),
+            "ratio >= 0.7",
+            read_gb_s=timing.read_gb_s("verify"),
+            **common,
+        )
+    )
+    for case, peer, bar in (
+        ("torch", "torch sort pipeline", "ratio >= 80"),
+        ("transformers", "transformers' logits processors", "ratio >= 20"),
+    ):
+        bench.add(
+            Figure(
+                f"sampling.target_match.{case}",
+                f"target_match, top-k 50, top-p 0.9, 48 x 151,936 bf16: times faster than {case}",
+                timing.median("target_match") * 1e3,
+                "ms",
+                peer,
+                peers.median(case) * 1e3,
+                peers.median(case) / timing.median("target_match"),
+                bar,
+                read_gb_s=timing.read_gb_s("target_match"),
+                **common,
+            )
+        )
+    bench.add(
+        Figure(
+            "sampling.sample.everything",
+            "sample with every parameter and processor, 48 x 151,936 bf16: over top-p alone",
+            timing.median("everything") * 1e3,
+            "ms",
+            "top-p alone",
+            timing.median("top_p") * 1e3,
+            timing.ratio("everything", "top_p"),
+            "ratio <= 1.5",
+            read_gb_s=timing.read_gb_s("everything"),
+            **common,
+        )
+    )
+
+
 def _sample(logits: list[Tensor], *, temperature: float, top_p: float) -> Callable[[], Tensor]:
     rotated = cycle(logits)
     positions = torch.arange(ROWS, dtype=torch.int32)
@@ -93,7 +164,48 @@ def _sample(logits: list[Tensor], *, temperature: float, top_p: float) -> Callab
     return lambda: sample(next(rotated), positions, out=out, **parameters)
 
 
-def _verify(logits: list[Tensor]) -> Callable[[], object]:
+def _sample_everything(logits: list[Tensor]) -> Callable[[], Tensor]:
+    """2,000 counted tokens, 100 biases, 20 bad words and a grammar's mask in every row."""
+    rotated = cycle(logits)
+
+    def ints(value: int) -> Tensor:
+        return torch.full((ROWS,), value, dtype=torch.int32)
+
+    def some_tokens(count: int) -> Tensor:
+        rows = [torch.randperm(VOCAB)[:count].sort().values for _ in range(ROWS)]
+        return torch.stack(rows).int()
+
+    processors = LogitsProcessors(
+        slots=torch.arange(ROWS, dtype=torch.int32),
+        token_ids=torch.randint(VOCAB, (ROWS, 4096), dtype=torch.int32),
+        prompt_lens=ints(1000),
+        counted_token_ids=some_tokens(2000),
+        token_counts=torch.randint(1, 9, (ROWS, 2000), dtype=torch.int32),
+        repetition_penalty=torch.full((ROWS,), 1.1),
+        presence_penalty=torch.full((ROWS,), 0.2),
+        frequency_penalty=torch.full((ROWS,), 0.1),
+        logit_bias_token_ids=some_tokens(100),
+        logit_bias=torch.randn(ROWS, 100),
+        bad_words=torch.randint(VOCAB, (ROWS, 20, 3), dtype=torch.int32),
+        stop_token_ids=some_tokens(4),
+        min_tokens=ints(4096),
+        allowed_token_mask=torch.randint(-(2**31), 2**31, (ROWS, VOCAB // 32), dtype=torch.int32),
+        mask_indices=torch.arange(ROWS, dtype=torch.int32),
+    )
+    parameters = {
+        "temperature": torch.full((ROWS,), 0.8),
+        "top_k": ints(TOP_K),
+        "top_p": torch.full((ROWS,), TOP_P),
+        "min_p": torch.full((ROWS,), 0.05),
+        "seeds": torch.arange(ROWS),
+    }
+    positions, out = ints(3000), ints(0)
+    return lambda: sample(next(rotated), positions, out=out, processors=processors, **parameters)
+
+
+def _verify(
+    logits: list[Tensor], strategy: VerifyStrategy, top_k: int = 0, top_p: float = 1.0
+) -> Callable[[], object]:
     rotated = cycle(logits)
     output_indptr = torch.arange(BATCH + 1, dtype=torch.int32) * (DRAFTS + 1)
     drafts = torch.zeros(BATCH, DRAFTS, dtype=torch.int32)
@@ -107,11 +219,11 @@ def _verify(logits: list[Tensor]) -> Callable[[], object]:
         output_indptr,
         drafts,
         positions=whole,
-        strategy=torch.full_like(whole, VerifyStrategy.GREEDY),
+        strategy=torch.full_like(whole, strategy),
         policy=torch.full_like(whole, AcceptPolicy.NORMAL),
-        temperature=real,
-        top_k=whole,
-        top_p=torch.ones_like(real),
+        temperature=torch.full_like(real, float(strategy != VerifyStrategy.GREEDY)),
+        top_k=torch.full_like(whole, top_k),
+        top_p=torch.full_like(real, top_p),
         min_p=real,
         seeds=torch.zeros(BATCH, dtype=torch.int64),
         **outputs,
@@ -128,6 +240,40 @@ def _torch_top_p(logits: list[Tensor]) -> Callable[[], Tensor]:
         cut = probs.cumsum(-1) - probs > TOP_P
         kept = torch.zeros_like(probs).scatter_(-1, ids, probs.masked_fill(cut, 0.0))
         return torch.multinomial(kept, 1)
+
+    return call
+
+
+def _torch_pipeline(logits: list[Tensor]) -> Callable[[], Tensor]:
+    """One sort for both filters: cut after the first TOP_K, then where the mass reaches TOP_P."""
+    rotated = cycle(logits)
+
+    def call() -> Tensor:
+        ordered, ids = next(rotated).float().sort(dim=-1, descending=True)
+        ordered[:, TOP_K:] = -torch.inf
+        probs = ordered.softmax(-1)
+        cut = probs.cumsum(-1) - probs > TOP_P
+        kept = torch.zeros_like(probs).scatter_(-1, ids, probs.masked_fill(cut, 0.0))
+        return torch.multinomial(kept, 1)
+
+    return call
+
+
+def _transformers_pipeline(logits: list[Tensor]) -> Callable[[], Tensor]:
+    """What `generate` does with the logits of a step."""
+    from transformers.generation.logits_process import (
+        LogitsProcessorList,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    rotated = cycle(logits)
+    warpers = LogitsProcessorList([TopKLogitsWarper(TOP_K), TopPLogitsWarper(TOP_P)])
+    no_tokens = torch.zeros(ROWS, 0, dtype=torch.int64)
+
+    def call() -> Tensor:
+        scores = warpers(no_tokens, next(rotated).float())
+        return torch.multinomial(scores.softmax(-1), 1)
 
     return call
 

@@ -92,5 +92,8 @@ def test_every_error_code_has_a_sentence() -> None:
     for name, code in codes.items():
         sentence = _C.error_sentence(code)
         assert sentence is not None, name
-        op, argument = re.match(r"(\w+): (\w+) must .*, got \S", sentence).groups()  # type: ignore[union-attr]
+        # an argument may be followed by its field, or by others
+        found = re.match(r"(\w+): (\w+)[\w., ]* must .*, got \S", sentence)
+        assert found is not None, sentence
+        op, argument = found.groups()
         assert op in TENSOR_OPS and argument in TENSOR_OPS[op], sentence

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 
 #include "sampling/filters.h"
 #include "sampling/select_cpu.h"
@@ -236,19 +237,35 @@ class Row {
     }
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
       if (scratch_->masses[leaf] <= 0.0) continue;
-      F32x16 origin = set1(leaf_origin(leaf)), factor = set1(scale_);
       double unit = weight_unit(leaf);
-      int size = leaf_size(leaf);
-      for (int i = 0; i < size; i += kLanes) {
-        float x[kLanes], w[kLanes];
-        F32x16 values = take(leaf_data(leaf), i, size);
-        store(x, values);
-        store(w, weight(values, origin, factor));
-        int32_t first = leaf * kLeaf + i;
+      for_each_weighed(leaf, cut_, leaf_origin(leaf), [&](int i, F32x16 weights) {
+        float w[kLanes];
+        store(w, weights);
         for (int j = 0; j < kLanes; ++j) {
-          if (w[j] > 0.0f && cut_.keeps(x[j], first + j)) visit(first + j, w[j] * unit);
+          if (w[j] > 0.0f) visit(leaf * kLeaf + i + j, w[j] * unit);
         }
+      });
+    }
+  }
+
+  // Of the whole vocabulary.
+  void write_target_probs(float* probs) const {
+    if (kept_ == Kept::kOne || kept_ == Kept::kListed) {
+      std::memset(probs, 0, vocab_size_ * sizeof(float));
+      for_each_kept([&](int32_t id, double w) { probs[id] = static_cast<float>(w / kept_mass_); });
+      return;
+    }
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
+      float* of_leaf = probs + static_cast<int64_t>(leaf) * kLeaf;
+      int size = leaf_size(leaf);
+      if (scratch_->masses[leaf] <= 0.0) {
+        std::memset(of_leaf, 0, size * sizeof(float));
+        continue;
       }
+      F32x16 unit = set1(static_cast<float>(weight_unit(leaf) / kept_mass_));
+      for_each_weighed(leaf, cut_, leaf_origin(leaf), [&](int i, F32x16 w) {
+        store_partial(of_leaf + i, mul(w, unit), size - i);
+      });
     }
   }
 
@@ -620,15 +637,15 @@ class Row {
     return select<false>(base, &bracket, target, total);
   }
 
-  // Mass of the kept tokens of one leaf; the largest logit of the row weighs 1.
-  float kept_leaf_mass(int32_t leaf, Cut cut) const {
+  // Calls visit(offset in the leaf, weights) for every vector of a leaf: 0 for what the cut drops.
+  template <typename Visit>
+  void for_each_weighed(int32_t leaf, Cut cut, float origin, Visit&& visit) const {
     const T* x = leaf_data(leaf);
     int size = leaf_size(leaf);
     float past = next_above(cut.value);  // ties count up to the cut's last token
-    F32x16 sum = zero(), origin = set1(max_), factor = set1(scale_);
     for (int i = 0; i < size; i += kLanes) {
       F32x16 values = take(x, i, size);
-      F32x16 w = weight(values, origin, factor);
+      F32x16 w = weight(values, set1(origin), set1(scale_));
       int32_t first = leaf * kLeaf + i;
       if (is_last(cut, first)) {
         uint32_t mask = kept_lanes(cut, values, first, 0xffffu);
@@ -637,8 +654,15 @@ class Row {
         for (int j = 0; j < kLanes; ++j) lanes[j] = mask >> j & 1u ? lanes[j] : 0.0f;
         w = load(lanes);
       }
-      sum = add_where_ge(sum, w, values, set1(first <= cut.last_id ? cut.value : past));
+      float least = first <= cut.last_id ? cut.value : past;
+      visit(i, add_where_ge(zero(), w, values, set1(least)));
     }
+  }
+
+  // Mass of the kept tokens of one leaf; the largest logit of the row weighs 1.
+  float kept_leaf_mass(int32_t leaf, Cut cut) const {
+    F32x16 sum = zero();
+    for_each_weighed(leaf, cut, max_, [&](int, F32x16 w) { sum = add(sum, w); });
     return reduce_add(sum);
   }
 

@@ -115,8 +115,7 @@ class TargetRow {
             const SamplingParams& filters,
             const RowProcessors* processors,
             const RowScores& scores)
-      : vocab_size_(vocab_size),
-        filters_(filters),
+      : filters_(filters),
         scores_(scores),
         copied_(processors != nullptr && changes(*processors)),
         untouched_(logits, vocab_size, copied_ ? 0.0f : filters.temperature),
@@ -178,19 +177,9 @@ class TargetRow {
     return row.rank(row.logit(id));
   }
 
-  // Of the whole vocabulary.
-  void write_target_probs(float* probs) {
-    const Row<T>& row = kept();
-    std::memset(probs, 0, vocab_size_ * sizeof(float));
-    double total = row.kept_mass();
-    row.for_each_kept(
-        [&](int32_t id, double weight) { probs[id] = static_cast<float>(weight / total); });
-  }
-
   float lse() const { return untouched_.lse(); }
 
  private:
-  int64_t vocab_size_;
   SamplingParams filters_;
   RowScores scores_;
   bool copied_;
