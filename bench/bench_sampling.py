@@ -6,12 +6,21 @@ On a GPU: 256 requests with 4 drafts each over 128,256 tokens, and one request; 
 
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import torch
-from specops.sampling import AcceptPolicy, LogitsProcessors, VerifyStrategy, sample, verify
+from specops.sampling import (
+    LogitsProcessors,
+    VerifyStrategy,
+    commit,
+    count_tokens,
+    sample,
+    sampling_workspace,
+    verify,
+)
 from torch import Tensor
 
-from bench.common import Bench, Figure
+from bench.common import Bench, Figure, Timing
 from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
 from bench.peers import flashinfer_peer
 
@@ -24,130 +33,130 @@ SCALE = 3.0
 
 
 def run_sampling(bench: Bench) -> None:
-    """Sampling against the usual pipelines, and greedy verification against the read."""
-    _run_float32(bench)
-    _run_bfloat16(bench)
-
-
-def _run_float32(bench: Bench) -> None:
-    num_bytes = ROWS * VOCAB * 4
-    copies = -(-COLD_BYTES // num_bytes)
-    generator = torch.Generator().manual_seed(0)
-    logits = [torch.randn(ROWS, VOCAB, generator=generator) * SCALE for _ in range(copies)]
-    cases = {
-        "top_p": _sample(logits, temperature=1.0, top_p=TOP_P),
-        "greedy": _sample(logits, temperature=0.0, top_p=1.0),
-        "plain": _sample(logits, temperature=1.0, top_p=1.0),
-        "verify": _verify(logits, VerifyStrategy.GREEDY),
-    }
+    """Sampling against torch's and transformers' pipelines, and everything against the read."""
     with torch.inference_mode():
-        timing = bench.alternate(cases, rounds=9, window_s=0.2)
-        sort = bench.alternate({"torch": _torch_top_p(logits)}, rounds=5, window_s=0.5)
-        argmax = bench.alternate({"torch": _argmax(logits)}, rounds=5)
-    threads = bench.num_threads
-    for case, peer, peer_timing, bar in (
-        ("top_p", "torch sort pipeline", sort, "ratio >= 80"),
-        ("greedy", "torch argmax", argmax, None),
-    ):
-        bench.add(
-            Figure(
-                f"sampling.sample.{case}",
-                f"sample {case}, 48 x 151,936 fp32: times faster than torch",
-                timing.median(case) * 1e3,
-                "ms",
-                peer,
-                peer_timing.median("torch") * 1e3,
-                peer_timing.median("torch") / timing.median(case),
-                bar,
-                threads=threads,
-                read_gb_s=timing.read_gb_s(case),
-            )
-        )
+        for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+            generator = torch.Generator().manual_seed(0)
+            num_bytes = ROWS * VOCAB * dtype.itemsize
+            logits = [
+                torch.empty(ROWS, VOCAB).normal_(0.0, SCALE, generator=generator).to(dtype)
+                for _ in range(-(-COLD_BYTES // num_bytes))
+            ]
+            _strategies(bench, logits, name)
+            if dtype == torch.float32:
+                _pipelines(bench, logits)
+            del logits
+        _commit(bench)
+
+
+def _strategies(bench: Bench, logits: list[Tensor], name: str) -> None:
+    """What each kind of verification costs, and greedy's share of the read line."""
+    greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
+    cases = {
+        "greedy": _verify(logits, greedy),
+        "plain": _verify(logits, target, {}),
+        "top_p": _verify(logits, target, {"top_p": TOP_P}),
+        "rejection": _verify(logits, VerifyStrategy.REJECTION, {"top_p": TOP_P}),
+        "processors": _verify(logits, target, {"top_p": TOP_P}, processors=True),
+        "parameters": _verify(logits, target, EVERY_FILTER, processors=True),
+    }
+    timing = bench.alternate(cases, rounds=9, window_s=0.2)
+    num_bytes = logits[0].numel() * logits[0].element_size()
     for case, what, bar in (
-        ("verify", "greedy verify, 8 requests of 6 rows", "ratio >= 0.7"),
-        ("top_p", "sample with top-p", None),
-        ("plain", "sample at temperature 1", None),
+        ("greedy", "greedy verify, 8 requests of 6 rows", "ratio >= 0.7"),
+        ("plain", "verify at temperature 1", None),
+        ("top_p", "verify with top-p", None),
     ):
         bench.add(
             Figure(
-                f"sampling.{case}.read",
-                f"{what}, 48 x 151,936 fp32: share of read bandwidth",
+                f"sampling.verify.{name}.{case}.read",
+                f"{what}, 48 x 151,936 {name}: share of read bandwidth",
                 num_bytes * 1e-9 / timing.median(case),
                 "GB/s",
                 "read bandwidth",
                 timing.read_gb_s(case),
                 timing.share(case, num_bytes),
                 bar,
-                threads=threads,
+                threads=bench.num_threads,
                 read_gb_s=timing.read_gb_s(case),
             )
         )
-
-
-def _run_bfloat16(bench: Bench) -> None:
-    num_bytes = ROWS * VOCAB * 2
-    copies = -(-COLD_BYTES // num_bytes)
-    generator = torch.Generator().manual_seed(0)
-    logits = [
-        (torch.randn(ROWS, VOCAB, generator=generator) * SCALE).bfloat16() for _ in range(copies)
-    ]
-    cases = {
-        "verify": _verify(logits, VerifyStrategy.GREEDY),
-        "target_match": _verify(logits, VerifyStrategy.TARGET_MATCH, TOP_K, TOP_P),
-        "top_p": _sample(logits, temperature=1.0, top_p=TOP_P),
-        "everything": _sample_everything(logits),
-    }
-    pipelines = {"torch": _torch_pipeline(logits), "transformers": _transformers_pipeline(logits)}
-    with torch.inference_mode():
-        timing = bench.alternate(cases, rounds=9, window_s=0.2)
-        peers = bench.alternate(pipelines, rounds=3, window_s=0.5)
-    common = {"threads": bench.num_threads}
-    bench.add(
-        Figure(
-            "sampling.verify.read_bf16",
-            "greedy verify, 8 requests of 6 rows, 48 x 151,936 bf16: share of read bandwidth",
-            num_bytes * 1e-9 / timing.median("verify"),
-            "GB/s",
-            "read bandwidth",
-            timing.read_gb_s("verify"),
-            timing.share("verify", num_bytes),
-            "ratio >= 0.7",
-            read_gb_s=timing.read_gb_s("verify"),
-            **common,
-        )
-    )
-    for case, peer, bar in (
-        ("torch", "torch sort pipeline", "ratio >= 80"),
-        ("transformers", "transformers' logits processors", "ratio >= 20"),
+    for case, other, what, peer, bar in (
+        ("rejection", "greedy", "rejection with top-p, one-hot drafts", "greedy verify", None),
+        ("processors", "top_p", "verify with processors and top-p", "top-p alone", "ratio <= 1.5"),
+        ("parameters", "top_p", "verify with every parameter", "top-p alone", "ratio <= 1.5"),
     ):
+        bench.add(_over(bench, timing, case, other, f"{name}.{case}", what, peer, bar))
+
+
+def _over(
+    bench: Bench,
+    timing: Timing,
+    case: str,
+    other: str,
+    id: str,
+    what: str,
+    peer: str,
+    bar: str | None,
+) -> Figure:
+    """A case's time over another one's, round by round."""
+    return Figure(
+        f"sampling.verify.{id}",
+        f"{what}, 48 x 151,936: time over {peer}",
+        timing.median(case) * 1e3,
+        "ms",
+        peer,
+        timing.median(other) * 1e3,
+        timing.ratio(case, other),
+        bar,
+        threads=bench.num_threads,
+        read_gb_s=timing.read_gb_s(case),
+    )
+
+
+def _pipelines(bench: Bench, logits: list[Tensor]) -> None:
+    """The pipelines of others, over logits of fp32."""
+    target = VerifyStrategy.TARGET_MATCH
+    cases = {
+        "top_p": _sample(logits, temperature=1.0, top_p=TOP_P),
+        "greedy": _sample(logits, temperature=0.0, top_p=1.0),
+        "target_match": _verify(logits, target, {"top_k": TOP_K, "top_p": TOP_P}),
+    }
+    timing = bench.alternate(cases, rounds=9, window_s=0.2)
+    peers = {"sort": _torch_sort(logits, 0), "sort_k": _torch_sort(logits, TOP_K)}
+    if processors := _transformers(logits):
+        peers["transformers"] = processors
+    slow = bench.alternate(peers, rounds=3, window_s=0.5)
+    argmax = bench.alternate({"argmax": _argmax(logits)}, rounds=5)
+    for id, what, case, peer, other, bar in (
+        ("sample.top_p", "sample top-p", "top_p", "torch sort pipeline", "sort", "ratio >= 80"),
+        ("sample.greedy", "sample greedy", "greedy", "torch argmax", "argmax", None),
+        (
+            *("target_match.torch", "target_match, top-k 50, top-p 0.9", "target_match"),
+            *("torch sort pipeline", "sort_k", "ratio >= 80"),
+        ),
+        (
+            *("target_match.transformers", "target_match, top-k 50, top-p 0.9", "target_match"),
+            *("transformers processors", "transformers", "ratio >= 20"),
+        ),
+    ):
+        theirs = argmax if other == "argmax" else slow
+        if other not in theirs.seconds:
+            continue
         bench.add(
             Figure(
-                f"sampling.target_match.{case}",
-                f"target_match, top-k 50, top-p 0.9, 48 x 151,936 bf16: times faster than {case}",
-                timing.median("target_match") * 1e3,
+                f"sampling.{id}",
+                f"{what}, 48 x 151,936 fp32: times faster than {peer}",
+                timing.median(case) * 1e3,
                 "ms",
                 peer,
-                peers.median(case) * 1e3,
-                peers.median(case) / timing.median("target_match"),
+                theirs.median(other) * 1e3,
+                theirs.median(other) / timing.median(case),
                 bar,
-                read_gb_s=timing.read_gb_s("target_match"),
-                **common,
+                threads=bench.num_threads,
+                read_gb_s=timing.read_gb_s(case),
             )
         )
-    bench.add(
-        Figure(
-            "sampling.sample.everything",
-            "sample with every parameter and processor, 48 x 151,936 bf16: over top-p alone",
-            timing.median("everything") * 1e3,
-            "ms",
-            "top-p alone",
-            timing.median("top_p") * 1e3,
-            timing.ratio("everything", "top_p"),
-            "ratio <= 1.5",
-            read_gb_s=timing.read_gb_s("everything"),
-            **common,
-        )
-    )
 
 
 def _sample(logits: list[Tensor], *, temperature: float, top_p: float) -> Callable[[], Tensor]:
@@ -156,86 +165,112 @@ def _sample(logits: list[Tensor], *, temperature: float, top_p: float) -> Callab
     out = torch.empty(ROWS, dtype=torch.int32)
     parameters = {
         "temperature": torch.full((ROWS,), temperature),
-        "top_k": torch.zeros(ROWS, dtype=torch.int32),
         "top_p": torch.full((ROWS,), top_p),
-        "min_p": torch.zeros(ROWS),
         "seeds": torch.arange(ROWS),
     }
     return lambda: sample(next(rotated), positions, out=out, **parameters)
 
 
-def _sample_everything(logits: list[Tensor]) -> Callable[[], Tensor]:
-    """2,000 counted tokens, 100 biases, 20 bad words and a grammar's mask in every row."""
-    rotated = cycle(logits)
+EVERY_FILTER = {"temperature": 0.8, "top_k": TOP_K, "top_p": TOP_P, "min_p": 0.02}
+HISTORY, BIASES, BAD_WORDS = 2000, 100, 10
 
-    def ints(value: int) -> Tensor:
-        return torch.full((ROWS,), value, dtype=torch.int32)
 
-    def some_tokens(count: int) -> Tensor:
-        rows = [torch.randperm(VOCAB)[:count].sort().values for _ in range(ROWS)]
-        return torch.stack(rows).int()
+def _filters(batch: int, values: dict[str, float], device: torch.device) -> dict[str, Tensor]:
+    """Sampling parameters of every request; at temperature 1 unless they say another."""
+    tensors: dict[str, Tensor] = {"seeds": torch.arange(batch, device=device)}
+    for name, value in {"temperature": 1.0, **values}.items():
+        dtype = torch.int32 if name == "top_k" else torch.float32
+        tensors[name] = torch.full((batch,), value, dtype=dtype, device=device)
+    return tensors
 
-    processors = LogitsProcessors(
-        slots=torch.arange(ROWS, dtype=torch.int32),
-        token_ids=torch.randint(VOCAB, (ROWS, 4096), dtype=torch.int32),
-        prompt_lens=ints(1000),
-        counted_token_ids=some_tokens(2000),
-        token_counts=torch.randint(1, 9, (ROWS, 2000), dtype=torch.int32),
-        repetition_penalty=torch.full((ROWS,), 1.1),
-        presence_penalty=torch.full((ROWS,), 0.2),
-        frequency_penalty=torch.full((ROWS,), 0.1),
-        logit_bias_token_ids=some_tokens(100),
-        logit_bias=torch.randn(ROWS, 100),
-        bad_words=torch.randint(VOCAB, (ROWS, 20, 3), dtype=torch.int32),
-        stop_token_ids=some_tokens(4),
-        min_tokens=ints(4096),
-        allowed_token_mask=torch.randint(-(2**31), 2**31, (ROWS, VOCAB // 32), dtype=torch.int32),
-        mask_indices=torch.arange(ROWS, dtype=torch.int32),
-    )
-    parameters = {
-        "temperature": torch.full((ROWS,), 0.8),
-        "top_k": ints(TOP_K),
-        "top_p": torch.full((ROWS,), TOP_P),
-        "min_p": torch.full((ROWS,), 0.05),
-        "seeds": torch.arange(ROWS),
+
+def _processors(
+    batch: int, rows: int, vocab_size: int, device: torch.device
+) -> tuple[LogitsProcessors, Tensor]:
+    """Everything at once, for requests with a long history; and their positions.
+
+    Penalties over 2,000 tokens, 100 biases, 10 bad words of up to 3 tokens, a minimal length, and a
+    mask for every row that allows half of the tokens.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def random(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator).int()
+
+    history = random(vocab_size, batch, HISTORY)
+    history[:, ::2] %= 1000  # words come again
+    tables = {
+        "counted_token_ids": torch.empty(batch, HISTORY + 48, dtype=torch.int32),
+        "token_counts": torch.empty(batch, HISTORY + 48, dtype=torch.int32),
     }
-    positions, out = ints(3000), ints(0)
-    return lambda: sample(next(rotated), positions, out=out, processors=processors, **parameters)
+    for b in range(batch):
+        row = {name: table[b] for name, table in tables.items()}
+        count_tokens(history[b], HISTORY // 2, **row)
+    step = vocab_size // BIASES  # distinct and ascending
+    bias_ids = torch.arange(BIASES).int() * step + random(step, batch, BIASES)
+    processors = LogitsProcessors(
+        slots=torch.arange(batch).int(),
+        token_ids=history,
+        prompt_lens=torch.full((batch,), HISTORY // 2).int(),
+        **tables,
+        repetition_penalty=torch.full((batch,), 1.1),
+        presence_penalty=torch.full((batch,), 0.5),
+        frequency_penalty=torch.full((batch,), 0.1),
+        logit_bias_token_ids=bias_ids,
+        logit_bias=torch.randn(batch, BIASES, generator=generator),
+        bad_words=random(vocab_size, batch, BAD_WORDS, 3),
+        stop_token_ids=random(vocab_size, batch, 2),
+        min_tokens=torch.full((batch,), HISTORY).int(),
+        allowed_token_mask=torch.randint(
+            -(2**31), 2**31, (rows, -(-vocab_size // 32)), generator=generator
+        ).int(),
+        mask_indices=torch.arange(rows).int(),
+    )
+    moved = [None if field is None else field.to(device) for field in processors]
+    return LogitsProcessors(*moved), torch.full((batch,), HISTORY).int().to(device)
 
 
 def _verify(
-    logits: list[Tensor], strategy: VerifyStrategy, top_k: int = 0, top_p: float = 1.0
+    logits: list[Tensor],
+    strategy: VerifyStrategy,
+    values: dict[str, float] | None = None,
+    processors: bool = False,
 ) -> Callable[[], object]:
-    rotated = cycle(logits)
-    output_indptr = torch.arange(BATCH + 1, dtype=torch.int32) * (DRAFTS + 1)
-    drafts = torch.zeros(BATCH, DRAFTS, dtype=torch.int32)
-    whole, real = torch.zeros(BATCH, dtype=torch.int32), torch.zeros(BATCH)
-    outputs = {
-        "output_token_ids": torch.empty(BATCH, DRAFTS + 1, dtype=torch.int32),
-        "num_accepted_tokens": torch.empty(BATCH, dtype=torch.int32),
+    """Drafts are the rows' most probable tokens."""
+    rotated = cycle([(x, _drafts(x, BATCH)) for x in logits])
+    device, dtype = logits[0].device, torch.int32
+    output_indptr = torch.arange(BATCH + 1, dtype=dtype) * (DRAFTS + 1)
+    arguments: dict[str, Any] = {
+        "positions": torch.zeros(BATCH, dtype=dtype),
+        "strategy": torch.full((BATCH,), int(strategy), dtype=dtype),
+        "output_token_ids": torch.empty(BATCH, DRAFTS + 1, dtype=dtype),
+        "num_accepted_tokens": torch.empty(BATCH, dtype=dtype),
+        **({} if values is None else _filters(BATCH, values, device)),
     }
-    return lambda: verify(
-        next(rotated),
-        output_indptr,
-        drafts,
-        positions=whole,
-        strategy=torch.full_like(whole, strategy),
-        policy=torch.full_like(whole, AcceptPolicy.NORMAL),
-        temperature=torch.full_like(real, float(strategy != VerifyStrategy.GREEDY)),
-        top_k=torch.full_like(whole, top_k),
-        top_p=torch.full_like(real, top_p),
-        min_p=real,
-        seeds=torch.zeros(BATCH, dtype=torch.int64),
-        **outputs,
-    )
+    if processors:
+        every, positions = _processors(BATCH, ROWS, VOCAB, device)
+        arguments |= {"processors": every, "positions": positions}
+
+    def call() -> object:
+        x, drafts = next(rotated)
+        return verify(x, output_indptr, drafts, **arguments)
+
+    return call
 
 
-def _torch_top_p(logits: list[Tensor]) -> Callable[[], Tensor]:
+def _drafts(logits: Tensor, batch: int) -> Tensor:
+    """The most probable token of every row but each request's last."""
+    return logits.argmax(-1).view(batch, -1)[:, :-1].to(torch.int32).contiguous()
+
+
+def _torch_sort(logits: list[Tensor], top_k: int) -> Callable[[], Tensor]:
     """The usual pipeline: sort, softmax, cumulative sum, cut, scatter back, draw."""
     rotated = cycle(logits)
 
     def call() -> Tensor:
         ordered, ids = next(rotated).sort(dim=-1, descending=True)
+        if top_k:
+            ordered[:, top_k:] = -torch.inf
         probs = ordered.softmax(-1)
         cut = probs.cumsum(-1) - probs > TOP_P
         kept = torch.zeros_like(probs).scatter_(-1, ids, probs.masked_fill(cut, 0.0))
@@ -244,43 +279,69 @@ def _torch_top_p(logits: list[Tensor]) -> Callable[[], Tensor]:
     return call
 
 
-def _torch_pipeline(logits: list[Tensor]) -> Callable[[], Tensor]:
-    """One sort for both filters: cut after the first TOP_K, then where the mass reaches TOP_P."""
-    rotated = cycle(logits)
-
-    def call() -> Tensor:
-        ordered, ids = next(rotated).float().sort(dim=-1, descending=True)
-        ordered[:, TOP_K:] = -torch.inf
-        probs = ordered.softmax(-1)
-        cut = probs.cumsum(-1) - probs > TOP_P
-        kept = torch.zeros_like(probs).scatter_(-1, ids, probs.masked_fill(cut, 0.0))
-        return torch.multinomial(kept, 1)
-
-    return call
-
-
-def _transformers_pipeline(logits: list[Tensor]) -> Callable[[], Tensor]:
-    """What `generate` does with the logits of a step."""
-    from transformers.generation.logits_process import (
-        LogitsProcessorList,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
+def _transformers(logits: list[Tensor]) -> Callable[[], Tensor] | None:
+    """The processors that `generate` of transformers builds for top-k and top-p, and its draw."""
+    try:
+        from transformers.generation import logits_process
+    except ImportError as error:
+        print(f"  no transformers: {error}", flush=True)
+        return None
+    processors = logits_process.LogitsProcessorList(
+        [logits_process.TopKLogitsWarper(TOP_K), logits_process.TopPLogitsWarper(TOP_P)]
     )
-
-    rotated = cycle(logits)
-    warpers = LogitsProcessorList([TopKLogitsWarper(TOP_K), TopPLogitsWarper(TOP_P)])
-    no_tokens = torch.zeros(ROWS, 0, dtype=torch.int64)
-
-    def call() -> Tensor:
-        scores = warpers(no_tokens, next(rotated).float())
-        return torch.multinomial(scores.softmax(-1), 1)
-
-    return call
+    rotated, ids = cycle(logits), torch.zeros(ROWS, 1, dtype=torch.int64)
+    return lambda: torch.multinomial(processors(ids, next(rotated)).softmax(-1), 1)
 
 
 def _argmax(logits: list[Tensor]) -> Callable[[], Tensor]:
     rotated = cycle(logits)
     return lambda: next(rotated).argmax(-1)
+
+
+def _commit(bench: Bench) -> None:
+    """What a step of 256 requests costs after verification, with every rule on."""
+    call = _commit_call(CUDA_BATCH, CUDA_DRAFTS + 1, torch.device("cpu"))
+    timing = bench.alternate({"commit": call}, rounds=9)
+    what = "commit of 256 requests, 5 tokens each, with every rule: time"
+    us = timing.median("commit") * 1e6
+    bench.add(Figure("sampling.commit", what, us, "us", read_gb_s=timing.read_gb_s("commit")))
+
+
+def _commit_call(batch: int, num_tokens: int, device: torch.device) -> Call:
+    """Lengths start anew in every call, so that rows never fill; nothing ends a request."""
+
+    def ints(*shape: int, fill: int = -1) -> Tensor:
+        return torch.full(shape, fill, dtype=torch.int32, device=device)
+
+    width = HISTORY + 48
+    start, history = ints(batch, fill=HISTORY), ints(batch, width, fill=5)
+    counted = torch.arange(width, dtype=torch.int32, device=device).repeat(batch, 1) * 7
+    emitted = torch.arange(num_tokens, dtype=torch.int32, device=device).repeat(batch, 1) * 70
+    state: dict[str, Tensor] = {
+        "logprobs": torch.zeros(batch, num_tokens, device=device),
+        "ranks": ints(batch, num_tokens, fill=1),
+        "prompt_lens": ints(batch, fill=HISTORY // 2),
+        "max_lens": ints(batch, fill=width),
+        "min_tokens": ints(batch, fill=1),
+        "stop_token_ids": ints(batch, 4, fill=3),
+        "stop_sequences": ints(batch, 4, 8, fill=280),
+        "counted_token_ids": counted,
+        "token_counts": ints(batch, width, fill=2),
+        "think_end_token_id": ints(batch, fill=3),
+        "thinking_budget": ints(batch, fill=width),
+        "inject_token_ids": ints(batch, 16, fill=3),
+        "thinking_state": ints(batch, fill=0),
+        "finish_reasons": ints(batch, fill=0),
+        "stop_indices": ints(batch),
+        "num_committed_tokens": ints(batch),
+    }
+    slots, lens = torch.arange(batch, dtype=torch.int32, device=device), start.clone()
+
+    def call() -> object:
+        lens.copy_(start)
+        return commit(emitted, slots, history, lens, **state)
+
+    return call
 
 
 # On a GPU
@@ -297,42 +358,49 @@ def _logits(bench: CudaBench, rows: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _cuda_verify(
-    bench: CudaBench, logits: list[Tensor], batch: int, strategy: VerifyStrategy, top_p: float
+    bench: CudaBench,
+    logits: list[Tensor],
+    batch: int,
+    strategy: VerifyStrategy,
+    values: dict[str, float] | None = None,
+    processors: bool = False,
 ) -> list[Call]:
-    """Drafts are the target's own choices where greedy, so that whole chains are walked."""
-    rows = CUDA_DRAFTS + 1
-    whole, real = bench.ints([0] * batch), torch.zeros(batch, device=bench.device)
-    shared = {
-        "positions": whole,
-        "strategy": torch.full_like(whole, strategy),
-        "policy": torch.full_like(whole, AcceptPolicy.NORMAL),
-        "temperature": real if strategy == VerifyStrategy.GREEDY else real + 1.0,
-        "top_k": whole,
-        "top_p": real + top_p,
-        "min_p": real,
-        "seeds": bench.ints(torch.arange(batch), torch.int64),
-        "output_token_ids": bench.ints(torch.zeros(batch, rows, dtype=torch.int32)),
+    """Drafts are the rows' most probable tokens: greedy walks whole chains."""
+    rows = batch * (CUDA_DRAFTS + 1)
+    arguments: dict[str, Any] = {
+        "positions": bench.ints([0] * batch),
+        "strategy": bench.ints([int(strategy)] * batch),
+        "output_token_ids": bench.ints(torch.zeros(batch, CUDA_DRAFTS + 1, dtype=torch.int32)),
         "num_accepted_tokens": bench.ints([0] * batch),
+        "workspace": sampling_workspace(logits[0], batch),
+        **({} if values is None else _filters(batch, values, bench.device)),
     }
-    output_indptr = bench.ints(torch.arange(batch + 1) * rows)
+    if processors:
+        every, positions = _processors(batch, rows, logits[0].shape[1], bench.device)
+        arguments |= {"processors": every, "positions": positions}
+    output_indptr = bench.ints(torch.arange(batch + 1) * (CUDA_DRAFTS + 1))
 
     def call(x: Tensor) -> Call:
-        drafts = x.argmax(-1).view(batch, rows)[:, :CUDA_DRAFTS].to(torch.int32).contiguous()
-        return lambda: verify(x, output_indptr, drafts, **shared)
+        drafts = _drafts(x, batch)
+        return lambda: verify(x, output_indptr, drafts, **arguments)
 
     return [call(x) for x in logits]
 
 
 def run_sampling_cuda(bench: CudaBench) -> None:
-    """Greedy and sampled verification, and sampling, beside the read line."""
+    """Verification of every kind, beside the read line and beside greedy's time."""
+    greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         for batch in bench.pick((CUDA_BATCH, 1), (4, 1)):
             rows = batch * (CUDA_DRAFTS + 1)
             logits = _logits(bench, rows, dtype)
-            greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
+            one_hot = VerifyStrategy.REJECTION  # without draft_probs
             cases = {
-                "greedy": _cuda_verify(bench, logits, batch, greedy, 1.0),
-                "target_match": _cuda_verify(bench, logits, batch, target, TOP_P),
+                "greedy": _cuda_verify(bench, logits, batch, greedy),
+                "target_match": _cuda_verify(bench, logits, batch, target, {"top_p": TOP_P}),
+                "rejection": _cuda_verify(bench, logits, batch, one_hot, {"top_p": TOP_P}),
+                "processors": _cuda_verify(bench, logits, batch, target, {"top_p": TOP_P}, True),
+                "parameters": _cuda_verify(bench, logits, batch, target, EVERY_FILTER, True),
                 "torch argmax": [lambda x=x: x.argmax(-1) for x in logits],
             }
             timings = bench.time(cases)
@@ -350,12 +418,25 @@ def run_sampling_cuda(bench: CudaBench) -> None:
                 id = f"{prefix}.greedy.read"
                 figure = bandwidth_figure(timings, "greedy", id, text, num_bytes, "ratio >= 0.8")
                 bench.add(figure)
-            text = f"{what}, target_match with top-p: time over greedy's"
-            id = f"{prefix}.target_match"
-            over = ("greedy", "greedy verify")
-            bar = "ratio <= 1.25" if batch > 1 else None
-            bench.add(time_figure(timings, "target_match", id, text, over=over, bar=bar))
+            for case, other, words, bar in (
+                ("target_match", "greedy", "target_match with top-p", "ratio <= 1.25"),
+                ("rejection", "greedy", "rejection with top-p, one-hot drafts", "ratio <= 1.25"),
+                ("processors", "target_match", "processors and top-p", "ratio <= 1.5"),
+                ("parameters", "target_match", "every parameter", "ratio <= 1.5"),
+            ):
+                over = (other, "greedy verify" if other == "greedy" else "top-p alone")
+                text = f"{what}, {words}: time over {over[1]}"
+                figure = time_figure(
+                    *(timings, case, f"{prefix}.{case}", text),
+                    over=over,
+                    bar=bar if batch > 1 else None,
+                )
+                bench.add(figure)
             del logits, cases
+    batch = bench.pick(CUDA_BATCH, 4)
+    timings = bench.time({"commit": [_commit_call(batch, CUDA_DRAFTS + 1, bench.device)]})
+    what = f"commit of {batch} requests, 5 tokens each, with every rule: time"
+    bench.add(time_figure(timings, "commit", "sampling.commit", what))
 
 
 def _cuda_sample(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: float) -> list[Call]:
@@ -391,10 +472,16 @@ def run_sampling_peers_cuda(bench: CudaBench) -> None:
     drafts = bench.ints(torch.zeros(batch, CUDA_DRAFTS, dtype=torch.int32))
     one_hot = torch.zeros(batch, CUDA_DRAFTS, logits[0].shape[1], device=bench.device)
     one_hot[:, :, 0] = 1.0
-    cases = {"ours": _cuda_verify(bench, logits, batch, VerifyStrategy.TARGET_MATCH, TOP_P)}
+    filters, target = {"top_p": TOP_P}, VerifyStrategy.TARGET_MATCH
+    cases = {
+        "rejection": _cuda_verify(bench, logits, batch, VerifyStrategy.REJECTION, filters),
+        "top_p": _cuda_verify(bench, logits, batch, target, filters),
+    }
     if calls := flashinfer_peer.chain_verification(logits, drafts, TOP_P, one_hot):
         cases["peer"] = calls
-    text = f"verify with top-p, {batch} requests of 5 rows fp32: times faster than FlashInfer"
+    timings = bench.time(cases)
     peers = {"peer": "FlashInfer softmax, renorm, chain"} if "peer" in cases else None
-    id = "sampling_peers.verify.top_p"
-    bench.add(time_figure(bench.time(cases), "ours", id, text, peers, "ratio >= 4"))
+    for case, what in (("rejection", "rejection with one-hot drafts"), ("top_p", "target_match")):
+        text = f"{what}, top-p, {batch} requests of 5 rows fp32: times faster than FlashInfer"
+        id = f"sampling_peers.verify.{case}"
+        bench.add(time_figure(timings, case, id, text, peers, "ratio >= 4"))
