@@ -262,7 +262,7 @@ def test_drafts_are_drawn_apart_and_anchors_count(device: str, isa: str) -> None
 
 
 def chains_of(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
-    """Requests with 0 to k drafts; the rows behind the last belong to none."""
+    """Requests with up to k drafts, some idle; what no row owns is out of range."""
     drafts = torch.randint(vocab, (batch, k), dtype=torch.int32)
     lens = torch.randint(0, k + 2, (batch,))
     indptr = torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
@@ -302,11 +302,20 @@ def test_processed_top_logprobs(
     request = torch.repeat_interleave(torch.arange(batch), step["output_indptr"].diff())
     own = {name: column[request] for name, column in params.items()}
     want_ranks = torch.zeros(rows, n, dtype=torch.int32)
-    want = reference.top_logprobs(edited, n, processed_logprobs=True, **own, ranks=want_ranks)
+    want = reference.top_logprobs(
+        logits,
+        n,
+        processed_logprobs=True,
+        **step,
+        positions=positions,
+        **params,
+        processors=processors,
+        ranks=want_ranks,
+    )
     assert torch.equal(got[0].cpu(), want[0]) and torch.equal(ranks.cpu(), want_ranks)
     torch.testing.assert_close(got[1].cpu(), want[1], rtol=0, atol=1e-5)
-    lse = sampling.top_logprobs(logits.to(device), 0)[2]
-    assert torch.equal(got[2], lse)
+    torch.testing.assert_close(got[2].cpu(), want[2], rtol=0, atol=4e-6)
+    assert torch.equal(got[2], sampling.top_logprobs(logits.to(device), 0)[2])
     # the bits of sample, where it chooses one of them
     params = {**own, "seeds": torch.arange(rows)}
     choice = run(edited.to(device), torch.zeros(rows).int(), params, processed_logprobs=True)
