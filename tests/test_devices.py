@@ -24,7 +24,11 @@ TESTS_OF = {
     suffix_tree: "test_suffix_tree.py",
 }
 # Ops with a file of their own.
-OWN_TESTS = {"commit": "test_commit.py"}
+OWN_TESTS = {
+    "commit": "test_commit.py",
+    "verify": "test_verify.py",
+    "verify_tree": "test_verify.py",
+}
 
 
 @pytest.mark.at_the_end

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling family against its reference; verify rows are sample rows, bit for bit."""
+"""sample, top_logprobs and commit_tokens against their references."""
 
 import math
 from functools import cache
@@ -10,56 +10,11 @@ import simt
 import specops
 import torch
 from conftest import expect_fault
+from sampling_cases import mixed_params, on_device, positions_from, row_params
 from specops import _C, reference, sampling
-from specops.sampling import AcceptPolicy, VerifyStrategy
 from torch import Tensor
 
 INF = math.inf
-
-
-def row_params(rows: int, **overrides: Any) -> dict[str, Tensor]:
-    """Per-row parameters: filters off and temperature 1 unless overridden by number or list."""
-    columns: dict[str, Any] = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seeds": list(range(rows)),
-        **overrides,
-    }
-    dtypes = {"top_k": torch.int32, "seeds": torch.int64, "choice_index": torch.int32}
-    return {
-        name: torch.tensor(
-            value if isinstance(value, list) else [value] * rows,
-            dtype=dtypes.get(name, torch.float32),
-        )
-        for name, value in columns.items()
-    }
-
-
-def mixed_params(rows: int) -> dict[str, Tensor]:
-    """Every combination of filters turns up somewhere in a few dozen rows."""
-
-    def pick(values: list[Any]) -> list[Any]:
-        return [values[int(i)] for i in torch.randint(len(values), (rows,))]
-
-    return row_params(
-        rows,
-        temperature=pick([0.0, 0.3, 0.8, 1.0, 2.5]),
-        top_k=pick([-1, 0, 1, 3, 40, 100_000]),
-        top_p=pick([0.0, 0.2, 0.9, 1.0, 1.0]),
-        min_p=pick([0.0, 0.0, 0.02, 0.5, 1.0]),
-        seeds=torch.randint(-(2**63), 2**63 - 1, (rows,)).tolist(),
-        choice_index=pick([0, 1, 7]),
-    )
-
-
-def positions_from(start: int, rows: int) -> Tensor:
-    return torch.arange(start, start + rows, dtype=torch.int32)
-
-
-def on_device(tensors: dict[str, Tensor], device: str | torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def sample(logits: Tensor, positions: Tensor, params: dict[str, Tensor], **more: Any) -> Tensor:
@@ -364,154 +319,6 @@ def test_sampled_tokens_follow_the_distribution(
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
-# ---- verify ----
-
-
-def ragged_step(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
-    """Requests with 0 (idle) to k + 1 rows; most drafts are right, so that walks end anywhere."""
-    num_rows = torch.randint(0, k + 2, (batch,))
-    output_indptr = torch.zeros(batch + 1, dtype=torch.int32)
-    output_indptr[1:] = num_rows.cumsum(0)
-    step = {
-        "logits": 2 * torch.randn(int(output_indptr[-1]) + 2, vocab),
-        "output_indptr": output_indptr,
-        "positions": torch.randint(0, 5000, (batch,), dtype=torch.int32),
-        "strategy": torch.randint(0, 2, (batch,), dtype=torch.int32),
-        "policy": torch.randint(0, 12, (batch,), dtype=torch.int32).clamp(9) - 9,
-        **mixed_params(batch),
-    }
-    step["logits"][int(output_indptr[-1]) :] = math.nan
-    # the tokens that greedy or sampling would choose, then a few made wrong or missing
-    draft_token_ids = torch.full((batch, k), 10**9, dtype=torch.int32)
-    for b in range(batch):
-        for i in range(int(num_rows[b]) - 1):
-            row = int(output_indptr[b]) + i
-            own = {
-                name: step[name][b : b + 1]
-                for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "choice_index")
-            }
-            own["temperature"] = own["temperature"] * (step["strategy"][b] != 0)
-            position = step["positions"][b : b + 1] + i
-            draft_token_ids[b, i] = reference.sample(
-                step["logits"][row : row + 1], position, **own
-            )[0]
-            if torch.rand(()) < 0.2:
-                draft_token_ids[b, i] = torch.randint(-1, vocab, ())
-    step["draft_token_ids"] = draft_token_ids
-    return step
-
-
-def run_verify(step: dict[str, Tensor], device: str) -> list[Tensor]:
-    batch, k = step["draft_token_ids"].shape
-    logprobs = torch.full((batch, k + 1), 7.0, device=device)
-    tokens = torch.full((batch, k + 1), 7, dtype=torch.int32, device=device)
-    accepted = torch.full((batch,), 7, dtype=torch.int32, device=device)
-    got = sampling.verify(
-        **on_device(step, device),
-        logprobs=logprobs,
-        output_token_ids=tokens,
-        num_accepted_tokens=accepted,
-    )
-    assert got[0] is tokens and got[1] is accepted
-    return [tokens.cpu(), accepted.cpu(), logprobs.cpu()]
-
-
-@pytest.mark.parametrize("batch,k,vocab", [(0, 3, 50), (5, 0, 50), (300, 4, 50), (12, 6, 3000)])
-def test_verify(device: str, isa: str, batch: int, k: int, vocab: int) -> None:
-    step = ragged_step(batch, k, vocab)
-    tokens, accepted, logprobs = run_verify(step, device)
-    expected_logprobs = torch.zeros(batch, k + 1, dtype=torch.float64)
-    expected = reference.verify(**step, logprobs=expected_logprobs)
-    assert torch.equal(tokens, expected[0])
-    assert torch.equal(accepted, expected[1])
-    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=0, atol=1e-5)
-    if batch == 300:
-        assert set(accepted.tolist()) == set(range(k + 1))
-        idle = step["output_indptr"].diff() == 0
-        assert idle.any() and (tokens[idle] == -1).all() and (accepted[idle] == 0).all()
-
-
-def test_verify_rows_are_sample_rows(device: str, isa: str, on_cuda: bool) -> None:
-    """The bits that plain decoding, one row at a time, would give."""
-    batch = 16 if on_cuda else 40
-    step = ragged_step(batch, 5, 5000)
-    step["policy"].zero_()
-    for threads in (1, 2, 3) if not on_cuda else (1,):
-        specops.set_num_threads(threads)
-        tokens, accepted, logprobs = run_verify(step, device)
-        for b in range(batch):
-            for i in range(int(accepted[b]) + 1 if step["output_indptr"].diff()[b] else 0):
-                row = int(step["output_indptr"][b]) + i
-                own = {
-                    name: step[name][b : b + 1]
-                    for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "choice_index")
-                }
-                own["temperature"] = own["temperature"] * (step["strategy"][b] != 0)
-                token, logprob = with_logprobs(
-                    step["logits"][row : row + 1].to(device), step["positions"][b : b + 1] + i, own
-                )
-                assert int(token) == int(tokens[b, i])
-                assert torch.equal(logprob[0], logprobs[b, i])
-    assert (accepted > 0).any() and (accepted < step["output_indptr"].diff() - 1).any()
-
-
-def test_verify_policies(device: str, isa: str) -> None:
-    """One request each: normal, accept all, reject all, accept all with a hole in its drafts."""
-    k, vocab = 3, 20
-    logits = torch.randn(16, vocab)
-    best = logits.argmax(dim=-1).int().view(4, 4)
-    wrong = (best[:, :3] + 1) % vocab
-    drafts = torch.stack([best[0, :3], wrong[1], best[2, :3], wrong[3]])
-    drafts[3, 1] = -1
-    policy = [
-        AcceptPolicy.NORMAL,
-        AcceptPolicy.ACCEPT_ALL,
-        AcceptPolicy.REJECT_ALL,
-        AcceptPolicy.ACCEPT_ALL,
-    ]
-    tokens, accepted, logprobs = run_verify(
-        {
-            "logits": logits,
-            "output_indptr": torch.arange(0, 17, 4, dtype=torch.int32),
-            "draft_token_ids": drafts,
-            "positions": torch.zeros(4, dtype=torch.int32),
-            "strategy": torch.full((4,), VerifyStrategy.GREEDY, dtype=torch.int32),
-            "policy": torch.tensor(policy, dtype=torch.int32),
-            **row_params(4),
-        },
-        device,
-    )
-    assert accepted.tolist() == [k, k, 0, 1]
-    assert torch.equal(tokens[0], best[0])
-    assert torch.equal(tokens[1], torch.cat([wrong[1], best[1, 3:]]))
-    assert tokens[2].tolist() == [int(best[2, 0]), -1, -1, -1]
-    assert tokens[3].tolist() == [int(wrong[3, 0]), int(best[3, 1]), -1, -1]
-    emitted = tokens >= 0
-    scores = logits.log_softmax(-1).view(4, 4, vocab)
-    expected = scores.gather(2, tokens.clamp(min=0).long().unsqueeze(2)).squeeze(2) * emitted
-    torch.testing.assert_close(logprobs, expected)
-
-
-def test_verify_does_not_read_the_drafts_of_other_rows(device: str) -> None:
-    """A request with two rows has one draft, whatever stands behind it."""
-    logits = torch.zeros(2, 10)
-    logits[:, 4] = 1.0
-    tokens, accepted, _ = run_verify(
-        {
-            "logits": logits,
-            "output_indptr": torch.tensor([0, 2], dtype=torch.int32),
-            "draft_token_ids": torch.tensor([[4, 4, 999]], dtype=torch.int32),
-            "positions": torch.zeros(1, dtype=torch.int32),
-            "strategy": torch.zeros(1, dtype=torch.int32),
-            "policy": torch.zeros(1, dtype=torch.int32),
-            **row_params(1),
-        },
-        device,
-    )
-    assert tokens.tolist() == [[4, 4, -1, -1]]
-    assert accepted.tolist() == [1]
-
-
 # ---- top_logprobs ----
 
 
@@ -571,23 +378,6 @@ def test_sample_without_filters(device: str, isa: str, given: dict[str, Any]) ->
     assert torch.equal(sample(logits, positions_from(0, 40), params), want)
 
 
-def test_verify_without_parameters_is_greedy(device: str, isa: str) -> None:
-    step = ragged_step(20, 3, 90)
-    bare = {
-        name: step[name] for name in ("logits", "output_indptr", "draft_token_ids", "positions")
-    }
-    whole = torch.zeros(20, dtype=torch.int32)
-    want = run_verify({**bare, "strategy": whole, "policy": whole, **row_params(20)}, device)
-    for a, b in zip(run_verify(bare, device), want, strict=True):
-        assert torch.equal(a, b)
-    assert (want[1] > 0).any()
-    del step["strategy"], step["policy"]
-    defaults = {"strategy": whole + VerifyStrategy.TARGET_MATCH, "policy": whole}
-    want = run_verify({**step, **defaults}, device)
-    for a, b in zip(run_verify(step, device), want, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_workspace_of_many_rows_serves_few(device: str, on_cuda: bool) -> None:
     """Many rows have a block each, few of them are shared by blocks and need more for it."""
     logits = torch.randn(40, 20_000).to(device)
@@ -609,24 +399,6 @@ def test_min_p_at_the_highest_temperature(device: str) -> None:
     positions = torch.zeros(3, dtype=torch.int32, device=device)
     got = sampling.sample(logits.to(device), positions, **args)
     assert torch.equal(got, reference.sample(logits.to(device), positions, **args))
-
-
-def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
-    """One made for the largest call serves smaller ones, in any order."""
-    steps = [ragged_step(batch, 3, 20_000) for batch in (2, 5, 1)]
-    largest = on_device(steps[1], device)["logits"]
-    workspace = sampling.sampling_workspace(largest, 5)
-    assert (workspace is not None) == on_cuda
-    for step in [*steps, *reversed(steps)]:
-        got = sampling.verify(**on_device(step, device), workspace=workspace)
-        want = sampling.verify(**on_device(step, device))
-        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    if on_cuda:
-        with pytest.raises(ValueError, match=r"verify: workspace must be at least \d+ bytes"):
-            sampling.verify(
-                **on_device(steps[1], device),
-                workspace=torch.zeros(16, dtype=torch.uint8, device=device),
-            )
 
 
 # ---- refusals ----
@@ -670,47 +442,6 @@ def test_parameters_that_would_change_nothing_are_refused(device: str) -> None:
         sampling.sample(logits, positions, temperature=params["temperature"])
     with pytest.raises(ValueError, match=r"top_p must be None where .*, got a tensor"):
         sampling.sample(logits, positions, top_p=params["top_p"])
-
-
-@pytest.mark.parametrize(
-    "change,message",
-    [
-        ({"output_indptr": [0, 4]}, r"output_indptr.* must be ascending.* by at most k \+ 1"),
-        ({"output_indptr": [0, -1]}, r"output_indptr.* must be ascending"),
-        ({"output_indptr": [1, 2]}, r"output_indptr.* must be .*0"),
-        ({"strategy": [5]}, r"strategy.* must be 0 \(GREEDY\), 1 \(TARGET_MATCH\), 2 .*, got"),
-        ({"policy": [-1]}, r"policy.* must be 0 \(NORMAL\)"),
-        ({"draft_token_ids": [[5, 0]]}, r"draft_token_ids.* must be -1 or below"),
-        ({"draft_token_ids": [[0, -2]]}, r"draft_token_ids.* must be -1 or below"),
-        ({"draft_token_ids": [[5, 0]], "policy": [1]}, r"draft_token_ids.* must be -1 or below"),
-        ({"top_p": [7.0]}, r"verify: top_p.* must be within"),
-    ],
-)
-def test_verify_refuses_values(
-    device: str, on_cuda: bool, change: dict[str, Any], message: str
-) -> None:
-    """On CUDA the request at fault emits nothing, and its neighbours what they would."""
-    step: dict[str, Any] = {
-        "output_indptr": [0, 3],
-        "draft_token_ids": [[0, 0]],
-        "positions": [0],
-        "strategy": [0],
-        "policy": [0],
-    }
-    arrays = {
-        name: torch.tensor(value, dtype=torch.int32)
-        for name, value in {**step, **change}.items()
-        if name in step
-    }
-    filters = {name: value for name, value in change.items() if name not in step}
-    arrays = {"logits": torch.zeros(3, 5), **arrays, **row_params(1, **filters)}
-    arrays = on_device(arrays, device)
-    tokens = torch.full((1, 3), 7, dtype=torch.int32, device=device)
-    accepted = torch.full((1,), 7, dtype=torch.int32, device=device)
-    with expect_fault(on_cuda, message):
-        sampling.verify(**arrays, output_token_ids=tokens, num_accepted_tokens=accepted)
-    assert tokens.tolist() == ([[-1, -1, -1]] if on_cuda else [[7, 7, 7]])
-    assert accepted.tolist() == ([0] if on_cuda else [7])
 
 
 def test_top_logprobs_refuses_more_than_the_vocabulary(device: str) -> None:

@@ -269,6 +269,46 @@ class Row {
     }
   }
 
+  int32_t num_leaves() const { return num_leaves_; }
+
+  double mass_of_leaf(int32_t leaf) const {
+    if (kept_ == Kept::kOne) return one_ / kLeaf == leaf ? 1.0 : 0.0;
+    if (kept_ != Kept::kListed) return scratch_->masses[leaf];
+    return list_->segment_mass(list_->first_from(leaf * kLeaf),
+                               list_->first_from((leaf + 1) * kLeaf));
+  }
+
+  // Writes w[0, kLeaf); returns what to multiply them with. Tokens that are not kept weigh 0.
+  double weigh_leaf(int32_t leaf, float* w) const {
+    int32_t first = leaf * kLeaf;
+    if (kept_ == Kept::kOne || kept_ == Kept::kListed) {
+      for (int i = 0; i < kLeaf; i += kLanes) store(w + i, zero());
+      if (kept_ == Kept::kOne) {
+        if (one_ / kLeaf == leaf) w[one_ - first] = 1.0f;
+        return 1.0;
+      }
+      int end = list_->first_from(first + kLeaf);
+      for (int i = list_->first_from(first); i < end; ++i) w[list_->id[i] - first] = list_->w[i];
+      return 1.0;
+    }
+    F32x16 origin = set1(leaf_origin(leaf)), factor = set1(scale_);
+    int size = leaf_size(leaf);
+    float past = next_above(cut_.value);  // ties count up to the cut's last token
+    for (int i = 0; i < kLeaf; i += kLanes) {
+      if (i >= size) {
+        store(w + i, zero());
+        continue;
+      }
+      F32x16 values = take(leaf_data(leaf), i, size);
+      F32x16 least = set1(first + i <= cut_.last_id ? cut_.value : past);
+      store(w + i, add_where_ge(zero(), weight(values, origin, factor), values, least));
+      if (!is_last(cut_, first + i)) continue;
+      uint32_t mask = kept_lanes(cut_, values, first + i, 0xffffu);
+      for (int j = 0; j < kLanes; ++j) w[i + j] = mask >> j & 1u ? w[i + j] : 0.0f;
+    }
+    return weight_unit(leaf);
+  }
+
   // Whether only one token is left, so that drawing needs no random number.
   bool is_certain() const { return kept_ == Kept::kOne; }
 

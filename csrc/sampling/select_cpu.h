@@ -313,8 +313,8 @@ struct Candidates {
     return number;
   }
 
-  // Of a list in id order; 0 for a token that is not in it.
-  float weight_of(int32_t token_id) const {
+  // Of a list in id order: where the tokens from token_id on begin.
+  int first_from(int32_t token_id) const {
     int low = 0, high = count;
     while (low < high) {
       int middle = low + (high - low) / 2;
@@ -324,7 +324,13 @@ struct Candidates {
         high = middle;
       }
     }
-    return low < count && id[low] == token_id ? w[low] : 0.0f;
+    return low;
+  }
+
+  // 0 for a token that is not in the list.
+  float weight_of(int32_t token_id) const {
+    int at = first_from(token_id);
+    return at < count && id[at] == token_id ? w[at] : 0.0f;
   }
 
   // Drops the tokens outside the typical set. Leaves something else than logits in x.

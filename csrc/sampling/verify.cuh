@@ -87,12 +87,11 @@ __device__ inline void walk_request(const VerifyParams& params,
     return emit_nothing(params, batch_idx);
   }
   if (threadIdx.x == 0) {
-    params.num_accepted_tokens[batch_idx] = accept_walk(static_cast<AcceptPolicy>(shared.policy),
-                                                        near_drafts,
-                                                        num_rows,
-                                                        static_cast<int>(capacity),
-                                                        near_tokens,
-                                                        near_logprobs);
+    params.num_accepted_tokens[batch_idx] =
+        accept_walk({near_drafts, nullptr, num_rows - 1},
+                    num_rows,
+                    static_cast<int32_t>(capacity),
+                    {near_tokens, near_logprobs, nullptr, nullptr});
   }
   if (!staged) return;
   __syncthreads();
@@ -135,7 +134,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   }
   bool want_logprob = params.logprobs != nullptr;
   const int32_t* drafts = params.draft_token_ids + int64_t{batch_idx} * (capacity - 1);
-  bool given = takes_draft(request.policy, drafts, request.num_rows, idx);
+  bool given = request.policy == AcceptPolicy::kAcceptAll &&
+               next_child({drafts, nullptr, request.num_rows - 1}, idx) >= 0;
   RowToken token{given ? drafts[idx] : -1, 0.0f};
   float logprob = 0.0f;
   int32_t row_idx = request.first + idx;
@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     return;
   }
   if (threadIdx.x == 0) {
-    params.output_token_ids[item] = token.id;
+    params.output_token_ids[item] =
+        request.policy == AcceptPolicy::kRejectAll ? ends_with(token.id) : token.id;
     if (want_logprob) params.logprobs[item] = logprob;
   }
   __syncthreads();

@@ -1,0 +1,823 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verify and verify_tree against their references; their rows are sample rows, bit for bit."""
+
+import math
+from typing import Any
+
+import pytest
+import specops
+import torch
+from conftest import expect_fault
+from processor_cases import RULES, only, random_processors, to_device
+from sampling_cases import mixed_params, on_device, row_params
+from specops import reference, sampling
+from specops.sampling import AcceptPolicy, Purpose, VerifyStrategy
+from torch import Tensor
+
+GREEDY, TARGET_MATCH, REJECTION, BLOCK, TOPP = VerifyStrategy
+NORMAL, ACCEPT_ALL, REJECT_ALL, SYNTHETIC = AcceptPolicy
+
+FILTERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seeds", "choice_index")
+
+
+# What CUDA kernels can do so far.
+ON_CUDA = {
+    "test_verify",
+    "test_verify_rows_are_sample_rows",
+    "test_verify_policies",
+    "test_verify_does_not_read_the_drafts_of_other_rows",
+    "test_verify_without_parameters_is_greedy",
+    "test_workspace_of_the_caller",
+    "test_verify_refuses_values",
+}
+NOT_ON_CUDA = {"typical_p", "accept_rates", "draft_probs", "parents"}
+with_ranks = True
+
+
+@pytest.fixture(autouse=True)
+def only_what_cuda_has(request: pytest.FixtureRequest) -> None:
+    global with_ranks
+    params = request.node.callspec.params
+    with_ranks = params["device"] == "cpu"
+    change = params.get("change", {})
+    lacks = bool(NOT_ON_CUDA & set(change)) or change.get("policy") == [3]
+    if not with_ranks and (lacks or request.node.originalname not in ON_CUDA):
+        pytest.skip("not on CUDA yet")
+
+
+def ints(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def pick(values: list[Any], count: int) -> Tensor:
+    return ints(*(values[int(i)] for i in torch.randint(len(values), (count,))))
+
+
+def filters_of(step: dict[str, Tensor], b: int) -> dict[str, Tensor]:
+    """What `sample` is told to choose the tokens of request b."""
+    own = {name: step[name][b : b + 1] for name in FILTERS if name in step}
+    if "strategy" in step and step["strategy"][b] == GREEDY:
+        own["temperature"] = own["temperature"] * 0
+    return own
+
+
+def random_parents(nodes: int) -> Tensor:
+    """Some branch at the root, some far from it, some are chains."""
+    reach = int(torch.randint(1, nodes + 2, ()))
+    return ints(*(max(-1, j - int(torch.randint(1, reach + 1, ()))) for j in range(nodes)))
+
+
+def ragged_step(
+    batch: int,
+    k: int,
+    vocab: int,
+    *,
+    strategies: list[Any] | None = None,
+    policies: list[Any] | None = None,
+    given: str = "none",
+    tree: bool = False,
+) -> dict[str, Tensor]:
+    """Requests with 0 (idle) to k + 1 rows; most drafts are right, so that walks end anywhere.
+
+    `given`: whether draft_probs are (dense or sparse). What the op must not read is poisoned.
+    """
+    num_rows = torch.randint(0, k + 2, (batch,))
+    output_indptr = torch.zeros(batch + 1, dtype=torch.int32)
+    output_indptr[1:] = num_rows.cumsum(0)
+    step = {
+        "logits": 2 * torch.randn(int(output_indptr[-1]) + 2, vocab),
+        "output_indptr": output_indptr,
+        "draft_token_ids": torch.full((batch, k), 10**9, dtype=torch.int32),
+        "positions": torch.randint(0, 5000, (batch,), dtype=torch.int32),
+        "strategy": pick(strategies or [GREEDY, TARGET_MATCH], batch),
+        "policy": pick(policies or [NORMAL] * 9 + [ACCEPT_ALL, REJECT_ALL], batch),
+        **mixed_params(batch),
+    }
+    if given != "none" or tree:
+        step["typical_p"] = torch.tensor([1.0, 1.0, 0.3, 0.95])[torch.randint(4, (batch,))]
+    step["logits"][int(output_indptr[-1]) :] = math.nan
+    if tree:
+        step["parents"] = torch.full((batch, k), 10**9, dtype=torch.int32)
+    if SYNTHETIC in (policies or []):
+        step["accept_rates"] = torch.full((batch, k), math.nan)
+    size = min(12, vocab)
+    if given != "none":
+        width = vocab if given == "dense" else size
+        step["draft_probs"] = torch.full((batch, k, width), math.nan)
+        if given == "sparse":
+            step["draft_prob_token_ids"] = torch.full((batch, k, width), 10**9, dtype=torch.int32)
+    for b in range(batch):
+        nodes = int(num_rows[b]) - 1
+        if nodes < 1:
+            continue
+        parents = random_parents(nodes) if tree else torch.arange(-1, nodes - 1)
+        if tree:
+            step["parents"][b, :nodes] = parents
+        if "accept_rates" in step:
+            step["accept_rates"][b, :nodes] = torch.rand(nodes).round(decimals=1)
+        first = int(output_indptr[b])
+        like = (step["logits"][first : first + nodes] + 1.5 * torch.randn(nodes, vocab)).softmax(-1)
+        if given == "dense":
+            step["draft_probs"][b, :nodes] = like
+        if given == "sparse":
+            probs, ids = like.topk(size)
+            like = torch.zeros(nodes, vocab).scatter(1, ids, probs / probs.sum(-1, keepdim=True))
+            step["draft_probs"][b, :nodes] = like.gather(1, ids)
+            step["draft_prob_token_ids"][b, :nodes] = ids
+            step["draft_prob_token_ids"][b, :nodes, -1] = -1
+        for node in range(nodes):
+            row = int(parents[node]) + 1
+            kind = float(torch.rand(()))
+            if kind < 0.6 if given == "none" else kind < 0.1:
+                depth = len(reference._path(row, parents.tolist())) if tree else row
+                token = reference.sample(
+                    step["logits"][first + row][None],
+                    step["positions"][b : b + 1] + depth,
+                    **filters_of(step, b),
+                )[0]
+            elif kind < 0.9:
+                token = torch.multinomial(like[row], 1)[0]
+            else:
+                token = torch.randint(-1, vocab, ())
+            step["draft_token_ids"][b, node] = token
+    return step
+
+
+def run_verify(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tensor]:
+    """verify, or verify_tree where there are parents, with every output poisoned before."""
+    batch, k = step["draft_token_ids"].shape
+    out = {
+        "output_token_ids": torch.full((batch, k + 1), 7, dtype=torch.int32, device=device),
+        "num_accepted_tokens": torch.full((batch,), 7, dtype=torch.int32, device=device),
+        "logprobs": torch.full((batch, k + 1), 7.0, device=device),
+        "ranks": torch.full((batch, k + 1), 7, dtype=torch.int32, device=device),
+    }
+    if not with_ranks:
+        del out["ranks"]
+    op: Any = sampling.verify
+    if "parents" in step:
+        op = sampling.verify_tree
+        out["accepted_nodes"] = torch.full((batch, k), 7, dtype=torch.int32, device=device)
+    if "processors" in more:
+        more["processors"] = to_device(more["processors"], device)
+    got = op(**on_device(step, device), **out, **more)
+    assert got[0] is out["output_token_ids"] and got[1] is out["num_accepted_tokens"]
+    assert len(got) == 2 or got[2] is out["accepted_nodes"]
+    return {name: tensor.cpu() for name, tensor in out.items()}
+
+
+def check_step(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tensor]:
+    """Runs a step on a device and compares everything with the reference."""
+    got = run_verify(step, device, **more)
+    want: dict[str, Any] = {
+        "logprobs": torch.zeros(got["logprobs"].shape, dtype=torch.float64),
+        "ranks": torch.zeros_like(got["output_token_ids"]),
+    }
+    op = reference.verify_tree if "parents" in step else reference.verify
+    emitted = op(**step, **want, **more)
+    for name, tensor in zip(("output_token_ids", "num_accepted_tokens"), emitted, strict=False):
+        assert torch.equal(got[name], tensor), name
+    if "parents" in step:
+        assert torch.equal(got["accepted_nodes"], emitted[2])
+    if with_ranks:
+        assert torch.equal(got["ranks"], want["ranks"])
+    torch.testing.assert_close(got["logprobs"].double(), want["logprobs"], rtol=1e-5, atol=1e-5)
+    return got
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+    return all(torch.equal(got[name], want[name]) for name in got)
+
+
+# ---- against the references ----
+
+
+@pytest.mark.parametrize("batch,k,vocab", [(0, 3, 50), (5, 0, 50), (300, 4, 50), (12, 6, 3000)])
+def test_verify(device: str, isa: str, batch: int, k: int, vocab: int) -> None:
+    step = ragged_step(batch, k, vocab)
+    got = check_step(step, device)
+    if batch == 300:
+        assert set(got["num_accepted_tokens"].tolist()) == set(range(k + 1))
+        idle = step["output_indptr"].diff() == 0
+        assert idle.any() and (got["output_token_ids"][idle] == -1).all()
+        assert (got["num_accepted_tokens"][idle] == 0).all()
+
+
+@pytest.mark.parametrize("given", ["none", "dense", "sparse"])
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("batch,k,vocab", [(120, 4, 50), (10, 15, 2100)])
+def test_verify_strategies(
+    device: str, isa: str, batch: int, k: int, vocab: int, given: str, processed: bool
+) -> None:
+    """All of them in one batch."""
+    step = ragged_step(batch, k, vocab, given=given, strategies=[*VerifyStrategy], policies=[0])
+    got = check_step(step, device, processed_logprobs=processed)
+    live = step["output_indptr"].diff() > 1
+    for strategy in VerifyStrategy:
+        if batch < 100:
+            break
+        chosen = live & (step["strategy"] == strategy)
+        accepted = got["num_accepted_tokens"][chosen]
+        assert accepted.any() and (accepted < step["output_indptr"].diff()[chosen] - 1).any()
+
+
+@pytest.mark.parametrize("given", ["none", "dense"])
+def test_verify_policies_of_every_strategy(device: str, isa: str, given: str) -> None:
+    step = ragged_step(
+        100, 3, 40, given=given, strategies=[*VerifyStrategy], policies=[*AcceptPolicy]
+    )
+    check_step(step, device)
+
+
+@pytest.mark.parametrize("given", ["none", "dense", "sparse"])
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("batch,n,vocab", [(60, 9, 20), (8, 20, 2100), (2, 64, 9)])
+def test_verify_tree(
+    device: str, isa: str, batch: int, n: int, vocab: int, given: str, processed: bool
+) -> None:
+    strategies = [GREEDY, TARGET_MATCH, REJECTION, REJECTION]
+    step = ragged_step(
+        batch,
+        n,
+        vocab,
+        given=given,
+        strategies=strategies,
+        policies=[NORMAL] * 9 + [REJECT_ALL],
+        tree=True,
+    )
+    del step["policy" if batch == 8 else "choice_index"]
+    got = check_step(step, device, processed_logprobs=processed)
+    if batch == 60:
+        nodes = got["accepted_nodes"]
+        beyond = torch.arange(n)
+        assert (nodes >= 0).any() and (nodes > beyond).any()  # paths that leave the first branch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_verify_strided_logits(device: str, isa: str, dtype: torch.dtype) -> None:
+    step = ragged_step(20, 3, 77, given="dense", strategies=[*VerifyStrategy])
+    wide = torch.full((len(step["logits"]), 99), math.nan, dtype=dtype)
+    wide[:, 11:88] = step["logits"].to(dtype)
+    step["logits"] = wide[:, 11:88].contiguous()
+    want = run_verify(step, device)
+    wide = wide.to(device)
+    got = run_verify({**step, "logits": wide[:, 11:88]}, device)
+    assert same(got, want)
+    check_step(step, device)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [set(RULES), {"repetition", "frequency"}, {"mask"}, {"bad_words", "bias", "min_tokens"}],
+)
+@pytest.mark.parametrize("given", ["none", "sparse"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_verify_with_processors(
+    device: str, isa: str, on_cuda: bool, rules: set[str], given: str, tree: bool
+) -> None:
+    """A row counts the drafts before it: the bits of verification on logits edited in place."""
+    batch, vocab = (12, 40) if on_cuda else (30, 40)
+    step = ragged_step(
+        batch,
+        6,
+        vocab,
+        given=given,
+        strategies=[GREEDY, TARGET_MATCH, REJECTION] + [BLOCK, TOPP] * (not tree),
+        policies=[NORMAL],
+        tree=tree,
+    )
+    step["positions"] = torch.randint(0, 20, (batch,), dtype=torch.int32)
+    drafts = step["draft_token_ids"].clamp(max=vocab - 1)
+    processors = only(
+        random_processors(batch, len(step["logits"]), vocab, step["positions"], drafts), rules
+    )
+    got = check_step(step, device, processors=processors, processed_logprobs=True)
+    edited = reference.process_logits(
+        step["logits"],
+        processors,
+        step["positions"],
+        output_indptr=step["output_indptr"],
+        draft_token_ids=step["draft_token_ids"],
+        parents=step.get("parents"),
+    )
+    assert same(got, run_verify({**step, "logits": edited}, device, processed_logprobs=True))
+    raw = check_step(step, device, processors=processors)
+    assert torch.equal(raw["output_token_ids"], got["output_token_ids"])
+    plain = run_verify(step, device)
+    assert not torch.equal(plain["output_token_ids"], got["output_token_ids"])
+
+
+# ---- exactness ----
+
+
+def test_verify_rows_are_sample_rows(device: str, isa: str, on_cuda: bool) -> None:
+    """The bits that plain decoding, one row at a time, would give."""
+    batch = 16 if on_cuda else 40
+    step = ragged_step(batch, 5, 5000)
+    step["policy"].zero_()
+    for threads in (1, 2, 3) if not on_cuda else (1,):
+        specops.set_num_threads(threads)
+        got = run_verify(step, device)
+        accepted = got["num_accepted_tokens"]
+        for b in range(batch):
+            for i in range(int(accepted[b]) + 1 if step["output_indptr"].diff()[b] else 0):
+                row = int(step["output_indptr"][b]) + i
+                logprobs = torch.zeros(1, device=device)
+                token = sampling.sample(
+                    step["logits"][row : row + 1].to(device),
+                    (step["positions"][b : b + 1] + i).to(device),
+                    logprobs=logprobs,
+                    **on_device(filters_of(step, b), device),
+                )
+                assert int(token) == int(got["output_token_ids"][b, i])
+                assert torch.equal(logprobs[0].cpu(), got["logprobs"][b, i])
+    assert (accepted > 0).any() and (accepted < step["output_indptr"].diff() - 1).any()
+
+
+def request(step: dict[str, Any], b: int) -> dict[str, Any]:
+    """One request of a step as a step of its own, without its neighbours' columns."""
+    begin, end = step["output_indptr"][b : b + 2].tolist()
+    nodes = max(end - begin - 1, 0)
+    alone = {name: t[b : b + 1] for name, t in step.items() if len(t) == len(step["positions"])}
+    for name in ("draft_token_ids", "parents", "draft_probs", "draft_prob_token_ids"):
+        if name in alone:
+            alone[name] = alone[name][:, :nodes].contiguous()
+    if "accept_rates" in alone:
+        alone["accept_rates"] = alone["accept_rates"][:, :nodes].contiguous()
+    return {**alone, "logits": step["logits"][begin:end], "output_indptr": ints(0, end - begin)}
+
+
+@pytest.mark.parametrize("given", ["none", "dense", "sparse"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_requests_alone_have_the_same_bits(
+    device: str, isa: str, on_cuda: bool, tree: bool, given: str
+) -> None:
+    batch = 8 if on_cuda else 24
+    strategies = [GREEDY, TARGET_MATCH, REJECTION] if tree else [*VerifyStrategy]
+    step = ragged_step(batch, 6, 2500, given=given, strategies=strategies, policies=[0], tree=tree)
+    step["logits"][3] = -math.inf
+    for threads in (1, 2, 3) if not on_cuda else (1,):
+        specops.set_num_threads(threads)
+        together = run_verify(step, device, processed_logprobs=True)
+        for b in range(batch):
+            got = run_verify(request(step, b), device, processed_logprobs=True)
+            for name, tensor in got.items():
+                size = tensor.shape[1] if tensor.dim() == 2 else None
+                kept = together[name][b : b + 1] if size is None else together[name][b, None, :size]
+                assert torch.equal(tensor, kept), (name, threads)
+
+
+@pytest.mark.parametrize("given", ["none", "dense", "sparse"])
+def test_a_tree_without_branches_is_a_chain(device: str, isa: str, given: str) -> None:
+    k = 5
+    step = ragged_step(
+        40,
+        k,
+        60,
+        given=given,
+        strategies=[GREEDY, TARGET_MATCH, REJECTION],
+        policies=[NORMAL, NORMAL, REJECT_ALL],
+    )
+    want = run_verify(step, device, processed_logprobs=True)
+    parents = torch.arange(-1, k - 1, dtype=torch.int32).expand(40, k).contiguous()
+    got = run_verify({**step, "parents": parents}, device, processed_logprobs=True)
+    nodes = got.pop("accepted_nodes")
+    assert same(got, want)
+    rows = torch.arange(k).expand(40, k)
+    assert torch.equal(nodes, torch.where(rows < want["num_accepted_tokens"][:, None], rows, -1))
+
+
+# ---- hand-made cases ----
+
+
+@pytest.mark.parametrize(
+    "drafts,best,emitted",
+    [
+        ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]),  # all right, and the bonus
+        ([1, 2, 3], [1, 5, 3, 4], [1, 5, -1, -1]),  # the first that is wrong ends it
+        ([1, 2], [1, 2, 7], [1, 2, 7, -1]),
+        ([3], [2, 4], [2, -1, -1, -1]),
+        ([], [6], [6, -1, -1, -1]),  # no draft: the bonus alone
+        ([-1, 2, 3], [1, 2, 3, 4], [1, -1, -1, -1]),  # no token is no draft
+        ([1, -1, 3], [1, 0, 3, 4], [1, 0, -1, -1]),
+        ([5, 5, 5], [5, 5, 0, 1], [5, 5, 0, -1]),
+    ],
+)
+@pytest.mark.parametrize("strategy", [*VerifyStrategy])
+def test_verify_by_hand(
+    device: str, drafts: list[int], best: list[int], emitted: list[int], strategy: int
+) -> None:
+    """At temperature 0 every strategy is greedy, whatever the drafter says of itself."""
+    logits = torch.zeros(len(best), 9)
+    logits[torch.arange(len(best)), best] = 1.0
+    step = {
+        "logits": logits,
+        "output_indptr": ints(0, len(best)),
+        "draft_token_ids": ints([*drafts, *[10**9] * (3 - len(drafts))]),
+        "positions": ints(17),
+        "strategy": ints(strategy),
+    }
+    lies = torch.tensor([math.nan, -1.0, math.inf, 0.0, 0.3, 1.0, 7.0, 1e-30, 0.5])
+    for more in ({}, {"draft_probs": lies.expand(1, 3, 9).contiguous()}, row_params(1, seeds=3)):
+        if "seeds" in more:
+            more["temperature"] *= 0
+        got = run_verify({**step, **more}, device)
+        assert got["output_token_ids"].tolist() == [emitted]
+        assert got["num_accepted_tokens"].tolist() == [sum(t >= 0 for t in emitted) - 1]
+
+
+TREE = """
+    root ─┬─ 0: token 4 ─── 3: token 2
+          ├─ 1: token 5 ─┬─ 4: token 2
+          ├─ 2: token 5  └─ 5: token 3 ─── 7: token 8
+          └─ 6: none ─── 8: token 1
+"""
+PARENTS = [-1, -1, -1, 0, 1, 1, -1, 5, 6]
+TOKENS = [4, 5, 5, 2, 2, 3, -1, 8, 1]
+
+
+@pytest.mark.parametrize(
+    "choices,emitted,nodes",
+    [
+        ({0: 5, 2: 3, 6: 8, 8: 0}, [5, 3, 8, 0], [1, 5, 7]),  # the first of two equal siblings
+        ({0: 4, 1: 2, 4: 6}, [4, 2, 6], [0, 3]),
+        ({0: 4, 1: 3}, [4, 3], [0]),  # the other branch's child is not its own
+        ({0: 1}, [1], []),  # nobody's child, though a token of the tree
+        ({0: 5, 2: 2, 5: 2}, [5, 2, 2], [1, 4]),
+    ],
+)
+@pytest.mark.parametrize("strategy", [GREEDY, TARGET_MATCH, REJECTION])
+def test_verify_tree_by_hand(
+    device: str, choices: dict[int, int], emitted: list[int], nodes: list[int], strategy: int
+) -> None:
+    n = len(TOKENS)
+    logits = torch.zeros(n + 1, 9)
+    logits[:, 7] = 1.0
+    for row, token in choices.items():
+        logits[row, token] = 2.0
+    step = {
+        "logits": logits,
+        "output_indptr": ints(0, n + 1),
+        "draft_token_ids": ints(TOKENS),
+        "parents": ints(PARENTS),
+        "positions": ints(0),
+        "strategy": ints(strategy),
+    }
+    got = run_verify(step, device)
+    assert got["output_token_ids"].tolist() == [emitted + [-1] * (n + 1 - len(emitted))]
+    assert got["accepted_nodes"].tolist() == [nodes + [-1] * (n - len(nodes))]
+    assert got["num_accepted_tokens"].tolist() == [len(nodes)]
+
+
+def test_a_sibling_that_is_no_token_ends_its_siblings(device: str, isa: str) -> None:
+    """As no draft of a chain behind one that is no token is accepted."""
+    logits = torch.zeros(4, 5)
+    logits[0, 3] = 9.0
+    step = {
+        "logits": logits,
+        "output_indptr": ints(0, 4),
+        "draft_token_ids": ints([2, -1, 3]),
+        "parents": ints([-1, -1, -1]),
+        "positions": ints(0),
+    }
+    for strategy in (GREEDY, TARGET_MATCH, REJECTION):
+        got = run_verify({**step, "strategy": ints(strategy)}, device)
+        assert got["output_token_ids"].tolist() == [[3, -1, -1, -1]]
+        assert got["num_accepted_tokens"].tolist() == [0]
+
+
+def test_verify_policies(device: str, isa: str) -> None:
+    """One request each: normal, accept all, reject all, accept all with a hole in its drafts."""
+    k, vocab = 3, 20
+    logits = torch.randn(16, vocab)
+    best = logits.argmax(dim=-1).int().view(4, 4)
+    wrong = (best[:, :3] + 1) % vocab
+    drafts = torch.stack([best[0, :3], wrong[1], best[2, :3], wrong[3]])
+    drafts[3, 1] = -1
+    got = run_verify(
+        {
+            "logits": logits,
+            "output_indptr": torch.arange(0, 17, 4, dtype=torch.int32),
+            "draft_token_ids": drafts,
+            "positions": torch.zeros(4, dtype=torch.int32),
+            "strategy": torch.full((4,), GREEDY, dtype=torch.int32),
+            "policy": ints(NORMAL, ACCEPT_ALL, REJECT_ALL, ACCEPT_ALL),
+            **row_params(4),
+        },
+        device,
+    )
+    tokens, accepted = got["output_token_ids"], got["num_accepted_tokens"]
+    assert accepted.tolist() == [k, k, 0, 1]
+    assert torch.equal(tokens[0], best[0])
+    assert torch.equal(tokens[1], torch.cat([wrong[1], best[1, 3:]]))
+    assert tokens[2].tolist() == [int(best[2, 0]), -1, -1, -1]
+    assert tokens[3].tolist() == [int(wrong[3, 0]), int(best[3, 1]), -1, -1]
+    emitted = tokens >= 0
+    scores = logits.log_softmax(-1).view(4, 4, vocab)
+    expected = scores.gather(2, tokens.clamp(min=0).long().unsqueeze(2)).squeeze(2) * emitted
+    torch.testing.assert_close(got["logprobs"], expected)
+
+
+def test_synthetic_rates(device: str, isa: str) -> None:
+    """Drafts are taken unseen; where one is not, the row's own token ends it, even if equal."""
+    best = torch.randint(0, 9, (4,))
+    logits = torch.nn.functional.one_hot(best, 9).float()
+    step = {
+        "logits": logits,
+        "output_indptr": ints(0, 4),
+        "draft_token_ids": best[None, :3].int(),
+        "positions": ints(5),
+        "policy": ints(SYNTHETIC),
+    }
+    for rates, accepted in (([1, 1, 1], 3), ([1, 0, 1], 1), ([0, 1, 1], 0), ([1, 1, 0], 2)):
+        got = run_verify({**step, "accept_rates": torch.tensor([rates]).float()}, device)
+        emitted = [*best[: accepted + 1].tolist(), *[-1] * (3 - accepted)]
+        assert got["output_token_ids"].tolist() == [emitted]
+        assert got["num_accepted_tokens"].tolist() == [accepted]
+        wrong = {**step, "draft_token_ids": (best[None, :3].int() + 1) % 9}
+        got = run_verify({**wrong, "accept_rates": torch.tensor([rates]).float()}, device)
+        assert got["num_accepted_tokens"].tolist() == [accepted]
+        assert got["output_token_ids"][0, accepted] == best[accepted]
+
+
+def test_synthetic_rates_are_met(device: str, isa: str, on_cuda: bool) -> None:
+    batch = 300 if on_cuda else 3000
+    rates = torch.tensor([0.9, 0.5, 0.2])
+    step = {
+        "logits": torch.zeros(4 * batch, 3),
+        "output_indptr": torch.arange(0, 4 * batch + 1, 4, dtype=torch.int32),
+        "draft_token_ids": torch.zeros(batch, 3, dtype=torch.int32),
+        "positions": torch.zeros(batch, dtype=torch.int32),
+        "policy": torch.full((batch,), SYNTHETIC, dtype=torch.int32),
+        "accept_rates": rates.expand(batch, 3).contiguous(),
+        **row_params(batch),
+    }
+    accepted = run_verify(step, device)["num_accepted_tokens"]
+    for i, rate in enumerate(rates.tolist()):
+        reached = int((accepted >= i).sum())
+        got = int((accepted > i).sum()) / reached
+        assert abs(got - rate) < 5 * math.sqrt(rate * (1 - rate) / reached)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
+def test_a_draft_said_to_be_impossible(device: str, isa: str, strategy: int, sparse: bool) -> None:
+    """draft_probs of 0 at the draft: accepted where the target has it at all."""
+    batch, vocab = 60, 12
+    logits = torch.randn(2 * batch, vocab)
+    drafts = torch.randint(0, vocab, (batch, 1), dtype=torch.int32)
+    probs = torch.rand(batch, 1, vocab).scatter(2, drafts[:, :, None].long(), 0.0)
+    step = {
+        "logits": logits,
+        "output_indptr": torch.arange(0, 2 * batch + 1, 2, dtype=torch.int32),
+        "draft_token_ids": drafts,
+        "positions": torch.zeros(batch, dtype=torch.int32),
+        "strategy": torch.full((batch,), strategy, dtype=torch.int32),
+        "draft_probs": probs / probs.sum(-1, keepdim=True),
+        **row_params(batch, top_k=4),
+    }
+    if sparse:
+        ids = torch.arange(vocab, dtype=torch.int32).expand(batch, 1, vocab)
+        step["draft_prob_token_ids"] = torch.where(ids == drafts[:, :, None], -1, ids).contiguous()
+    got = check_step(step, device)
+    kept = logits[::2].gather(1, drafts.long())[:, 0] >= logits[::2].topk(4).values[:, 3]
+    assert torch.equal(got["num_accepted_tokens"], kept.int())
+    assert kept.any() and not kept.all()
+    assert not torch.equal(got["output_token_ids"][~kept, :1], drafts[~kept])
+
+
+@pytest.mark.parametrize("strategy", [REJECTION, BLOCK, TOPP])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.7}])
+def test_a_drafter_that_is_the_target_is_always_accepted(
+    device: str, isa: str, strategy: int, filters: dict[str, float]
+) -> None:
+    batch, k, vocab = 40, 3, 1500
+    logits = torch.randn(batch * (k + 1), vocab)
+    params = row_params(batch, **filters)
+    step = {
+        "logits": logits,
+        "output_indptr": torch.arange(0, len(logits) + 1, k + 1, dtype=torch.int32),
+        "draft_token_ids": torch.zeros(batch, k, dtype=torch.int32),
+        "positions": torch.randint(0, 99, (batch,), dtype=torch.int32),
+        "strategy": torch.full((batch,), strategy, dtype=torch.int32),
+        "draft_probs": torch.zeros(batch, k, vocab),
+        **params,
+    }
+    anchors = step["positions"] + 1 if strategy == BLOCK else torch.zeros_like(step["positions"])
+    for i in range(k):
+        probs = torch.zeros(batch, vocab)
+        step["draft_token_ids"][:, i] = reference.sample(
+            logits[i :: k + 1],
+            step["positions"] + i,
+            purpose=Purpose.DRAFT,
+            anchors=anchors,
+            probs=probs,
+            **params,
+        )
+        step["draft_probs"][:, i] = probs
+    got = check_step(step, device)
+    assert (got["num_accepted_tokens"] == k).all()
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+@pytest.mark.parametrize("strategy", [*VerifyStrategy])
+def test_rows_without_a_finite_logit(device: str, value: float, strategy: int) -> None:
+    """Token 0 is all there is; a draft of it agrees."""
+    probs = torch.full((3, 2, 700), 1 / 700)
+    step = {
+        "logits": torch.full((9, 700), value),
+        "output_indptr": ints(0, 3, 6, 9),
+        "draft_token_ids": torch.tensor([[0, 0], [0, 5], [5, 0]], dtype=torch.int32),
+        "positions": ints(1, 2, 3),
+        "strategy": ints(strategy, strategy, strategy),
+        **row_params(3),
+    }
+    for more in ({}, {"draft_probs": probs}):
+        got = run_verify({**step, **more}, device)
+        assert got["output_token_ids"].tolist() == [[0, 0, 0], [0, 0, -1], [0, -1, -1]]
+        assert (got["logprobs"][got["output_token_ids"] >= 0] == -math.inf).all()
+
+
+def test_block_ends_at_a_draft_that_is_none(device: str, isa: str) -> None:
+    """A chain with a hole is the shorter chain: the same coins, the same token after it."""
+    step = ragged_step(40, 4, 30, given="dense", strategies=[BLOCK], policies=[NORMAL])
+    step["output_indptr"] = torch.arange(0, 201, 5, dtype=torch.int32)
+    step["logits"] = torch.randn(200, 30)
+    step["draft_probs"] = torch.randn(40, 4, 30).softmax(-1)
+    step["draft_token_ids"] = torch.randint(0, 30, (40, 4), dtype=torch.int32)
+    step["draft_token_ids"][:, 2] = -1
+    got = check_step(step, device)
+    short = {
+        **step,
+        "logits": step["logits"].view(40, 5, 30)[:, :3].reshape(120, 30),
+        "output_indptr": torch.arange(0, 121, 3, dtype=torch.int32),
+        "draft_token_ids": step["draft_token_ids"][:, :2].contiguous(),
+        "draft_probs": step["draft_probs"][:, :2].contiguous(),
+    }
+    want = run_verify(short, device)
+    assert torch.equal(got["output_token_ids"][:, :3], want["output_token_ids"])
+    assert torch.equal(got["num_accepted_tokens"], want["num_accepted_tokens"])
+
+
+@pytest.mark.parametrize("strategy", [*VerifyStrategy])
+def test_verify_without_drafts_is_sample(device: str, isa: str, strategy: int) -> None:
+    """Nothing is looked at that sampling would not look at."""
+    rows = 50
+    logits, positions = torch.randn(rows, 300).to(device), torch.arange(rows, dtype=torch.int32)
+    params = mixed_params(rows)
+    step = {
+        "logits": logits,
+        "output_indptr": torch.arange(rows + 1, dtype=torch.int32),
+        "draft_token_ids": torch.zeros(rows, 0, dtype=torch.int32),
+        "positions": positions,
+        "strategy": torch.full((rows,), strategy, dtype=torch.int32),
+        **params,
+    }
+    got = run_verify(step, device)["output_token_ids"][:, 0]
+    if strategy == GREEDY:
+        params["temperature"] *= 0
+    want = sampling.sample(logits, positions.to(device), **on_device(params, device))
+    assert torch.equal(got, want.cpu())
+
+
+def test_residuals_of_siblings(device: str, isa: str) -> None:
+    """Rejected siblings never come back, and what is left is drawn from."""
+    batch, vocab, n = 200, 6, 4
+    row = torch.randn(vocab)
+    step = {
+        "logits": row.expand(batch * (n + 1), vocab).contiguous(),
+        "output_indptr": torch.arange(0, batch * (n + 1) + 1, n + 1, dtype=torch.int32),
+        "draft_token_ids": ints([2, 2, 0, 5]).expand(batch, n).contiguous(),
+        "parents": torch.full((batch, n), -1, dtype=torch.int32),
+        "positions": torch.zeros(batch, dtype=torch.int32),
+        "strategy": torch.full((batch,), REJECTION, dtype=torch.int32),
+        **row_params(batch),
+    }
+    got = check_step(step, device)
+    first, nodes = got["output_token_ids"][:, 0], got["accepted_nodes"][:, 0]
+    assert set(first.tolist()) == set(range(vocab))
+    for token, node in ((2, 0), (0, 2), (5, 3), (1, -1), (3, -1), (4, -1)):
+        assert set(nodes[first == token].tolist()) == {node}
+
+
+# ---- parameters ----
+
+
+def test_verify_does_not_read_the_drafts_of_other_rows(device: str) -> None:
+    """A request with two rows has one draft, whatever stands behind it."""
+    logits = torch.zeros(2, 10)
+    logits[:, 4] = 1.0
+    got = run_verify(
+        {
+            "logits": logits,
+            "output_indptr": torch.tensor([0, 2], dtype=torch.int32),
+            "draft_token_ids": torch.tensor([[4, 4, 999]], dtype=torch.int32),
+            "positions": torch.zeros(1, dtype=torch.int32),
+            "strategy": torch.zeros(1, dtype=torch.int32),
+            "policy": torch.zeros(1, dtype=torch.int32),
+            **row_params(1),
+        },
+        device,
+    )
+    assert got["output_token_ids"].tolist() == [[4, 4, -1, -1]]
+    assert got["num_accepted_tokens"].tolist() == [1]
+
+
+def test_verify_without_parameters_is_greedy(device: str, isa: str) -> None:
+    step = ragged_step(20, 3, 90)
+    bare = {
+        name: step[name] for name in ("logits", "output_indptr", "draft_token_ids", "positions")
+    }
+    whole = torch.zeros(20, dtype=torch.int32)
+    want = run_verify({**bare, "strategy": whole, "policy": whole, **row_params(20)}, device)
+    assert same(run_verify(bare, device), want)
+    assert (want["num_accepted_tokens"] > 0).any()
+    del step["strategy"], step["policy"]
+    defaults = {"strategy": whole + TARGET_MATCH, "policy": whole}
+    assert same(run_verify(step, device), run_verify({**step, **defaults}, device))
+
+
+def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
+    """One made for the largest call serves smaller ones, in any order."""
+    steps = [ragged_step(batch, 3, 20_000) for batch in (2, 5, 1)]
+    largest = on_device(steps[1], device)["logits"]
+    workspace = sampling.sampling_workspace(largest, 5)
+    assert (workspace is not None) == on_cuda
+    for step in [*steps, *reversed(steps)]:
+        got = sampling.verify(**on_device(step, device), workspace=workspace)
+        want = sampling.verify(**on_device(step, device))
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    if on_cuda:
+        with pytest.raises(ValueError, match=r"verify: workspace must be at least \d+ bytes"):
+            sampling.verify(
+                **on_device(steps[1], device),
+                workspace=torch.zeros(16, dtype=torch.uint8, device=device),
+            )
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"output_indptr": [0, 4]}, r"output_indptr.* must be ascending.* by at most k \+ 1"),
+        ({"output_indptr": [0, -1]}, r"output_indptr.* must be ascending"),
+        ({"output_indptr": [1, 2]}, r"output_indptr.* must be .*0"),
+        ({"strategy": [5]}, r"strategy.* must be 0 \(GREEDY\), 1 \(TARGET_MATCH\), 2 .*, got"),
+        ({"policy": [-1]}, r"policy.* must be 0 \(NORMAL\)"),
+        ({"draft_token_ids": [[5, 0]]}, r"draft_token_ids.* must be -1 or below"),
+        ({"draft_token_ids": [[0, -2]]}, r"draft_token_ids.* must be -1 or below"),
+        ({"draft_token_ids": [[5, 0]], "policy": [1]}, r"draft_token_ids.* must be -1 or below"),
+        ({"top_p": [7.0]}, r"verify: top_p.* must be within"),
+        ({"typical_p": [0.0]}, r"verify: typical_p.* must be within"),
+        ({"policy": [3]}, r"verify: accept_rates must be given where a policy is 3"),
+        ({"policy": [3], "accept_rates": [[0.5, 1.5]]}, r"accept_rates.* must be within \[0, 1\]"),
+        ({"policy": [3], "accept_rates": [[math.nan, 1]]}, r"accept_rates.* must be within"),
+        (
+            {"draft_probs": [[[0.5]] * 2], "draft_prob_token_ids": [[[4], [5]]], "strategy": [2]},
+            r"verify: draft_prob_token_ids.* must be -1 or below",
+        ),
+        ({"parents": [[0, 0]]}, r"verify_tree: parents.* must be at least -1 and below the node"),
+        ({"parents": [[-2, 0]]}, r"verify_tree: parents.* must be at least -1"),
+        (
+            {"parents": [[-1, -1]], "strategy": [3]},
+            r"strategy.* must be 0.* or 2 \(REJECTION\), got",
+        ),
+        ({"parents": [[-1, -1]], "policy": [1]}, r"policy.* must be 0 \(NORMAL\) or 2"),
+        ({"parents": [[-1, 0]], "draft_token_ids": [[0, 5]]}, r"draft_token_ids.* must be -1 or"),
+    ],
+)
+def test_verify_refuses_values(
+    device: str, on_cuda: bool, change: dict[str, Any], message: str
+) -> None:
+    """On CUDA the request at fault emits nothing, and its neighbours what they would."""
+    step: dict[str, Any] = {
+        "output_indptr": [0, 3],
+        "draft_token_ids": [[0, 0]],
+        "positions": [0],
+        "strategy": [0],
+        "policy": [0],
+    }
+    filters = {name: value for name, value in change.items() if name in FILTERS}
+    arrays: dict[str, Any] = {"logits": torch.zeros(3, 5), **row_params(1, **filters)}
+    for name, value in {**step, **change}.items():
+        if name not in FILTERS:
+            floating = name in ("accept_rates", "draft_probs")
+            dtype = torch.float32 if floating else torch.int32
+            arrays[name] = torch.tensor(value, dtype=dtype)
+    arrays = on_device(arrays, device)
+    tokens = torch.full((1, 3), 7, dtype=torch.int32, device=device)
+    accepted = torch.full((1,), 7, dtype=torch.int32, device=device)
+    op: Any = sampling.verify_tree if "parents" in change else sampling.verify
+    with expect_fault(on_cuda, message):
+        op(**arrays, output_token_ids=tokens, num_accepted_tokens=accepted)
+    assert tokens.tolist() == ([[-1, -1, -1]] if on_cuda else [[7, 7, 7]])
+    assert accepted.tolist() == ([0] if on_cuda else [7])
+
+
+def test_verify_refuses_token_ids_without_probabilities(device: str) -> None:
+    step = ragged_step(2, 3, 9, given="sparse")
+    del step["draft_probs"]
+    with pytest.raises(ValueError, match="draft_probs must be given where draft_prob_token_ids is"):
+        sampling.verify(**on_device(step, device))
