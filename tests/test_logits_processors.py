@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import specops
 import torch
+from conftest import expect_fault
 from processor_cases import RULES, only, random_processors, to_device
 from specops import reference, sampling
 from specops.sampling import LogitsProcessors, Purpose
@@ -332,3 +333,60 @@ def test_top_logprobs_ranks_of_raw_logits(device: str, isa: str) -> None:
     sampling.top_logprobs(logits, 40, ranks=ranks)
     reference.top_logprobs(logits.cpu(), 40, ranks=want)
     assert torch.equal(ranks.cpu(), want)
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    "field,value,message",
+    [
+        ("slots", 4, r"processors\.slots.* must be -1 or below num_slots.*, got"),
+        ("slots", -2, r"processors\.slots.* must be -1 or below"),
+        ("mask_indices", 3, r"processors\.mask_indices.* must be -1 or below num_masks.*, got"),
+        ("mask_indices", -2, r"processors\.mask_indices.* must be -1 or below"),
+        ("repetition_penalty", 0.0, r"processors\.repetition_penalty.* must be finite and above 0"),
+        ("repetition_penalty", math.nan, r"repetition_penalty.* must be finite and above 0"),
+        ("presence_penalty", INF, r"presence_penalty.* finite.*, got"),
+        ("frequency_penalty", math.nan, r"frequency_penalty.* finite.*, got"),
+        ("typical_p", 0.0, r"sample: typical_p.* must be within \(0, 1\], got"),
+        ("typical_p", math.nan, r"sample: typical_p.* must be within \(0, 1\], got"),
+    ],
+)
+def test_processors_refuse_values(
+    device: str, on_cuda: bool, field: str, value: float, message: str
+) -> None:
+    """Of the request at fault; what other requests' slots hold is not looked at."""
+    logits, positions = torch.zeros(2, 40, device=device), torch.tensor([3, 5]).int()
+    processors = random_processors(2, 2, 40, positions)
+    params = {**row_params(2), "typical_p": torch.ones(2)}
+    if field == "typical_p":
+        params[field][1] = value
+    else:
+        of_row = field in ("slots", "mask_indices")
+        getattr(processors, field)[1 if of_row else processors.slots[1]] = value
+    out = torch.full((2,), 7, dtype=torch.int32, device=device)
+    with expect_fault(on_cuda, message):
+        run(logits, positions, params, processors, out=out)
+    assert int(out[1]) == (-1 if on_cuda else 7)
+    if field in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        processors.slots[1] = -1
+        run(logits, positions, params, processors, out=out)
+
+
+def test_bad_words_need_the_tokens_so_far() -> None:
+    positions = torch.tensor([3, 12]).int()
+    processors = random_processors(2, 2, 40, positions)
+    processors = processors._replace(token_ids=processors.token_ids[:, :11].contiguous())
+    with pytest.raises(
+        ValueError, match=r"processors\.token_ids must be as wide as .*, got 11 wide"
+    ):
+        sampling.sample(torch.zeros(2, 40), positions, processors=processors)
+
+
+def test_purposes_that_choose_no_token_are_refused(device: str) -> None:
+    logits, positions = torch.zeros(2, 5, device=device), positions_from(0, 2).to(device)
+    with pytest.raises(
+        ValueError, match=r"sample: purpose must be 0 \(DRAFT\) or 3 \(TARGET\), got"
+    ):
+        sampling.sample(logits, positions, purpose=Purpose.ACCEPT)

@@ -153,7 +153,7 @@ SPECOPS_HOST_DEVICE bool follows(const RowProcessors& row, const int32_t* word, 
       token = row.path.draft_token_ids[node];
       node = node_before(row.path, node);
     } else {
-      if (known == 0) return false;
+      if (known <= 0) return false;
       token = row.token_ids[--known];
     }
     if (token != word[i]) return false;
