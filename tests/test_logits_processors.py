@@ -284,7 +284,7 @@ def test_processed_top_logprobs(
             .int()
             .view(batch, k)
         )
-    rows = int(step["output_indptr"][-1])
+    rows = int(step["output_indptr"][-1]) + 2  # the last two are nobody's
     logits = 3 * torch.randn(rows, vocab)
     positions = torch.randint(0, 20, (batch,), dtype=torch.int32)
     processors = random_processors(batch, rows, vocab, positions, step["draft_token_ids"])
@@ -301,7 +301,11 @@ def test_processed_top_logprobs(
     )
     edited = reference.process_logits(logits, processors, positions, **step)
     request = torch.repeat_interleave(torch.arange(batch), step["output_indptr"].diff())
-    own = {name: column[request] for name, column in params.items()}
+    plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    own = {
+        name: torch.cat([column[request], column.new_full((2,), plain[name])])
+        for name, column in params.items()
+    }
     want_ranks = torch.zeros(rows, n, dtype=torch.int32)
     want = reference.top_logprobs(
         logits,

@@ -893,7 +893,8 @@ def top_logprobs(
     """The first n tokens by (logit descending, id ascending), their log-softmax, and the LSE.
 
     Processed: by processed logits, with the logarithm of what `sample` draws from; a token that the
-    filters drop keeps its place in the order. The LSE is always that of the untouched logits.
+    filters drop keeps its place in the order. The LSE is always that of the untouched logits, and
+    so is everything in rows of no request.
     """
     rows = logits
     if processed_logprobs and processors is not None:
@@ -911,8 +912,10 @@ def top_logprobs(
     columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
     bounds = range(len(logits) + 1) if output_indptr is None else output_indptr.tolist()
     for i, row in enumerate(rows):
-        b = min(bisect.bisect_right(bounds, i) - 1, len(bounds) - 2)
-        filters = {name: _of(columns[name], b, off) for name, off in _FILTERS.items()}
+        b = bisect.bisect_right(bounds, i) - 1
+        filters = dict(_FILTERS)
+        if b < len(bounds) - 1:
+            filters = {name: _of(columns[name], b, off) for name, off in _FILTERS.items()}
         scores = _log_probs(row, filters) if processed_logprobs else _log_softmax(row)
         logprobs[i] = scores[token_ids[i]]
         if ranks is not None:

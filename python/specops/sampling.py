@@ -529,7 +529,8 @@ def top_logprobs(
         n: 0 to vocab_size.
         processed_logprobs: Whether the processors and filters below are applied first. The rest is
             for these alone, and means what it means to `verify`.
-        output_indptr: [batch + 1], int32. Which rows are a request's; absent: one row each.
+        output_indptr: [batch + 1], int32. Which rows are a request's; absent: one row each. Rows
+            from output_indptr[batch] on are nobody's, and stay unprocessed.
         draft_token_ids: [batch, k], int32. Absent: no drafts.
         parents: [batch, k], int32. Of trees; absent: chains.
         positions: [batch], int32. Needed by processors.
