@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops.engine`: serves a model over HTTP. Without arguments: the bundled model."""
+"""`python -m specops.engine`: serves a model over HTTP. Without arguments: the bundled model.
+
+`python -m specops.engine verify-exactness` compares speculation with plain decoding instead.
+"""
 
 import argparse
 import logging
@@ -8,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from specops.engine import exactness
 from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
 from specops.engine.speculative_config import SpeculativeConfig
@@ -18,6 +22,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m specops.engine",
         description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "
         "a page to try it in the browser.",
+        epilog="verify-exactness as the first argument, with --help for more: compares every token "
+        "with and without speculation, and serves nothing.",
     )
     default = EngineConfig
     # Absent means EngineConfig's default, so that every default is written down once.
@@ -45,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
         "--load-format",
         choices=("auto", "dummy"),
         help="dummy makes random weights for measurements (default: the checkpoint's)",
+    )
+    add(
+        "--logprobs-mode",
+        choices=("raw_logprobs", "processed_logprobs"),
+        help="logprobs of the model's logits, or of what tokens are drawn from (default: raw)",
     )
     add("--dtype", choices=("auto", "bfloat16", "float32"), help="(default: the checkpoint's)")
     add("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
@@ -99,7 +110,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop; returns the exit code, 2 for a mistake in the arguments."""
-    args = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["verify-exactness"]:
+        return exactness.main(given[1:])
+    args = _parser().parse_args(given)
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         from specops.engine import server
@@ -108,17 +122,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"the server needs {error.name}, which is not installed: pip install 'specops[server]'"
         )
     try:
-        given: dict[str, Any] = {
+        settings: dict[str, Any] = {
             field.name: getattr(args, field.name)
             for field in fields(EngineConfig)
             if getattr(args, field.name, None) is not None
         }
         if args.speculative_config is not None:
-            given["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
+            settings["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
         for name in ("max_body_bytes", "drain_timeout"):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
-        engine = Engine(EngineConfig(**given))
+        engine = Engine(EngineConfig(**settings))
     except ValueError as error:
         return _fail(str(error))
     speculative = engine.config.speculative_config

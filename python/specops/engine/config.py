@@ -13,6 +13,7 @@ BUNDLED_MODEL_NAME = "specops-bundled"
 _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "dtype": ("auto", "bfloat16", "float32"),
     "load_format": ("auto", "dummy"),
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "page_size": (16, 32, 64),
 }
 
@@ -37,6 +38,9 @@ class EngineConfig:
             steps that repeat as CUDA graphs. The bits are the same.
         load_format: "auto" reads the checkpoint; "dummy" makes random weights in its place, on the
             device, for measurements: the directory needs no weights then.
+        logprobs_mode: what logprobs are of: "raw_logprobs", the model's own logits; or
+            "processed_logprobs", the distribution that the token was drawn from, after penalties,
+            temperature and all filters (at temperature 0: after penalties).
         page_size: tokens per KV page: 16, 32 or 64.
         num_pages: KV pages; by default enough for max_num_seqs requests of full length, but no
             more than `kv_cache_bytes` take.
@@ -58,6 +62,7 @@ class EngineConfig:
     device: str = "auto"
     enforce_eager: bool = False
     load_format: str = "auto"
+    logprobs_mode: str = "raw_logprobs"
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_bytes: int | None = None

@@ -15,11 +15,13 @@ from specops.engine.errors import ContextOverflow, ModelError, QueueFull
 from specops.engine.kv_cache import PagePool
 from specops.engine.models import load_model
 from specops.engine.outputs import Completion, RequestOutput, SpeculativeStats, TokenLogprob
-from specops.engine.request import Request
+from specops.engine.request import Feature, Request
 from specops.engine.runner import Emitted, Runner
-from specops.engine.sampling_params import SamplingParams
+from specops.engine.sampling_params import SamplingParams, check_sequences
 from specops.engine.scheduler import Scheduler
+from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.tokenizer import TextStream, Tokenizer
+from specops.sampling import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class Engine:
             page_size=config.page_size,
             slots=config.max_num_seqs,
             max_rows=config.max_num_batched_tokens,
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
@@ -168,7 +171,13 @@ class Engine:
                 f"logprobs must be at most the vocabulary's {self.vocab_size}, "
                 f"got {params.logprobs}"
             )
+        name, largest = params.largest_token_id()
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"{name} must hold token ids of the vocabulary of {self.vocab_size}, got {largest}"
+            )
         speculative = self.config.speculative_for(speculative_config, RUNNABLE_METHODS)
+        think_end, inject = self._thinking(params)
         if not 0 <= choice_index < 2**31:
             raise ValueError(f"choice_index must be in [0, 2^31), got {choice_index}")
         if request_id is None:
@@ -189,6 +198,12 @@ class Engine:
             max_len=len(token_ids) + (params.max_tokens or room),
             token_ids=token_ids,
             stream=TextStream(self.tokenizer, params.stop),
+            stop_token_ids=self._stop_token_ids(params),
+            bad_words=self._bad_words(params),
+            think_end_token_id=think_end,
+            inject_token_ids=inject,
+            features=_features(params, speculative),
+            thinking_state=0 if params.thinks else -1,
             added_at=time.perf_counter(),
         )
         self._arrivals += 1
@@ -223,7 +238,9 @@ class Engine:
         outputs = []
         for part, result in zip(plan, emitted, strict=True):
             request = part.request
-            request.num_computed += part.num_rows - part.num_drafts + result.num_accepted
+            # What was accepted but not committed was computed from tokens that are not there.
+            kept_drafts = max(len(result.token_ids) - 1, 0)
+            request.num_computed += part.num_rows - part.num_drafts + kept_drafts
             if part.emits:
                 self._count(request, part.num_drafts, result.num_accepted)
                 outputs.append(self._commit(request, result))
@@ -250,6 +267,7 @@ class Engine:
             num_cached_tokens=request.num_cached_tokens,
             stats=request.stats,
             queue_seconds=request.queue_seconds,
+            stop_reason=request.stop_reason,
         )
 
     def generate(
@@ -298,24 +316,22 @@ class Engine:
         return [self.completion(name) for name in ids]
 
     def _commit(self, request: Request, result: Emitted) -> RequestOutput:
-        """Appends the emitted tokens one by one until a stop condition cuts the rest."""
+        """Appends the committed tokens one by one, unless a stop string cuts the rest."""
         kept: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        params = request.params
-        for index, token_id in enumerate(result.token_ids):
-            request.token_ids.append(token_id)
+        num_output = len(request.token_ids) - request.prompt_len
+        min_tokens = request.params.min_tokens
+        ends_with_token = result.finish_reason is FinishReason.STOP_TOKEN
+        for token_id in result.token_ids:
             kept.append(token_id)
-            if result.logprobs:
-                logprobs.append(result.logprobs[index])
-            ends = token_id in params.stop_token_ids or (
-                not params.ignore_eos and token_id in self.tokenizer.eos_token_ids
-            )
-            if ends or request.stream.push(token_id):
-                request.finish_reason = "stop"
-            elif len(request.token_ids) >= request.max_len:
-                request.finish_reason = "length"
-            if request.finish_reason is not None:
+            if ends_with_token and len(kept) == len(result.token_ids):
+                break  # it is no part of the text
+            if request.stream.push(token_id, may_stop=num_output + len(kept) >= min_tokens):
+                request.finish_reason, request.stop_reason = "stop", request.stream.stopped_by
                 break
+        request.token_ids.extend(kept)
+        logprobs = result.logprobs[: len(kept)]
+        if request.finish_reason is None and result.finish_reason is not FinishReason.RUNNING:
+            self._note_end(request, result)
         request.logprobs.extend(logprobs)
         self._runner.commit(request)
         self.stats.generation_tokens += len(kept)
@@ -325,6 +341,52 @@ class Engine:
             # Keys and values of tokens that were cut are never read again.
             request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
         return RequestOutput(request.request_id, kept, text, logprobs, request.finish_reason)
+
+    def _note_end(self, request: Request, result: Emitted) -> None:
+        """Notes why `commit` ended a request."""
+        if result.finish_reason is FinishReason.LENGTH:
+            request.finish_reason = "length"
+            return
+        request.finish_reason = "stop"
+        if result.finish_reason is FinishReason.STOP_SEQUENCE:
+            request.stop_reason = request.params.stop_token_sequences[result.stop_index]
+        elif result.token_ids[-1] in request.params.stop_token_ids:
+            request.stop_reason = result.token_ids[-1]
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The request's own, and the model's end of sequence."""
+        eos = () if params.ignore_eos else sorted(self.tokenizer.eos_token_ids)
+        return tuple(
+            dict.fromkeys((*params.stop_token_ids, *(i for i in eos if i < self.vocab_size)))
+        )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The sequences that spell a bad word, inside a text and after a space."""
+        sequences = list(params.bad_words_token_ids)
+        for word in params.bad_words:
+            bare = tuple(self.tokenizer.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+            sequences.append(bare)
+            # A space and then the bare word is refused with the bare word already.
+            if spaced[-len(bare) :] != bare:
+                sequences.append(spaced)
+        check_sequences("bad_words", tuple(sequences))
+        return tuple(dict.fromkeys(sequences))
+
+    def _thinking(self, params: SamplingParams) -> tuple[int, tuple[int, ...]]:
+        """The token that ends thinking, and those that end it by force."""
+        if not params.thinks:
+            return -1, ()
+        think_end = params.think_end_token_id
+        if think_end is None:
+            ids = self.tokenizer.encode("</think>", add_special_tokens=False)
+            if len(ids) != 1:
+                raise ValueError(
+                    "think_end_token_id must be given: the tokenizer has no token </think>"
+                )
+            (think_end,) = ids
+        inject = params.think_inject_token_ids
+        return think_end, (think_end,) if inject is None else inject
 
     def _count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         for stats in (request.stats, self.stats.speculative):
@@ -392,6 +454,26 @@ class Engine:
                 f"{self.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
             )
         return pages
+
+
+def _features(params: SamplingParams, speculative: SpeculativeConfig) -> Feature:
+    """What the request asks of steps beyond the plain ops."""
+    wanted = {
+        Feature.PROCESSORS: params.has_penalties
+        or bool(params.logit_bias or params.bad_words or params.bad_words_token_ids)
+        or params.allowed_token_ids is not None
+        or params.min_tokens > 0,
+        Feature.TYPICAL_P: params.typical_p < 1,
+        Feature.ENDINGS: params.thinks
+        or params.min_tokens > 0
+        or bool(params.stop_token_sequences),
+        Feature.ACCEPT_RATES: speculative.accept_policy == "synthetic",
+    }
+    features = Feature.NONE
+    for feature, is_wanted in wanted.items():
+        if is_wanted:
+            features |= feature
+    return features
 
 
 def _gib(num_bytes: int) -> str:

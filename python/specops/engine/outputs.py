@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of one emitted token under the raw logits, and its alternatives."""
+    """The log-probability of one emitted token, and its alternatives.
+
+    Under the raw logits, or, as the engine's logprobs_mode may say, under what was drawn from.
+    """
 
     token_id: int
     logprob: float
     alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+    rank: int = 0  # 1 + how many tokens had a greater logit of the same kind
 
 
 @dataclass
@@ -50,3 +54,5 @@ class Completion:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     stats: SpeculativeStats
     queue_seconds: float = 0.0  # from add_request to the first slot
+    # The stop string, token or sequence that ended it; None for an end of sequence, or no stop.
+    stop_reason: int | str | tuple[int, ...] | None = None

@@ -21,6 +21,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_PROMPTS = 256
+MAX_LISTS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 MAX_PARTS = 1000  # of one message
 _MAX_MESSAGE = 1000
 
@@ -31,20 +32,15 @@ _UNION_BRANCHES = ("str", "list[str]", "list[TextPart]")
 # values they ask for nothing and are let through. A client library sends many of them unasked.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_json": (),
     "guided_regex": (),
-    "logit_bias": ({},),
     "metadata": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -52,7 +48,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_a": (0,),
-    "typical_p": (1,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -99,11 +94,25 @@ class _Request(_Strict):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    bad_words: list[str] = Field([], fail_fast=True)
+    bad_words_token_ids: list[list[int]] = Field([], fail_fast=True)
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
+    min_tokens: int = 0
     n: int = 1
     seed: int | None = None
     stop: str | list[str] = []
     stop_token_ids: list[int] = Field([], fail_fast=True)
+    stop_token_sequences: list[list[int]] = Field([], fail_fast=True)
     ignore_eos: bool = False
+    think_end_token_id: int | None = None
+    reasoning_max_tokens: int | None = None
+    response_max_tokens: int | None = None
+    think_inject_token_ids: list[int] | None = Field(None, fail_fast=True)
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative_config: dict[str, Any] | None = None
@@ -127,16 +136,11 @@ class _Request(_Strict):
         try:
             return SamplingParams(
                 max_tokens=self._max_tokens(),
-                temperature=self.temperature,
-                top_p=self.top_p,
                 top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 is off, too
-                min_p=self.min_p,
-                n=self.n,
-                seed=self.seed,
                 stop=stop,
-                stop_token_ids=tuple(self.stop_token_ids),
-                ignore_eos=self.ignore_eos,
+                logit_bias=self._logit_bias(),
                 logprobs=self._num_logprobs(),
+                **{name: getattr(self, name) for name in _AS_THEY_ARE},
             )
         except ValueError as error:
             raise bad_value(error, type(self)) from None
@@ -144,8 +148,42 @@ class _Request(_Strict):
     def _max_tokens(self) -> int | None:
         return self.max_tokens
 
+    def _logit_bias(self) -> dict[int, float]:
+        """The biases by number: JSON has no keys but texts."""
+        biases = {}
+        for key, bias in self.logit_bias.items():
+            if not (key.isascii() and key.isdecimal()):
+                raise ValueError(f"logit_bias must have token ids as keys, got {key!r}")
+            biases[int(key)] = bias
+        return biases
+
     def _num_logprobs(self) -> int | None:
         raise NotImplementedError
+
+
+# Fields that the engine takes under the same name.
+_AS_THEY_ARE = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "bad_words_token_ids",
+    "allowed_token_ids",
+    "min_tokens",
+    "n",
+    "seed",
+    "stop_token_ids",
+    "stop_token_sequences",
+    "ignore_eos",
+    "think_end_token_id",
+    "reasoning_max_tokens",
+    "response_max_tokens",
+    "think_inject_token_ids",
+)
 
 
 class CompletionRequest(_Request):
@@ -271,7 +309,7 @@ def parse(model: type[CompletionRequest] | type[ChatCompletionRequest], body: by
             raise _unknown_field(name)
         elif values[name] is None:
             del values[name]  # null is absent
-    for name, most in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
+    for name, most in MAX_LISTS.items():
         given = values.get(name)
         if isinstance(given, list) and len(given) > most:
             raise ApiError(400, f"{name} must hold at most {most} elements", param=name)

@@ -3,11 +3,22 @@
 
 from array import array
 from dataclasses import dataclass, field
+from enum import IntFlag
 
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.tokenizer import TextStream
+
+
+class Feature(IntFlag):
+    """What a request asks of a step's ops beyond the plain ones; a step has those of its requests."""
+
+    NONE = 0
+    PROCESSORS = 1  # logits are changed before the filters
+    TYPICAL_P = 2
+    ENDINGS = 4  # stop sequences, minimum lengths, limits of thinking
+    ACCEPT_RATES = 8
 
 
 @dataclass(eq=False)
@@ -29,6 +40,14 @@ class Request:
     token_ids: list[int]
     stream: TextStream
 
+    # From params, with what the tokenizer and the model have to say.
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    think_end_token_id: int = -1
+    inject_token_ids: tuple[int, ...] = ()
+    features: Feature = Feature.NONE
+
+    thinking_state: int = -1  # as `sampling.commit` has it
     added_at: float = 0.0  # time.perf_counter() when it came
     queue_seconds: float = 0.0  # until it got its first slot
     slot: int = -1  # row of the engine's per-request arrays while running
@@ -40,6 +59,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     finish_reason: str | None = None
+    stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if one did
 
     @property
     def is_decoding(self) -> bool:

@@ -2,56 +2,60 @@
 """Runs planned steps: fills a step's arrays, has it run, and reads what came of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
 from specops.batching import OutputMode
 from specops.engine.device import Device
 from specops.engine.drafters import Drafter, make_drafter
 from specops.engine.errors import EngineError
 from specops.engine.models import Transformer
 from specops.engine.outputs import TokenLogprob
-from specops.engine.request import Request
+from specops.engine.request import Feature, Request
 from specops.engine.scheduler import Scheduled
+from specops.engine.slot_tables import SlotTables
 from specops.engine.step import (
     CHOICE,
+    FINISH_REASON,
+    LEN,
+    MAX_LEN,
     MIN_P,
     POLICY,
+    PROCESSOR_SLOT,
+    PROMPT_LEN,
     SLOT,
+    STOP_INDEX,
     STRATEGY,
     TEMPERATURE,
+    THINKING_STATE,
     TOP_K,
     TOP_P,
+    TYPICAL_P,
     Step,
     StepMemory,
     StepShape,
     page_capacity,
     rounded,
 )
-from specops.sampling import AcceptPolicy, VerifyStrategy
+from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
 
-_STRATEGIES = {"greedy": VerifyStrategy.GREEDY, "target_match": VerifyStrategy.TARGET_MATCH}
-_POLICIES = {
-    "normal": AcceptPolicy.NORMAL,
-    "accept_all": AcceptPolicy.ACCEPT_ALL,
-    "reject_all": AcceptPolicy.REJECT_ALL,
-}
+_STRATEGIES = {strategy.name.lower(): int(strategy) for strategy in VerifyStrategy}
+_POLICIES = {policy.name.lower(): int(policy) for policy in AcceptPolicy}
 # As plain numbers, which lists and arrays take sooner.
 _NONE, _LAST, _ALL = int(OutputMode.NONE), int(OutputMode.LAST), int(OutputMode.ALL)
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """What a step emitted for one request, before stop conditions are looked at."""
+    """What a step committed for one request; stop strings are yet to be looked for."""
 
     request: Request
     token_ids: list[int]
     num_accepted: int
     logprobs: list[TokenLogprob]  # filled when the request asks for them
+    finish_reason: FinishReason = FinishReason.RUNNING
+    stop_index: int = -1  # of the stop token or sequence that ended it
 
 
 class Runner:
@@ -64,6 +68,7 @@ class Runner:
         page_size: tokens of a page.
         slots: requests that run at once.
         max_rows: rows of a step.
+        processed_logprobs: logprobs are those of what was drawn from, not of the raw logits.
     """
 
     def __init__(
@@ -75,10 +80,12 @@ class Runner:
         page_size: int,
         slots: int,
         max_rows: int,
+        processed_logprobs: bool = False,
     ) -> None:
         self.model = model
         self._device = device
         self._slots = slots
+        self._processed_logprobs = processed_logprobs
         self._cache = model.new_kv_cache(num_pages, page_size)
         model.reserve(max_rows)
         pages = slots * -(-model.max_model_len // page_size)
@@ -86,13 +93,16 @@ class Runner:
             device, most=StepShape(slots, max_rows, max_rows, max_rows - 1, pages, 0, ())
         )
         # By slot, gathered into every step.
-        self._params: NDArray[np.int32] = np.zeros((7, slots), dtype=np.int32)
+        self._params: NDArray[np.int32] = np.zeros((8, slots), dtype=np.int32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
-        self._lens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
-        # For drafters; all are there once a request drafts.
+        self._state: NDArray[np.int32] = np.zeros((6, slots), dtype=np.int32)
+        self._rates: dict[int, list[float]] = {}
+        self._tables = SlotTables(
+            slots, model.max_model_len, model.config.vocab_size, model.device
+        )
+        # There once a request drafts.
         self._drafters: dict[str, Drafter] = {}
         self._widths: dict[str, int] = {}
-        self._history: Tensor | None = None
         # What the last step proposed, by method.
         self._counts: dict[str, NDArray[np.int32]] = {}
         self._drafts: dict[str, NDArray[np.int32]] = {}
@@ -109,29 +119,32 @@ class Runner:
         floats[TEMPERATURE, slot] = params.temperature
         floats[TOP_P, slot] = params.top_p
         floats[MIN_P, slot] = params.min_p
+        floats[TYPICAL_P, slot] = params.typical_p
         self._params[TOP_K, slot] = params.top_k
         self._params[CHOICE, slot] = request.choice_index
         self._params[STRATEGY, slot] = _STRATEGIES[config.verify_strategy]
         self._params[POLICY, slot] = _POLICIES[config.accept_policy]
         self._seeds[slot] = request.seed
-        self._lens[slot] = len(request.token_ids)
+        state = self._state[:, slot]
+        state[PROMPT_LEN], state[MAX_LEN] = request.prompt_len, request.max_len
+        state[LEN] = len(request.token_ids)
+        state[THINKING_STATE] = request.thinking_state
+        state[FINISH_REASON], state[STOP_INDEX] = FinishReason.RUNNING, -1
+        self._rates[slot] = config.conditional_acceptance_rates()
+        if self._tables.start(request):
+            self._memory.forget()
         if config.method == "naive":
             return
-        device = self.model.device
         if config.method not in self._drafters:
-            self._drafters[config.method] = make_drafter(config.method, self._slots, device)
-        if self._history is None:
-            shape = (self._slots, self.model.max_model_len)
-            self._history = torch.zeros(shape, dtype=torch.int32, device=device)
+            drafter = make_drafter(config.method, self._slots, self.model.device)
+            self._drafters[config.method] = drafter
         width = max(self._widths.get(config.method, 1), config.num_speculative_tokens)
         self._widths[config.method] = width
-        token_ids = torch.tensor(request.token_ids, dtype=torch.int32)
-        self._history[slot, : len(request.token_ids)] = token_ids
         self._drafters[config.method].start(request)
 
     def stop(self, request: Request) -> None:
         """Forgets a request that loses its slot."""
-        self._lens[request.slot] = 0
+        self._state[LEN, request.slot] = 0
         if request.speculative.method in self._drafters:
             self._drafters[request.speculative.method].stop(request)
 
@@ -154,30 +167,38 @@ class Runner:
             step.run(num_pages)
         except ValueError as error:
             raise EngineError(f"a step failed: {error}") from error
-        self._counts, self._drafts = step.counts, step.drafts
+        # Copies: the next step's inputs may lie where these do.
+        self._counts = {name: counts.copy() for name, counts in step.counts.items()}
+        self._drafts = {name: drafts.copy() for name, drafts in step.drafts.items()}
         if step.shape.outputs == 0:
             return [Emitted(part.request, [], 0, []) for part in plan]
+        if Feature.ENDINGS in step.shape.features:
+            self._state[THINKING_STATE] = step.slot_state[THINKING_STATE]
+            for part in plan:
+                part.request.thinking_state = int(self._state[THINKING_STATE, part.request.slot])
         return _emitted(plan, step)
 
     def commit(self, request: Request) -> None:
-        """Takes note of a request's length; its tokens are in the history already."""
-        self._lens[request.slot] = len(request.token_ids)
+        """Takes note of a request's length; the device has its tokens already."""
+        self._state[LEN, request.slot] = len(request.token_ids)
 
     def _step_of(self, plan: Sequence[Scheduled]) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
         rows = outputs = width = pages = 0
         logprobs = -1
+        features = Feature.NONE
         for part in plan:
             rows += part.num_rows
             pages += len(part.request.pages)
             if part.emits:
                 outputs += 1 + part.num_drafts
                 width = max(width, part.num_drafts)
+                features |= part.request.features
                 wanted = part.request.params.logprobs
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
         drafting = tuple(self._widths.items()) if outputs else ()
-        shape = StepShape(len(plan), rows, outputs, width, pages, logprobs, drafting)
+        shape = StepShape(len(plan), rows, outputs, width, pages, logprobs, drafting, features)
         repeats = rows == outputs
         most = self._memory.most
         if repeats and self._device.captures:
@@ -192,8 +213,9 @@ class Runner:
                 self.model,
                 self._cache,
                 slots=self._slots,
-                history=self._history,
+                tables=self._tables,
                 drafters=self._drafters,
+                processed_logprobs=self._processed_logprobs,
             )
             # Prefill chunks come in every size: they must not crowd out what was captured.
             if repeats or not self._device.captures:
@@ -203,7 +225,7 @@ class Runner:
     def _fill(self, step: Step, plan: Sequence[Scheduled]) -> int:
         """Writes the plan into a step's input arrays; returns the pages in its lists."""
         batch, row, page = len(plan), 0, 0
-        columns: list[tuple[int, int, int, int, int]] = []
+        columns: list[tuple[int, int, int, int, int, int]] = []
         page_ends = [0]
         token_ids, page_ids = step.token_ids, step.kv_indices
         for limits in step.max_drafts.values():
@@ -230,7 +252,9 @@ class Runner:
                     wanted = request.speculative.num_speculative_tokens
                     limit = min(wanted, request.draft_limit - 1)
                     step.max_drafts[method][request.slot] = max(limit, 0)
-            columns.append((count, begin + count, mode, len(known), request.slot))
+            slot = request.slot
+            changes = slot if Feature.PROCESSORS in request.features else -1
+            columns.append((count, begin + count, mode, len(known), slot, changes))
             page_ids[page : page + len(pages)] = pages
             page += len(pages)
             page_ends.append(page)
@@ -240,23 +264,48 @@ class Runner:
         slots = ints[SLOT, :batch]
         step.params[:, :batch] = self._params[:, slots]
         step.seeds[:batch] = self._seeds[slots]
-        step.lens[:] = self._lens
+        step.slot_state[:] = self._state
+        if step.shape.features:
+            self._fill_features(step, plan)
         if step.shape.rows > row:  # rows of nobody, with a token that there is
             token_ids[row:] = 0
         if step.shape.batch > batch:  # requests without rows
             ints[:, batch:] = 0
             ints[SLOT, batch:] = -1
+            ints[PROCESSOR_SLOT, batch:] = -1
             step.kv_indptr[batch + 1 :] = page
         return page
+
+    def _fill_features(self, step: Step, plan: Sequence[Scheduled]) -> None:
+        """Writes what only some requests ask for."""
+        step.mask_indices[:] = -1
+        step.accept_rates[:] = 0
+        row = 0  # with logits
+        for index, part in enumerate(plan):
+            if not part.emits:
+                continue
+            request, count = part.request, 1 + part.num_drafts
+            if request.params.allowed_token_ids is not None:
+                step.mask_indices[row : row + count] = request.slot
+            if Feature.ACCEPT_RATES in request.features:
+                rates = self._rates[request.slot][: step.accept_rates.shape[1]]
+                step.accept_rates[index, : len(rates)] = rates
+            row += count
 
 
 def _emitted(plan: Sequence[Scheduled], step: Step) -> list[Emitted]:
     """What each request of a plan emitted, from a step's results."""
     tokens, accepted = step.tokens[: len(plan)].tolist(), step.accepted[: len(plan)].tolist()
+    counts = step.committed[: len(plan)].tolist()
+    reasons, stops = step.slot_state[FINISH_REASON : STOP_INDEX + 1].tolist()
     emitted = []
     for index, part in enumerate(plan):
-        count = accepted[index] + 1 if part.emits else 0
-        emitted.append(Emitted(part.request, tokens[index][:count], accepted[index], []))
+        request = part.request
+        one = Emitted(request, tokens[index][: counts[index]], accepted[index], [])
+        if part.emits and reasons[request.slot]:
+            reason = FinishReason(reasons[request.slot])
+            one = replace(one, finish_reason=reason, stop_index=stops[request.slot])
+        emitted.append(one)
     if step.shape.logprobs >= 0:
         _attach_logprobs(plan, emitted, step)
     return emitted
@@ -264,7 +313,7 @@ def _emitted(plan: Sequence[Scheduled], step: Step) -> list[Emitted]:
 
 def _attach_logprobs(plan: Sequence[Scheduled], emitted: Sequence[Emitted], step: Step) -> None:
     """Adds the log-probabilities (and alternatives, if any are wanted) to what was emitted."""
-    chosen = step.logprobs[: len(plan)].tolist()
+    chosen, ranks = step.logprobs[: len(plan)].tolist(), step.ranks[: len(plan)].tolist()
     ids, values = step.top_ids.tolist(), step.top_logprobs.tolist()
     first = 0  # of the request's output rows
     for index, (part, result) in enumerate(zip(plan, emitted, strict=True)):
@@ -274,6 +323,6 @@ def _attach_logprobs(plan: Sequence[Scheduled], emitted: Sequence[Emitted], step
                 top = zip(
                     ids[first + column][:wanted], values[first + column][:wanted], strict=True
                 )
-                logprob = chosen[index][column]
-                result.logprobs.append(TokenLogprob(token_id, logprob, tuple(top)))
+                logprob, rank = chosen[index][column], ranks[index][column]
+                result.logprobs.append(TokenLogprob(token_id, logprob, tuple(top), rank))
         first += 1 + part.num_drafts if part.emits else 0

@@ -1,12 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may ask of the sampler, validated once when it is made."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+_Sequences = tuple[tuple[int, ...], ...]
+_MAX_INT = 2**31 - 1
+
+# Whole numbers with their ranges, and those that may be None.
+_WHOLE: dict[str, tuple[int, int | None]] = {
+    "max_tokens": (1, None),
+    "top_k": (0, _MAX_INT),
+    "n": (1, 128),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, 100),
+    "min_tokens": (0, _MAX_INT),
+    "think_end_token_id": (0, _MAX_INT),
+    "reasoning_max_tokens": (0, _MAX_INT),
+    "response_max_tokens": (1, _MAX_INT),
+}
+_REAL = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 1e6),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_MAX_BIAS = 100.0
+
+# Tables have room for every request's, so that there must be a limit.
+MAX_BIASES = 4096
+MAX_SEQUENCES = 256
+MAX_SEQUENCE_LENGTH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request.
+
+    They change the logits in this order: allowed tokens, bad words, min_tokens, logit_bias,
+    penalties; and then temperature, top_k, top_p, min_p, typical_p choose among what is left.
 
     Attributes:
         max_tokens: most tokens to generate, at least 1. None means up to the context length.
@@ -14,12 +51,29 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p times the likeliest one, in [0, 1].
+        typical_p: keep the tokens nearest to the expected surprise, of that mass, in (0, 1].
+        repetition_penalty: above 0. Logits of tokens that are there already, in the prompt or the
+            output, are divided by it where they are positive, and multiplied where they are not.
+        presence_penalty: subtracted once from the logits of tokens in the output, in [-2, 2].
+        frequency_penalty: subtracted for every time a token is in the output, in [-2, 2].
+        logit_bias: by token id, what is added to its logit, in [-100, 100].
+        bad_words: texts that must not come about, inside a word or at its beginning.
+        bad_words_token_ids: the same as sequences of token ids.
+        allowed_token_ids: the only tokens to choose from; None for all.
+        min_tokens: tokens to generate before a stop token, stop string or stop sequence counts;
+            stop tokens are not chosen before.
         seed: 64-bit seed of the request's random numbers. None draws one, which the output reports.
         n: number of independent choices for the prompt.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end the output; they are not part of the text.
+        stop_token_sequences: sequences of token ids that end the output; they are part of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: None for none; otherwise the number of alternatives beside each emitted token.
+        think_end_token_id: the token that ends the model's thinking; "</think>" when absent.
+        reasoning_max_tokens: tokens of thinking after which it is ended by force.
+        response_max_tokens: tokens after the thinking that end the output.
+        think_inject_token_ids: what ends the thinking by force: think_end_token_id when absent. An
+            end of sequence in the middle of thinking is replaced by it, too.
     """
 
     max_tokens: int | None = 16
@@ -27,49 +81,193 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: _Sequences = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
     seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_token_sequences: _Sequences = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    think_end_token_id: int | None = None
+    reasoning_max_tokens: int | None = None
+    response_max_tokens: int | None = None
+    think_inject_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name, what in (("stop", "strings"), ("stop_token_ids", "integers")):
-            value = getattr(self, name)
-            if not isinstance(value, (list, tuple, set, frozenset)):
-                raise ValueError(f"{name} must be a list of {what}, got {value!r}")
-            object.__setattr__(self, name, tuple(value))
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+            self._become_tuple(name, "strings")
+        self._become_tuple("stop_token_ids", "integers")
+        for name in ("allowed_token_ids", "think_inject_token_ids"):
+            if getattr(self, name) is not None:
+                self._become_tuple(name, "integers")
+        for name in ("bad_words_token_ids", "stop_token_sequences"):
+            self._become_sequences(name)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        whole = {
-            "max_tokens": (1, None),
-            "top_k": (0, 2**31 - 1),
-            "n": (1, 128),
-            "seed": (-(2**63), 2**64 - 1),
-            "logprobs": (0, 100),
-        }
-        for name, (low, high) in whole.items():
+        for name, (low, high) in _WHOLE.items():
             value = getattr(self, name)
-            if value is None and name in ("max_tokens", "seed", "logprobs"):
+            # None is no value but where it is the default, and for max_tokens.
+            if value is None and (defaults[name] is None or name == "max_tokens"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be an integer, got {value!r}")
             if value < low or (high is not None and value > high):
                 upper = "" if high is None else f" and at most {high}"
                 raise ValueError(f"{name} must be at least {low}{upper}, got {value}")
-        real = {"temperature": (0.0, 1e6), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
-        for name, (lowest, highest) in real.items():
+        for name, (lowest, highest) in _REAL.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"{name} must be a number, got {value!r}")
             if not lowest <= value <= highest:
                 raise ValueError(f"{name} must be in [{lowest:g}, {highest:g}], got {value!r}")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """What is more than a range."""
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0, got 0; use temperature 0 for greedy decoding")
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must hold integers, got {self.stop_token_ids!r}")
+        for name in ("typical_p", "repetition_penalty"):
+            if getattr(self, name) == 0.0:
+                raise ValueError(f"{name} must be above 0, got 0; 1 is off")
+        for name in ("stop", "bad_words"):
+            if any(not isinstance(text, str) or not text for text in getattr(self, name)):
+                raise ValueError(
+                    f"{name} must hold non-empty strings, got {getattr(self, name)!r}"
+                )
+        for name in ("stop_token_ids", "allowed_token_ids", "think_inject_token_ids"):
+            _check_token_ids(name, getattr(self, name) or ())
+        for name in ("bad_words_token_ids", "stop_token_sequences"):
+            for sequence in getattr(self, name):
+                _check_token_ids(name, sequence)
+            check_sequences(name, getattr(self, name))
+        if len(self.think_inject_token_ids or ()) > MAX_SEQUENCE_LENGTH:
+            raise ValueError(
+                f"think_inject_token_ids must hold at most {MAX_SEQUENCE_LENGTH} token ids, got "
+                f"{len(self.think_inject_token_ids or ())}"
+            )
+        if self.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids must hold at least one token id, got none")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        thinks = self.reasoning_max_tokens is not None or self.response_max_tokens is not None
+        for name in ("think_end_token_id", "think_inject_token_ids"):
+            if getattr(self, name) is not None and not thinks:
+                raise ValueError(
+                    f"{name} must come with reasoning_max_tokens or response_max_tokens, "
+                    "got neither of them"
+                )
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    def _become_tuple(self, name: str, what: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, (list, tuple, set, frozenset)):
+            raise ValueError(f"{name} must be a list of {what}, got {value!r}")
+        object.__setattr__(self, name, tuple(value))
+
+    def _become_sequences(self, name: str) -> None:
+        self._become_tuple(name, "lists of integers")
+        value = getattr(self, name)
+        for sequence in value:
+            if not isinstance(sequence, (list, tuple)):
+                raise ValueError(f"{name} must be a list of lists of integers, got {value!r}")
+        object.__setattr__(self, name, tuple(map(tuple, value)))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on which tokens are there already."""
+        return (
+            self.repetition_penalty != 1 or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the length of the thinking, or of what follows it, is limited."""
+        return self.reasoning_max_tokens is not None or self.response_max_tokens is not None
+
+    def largest_token_id(self) -> tuple[str, int]:
+        """The largest token id that any field names, after that field's name; -1 for none."""
+        named: dict[str, Iterable[int]] = {
+            "logit_bias": (token_id for token_id, _ in self.bias()),
+            "bad_words_token_ids": _flat(self.bad_words_token_ids),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "stop_token_ids": self.stop_token_ids,
+            "stop_token_sequences": _flat(self.stop_token_sequences),
+            "think_inject_token_ids": self.think_inject_token_ids or (),
+            "think_end_token_id": () if self.think_end_token_id is None else
+            (self.think_end_token_id,),
+        }
+        return max(
+            ((name, max(ids, default=-1)) for name, ids in named.items()), key=lambda one: one[1]
+        )
+
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs, by ascending token id."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+
+def _flat(sequences: _Sequences) -> Iterable[int]:
+    return (token_id for sequence in sequences for token_id in sequence)
+
+
+def _check_token_ids(name: str, token_ids: Iterable[Any]) -> None:
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ValueError(f"{name} must hold integers, got {token_id!r}")
+        if not 0 <= token_id <= _MAX_INT:
+            raise ValueError(f"{name} must hold token ids, got {token_id}")
+
+
+def check_sequences(name: str, sequences: _Sequences) -> None:
+    """Refuses more token sequences, and longer ones, than there is room for, and empty ones.
+
+    Raises:
+        ValueError: there are, under this name.
+    """
+    if len(sequences) > MAX_SEQUENCES:
+        raise ValueError(
+            f"{name} must hold at most {MAX_SEQUENCES} sequences of tokens, got {len(sequences)}"
+        )
+    for sequence in sequences:
+        if not 1 <= len(sequence) <= MAX_SEQUENCE_LENGTH:
+            raise ValueError(
+                f"{name} must hold sequences of 1 to {MAX_SEQUENCE_LENGTH} tokens, got one of "
+                f"{len(sequence)}"
+            )
+
+
+def _bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """The biases by ascending token id."""
+    if isinstance(given, Mapping):
+        given = tuple(given.items())
+    if not isinstance(given, tuple):
+        raise ValueError(f"logit_bias must be an object of numbers by token id, got {given!r}")
+    if len(given) > MAX_BIASES:
+        raise ValueError(f"logit_bias must hold at most {MAX_BIASES} tokens, got {len(given)}")
+    pairs: dict[int, float] = {}
+    for token_id, bias in given:
+        _check_token_ids("logit_bias", [token_id])
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
+            raise ValueError(f"logit_bias must hold numbers, got {bias!r} for token {token_id}")
+        if abs(bias) > _MAX_BIAS:
+            raise ValueError(
+                f"logit_bias must be in [-{_MAX_BIAS:g}, {_MAX_BIAS:g}], got {bias!r} for token "
+                f"{token_id}"
+            )
+        pairs[token_id] = float(bias)
+    return tuple(sorted(pairs.items()))

@@ -14,8 +14,8 @@ from typing import Any, cast
 METHODS = ("naive", "ngram", "suffix", "mtp")
 METHOD_ALIASES = {"ngram_match": "ngram"}
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
-VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
-ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
+VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "block", "topp")
+ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
 
 # Names FastDeploy has and this engine refuses, each with the reason.
 REFUSED_FIELDS = {
@@ -107,7 +107,8 @@ class RequestSpeculativeConfig:
         num_speculative_tokens: drafts per step.
         num_model_steps: forward passes of the drafter per step.
         verify_strategy: how drafts are verified.
-        accept_policy: "accept_all" and "reject_all" are for measuring.
+        accept_policy: all but "normal" are for measuring.
+        synthetic_acceptance_rates: of accept_policy "synthetic".
         min_ngram_size: shortest match of n-gram drafting.
         max_ngram_size: longest match of n-gram drafting.
     """
@@ -117,6 +118,7 @@ class RequestSpeculativeConfig:
     num_model_steps: int | None = None
     verify_strategy: str | None = None
     accept_policy: str | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
     min_ngram_size: int | None = None
     max_ngram_size: int | None = None
 
@@ -155,10 +157,13 @@ class SpeculativeConfig:
             and 1 when mtp_strategy is a hybrid.
         mtp_strategy: what continues the drafting model's tokens: "default" (itself),
             "with_ngram" or "with_suffix".
-        verify_strategy: "target_match", "greedy", "rejection" or "topp"; docs/exactness.md says
-            what each promises.
-        accept_policy: "normal"; "accept_all" and "reject_all" measure the two extremes, and the
-            first of them does not produce the target's text.
+        verify_strategy: "target_match", "greedy", "rejection", "block" or "topp";
+            docs/exactness.md says what each promises.
+        accept_policy: "normal"; for measuring, "accept_all", "reject_all" and "synthetic". The
+            first and the last of these do not produce the target's text.
+        synthetic_acceptance_rates: with accept_policy "synthetic", how often the first draft of a
+            step is emitted, the first two, and so on: at most 1, and none above the one before.
+            Drafts beyond the last rate are never emitted.
         min_ngram_size: shortest match that n-gram drafting uses.
         max_ngram_size: longest match that n-gram drafting looks for.
         suffix_decoding_max_tree_depth: longest context the suffix tree holds.
@@ -178,6 +183,7 @@ class SpeculativeConfig:
     mtp_strategy: str = "default"
     verify_strategy: str = "target_match"
     accept_policy: str = "normal"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
     min_ngram_size: int = 2
     max_ngram_size: int = 5
     suffix_decoding_max_tree_depth: int = 64
@@ -196,6 +202,7 @@ class SpeculativeConfig:
                 f'mtp_strategy {self.mtp_strategy!r} needs method "mtp", got {self.method!r}'
             )
         self._resolve_lengths()
+        self._check_rates()
         _integer("min_ngram_size", self.min_ngram_size, 1)
         _integer("max_ngram_size", self.max_ngram_size, 1)
         if self.max_ngram_size < self.min_ngram_size:
@@ -237,6 +244,32 @@ class SpeculativeConfig:
                 )
         object.__setattr__(self, "num_speculative_tokens", tokens)
         object.__setattr__(self, "num_model_steps", steps)
+
+    def _check_rates(self) -> None:
+        rates: Any = self.synthetic_acceptance_rates
+        name = "synthetic_acceptance_rates"
+        if (rates is not None) != (self.accept_policy == "synthetic"):
+            raise ValueError(
+                f'{name} and accept_policy "synthetic" need each other, got {rates!r} with '
+                f"{self.accept_policy!r}"
+            )
+        if rates is None:
+            return
+        if not isinstance(rates, (list, tuple)) or not rates:
+            raise ValueError(f"{name} must be a list of numbers, got {rates!r}")
+        highest = 1.0
+        for rate in rates:
+            _number(name, rate, 0.0, 1.0)
+            if rate > highest:
+                raise ValueError(f"{name} must not rise, got {rate!r} after {highest!r}")
+            highest = rate
+        object.__setattr__(self, name, tuple(map(float, rates)))
+
+    def conditional_acceptance_rates(self) -> list[float]:
+        """Per draft, how often it is emitted where all before it were; empty without rates."""
+        rates = self.synthetic_acceptance_rates or ()
+        before = (1.0, *rates)
+        return [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SpeculativeConfig":
@@ -294,6 +327,8 @@ class SpeculativeConfig:
                 asked.setdefault(
                     "num_speculative_tokens", self.num_speculative_tokens if keep else None
                 )
+        if asked.get("accept_policy", "synthetic") != "synthetic":
+            asked.setdefault("synthetic_acceptance_rates", None)
         if "num_speculative_tokens" in asked:
             asked.setdefault("num_model_steps", None)
         config = replace(self, **asked)
@@ -308,7 +343,7 @@ class SpeculativeConfig:
     def require_runnable(
         self,
         available: Collection[str],
-        strategies: Collection[str] = ("target_match", "greedy"),
+        strategies: Collection[str] = VERIFY_STRATEGIES,
     ) -> None:
         """Refuses a valid configuration that this engine cannot carry out.
 

@@ -20,6 +20,8 @@ from specops.batching import BatchIndices
 from specops.engine.device import Device
 from specops.engine.drafters import DraftBatch, Drafter
 from specops.engine.models import KvCache, StepBatch, Transformer
+from specops.engine.request import Feature
+from specops.engine.slot_tables import SlotTables
 
 # Shapes whose views, and graphs, are kept; the one not used for longest goes first.
 _MAX_KEPT_STEPS = 128
@@ -31,9 +33,11 @@ _NUMPY: dict[torch.dtype, Any] = {
 }
 
 # Rows of the integers that a step has per request, in its input block.
-QO_LEN, KV_LEN, OUTPUT_MODE, POSITION, SLOT = range(5)
-# Rows of the sampling parameters, the first three of them float32.
-TEMPERATURE, TOP_P, MIN_P, TOP_K, CHOICE, STRATEGY, POLICY = range(7)
+QO_LEN, KV_LEN, OUTPUT_MODE, POSITION, SLOT, PROCESSOR_SLOT = range(6)
+# Rows of the sampling parameters, the first four of them float32.
+TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, TOP_K, CHOICE, STRATEGY, POLICY = range(8)
+# Rows of what a step has per slot. It returns all of them; `commit` writes the last four.
+PROMPT_LEN, MAX_LEN, LEN, FINISH_REASON, STOP_INDEX, THINKING_STATE = range(6)
 
 
 class StepShape(NamedTuple):
@@ -46,6 +50,7 @@ class StepShape(NamedTuple):
     pages: int  # entries of the page lists
     logprobs: int  # -1: none; otherwise the alternatives beside each emitted token
     drafting: tuple[tuple[str, int], ...]  # methods that draft for the next step, and their width
+    features: Feature = Feature.NONE  # of its requests
 
 
 def rounded(shape: StepShape, most: StepShape) -> StepShape:
@@ -149,8 +154,8 @@ class StepMemory:
         A block grows when it must, and then all steps are dropped.
 
         Args:
-            name: "inputs" and "results" have two sides. "scratch" and "workspace" are the device's
-                alone; ops find their workspace as they left it, and zeros in the beginning.
+            name: "exchange" has two sides. "scratch" and "workspace" are the device's alone; ops
+                find their workspace as they left it, and zeros in the beginning.
             num_bytes: bytes needed.
         """
         have = self._blocks.get(name)
@@ -160,7 +165,7 @@ class StepMemory:
             size = max(num_bytes, old + min(old, 64 << 20), 4096)
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
             self.forget()
-            if name in ("inputs", "results"):
+            if name == "exchange":
                 host = self.device.host_block(size)
                 have = host, self.device.device_block(size, host)
             elif name == "workspace":
@@ -175,18 +180,22 @@ class Step:
     """One shape's arrays and the ops over them.
 
     Attributes:
-        ints: [5, batch], int32, for the host to fill; rows QO_LEN and so on.
-        params: [7, batch], int32; rows TEMPERATURE and so on.
+        ints: [6, batch], int32, for the host to fill; rows QO_LEN and so on.
+        params: [8, batch], int32; rows TEMPERATURE and so on.
         seeds: [batch], int64.
         token_ids: [rows], int32.
         kv_indptr: [batch + 1], int32.
         kv_indices: [pages], int32.
         draft_token_ids: [batch, width], int32.
-        lens: [slots], int32. Tokens of every request, by slot.
+        accept_rates: [batch, width], float32, where a request has them.
+        mask_indices: [outputs], int32, where a request changes logits.
         max_drafts: by method, [slots], int32.
+        slot_state: [6, slots], int32, for the host to fill and to read; rows PROMPT_LEN and so on.
         tokens: [batch, width + 1], int32, for the host to read, as are those below.
+        committed: [batch], int32. How many of them.
         accepted: [batch], int32.
         logprobs: [batch, width + 1], float32.
+        ranks: [batch, width + 1], int32.
         top_ids: [outputs, alternatives], int32.
         top_logprobs: [outputs, alternatives], float32.
         counts: by method, [slots], int32. Drafts for the next step.
@@ -201,8 +210,9 @@ class Step:
         cache: KvCache,
         *,
         slots: int,
-        history: Tensor | None,
+        tables: SlotTables,
         drafters: Mapping[str, Drafter],
+        processed_logprobs: bool,
     ) -> None:
         self.shape = shape
         self._memory = memory
@@ -213,28 +223,33 @@ class Step:
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
         batch, rows, outputs, width = shape.batch, shape.rows, shape.outputs, shape.width
         methods = [method for method, _ in shape.drafting]
-        self._inputs = _Layout(
-            ints=(i32, (5, batch)),
-            params=(i32, (7, batch)),
-            seeds=(i64, (batch,)),
-            token_ids=(i32, (rows,)),
-            kv_indptr=(i32, (batch + 1,)),
-            draft_token_ids=(i32, (batch, width)),
-            lens=(i32, (slots,)),
-            max_drafts=(i32, (len(methods), slots)),
-            kv_indices=(i32, (shape.pages,)),  # last, because only what is used of it is copied
-        )
         alternatives = max(shape.logprobs, 0)
         drafts = {f"drafts_{name}": (i32, (slots, width)) for name, width in shape.drafting}
-        self._results = _Layout(
+        masked = outputs if Feature.PROCESSORS in shape.features else 0
+        rated = width if Feature.ACCEPT_RATES in shape.features else 0
+        # One block: results, what goes both ways, inputs. So each way is one copy.
+        self._exchange = _Layout(
             error=(i32, (1,)),
             accepted=(i32, (batch,)),
+            committed=(i32, (batch,)),
             tokens=(i32, (batch, width + 1)),
             logprobs=(f32, (batch, width + 1)),
+            ranks=(i32, (batch, width + 1)),
             top_ids=(i32, (outputs, alternatives)),
             top_logprobs=(f32, (outputs, alternatives)),
             counts=(i32, (len(methods), slots)),
             **drafts,
+            slot_state=(i32, (6, slots)),
+            ints=(i32, (6, batch)),
+            params=(i32, (8, batch)),
+            seeds=(i64, (batch,)),
+            token_ids=(i32, (rows,)),
+            kv_indptr=(i32, (batch + 1,)),
+            draft_token_ids=(i32, (batch, width)),
+            accept_rates=(f32, (batch, rated)),
+            mask_indices=(i32, (masked,)),
+            max_drafts=(i32, (len(methods), slots)),
+            kv_indices=(i32, (shape.pages,)),  # last, because only what is used of it is copied
         )
         scratch = _Layout(
             qo_indptr=(i32, (batch + 1,)),
@@ -253,13 +268,16 @@ class Step:
             workspace=(f32, (model.workspace_size(rows, batch, shape.pages, cache),))
         )
         # All blocks before any view: one that grows forgets the steps, this one among them.
-        self._host_in, self._in = memory.block("inputs", self._inputs.num_bytes)
-        self._host_out, self._out = memory.block("results", self._results.num_bytes)
+        host_block, device_block = memory.block("exchange", self._exchange.num_bytes)
+        begin, end = self._exchange.offsets["slot_state"], self._exchange.offsets["ints"]
+        self._host_in, self._in = host_block[begin:], device_block[begin:]
+        self._host_out, self._out = host_block[:end], device_block[:end]
+        self._pages_offset = self._exchange.offsets["kv_indices"] - begin
         _, scratch_block = memory.block("scratch", scratch.num_bytes)
         _, workspace_block = memory.block("workspace", workspace.num_bytes)
         model.reserve(rows)
 
-        host = self._inputs.numpy(self._host_in)
+        host = self._exchange.numpy(host_block)
         self.ints: NDArray[np.int32] = host["ints"]
         self.params: NDArray[np.int32] = host["params"]
         self.seeds: NDArray[np.int64] = host["seeds"]
@@ -267,53 +285,47 @@ class Step:
         self.kv_indptr: NDArray[np.int32] = host["kv_indptr"]
         self.kv_indices: NDArray[np.int32] = host["kv_indices"]
         self.draft_token_ids: NDArray[np.int32] = host["draft_token_ids"]
-        self.lens: NDArray[np.int32] = host["lens"]
+        self.accept_rates: NDArray[np.float32] = host["accept_rates"]
+        self.mask_indices: NDArray[np.int32] = host["mask_indices"]
+        self.slot_state: NDArray[np.int32] = host["slot_state"]
         self.max_drafts: dict[str, NDArray[np.int32]] = dict(
             zip(methods, host["max_drafts"], strict=True)
         )
-        home = self._results.numpy(self._host_out)
-        self.tokens: NDArray[np.int32] = home["tokens"]
-        self.accepted: NDArray[np.int32] = home["accepted"]
-        self.logprobs: NDArray[np.float32] = home["logprobs"]
-        self.top_ids: NDArray[np.int32] = home["top_ids"]
-        self.top_logprobs: NDArray[np.float32] = home["top_logprobs"]
-        self.counts: dict[str, NDArray[np.int32]] = dict(zip(methods, home["counts"], strict=True))
+        self.tokens: NDArray[np.int32] = host["tokens"]
+        self.committed: NDArray[np.int32] = host["committed"]
+        self.accepted: NDArray[np.int32] = host["accepted"]
+        self.logprobs: NDArray[np.float32] = host["logprobs"]
+        self.ranks: NDArray[np.int32] = host["ranks"]
+        self.top_ids: NDArray[np.int32] = host["top_ids"]
+        self.top_logprobs: NDArray[np.float32] = host["top_logprobs"]
+        self.counts: dict[str, NDArray[np.int32]] = dict(zip(methods, host["counts"], strict=True))
         self.drafts: dict[str, NDArray[np.int32]] = {
-            name: home[f"drafts_{name}"] for name in methods
+            name: host[f"drafts_{name}"] for name in methods
         }
-        self._error: NDArray[np.int32] = home["error"]
+        self._error: NDArray[np.int32] = host["error"]
 
-        given = self._inputs.tensors(self._in)
-        results = self._results.tensors(self._out)
+        given = self._exchange.tensors(device_block)
         inner = scratch.tensors(scratch_block) | workspace.tensors(workspace_block)
-        self._bind(given, results, inner)
+        self._bind(given, inner)
+        self._bind_sampling(given, inner, tables, processed_logprobs=processed_logprobs)
         self._drafts = [
             (
                 drafters[name],
                 DraftBatch(
-                    token_ids=history,
-                    lens=given["lens"],
+                    token_ids=tables.token_ids,
+                    lens=given["slot_state"][LEN],
                     max_draft_tokens=given["max_drafts"][index],
-                    draft_token_ids=results[f"drafts_{name}"],
-                    num_draft_tokens=results["counts"][index],
+                    draft_token_ids=given[f"drafts_{name}"],
+                    num_draft_tokens=given["counts"][index],
                 ),
             )
             for index, name in enumerate(methods)
-            if history is not None
         ]
-        self._history = history
 
-    def _bind(
-        self,
-        given: Mapping[str, Tensor],
-        results: Mapping[str, Tensor],
-        inner: Mapping[str, Tensor],
-    ) -> None:
-        """Notes the tensors that the ops take."""
-        ints, params = given["ints"], given["params"]
-        floats = params.view(torch.float32)
+    def _bind(self, given: Mapping[str, Tensor], inner: Mapping[str, Tensor]) -> None:
+        """Notes the tensors that the model takes."""
+        ints = given["ints"]
         self._qo_lens, self._kv_lens, self._modes = ints[QO_LEN], ints[KV_LEN], ints[OUTPUT_MODE]
-        self._slots, self._lens = ints[SLOT], given["lens"]
         self._indices = BatchIndices(
             **{
                 name: inner[name]
@@ -340,31 +352,81 @@ class Step:
             sums=inner["sums"] if inner["sums"].numel() else None,
         )
         self._gathered, self._logits = inner["gathered"], inner["logits"]
-        self._draft_token_ids = given["draft_token_ids"]
-        self._verify_args: dict[str, Any] = {
+        self._error_out = given["error"]
+
+    def _bind_sampling(
+        self,
+        given: Mapping[str, Tensor],
+        inner: Mapping[str, Tensor],
+        tables: SlotTables,
+        *,
+        processed_logprobs: bool,
+    ) -> None:
+        """Notes the tensors that choosing and committing tokens take."""
+        ints, params, state = given["ints"], given["params"], given["slot_state"]
+        floats, features = params.view(torch.float32), self.shape.features
+        changes_logits = Feature.PROCESSORS in features
+        choosing: dict[str, Any] = {
             "positions": ints[POSITION],
-            "strategy": params[STRATEGY],
-            "policy": params[POLICY],
             "temperature": floats[TEMPERATURE],
             "top_k": params[TOP_K],
             "top_p": floats[TOP_P],
             "min_p": floats[MIN_P],
-            "seeds": given["seeds"],
-            "choice_index": params[CHOICE],
-            "logprobs": results["logprobs"] if self.shape.logprobs >= 0 else None,
-            "output_token_ids": results["tokens"],
-            "num_accepted_tokens": results["accepted"],
         }
+        if Feature.TYPICAL_P in features:
+            choosing["typical_p"] = floats[TYPICAL_P]
+        if changes_logits:
+            choosing["processors"] = tables.processors(
+                ints[PROCESSOR_SLOT], state[PROMPT_LEN], given["mask_indices"]
+            )
         # Zeros before and after every call, so it lies in no block that steps share.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
-        self._verify_args["workspace"] = workspace
-        self._tops = {
+        has_logprobs = self.shape.logprobs >= 0
+        told = {
+            "logprobs": given["logprobs"] if has_logprobs else None,
+            "ranks": given["ranks"] if has_logprobs else None,
+        }
+        self._draft_token_ids = given["draft_token_ids"]
+        self._verify_args: dict[str, Any] = {
+            **choosing,
+            **told,
+            "strategy": params[STRATEGY],
+            "policy": params[POLICY],
+            "accept_rates": given["accept_rates"] if Feature.ACCEPT_RATES in features else None,
+            "seeds": given["seeds"],
+            "choice_index": params[CHOICE],
+            "processed_logprobs": processed_logprobs,
+            "output_token_ids": given["tokens"],
+            "num_accepted_tokens": given["accepted"],
             "workspace": workspace,
-            "token_ids": results["top_ids"],
-            "logprobs": results["top_logprobs"],
+        }
+        self._tops: dict[str, Any] = {
+            "workspace": workspace,
+            "token_ids": given["top_ids"],
+            "logprobs": given["top_logprobs"],
             "lse": inner["lse"],
         }
-        self._error_out = results["error"]
+        if processed_logprobs:
+            self._tops |= {
+                **choosing,
+                "processed_logprobs": True,
+                "output_indptr": inner["output_indptr"],
+                "draft_token_ids": given["draft_token_ids"],
+            }
+        self._commit_args: dict[str, Any] = {
+            **told,
+            **tables.endings(all_rules=Feature.ENDINGS in features, counts=changes_logits),
+            "output_token_ids": given["tokens"],
+            "slots": ints[SLOT],
+            "token_ids": tables.token_ids,
+            "lens": state[LEN],
+            "prompt_lens": state[PROMPT_LEN],
+            "max_lens": state[MAX_LEN],
+            "thinking_state": state[THINKING_STATE],
+            "finish_reasons": state[FINISH_REASON],
+            "stop_indices": state[STOP_INDEX],
+            "num_committed_tokens": given["committed"],
+        }
 
     def run(self, num_pages: int) -> None:
         """Copies the inputs in, runs the ops, copies the results out and waits for them.
@@ -376,8 +438,7 @@ class Step:
             ValueError: wrong data was met, such as a page id out of range.
         """
         device = self._memory.device
-        used = self._inputs.offsets["kv_indices"] + 4 * num_pages
-        device.copy_in(self._in, self._host_in, used)
+        device.copy_in(self._in, self._host_in, self._pages_offset + 4 * num_pages)
         if self._replay is not None:
             self._replay()
         elif self._runs and device.captures and self.shape.rows == self.shape.outputs:
@@ -388,7 +449,7 @@ class Step:
         else:
             self._launch()
         self._runs += 1
-        device.copy_out(self._host_out, self._out, self._results.num_bytes)
+        device.copy_out(self._host_out, self._out, len(self._host_out))
         device.wait()
         if device.is_async and self._error[0]:
             code = int(self._error[0])
@@ -425,11 +486,8 @@ class Step:
             )
             if shape.logprobs > 0:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
-            if self._drafts and self._history is not None:
-                sampling.commit(
-                    self._verify_args["output_token_ids"], self._slots, self._history, self._lens
-                )
-                for drafter, batch in self._drafts:
-                    drafter.propose(batch)
+            sampling.commit(**self._commit_args)
+            for drafter, batch in self._drafts:
+                drafter.propose(batch)
         if self._memory.device.is_async:
             specops.take_error(self._error_out)

@@ -194,20 +194,25 @@ class TextStream:
         self._released: list[str] = []
         self._num_taken = 0  # entries of _released that take() has handed out
         self._stopped = False
+        self.stopped_by: str | None = None
 
     @property
     def text(self) -> str:
         """All text released so far."""
         return "".join(self._released)
 
-    def push(self, token_id: int) -> bool:
+    def push(self, token_id: int, *, may_stop: bool = True) -> bool:
         """Adds one token.
+
+        Args:
+            token_id: the next one.
+            may_stop: whether a stop string that it completes counts.
 
         Returns:
             Whether a stop string is complete: the text is cut before it and takes no more tokens.
         """
         if not self._stopped and not self._tokenizer.is_special(token_id):
-            self._add(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+            self._add(self._utf8.decode(self._tokenizer.token_bytes(token_id)), may_stop)
         return self._stopped
 
     def take(self) -> str:
@@ -219,21 +224,23 @@ class TextStream:
     def finish(self) -> str:
         """Releases what was held back: no more tokens will come. Returns what was not yet taken."""
         if not self._stopped:
-            self._add(self._utf8.decode(b"", final=True))
+            self._add(self._utf8.decode(b"", final=True), True)
         if not self._stopped:
             self._release(self._held)
         self._held = ""
         return self.take()
 
-    def _add(self, fresh: str) -> None:
+    def _add(self, fresh: str, may_stop: bool) -> None:
         if not self._stops:
             self._release(fresh)
             return
         text = self._held + fresh
         for end, char in enumerate(fresh, start=len(self._held) + 1):
-            matched = [stop.length for stop in self._stops if stop.feed(char)]
-            if matched:
-                self._release(text[: end - max(matched)])
+            matched = [stop for stop in self._stops if stop.feed(char)]
+            if matched and may_stop:
+                longest = max(matched, key=lambda stop: stop.length)
+                self._release(text[: end - longest.length])
+                self.stopped_by = longest.text
                 self._held = ""
                 self._stopped = True
                 return
@@ -252,9 +259,9 @@ class _StopMatcher:
     def __init__(self, text: str) -> None:
         if not text:
             raise ValueError("a stop string must not be empty")
+        self.text = text
         self.length = len(text)
         self.state = 0  # length of the longest beginning of `text` that the stream ends with
-        self._text = text
         self._fallback = [0] * len(text)
         for i in range(1, len(text)):
             k = self._fallback[i - 1]
@@ -265,10 +272,13 @@ class _StopMatcher:
     def feed(self, char: str) -> bool:
         """Takes one character; True when the stream now ends with the string."""
         k = self.state
-        while k and self._text[k] != char:
+        while k and self.text[k] != char:
             k = self._fallback[k - 1]
-        self.state = k + (self._text[k] == char)
-        return self.state == self.length
+        self.state = k + (self.text[k] == char)
+        if self.state < self.length:
+            return False
+        self.state = self._fallback[-1]  # the string may come again
+        return True
 
 
 def _bytes_of_tokens(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:

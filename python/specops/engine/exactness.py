@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m specops.engine verify-exactness`: does speculation change a token? Try it yourself.
+
+Every prompt is decoded plainly, alone; then all of them together with drafts. Tokens, text and the
+bits of every logprob are compared.
+"""
+
+import argparse
+import json
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specops.engine.config import EngineConfig
+from specops.engine.engine import Engine
+from specops.engine.outputs import Completion
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+
+# Texts that repeat themselves, so that drafts are found, and turn, so that some are wrong.
+PROMPTS = (
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n",
+    "import os\nimport sys\nimport ",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "for i in range(10):\n    for j in range(10):\n        print(i, j)\n\nfor i in range(",
+    'names = ["anna", "bert", "carl"]\nages = [31, 42, 53]\nfor name, age in zip(names, ages):\n',
+    "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over",
+    "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16",
+    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",
+    '{"name": "anna", "age": 31}\n{"name": "bert", "age": 42}\n{"name":',
+    "| name | age |\n| --- | --- |\n| anna | 31 |\n| bert | 42 |\n|",
+    "def read_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n\n",
+    "try:\n    value = int(text)\nexcept ValueError:\n    value = 0\n\ntry:\n    other = float(text)\n",
+    "<ul>\n  <li>one</li>\n  <li>two</li>\n  <li>three</li>\n",
+    "SELECT name, age FROM people WHERE age > 30 ORDER BY name;\nSELECT name FROM people WHERE",
+    "a = 1\nb = 2\nc = 3\nd = 4\ne = 5\nf = 6\n",
+    "if x > 0:\n    sign = 1\nelif x < 0:\n    sign = -1\nelse:\n    sign = 0\n\nif y > 0:\n",
+    "Once upon a time there was a king who had three daughters. The first daughter",
+    "assert add(1, 2) == 3\nassert add(2, 3) == 5\nassert add(3, 4) == 7\nassert add(",
+    "# Installation\n\n    pip install package\n\n# Usage\n\n    import package\n\n# ",
+    "x = [i * i for i in range(10)]\ny = [i + 1 for i in x]\nz = [i - 1 for i in y]\n",
+)
+_SHOWN = 40  # characters of a prompt
+
+
+@dataclass
+class Comparison:
+    """One method at one temperature against plain decoding."""
+
+    method: str
+    num_speculative_tokens: int
+    temperature: float
+    num_prompts: int = 0
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_different: int = 0  # prompts
+
+    def row(self) -> list[str]:
+        """Its line of the table."""
+        share = f"{self.num_accepted / self.num_drafts:.0%}" if self.num_drafts else "-"
+        return [
+            self.method,
+            str(self.num_speculative_tokens),
+            f"{self.temperature:g}",
+            str(self.num_prompts),
+            str(self.num_tokens),
+            f"{self.num_tokens / max(self.num_steps, 1):.2f}",
+            str(self.num_drafts),
+            share,
+            str(self.num_different),
+        ]
+
+
+_COLUMNS = (
+    "method", "k", "temperature", "prompts", "tokens", "tokens/step", "drafts", "accepted",
+    "differences",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compares, prints, and returns the exit code: 1 for any difference, 2 for a mistake."""
+    args = _parser().parse_args(arguments)
+    try:
+        comparisons = _compare_all(args)
+    except (OSError, ValueError) as error:
+        print(f"specops: {error}", file=sys.stderr)
+        return 2
+    print()
+    _print_table(comparisons)
+    different = sum(one.num_different for one in comparisons)
+    if different:
+        print(f"\n{different} outputs differ: speculation changed what the model says.")
+        return 1
+    print("\nNo difference: every token and every logprob bit is plain decoding's.")
+    for one in comparisons:
+        if not 0 < one.num_accepted < one.num_drafts:
+            print(
+                f"But at temperature {one.temperature:g}, {one.method} had {one.num_accepted} of "
+                f"{one.num_drafts} drafts accepted: more tokens would say more."
+            )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m specops.engine verify-exactness",
+        description="Decodes prompts plainly, one by one, and again with speculation, together; "
+        "compares every token and the bits of every logprob.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
+    add("--method", nargs="+", default=["ngram"], help="methods to compare (default: ngram)")
+    add("--num-speculative-tokens", type=int, default=4, metavar="K", help="(default: 4)")
+    add("--prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
+    add(
+        "--prompt-file",
+        metavar="FILE",
+        help="prompts of your own: a JSON list of texts, or a text per line (default: 20 built in)",
+    )
+    add("--max-tokens", type=int, default=128, metavar="M", help="per prompt (default: 128)")
+    add(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.8],
+        metavar="T",
+        help="0 is greedy (default: 0 0.8)",
+    )
+    add("--top-p", type=float, default=0.95, metavar="P", help="(default: 0.95)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="(default: 1, off)")
+    add("--seed", type=int, default=0, metavar="N", help="of the first prompt (default: 0)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    add("--max-num-seqs", type=int, default=8, metavar="N", help="together (default: 8)")
+    add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
+    return parser
+
+
+def _compare_all(args: argparse.Namespace) -> list[Comparison]:
+    prompts = list(PROMPTS) if args.prompt_file is None else _read_prompts(args.prompt_file)
+    if args.prompts is not None:
+        if not 1 <= args.prompts <= len(prompts):
+            raise ValueError(f"--prompts must be 1 to {len(prompts)}, got {args.prompts}")
+        prompts = prompts[: args.prompts]
+    engine = Engine(
+        EngineConfig(
+            model=args.model,
+            device=args.device,
+            dtype=args.dtype,
+            max_num_seqs=args.max_num_seqs,
+            num_threads=args.num_threads,
+            speculative_config=SpeculativeConfig(),
+            # A prompt's second computation must not find the first one's.
+            enable_prefix_caching=False,
+        )
+    )
+    print(f"{engine.model_name} on {engine.device}: {len(prompts)} prompts, {args.max_tokens} tokens")
+    comparisons = []
+    for temperature in args.temperature:
+        params = [
+            SamplingParams(
+                max_tokens=args.max_tokens,
+                temperature=temperature,
+                top_p=args.top_p,
+                repetition_penalty=args.repetition_penalty,
+                seed=args.seed + index,
+                logprobs=0,
+            )
+            for index in range(len(prompts))
+        ]
+        plain = [
+            engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)
+        ]
+        for method in args.method:
+            own = {"method": method, "num_speculative_tokens": args.num_speculative_tokens}
+            drafted = engine.generate(prompts, params, speculative_config=own)
+            comparison = Comparison(method, args.num_speculative_tokens, temperature)
+            print(f"\n{method}, temperature {temperature:g}")
+            for prompt, left, right in zip(prompts, plain, drafted, strict=True):
+                _compare(engine, comparison, prompt, left, right)
+            comparisons.append(comparison)
+    return comparisons
+
+
+def _compare(
+    engine: Engine, comparison: Comparison, prompt: str, plain: Completion, drafted: Completion
+) -> None:
+    """Adds one prompt to a comparison, and prints its line."""
+    stats = drafted.stats
+    comparison.num_prompts += 1
+    comparison.num_tokens += len(drafted.token_ids)
+    comparison.num_steps += stats.num_steps
+    comparison.num_drafts += stats.num_draft_tokens
+    comparison.num_accepted += stats.num_accepted_tokens
+    difference = first_difference(plain, drafted)
+    verdict = "equal" if difference is None else "DIFFERENT"
+    shown = prompt if len(prompt) <= _SHOWN else prompt[:_SHOWN] + "..."
+    print(
+        f"  {len(drafted.token_ids):5d} tokens, {stats.num_accepted_tokens:4d} of "
+        f"{stats.num_draft_tokens:4d} drafts accepted, {verdict}: {shown!r}"
+    )
+    if difference is None:
+        return
+    comparison.num_different += 1
+    for name, one in (("plain", plain), ("drafted", drafted)):
+        what = f"the end ({one.finish_reason})"
+        if difference < len(one.token_ids):
+            token_id = one.token_ids[difference]
+            text = engine.tokenizer.decode([token_id], skip_special_tokens=False)
+            logprob = one.logprobs[difference].logprob
+            what = f"token {token_id} {text!r}, logprob {logprob!r}"
+        print(f"        {name + ':':8} output token {difference} is {what}")
+
+
+def first_difference(left: Completion, right: Completion) -> int | None:
+    """The first output token in which two completions differ by id or logprob; None if equal."""
+    for index, (a, b) in enumerate(zip(_bits(left), _bits(right), strict=False)):
+        if a != b:
+            return index
+    if len(left.token_ids) != len(right.token_ids) or left.text != right.text:
+        return min(len(left.token_ids), len(right.token_ids))
+    if (left.finish_reason, left.stop_reason) != (right.finish_reason, right.stop_reason):
+        return len(left.token_ids)
+    return None
+
+
+def _bits(completion: Completion) -> list[tuple[int, bytes]]:
+    return [(one.token_id, struct.pack("<f", one.logprob)) for one in completion.logprobs]
+
+
+def _read_prompts(file: str) -> list[str]:
+    text = Path(file).read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        try:
+            prompts = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is not valid JSON: {error}") from None
+    else:
+        prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        raise ValueError(f"{file} must hold prompts: a JSON list of texts, or a text per line")
+    return list(prompts)
+
+
+def _print_table(comparisons: Sequence[Comparison]) -> None:
+    rows = [list(_COLUMNS), *(one.row() for one in comparisons)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
