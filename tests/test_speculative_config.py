@@ -25,6 +25,8 @@ FASTDEPLOY_FIELDS = {
     "verify_strategy", "accept_policy",
 }  # fmt: skip
 
+SYNTHETIC = {"method": "ngram", "num_speculative_tokens": 3, "accept_policy": "synthetic"}
+
 
 def make(**values: Any) -> SpeculativeConfig:
     return SpeculativeConfig.from_dict(values)
@@ -62,7 +64,8 @@ def test_the_request_fields_in_the_docs() -> None:
 
 def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
     accepted = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    assert accepted | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
+    own = {"synthetic_acceptance_rates"}
+    assert accepted - own | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
     assert not accepted & set(REFUSED_FIELDS)
 
 
@@ -122,6 +125,16 @@ def test_method_names(name: str) -> None:
         ({"method": "mtp", "mtp_strategy": "both"}, r"mtp_strategy must be one of .* got 'both'"),
         ({"verify_strategy": "top_p"}, r"verify_strategy must be one of target_match.* 'top_p'"),
         ({"accept_policy": "some"}, r"accept_policy must be one of normal, .* got 'some'"),
+        ({"accept_policy": "synthetic"}, r"rates and accept_policy .* need each other, got None"),
+        ({"synthetic_acceptance_rates": [0.5]}, r"need each other, got \[0.5\] with 'normal'"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": []}, r"rates must be a list of numbers"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": 0.5}, r"rates must be a list .* got 0.5"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": ["a"]}, r"rates must be a number, got 'a'"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [1.5]}, r"rates must be in \[0, 1\], got 1.5"),
+        (
+            {**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6]},
+            r"rates must not rise, got 0.6 after 0.5",
+        ),
         ({"min_ngram_size": 0}, r"min_ngram_size must be at least 1 .* got 0"),
         ({"max_ngram_size": 1}, r"max_ngram_size must be at least min_ngram_size = 2, got 1"),
         ({"max_ngram_size": 2**31}, r"max_ngram_size must .* fit 32 bits, got 2147483648"),
@@ -196,6 +209,10 @@ def test_it_cannot_change_once_made() -> None:
         ({"num_model_steps": 2}, {"num_speculative_tokens": 5, "num_model_steps": 2}),
         ({"verify_strategy": "greedy"}, {"verify_strategy": "greedy", "method": "ngram"}),
         ({"accept_policy": "reject_all"}, {"accept_policy": "reject_all"}),
+        (
+            {"accept_policy": "synthetic", "synthetic_acceptance_rates": [0.5]},
+            {"synthetic_acceptance_rates": (0.5,)},
+        ),
         ({"min_ngram_size": 4}, {"min_ngram_size": 4, "max_ngram_size": 7}),
     ],
 )
@@ -251,8 +268,19 @@ def test_what_this_version_runs(method: str) -> None:
             config.require_runnable(("naive", "ngram"))
 
 
-@pytest.mark.parametrize("strategy", ["rejection", "topp"])
-def test_strategies_this_version_does_not_run(strategy: str) -> None:
-    config = make(method="ngram", verify_strategy=strategy)
-    with pytest.raises(ValueError, match=f'"{strategy}" cannot run .* target_match, greedy$'):
-        config.require_runnable(("naive", "ngram"))
+def test_strategies_an_engine_does_not_run() -> None:
+    config = make(method="ngram", verify_strategy="topp")
+    config.require_runnable(("naive", "ngram"))
+    with pytest.raises(ValueError, match='"topp" cannot run .* target_match, greedy$'):
+        config.require_runnable(("naive", "ngram"), ("target_match", "greedy"))
+
+
+def test_synthetic_rates() -> None:
+    """Of a draft alone, from those of all drafts up to it."""
+    config = make(**SYNTHETIC, synthetic_acceptance_rates=[0.8, 0.4, 0.1])
+    assert config.conditional_acceptance_rates() == pytest.approx([0.8, 0.5, 0.25])
+    zeros = make(**SYNTHETIC, synthetic_acceptance_rates=[0.8, 0.0, 0.0])
+    assert zeros.conditional_acceptance_rates() == pytest.approx([0.8, 0, 0])
+    assert make(method="ngram").conditional_acceptance_rates() == []
+    assert config.override({"accept_policy": "normal"}).synthetic_acceptance_rates is None
+    assert config.override({"min_ngram_size": 3}).synthetic_acceptance_rates == (0.8, 0.4, 0.1)

@@ -14,7 +14,7 @@ from specops.engine.drafters import RUNNABLE_METHODS
 from specops.engine.errors import ContextOverflow, ModelError, QueueFull
 from specops.engine.kv_cache import PagePool
 from specops.engine.models import load_model
-from specops.engine.outputs import Completion, RequestOutput, SpeculativeStats, TokenLogprob
+from specops.engine.outputs import Completion, RequestOutput, SpeculativeStats
 from specops.engine.request import Feature, Request
 from specops.engine.runner import Emitted, Runner
 from specops.engine.sampling_params import SamplingParams, check_sequences
@@ -456,7 +456,7 @@ class Engine:
         return pages
 
 
-def _features(params: SamplingParams, speculative: SpeculativeConfig) -> Feature:
+def _features(params: SamplingParams, speculative: SpeculativeConfig) -> int:
     """What the request asks of steps beyond the plain ops."""
     wanted = {
         Feature.PROCESSORS: params.has_penalties
@@ -469,7 +469,7 @@ def _features(params: SamplingParams, speculative: SpeculativeConfig) -> Feature
         or bool(params.stop_token_sequences),
         Feature.ACCEPT_RATES: speculative.accept_policy == "synthetic",
     }
-    features = Feature.NONE
+    features = 0
     for feature, is_wanted in wanted.items():
         if is_wanted:
             features |= feature

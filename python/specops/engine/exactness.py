@@ -31,8 +31,8 @@ PROMPTS = (
     "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",
     '{"name": "anna", "age": 31}\n{"name": "bert", "age": 42}\n{"name":',
     "| name | age |\n| --- | --- |\n| anna | 31 |\n| bert | 42 |\n|",
-    "def read_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n\n",
-    "try:\n    value = int(text)\nexcept ValueError:\n    value = 0\n\ntry:\n    other = float(text)\n",
+    "def read_lines(path):\n    with open(path) as file:\n        return list(file)\n\n\ndef ",
+    "try:\n    value = int(text)\nexcept ValueError:\n    value = 0\n\ntry:\n    other = int(",
     "<ul>\n  <li>one</li>\n  <li>two</li>\n  <li>three</li>\n",
     "SELECT name, age FROM people WHERE age > 30 ORDER BY name;\nSELECT name FROM people WHERE",
     "a = 1\nb = 2\nc = 3\nd = 4\ne = 5\nf = 6\n",
@@ -158,7 +158,10 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
             enable_prefix_caching=False,
         )
     )
-    print(f"{engine.model_name} on {engine.device}: {len(prompts)} prompts, {args.max_tokens} tokens")
+    print(
+        f"{engine.model_name} on {engine.device}: {len(prompts)} prompts, up to {args.max_tokens} "
+        "tokens each"
+    )
     comparisons = []
     for temperature in args.temperature:
         params = [

@@ -3,7 +3,6 @@
 
 from array import array
 from dataclasses import dataclass, field
-from enum import IntFlag
 
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
@@ -11,10 +10,12 @@ from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.tokenizer import TextStream
 
 
-class Feature(IntFlag):
-    """What a request asks of a step's ops beyond the plain ones; a step has those of its requests."""
+class Feature:
+    """What a request asks of a step beyond the plain ops, as bits; a step has those of all.
 
-    NONE = 0
+    Plain numbers, since they are looked at for every request of every step.
+    """
+
     PROCESSORS = 1  # logits are changed before the filters
     TYPICAL_P = 2
     ENDINGS = 4  # stop sequences, minimum lengths, limits of thinking
@@ -45,7 +46,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     think_end_token_id: int = -1
     inject_token_ids: tuple[int, ...] = ()
-    features: Feature = Feature.NONE
+    features: int = 0  # `Feature`
 
     thinking_state: int = -1  # as `sampling.commit` has it
     added_at: float = 0.0  # time.perf_counter() when it came

@@ -2,10 +2,11 @@
 """Runs planned steps: fills a step's arrays, has it run, and reads what came of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from specops.batching import OutputMode
 from specops.engine.device import Device
 from specops.engine.drafters import Drafter, make_drafter
@@ -46,7 +47,7 @@ _POLICIES = {policy.name.lower(): int(policy) for policy in AcceptPolicy}
 _NONE, _LAST, _ALL = int(OutputMode.NONE), int(OutputMode.LAST), int(OutputMode.ALL)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Emitted:
     """What a step committed for one request; stop strings are yet to be looked for."""
 
@@ -97,9 +98,7 @@ class Runner:
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._state: NDArray[np.int32] = np.zeros((6, slots), dtype=np.int32)
         self._rates: dict[int, list[float]] = {}
-        self._tables = SlotTables(
-            slots, model.max_model_len, model.config.vocab_size, model.device
-        )
+        self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
         # There once a request drafts.
         self._drafters: dict[str, Drafter] = {}
         self._widths: dict[str, int] = {}
@@ -172,7 +171,7 @@ class Runner:
         self._drafts = {name: drafts.copy() for name, drafts in step.drafts.items()}
         if step.shape.outputs == 0:
             return [Emitted(part.request, [], 0, []) for part in plan]
-        if Feature.ENDINGS in step.shape.features:
+        if step.shape.features & Feature.ENDINGS:
             self._state[THINKING_STATE] = step.slot_state[THINKING_STATE]
             for part in plan:
                 part.request.thinking_state = int(self._state[THINKING_STATE, part.request.slot])
@@ -186,7 +185,7 @@ class Runner:
         """The step of the plan's shape, or of the shape that is rounded up to."""
         rows = outputs = width = pages = 0
         logprobs = -1
-        features = Feature.NONE
+        features = 0
         for part in plan:
             rows += part.num_rows
             pages += len(part.request.pages)
@@ -253,7 +252,7 @@ class Runner:
                     limit = min(wanted, request.draft_limit - 1)
                     step.max_drafts[method][request.slot] = max(limit, 0)
             slot = request.slot
-            changes = slot if Feature.PROCESSORS in request.features else -1
+            changes = slot if request.features & Feature.PROCESSORS else -1
             columns.append((count, begin + count, mode, len(known), slot, changes))
             page_ids[page : page + len(pages)] = pages
             page += len(pages)
@@ -287,7 +286,7 @@ class Runner:
             request, count = part.request, 1 + part.num_drafts
             if request.params.allowed_token_ids is not None:
                 step.mask_indices[row : row + count] = request.slot
-            if Feature.ACCEPT_RATES in request.features:
+            if request.features & Feature.ACCEPT_RATES:
                 rates = self._rates[request.slot][: step.accept_rates.shape[1]]
                 step.accept_rates[index, : len(rates)] = rates
             row += count
@@ -302,9 +301,9 @@ def _emitted(plan: Sequence[Scheduled], step: Step) -> list[Emitted]:
     for index, part in enumerate(plan):
         request = part.request
         one = Emitted(request, tokens[index][: counts[index]], accepted[index], [])
-        if part.emits and reasons[request.slot]:
-            reason = FinishReason(reasons[request.slot])
-            one = replace(one, finish_reason=reason, stop_index=stops[request.slot])
+        reason = reasons[request.slot]
+        if reason:
+            one.finish_reason, one.stop_index = FinishReason(reason), stops[request.slot]
         emitted.append(one)
     if step.shape.logprobs >= 0:
         _attach_logprobs(plan, emitted, step)

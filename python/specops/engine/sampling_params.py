@@ -143,9 +143,7 @@ class SamplingParams:
                 raise ValueError(f"{name} must be above 0, got 0; 1 is off")
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
-                raise ValueError(
-                    f"{name} must hold non-empty strings, got {getattr(self, name)!r}"
-                )
+                raise ValueError(f"{name} must hold non-empty strings, got {getattr(self, name)!r}")
         for name in ("stop_token_ids", "allowed_token_ids", "think_inject_token_ids"):
             _check_token_ids(name, getattr(self, name) or ())
         for name in ("bad_words_token_ids", "stop_token_sequences"):
@@ -190,7 +188,8 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether a token's logit depends on which tokens are there already."""
         return (
-            self.repetition_penalty != 1 or self.presence_penalty != 0
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
             or self.frequency_penalty != 0
         )
 
@@ -208,8 +207,9 @@ class SamplingParams:
             "stop_token_ids": self.stop_token_ids,
             "stop_token_sequences": _flat(self.stop_token_sequences),
             "think_inject_token_ids": self.think_inject_token_ids or (),
-            "think_end_token_id": () if self.think_end_token_id is None else
-            (self.think_end_token_id,),
+            "think_end_token_id": ()
+            if self.think_end_token_id is None
+            else (self.think_end_token_id,),
         }
         return max(
             ((name, max(ids, default=-1)) for name, ids in named.items()), key=lambda one: one[1]

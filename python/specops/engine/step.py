@@ -50,7 +50,7 @@ class StepShape(NamedTuple):
     pages: int  # entries of the page lists
     logprobs: int  # -1: none; otherwise the alternatives beside each emitted token
     drafting: tuple[tuple[str, int], ...]  # methods that draft for the next step, and their width
-    features: Feature = Feature.NONE  # of its requests
+    features: int = 0  # `Feature`, of its requests
 
 
 def rounded(shape: StepShape, most: StepShape) -> StepShape:
@@ -225,8 +225,8 @@ class Step:
         methods = [method for method, _ in shape.drafting]
         alternatives = max(shape.logprobs, 0)
         drafts = {f"drafts_{name}": (i32, (slots, width)) for name, width in shape.drafting}
-        masked = outputs if Feature.PROCESSORS in shape.features else 0
-        rated = width if Feature.ACCEPT_RATES in shape.features else 0
+        masked = outputs if shape.features & Feature.PROCESSORS else 0
+        rated = width if shape.features & Feature.ACCEPT_RATES else 0
         # One block: results, what goes both ways, inputs. So each way is one copy.
         self._exchange = _Layout(
             error=(i32, (1,)),
@@ -365,7 +365,7 @@ class Step:
         """Notes the tensors that choosing and committing tokens take."""
         ints, params, state = given["ints"], given["params"], given["slot_state"]
         floats, features = params.view(torch.float32), self.shape.features
-        changes_logits = Feature.PROCESSORS in features
+        changes_logits = bool(features & Feature.PROCESSORS)
         choosing: dict[str, Any] = {
             "positions": ints[POSITION],
             "temperature": floats[TEMPERATURE],
@@ -373,7 +373,7 @@ class Step:
             "top_p": floats[TOP_P],
             "min_p": floats[MIN_P],
         }
-        if Feature.TYPICAL_P in features:
+        if features & Feature.TYPICAL_P:
             choosing["typical_p"] = floats[TYPICAL_P]
         if changes_logits:
             choosing["processors"] = tables.processors(
@@ -381,6 +381,8 @@ class Step:
             )
         # Zeros before and after every call, so it lies in no block that steps share.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
+        if workspace is None:  # none is needed: given, so that no call has to find out
+            workspace = self._logits.new_empty(0, dtype=torch.uint8)
         has_logprobs = self.shape.logprobs >= 0
         told = {
             "logprobs": given["logprobs"] if has_logprobs else None,
@@ -392,7 +394,7 @@ class Step:
             **told,
             "strategy": params[STRATEGY],
             "policy": params[POLICY],
-            "accept_rates": given["accept_rates"] if Feature.ACCEPT_RATES in features else None,
+            "accept_rates": given["accept_rates"] if features & Feature.ACCEPT_RATES else None,
             "seeds": given["seeds"],
             "choice_index": params[CHOICE],
             "processed_logprobs": processed_logprobs,
@@ -415,7 +417,7 @@ class Step:
             }
         self._commit_args: dict[str, Any] = {
             **told,
-            **tables.endings(all_rules=Feature.ENDINGS in features, counts=changes_logits),
+            **tables.endings(all_rules=bool(features & Feature.ENDINGS), counts=changes_logits),
             "output_token_ids": given["tokens"],
             "slots": ints[SLOT],
             "token_ids": tables.token_ids,

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verify-exactness`: it finds no difference where there is none, and the one that is put there."""
+
+import re
+from pathlib import Path
+
+import pytest
+from specops import sampling
+from specops.engine import exactness, runner
+from specops.engine.__main__ import main
+
+COMMAND = ["verify-exactness", "--device", "cpu", "--num-threads", "2", "--max-tokens", "32"]
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """The table at the end of the output, by column."""
+    lines = text.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.split()[:1] == ["method"])
+    names = lines[head].split()
+    rows = []
+    for line in lines[head + 1 :]:
+        if not line.strip():
+            break
+        rows.append(dict(zip(names, line.split(), strict=True)))
+    return rows
+
+
+def test_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--prompts", "6", "--num-speculative-tokens", "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("specops-bundled on cpu: 6 prompts, up to 32 tokens each\n")
+    assert text.count("drafts accepted, equal: 'def add(a, b)") == 2
+    rows = table(text)
+    assert [(row["method"], row["k"], row["temperature"]) for row in rows] == [
+        ("ngram", "3", "0"),
+        ("ngram", "3", "0.8"),
+    ]
+    assert all(row["prompts"] == "6" and row["differences"] == "0" for row in rows)
+    # A comparison without drafts, right ones and wrong ones, says nothing.
+    assert 0 < float(rows[0]["accepted"].rstrip("%")) < 100
+    assert float(rows[0]["tokens/step"]) > 1
+    assert "No difference: every token and every logprob bit" in text
+
+
+def test_drafts_let_through_are_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier that accepts whatever is proposed."""
+    monkeypatch.setitem(runner._POLICIES, "normal", int(sampling.AcceptPolicy.ACCEPT_ALL))
+    assert main([*COMMAND, "--prompts", "4", "--temperature", "0.8"]) == 1
+    text = capsys.readouterr().out
+    (row,) = table(text)
+    assert 0 < int(row["differences"]) <= 4
+    assert f"{row['differences']} outputs differ" in text
+    assert text.count("DIFFERENT: ") == int(row["differences"])
+    assert re.search(
+        r"plain: +output token \d+ is token \d+ .*, logprob -\d.*\n"
+        r" +drafted: +output token \d+ is token \d+ .*, logprob",
+        text,
+    )
+
+
+def test_a_logprob_that_differs_in_its_last_bit_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    attach = runner._attach_logprobs
+
+    def nudge(plan: list[runner.Scheduled], emitted: list[runner.Emitted], step: object) -> None:
+        attach(plan, emitted, step)  # type: ignore[arg-type]
+        for one in emitted:
+            if len(one.token_ids) > 1:  # of a draft that was accepted
+                first = one.logprobs[0]
+                nudged = float(np.nextafter(np.float32(first.logprob), np.float32(-9)))
+                one.logprobs[0] = runner.TokenLogprob(first.token_id, nudged)
+
+    monkeypatch.setattr(runner, "_attach_logprobs", nudge)
+    assert main([*COMMAND, "--prompts", "4", "--temperature", "0"]) == 1
+    (row,) = table(capsys.readouterr().out)
+    assert int(row["differences"]) > 0
+
+
+def test_prompts_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "lines.txt"
+    lines.write_text("a b c a b c a b\n\nx = 1\n")
+    short = [*COMMAND, "--max-tokens", "4", "--temperature", "0"]
+    assert main([*short, "--prompt-file", str(lines)]) == 0
+    text = capsys.readouterr().out
+    assert "2 prompts" in text and "'a b c a b c a b'" in text and "'x = 1'" in text
+    listed = tmp_path / "prompts.json"
+    listed.write_text('["one\\ntwo", "three"]')
+    assert main([*short, "--prompt-file", str(listed)]) == 0
+    assert r"'one\ntwo'" in capsys.readouterr().out
+
+
+def test_little_evidence_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = tmp_path / "one.txt"
+    one.write_text("x\n")
+    options = ["--max-tokens", "1", "--temperature", "0", "--prompt-file", str(one)]
+    assert main([*COMMAND, *options]) == 0
+    assert "ngram had 0 of 0 drafts accepted: more tokens would say more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--prompts", "0"], "--prompts must be 1 to 20, got 0"),
+        (["--prompts", "21"], "--prompts must be 1 to 20, got 21"),
+        (["--prompt-file", "/nowhere"], "No such file"),
+        (["--model", "/nowhere"], "no such directory"),
+        (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--method", "mtp", "--max-tokens", "1"], 'method "mtp" cannot run'),
+    ],
+)
+def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_prompts_are_distinct() -> None:
+    assert len(set(exactness.PROMPTS)) == len(exactness.PROMPTS) == 20
