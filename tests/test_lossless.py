@@ -2,9 +2,11 @@
 """The reason to exist: with speculation on, every token and every logprob bit is plain decoding's.
 
 Fifty prompts on the bundled bf16 model, in several arrival orders, batch and chunk sizes, with and
-without preemption. Each comparison also asserts that drafts were accepted and rejected.
+without preemption; and a hundred requests with all sampling parameters mixed at random. Each
+comparison also asserts that drafts were accepted and rejected.
 """
 
+import dataclasses
 import json
 import random
 import struct
@@ -13,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.drafters import DraftBatch
+from specops.engine.request import Request
+from specops.engine.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
 NUM_PROMPTS, NUM_TOKENS = 50, 128
@@ -165,3 +171,167 @@ def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dt
         outputs.append([bits(done) for done in engine.generate(texts, each)])
     assert outputs[1] == outputs[0]
     assert outputs[2] == outputs[0]
+
+
+# ---- all parameters at once, and drafts of every kind ----
+
+NUM_MIXED, NUM_MIXED_TOKENS = 100, 40
+
+
+@lru_cache
+def vocabulary() -> Tokenizer:
+    return Tokenizer.from_dir(EngineConfig().model_dir)
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(vocabulary().encode(text, add_special_tokens=False))
+
+
+@lru_cache
+def mixed(index: int) -> SamplingParams:
+    """A request's parameters: each is asked for, or not, by a coin of its own."""
+    rng = random.Random(index)
+
+    def maybe(value: Any, share: float = 0.25) -> dict[str, Any]:
+        (name, given), *_ = value.items()
+        return {name: given} if rng.random() < share else {}
+
+    size = vocabulary().vocab_size
+    thinking = {
+        "think_end_token_id": ids("\n")[0],
+        "reasoning_max_tokens": rng.choice([0, 3, 12]),
+        "response_max_tokens": rng.choice([8, 30]),
+        "think_inject_token_ids": rng.choice([ids("\n"), ids(" # so\n")]),
+    }
+    return SamplingParams(
+        max_tokens=NUM_MIXED_TOKENS,
+        temperature=rng.choice([0.0, 0.3, 0.5, 0.8]),
+        seed=index * 0x9E3779B97F4A7C15 % 2**64,
+        logprobs=rng.choice([0, 3]),
+        ignore_eos=rng.random() < 0.5,
+        **maybe({"top_k": rng.choice([5, 40])}),
+        **maybe({"top_p": rng.choice([0.6, 0.95])}),
+        **maybe({"min_p": 0.05}),
+        **maybe({"typical_p": rng.choice([0.5, 0.95])}),
+        **maybe({"repetition_penalty": rng.choice([0.9, 1.05, 1.2])}),
+        **maybe({"presence_penalty": rng.choice([-0.3, 0.4])}),
+        **maybe({"frequency_penalty": rng.choice([-0.1, 0.2])}),
+        **maybe({"logit_bias": {rng.randrange(size): rng.uniform(-9, 9) for _ in range(30)}}),
+        **maybe({"bad_words": rng.sample(["self", "return", "import", "=", "("], 2)}),
+        **maybe({"allowed_token_ids": rng.sample(range(size), size * 3 // 4)}, 0.1),
+        **maybe({"min_tokens": rng.choice([5, 30])}),
+        **maybe({"stop": ("\n\n\n", "def ", "if ")}, 0.2),
+        **maybe({"stop_token_ids": ids(",") + ids(".")}, 0.2),
+        **maybe({"stop_token_sequences": (ids("\n\n"), ids(" = "), ids("\n#"))}, 0.15),
+        **(thinking if rng.random() < 0.15 else {}),
+    )
+
+
+class ScriptedDrafter:
+    """Knows what comes. Half of its drafts say so to their end, the others only up to some place.
+
+    Args:
+        truth: what each request will say, by its seed.
+    """
+
+    def __init__(self, truth: dict[int, Completion]) -> None:
+        self._truth = truth
+        self._requests: dict[int, Request] = {}
+
+    def start(self, request: Request) -> None:
+        self._requests[request.slot] = request
+
+    def stop(self, request: Request) -> None:
+        del self._requests[request.slot]
+
+    def propose(self, batch: DraftBatch) -> None:
+        batch.draft_token_ids.fill_(-1)
+        batch.num_draft_tokens.fill_(0)
+        for slot, request in self._requests.items():
+            width, known = int(batch.max_draft_tokens[slot]), int(batch.lens[slot])
+            truth = self._truth[request.seed % 2**64].token_ids[known - request.prompt_len :]
+            rng = random.Random(request.seed + known)
+            right = width if rng.random() < 0.5 else rng.randrange(max(width, 1))
+            drafts = [
+                truth[i] if i < min(right, len(truth)) else rng.randrange(vocabulary().vocab_size)
+                for i in range(width)
+            ]
+            batch.draft_token_ids[slot, :width] = torch.tensor(drafts, dtype=torch.int32)
+            batch.num_draft_tokens[slot] = width
+
+
+def run_mixed(engine: Engine) -> list[Completion]:
+    texts = [prompts()[i % NUM_PROMPTS] for i in range(NUM_MIXED)]
+    done = engine.generate(texts, [mixed(i) for i in range(NUM_MIXED)])
+    assert engine.num_free_pages == engine.num_pages
+    return done
+
+
+@lru_cache
+def mixed_plain(logprobs_mode: str = "raw_logprobs") -> list[Completion]:
+    """One request at a time, without speculation."""
+    return run_mixed(
+        Engine(
+            EngineConfig(
+                device="cpu",
+                speculative_config=SpeculativeConfig(method="naive"),
+                logprobs_mode=logprobs_mode,
+                max_num_seqs=1,
+                max_num_batched_tokens=1024,
+                enable_prefix_caching=False,
+            )
+        )
+    )
+
+
+def agree(got: list[Completion], expected: list[Completion]) -> None:
+    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert one.token_ids == other.token_ids, (index, mixed(index))
+        assert bits(one) == bits(other), (index, mixed(index))
+        assert [p.rank for p in one.logprobs] == [p.rank for p in other.logprobs], index
+        ends = [(c.text, c.finish_reason, c.stop_reason) for c in (one, other)]
+        assert ends[0] == ends[1], index
+
+
+def test_the_mixture_has_everything_in_it() -> None:
+    """Nothing below proves anything about a parameter that no request has, or that does nothing."""
+    each = [mixed(i) for i in range(NUM_MIXED)]
+    default = SamplingParams()
+    for field in dataclasses.fields(SamplingParams):
+        if field.name not in ("n", "bad_words_token_ids"):
+            used = sum(getattr(one, field.name) != getattr(default, field.name) for one in each)
+            assert used >= 8, field.name
+    done = mixed_plain()
+    reasons = [one.stop_reason for one in done if one.finish_reason == "stop"]
+    for kind in (str, int, tuple):
+        assert sum(isinstance(reason, kind) for reason in reasons) >= 2, kind
+    lengths = [len(one.token_ids) for one in done if one.finish_reason == "length"]
+    assert lengths.count(NUM_MIXED_TOKENS) >= 20
+    assert len(lengths) > lengths.count(NUM_MIXED_TOKENS), "a reply was cut"
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("drafter", ["ngram", "scripted"])
+def test_all_parameters_mixed_change_nothing(
+    drafter: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = "processed_logprobs" if k == 3 else "raw_logprobs"
+    expected = mixed_plain(mode)
+    if drafter == "scripted":
+        truth = {one.seed % 2**64: one for one in expected}
+        monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=k)
+    limits: dict[str, Any] = {
+        1: {"max_num_seqs": 32},
+        3: {"max_num_seqs": 8, "max_num_batched_tokens": 40, "page_size": 32},
+        7: {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024},
+    }[k]
+    engine = Engine(
+        EngineConfig(device="cpu", speculative_config=speculative, logprobs_mode=mode, **limits)
+    )
+    agree(run_mixed(engine), expected)
+    spec = engine.stats.speculative
+    accepted = spec.num_accepted_tokens / spec.num_draft_tokens
+    print(f"{drafter}, k = {k}: {accepted:.3f} of {spec.num_draft_tokens} drafts accepted")
+    assert 0.2 <= accepted <= 0.8, f"acceptance {accepted:.2f}"
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)

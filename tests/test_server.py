@@ -88,7 +88,7 @@ def test_completion(client: openai.OpenAI) -> None:
     (choice,) = done.choices
     assert (choice.text, choice.finish_reason, choice.index) == ("abcdeabcd", "length", 0)
     assert choice.logprobs is None
-    assert choice.model_extra == {"seed": 5}
+    assert choice.model_extra == {"seed": 5, "stop_reason": None}
     usage = done.usage
     assert usage is not None and usage.completion_tokens_details is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 9, 14)

@@ -271,7 +271,7 @@ def test_what_this_version_runs(method: str) -> None:
 def test_strategies_an_engine_does_not_run() -> None:
     config = make(method="ngram", verify_strategy="topp")
     config.require_runnable(("naive", "ngram"))
-    with pytest.raises(ValueError, match='"topp" cannot run .* target_match, greedy$'):
+    with pytest.raises(ValueError, match=r'"topp" cannot run .* target_match, greedy$'):
         config.require_runnable(("naive", "ngram"), ("target_match", "greedy"))
 
 

@@ -505,6 +505,7 @@ class _Chat(_Answer[ChatCompletionRequest]):
             "delta": {},
             "logprobs": None,
             "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
             "seed": output.seed,
         }
 
@@ -517,6 +518,7 @@ class _Chat(_Answer[ChatCompletionRequest]):
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
             "seed": output.seed,
         }
 
@@ -543,7 +545,7 @@ class _Text(_Answer[CompletionRequest]):
 
     def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
         choice = self._spell(output.index, "", None, completion.finish_reason)
-        return {**choice, "seed": output.seed}
+        return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
 
     def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
         logprobs = None
@@ -551,7 +553,7 @@ class _Text(_Answer[CompletionRequest]):
             logprobs = LegacyLogprobs(self.tokenizer).build(completion.logprobs)
         text = self._echo(output.index) + completion.text
         choice = self._spell(output.index, text, logprobs, completion.finish_reason)
-        return {**choice, "seed": output.seed}
+        return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
 
     def _echo(self, index: int) -> str:
         if not self.request.echo:

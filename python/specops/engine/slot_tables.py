@@ -117,8 +117,9 @@ class SlotTables:
             mask_indices: [rows of logits], int32.
         """
         given = {name: self._tables.get(name) for name in (*_PROCESSORS, *_COUNTS)}
-        if given["min_tokens"] is not None:
-            given["stop_token_ids"] = self._tables.get("stop_token_ids")
+        given["stop_token_ids"] = self._tables.get("stop_token_ids")
+        if given["stop_token_ids"] is None:
+            given["min_tokens"] = None  # there is nothing to hold back
         if given["allowed_token_mask"] is not None:
             given["mask_indices"] = mask_indices
         return LogitsProcessors(
