@@ -5,6 +5,7 @@ The twin device stands for a GPU and poisons what a step does not bring with it;
 runs the CUDA kernels; and where there is a GPU, the same is asked of it.
 """
 
+import dataclasses
 import inspect
 import json
 import struct
@@ -206,6 +207,57 @@ def test_padding_static_memory_and_replays_change_no_bit(
             if speculative is NGRAM:
                 stats = engine.stats.speculative
                 assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def everything(index: int, max_tokens: int) -> SamplingParams:
+    """As `sampling`, and more; one request asks for nothing more, and the others' lists grow."""
+    plain = sampling(index, max_tokens)
+    if index == 3:
+        return plain
+    return dataclasses.replace(
+        plain,
+        repetition_penalty=1.1,
+        presence_penalty=-0.2,
+        frequency_penalty=0.05 * index,
+        typical_p=1.0 if index == 1 else 0.95,
+        logit_bias={token_id: 0.5 * (-1) ** token_id for token_id in range(3, 8 + 6 * index)},
+        bad_words_token_ids=[[7, 9], [8]] + [[5, 6, token_id] for token_id in range(5 * index)],
+        allowed_token_ids=None if index == 0 else list(range(1, 60 - index)),
+        min_tokens=5 * index,
+        stop_token_ids=[12, 33][: index + 1],
+        stop_token_sequences=[[3, 4]] + [[1] * index, [2, 40]] * (index % 2),
+        reasoning_max_tokens=10 if index == 2 else None,
+        response_max_tokens=9 if index == 2 else None,
+        think_end_token_id=50 if index == 2 else None,
+        think_inject_token_ids=[51, 50] if index == 2 else None,
+    )
+
+
+@pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
+def test_tables_move_and_change_no_bit(
+    model_dir: Path, twin: Callable[..., TwinDevice], captures: bool
+) -> None:
+    """Tables come and grow with the requests, under padding, replays and preemption."""
+
+    def run_all(engine: Engine) -> list[Any]:
+        each = [everything(i, 40) for i in range(len(PROMPTS))]
+        done = engine.generate(PROMPTS * 2, each * 2)
+        return [*bits(done), [(one.finish_reason, one.stop_reason) for one in done]]
+
+    expected = run_all(make(model_dir, NAIVE, max_num_seqs=1))
+    assert len({reason for reason, _ in expected[-1]}) == 2
+    for speculative in (NAIVE, NGRAM):
+        for limits in (
+            {"max_num_seqs": 8},
+            {"max_num_seqs": 5, "max_model_len": 96, "num_pages": 10},
+        ):
+            device = twin(captures=captures)
+            engine = make(model_dir, speculative, **limits)
+            poison_model(device, engine)
+            assert run_all(engine) == expected
+            assert (engine.num_captures > 0) == captures
+            assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
+    assert 0 < engine.stats.speculative.num_accepted_tokens
 
 
 def test_a_step_is_one_copy_each_way_and_one_wait(
