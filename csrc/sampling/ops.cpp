@@ -420,7 +420,7 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
                  std::to_string(choice));
     }
     bool synthetic = choice == static_cast<int32_t>(AcceptPolicy::kSynthetic);
-    if (synthetic && params.accept_rates == nullptr) {
+    if (synthetic && params.max_draft_tokens > 0 && params.accept_rates == nullptr) {
       check.fail("accept_rates", "given where a policy is 3 (SYNTHETIC)", "None");
     }
     check_drafts(check,
