@@ -18,12 +18,6 @@ from torch import Tensor
 INF = math.inf
 
 
-@pytest.fixture(autouse=True)
-def _rows_on_cuda(on_cuda: bool) -> None:
-    if on_cuda:
-        pytest.skip("the CUDA rows do not apply processors yet")
-
-
 def with_typical(params: dict[str, Tensor]) -> dict[str, Tensor]:
     values = torch.tensor([1.0, 1.0, 0.2, 0.9])
     picked = values[torch.randint(4, (len(params["seeds"]),))]

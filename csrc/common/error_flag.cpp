@@ -113,6 +113,12 @@ const char* error_sentence(int32_t code) {
       return "sample: processors.repetition_penalty must be finite and above 0, presence_penalty "
              "and "
              "frequency_penalty finite, got another value";
+    case ErrorCode::kSampleTokenIds:
+      return "sample: positions must be within 0 and the width of processors.token_ids where there "
+             "are bad words, got a position outside";
+    case ErrorCode::kVerifyTokenIds:
+      return "verify: positions must be within 0 and the width of processors.token_ids where there "
+             "are bad words, got a position outside";
     case ErrorCode::kVerifyTypicalP:
       return "verify: typical_p must be within (0, 1], got a value outside";
     case ErrorCode::kVerifySlots:

@@ -68,6 +68,8 @@ enum class ErrorCode : int32_t {
   kVerifyParents = 85,
   kVerifyDraftProbTokenIds = 86,
   kTopLogprobsParameters = 87,
+  kSampleTokenIds = 88,
+  kVerifyTokenIds = 89,
 
   // suffix_tree
   kNgramLens = 40,

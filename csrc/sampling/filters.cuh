@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampling parameters on the device: values out of range, and the random number.
+// Sampling parameters and processors on the device: values out of range, and the random numbers.
 #pragma once
 
 #include "sampling/filters.h"
 #include "sampling/row.cuh"
+#include "sampling/uniform_source.h"
 
 namespace specops {
 
@@ -33,9 +34,57 @@ __device__ inline ErrorCode fault_of(const SamplingParams& filters, FilterFaults
   return ErrorCode::kNone;
 }
 
-__device__ inline float uniform_of(const FilterArrays& filters, int64_t idx, int32_t position) {
-  if (filters.seeds == nullptr) return 0.0f;  // greedy
-  return philox_uniform(uniform_key_of(filters, idx, position), Purpose::kTarget);
+// Of the decisions about one token of one request.
+__device__ inline PhiloxSource uniform_source(const FilterArrays& filters,
+                                              int64_t idx,
+                                              int32_t position,
+                                              uint32_t anchor = 0) {
+  return {uniform_key_of(filters, idx, position, anchor)};
+}
+
+// What the scan must sum for a row: raw logits, and logits under the overlay at a temperature.
+struct WantedSums {
+  bool raw, warm;
+
+  __device__ WantedSums(const SamplingParams& filters,
+                        int32_t vocab_size,
+                        bool logprobs,
+                        bool processed_logprobs)
+      : raw(logprobs && !processed_logprobs),
+        warm(needs_warm(filters, vocab_size) ||
+             (logprobs && processed_logprobs && filters.temperature == 0.0f)) {}
+};
+
+// What an op reports for processors out of range.
+struct ProcessorFaults {
+  ErrorCode slots, mask_indices, penalties, token_ids;
+};
+
+constexpr ProcessorFaults kSampleProcessorFaults{ErrorCode::kSampleSlots,
+                                                 ErrorCode::kSampleMaskIndices,
+                                                 ErrorCode::kSamplePenalties,
+                                                 ErrorCode::kSampleTokenIds};
+constexpr ProcessorFaults kVerifyProcessorFaults{ErrorCode::kVerifySlots,
+                                                 ErrorCode::kVerifyMaskIndices,
+                                                 ErrorCode::kVerifyPenalties,
+                                                 ErrorCode::kVerifyTokenIds};
+
+// What belongs to a request. num_tokens: its known ones.
+__device__ inline ErrorCode fault_of(const LogitsProcessors& all,
+                                     int64_t batch_idx,
+                                     int32_t num_tokens,
+                                     ProcessorFaults faults) {
+  if (all.slots == nullptr) return ErrorCode::kNone;
+  int32_t slot = all.slots[batch_idx];
+  if (slot < -1 || slot >= all.num_slots) return faults.slots;
+  if (slot < 0) return ErrorCode::kNone;
+  float repetition = all.repetition_penalty ? all.repetition_penalty[slot] : 1.0f;
+  float presence = all.presence_penalty ? all.presence_penalty[slot] : 0.0f;
+  float frequency = all.frequency_penalty ? all.frequency_penalty[slot] : 0.0f;
+  bool finite = fabsf(presence) <= FLT_MAX && fabsf(frequency) <= FLT_MAX;
+  if (!finite || !(repetition > 0.0f && repetition <= FLT_MAX)) return faults.penalties;
+  bool known = num_tokens >= 0 && num_tokens <= all.max_len;
+  return all.bad_words == nullptr || known ? ErrorCode::kNone : faults.token_ids;
 }
 
 }  // namespace specops

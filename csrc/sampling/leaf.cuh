@@ -6,6 +6,7 @@
 #include <cfloat>
 
 #include "common/device.cuh"
+#include "sampling/overlay.cuh"
 
 namespace specops {
 
@@ -46,7 +47,8 @@ __device__ inline float warp_max(float x) {
   return from_ordered_bits(__reduce_max_sync(kFullMask, ordered_bits(x)));
 }
 
-template <typename T>
+// A row of logits in memory; kProcessed: under the block's overlay.
+template <typename T, bool kProcessed = false>
 struct Row {
   static constexpr int kLeafSize = kLeafBytes / static_cast<int>(sizeof(T));
 
@@ -55,11 +57,29 @@ struct Row {
   int skew;  // bytes from the last 16-byte boundary to the row's beginning
 
   __device__ Row(const void* logits, int64_t row, int64_t stride, int64_t vocab_size)
-      : data(static_cast<const T*>(logits) + row * stride),
-        size(static_cast<int32_t>(vocab_size)),
-        skew(static_cast<int>(reinterpret_cast<uintptr_t>(data) % 16)) {}
+      : Row(static_cast<const T*>(logits) + row * stride, static_cast<int32_t>(vocab_size)) {}
 
   __device__ int32_t num_leaves() const { return (size - 1) / kLeafSize + 1; }
+
+  // What lies in memory.
+  __device__ Row<T> raw() const { return {data, size}; }
+
+  __device__ float logit(int32_t id) const {
+    if constexpr (kProcessed) {
+      OverlayBits bits = overlay_of(id, 1);
+      if (bits.forbidden != 0) return -INFINITY;
+      if (bits.changed != 0) return to_float(changed_logit(id, data[id]));
+    }
+    return to_float(data[id]);
+  }
+
+ private:
+  friend struct Row<T, true>;
+
+  __device__ Row(const T* begin, int32_t vocab_size)
+      : data(begin),
+        size(vocab_size),
+        skew(static_cast<int>(reinterpret_cast<uintptr_t>(begin) % 16)) {}
 };
 
 // 16 bytes of logits.
@@ -78,8 +98,74 @@ struct Vector {
     }
   }
 
+  // The same of an element of which it knows only the bound: one of so many words.
+  template <int kWords>
+  __device__ static T pick(const uint32_t* words, int i) {
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+    uint32_t word = 0;
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) word |= words[k] & (k == i / kPerWord ? 0xffffffffu : 0u);
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(word);
+    } else {
+      return T{static_cast<uint16_t>(word >> i % 2 * 16)};
+    }
+  }
+
+  template <int kWords>
+  __device__ static void put(uint32_t* words, int i, T x) {
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+    uint32_t value, others;
+    if constexpr (sizeof(T) == 4) {
+      value = __float_as_uint(x);
+      others = 0;
+    } else {
+      value = static_cast<uint32_t>(x.bits) << i % 2 * 16;
+      others = 0xffff0000u >> i % 2 * 16;
+    }
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) {
+      uint32_t mask = k == i / kPerWord ? ~others : 0u;
+      words[k] = (words[k] & ~mask) | (value & mask);
+    }
+  }
+
+  // Makes -inf of the elements whose bit is set.
+  __device__ static void forbid(uint32_t* words, uint32_t bits) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      uint32_t mask;
+      if constexpr (sizeof(T) == 4) {
+        mask = 0u - (bits >> k & 1u);
+      } else {
+        mask = (bits >> 2 * k & 1u) * 0xffffu | (bits >> (2 * k + 1) & 1u) * 0xffff0000u;
+      }
+      words[k] = (words[k] & ~mask) | (kNothing & mask);
+    }
+  }
+
   // The elements from id `first` on; -inf past the row's end.
-  __device__ static uint4 load(const Row<T>& row, int32_t first) {
+  template <bool kProcessed>
+  __device__ static uint4 load(const Row<T, kProcessed>& row, int32_t first) {
+    uint4 vector = load_raw(row, first);
+    if constexpr (kProcessed) {
+      uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+      OverlayBits bits = overlay_of(first, kWidth);
+      forbid(words, bits.forbidden);
+      bits.changed &= ~bits.forbidden;
+#pragma unroll 1
+      while (bits.changed != 0) {
+        int i = __ffs(static_cast<int>(bits.changed)) - 1;
+        bits.changed &= bits.changed - 1;
+        put<4>(words, i, changed_logit(first + i, pick<4>(words, i)));
+      }
+      vector = {words[0], words[1], words[2], words[3]};
+    }
+    return vector;
+  }
+
+  template <bool kProcessed>
+  __device__ static uint4 load_raw(const Row<T, kProcessed>& row, int32_t first) {
     const T* data = row.data + first;
     int rest = row.size - first;
     if (row.skew == 0 && rest >= kWidth) return *reinterpret_cast<const uint4*>(data);
@@ -150,7 +236,14 @@ class Leaf {
     for (int k = 0; k < kLeafVectors * 4; ++k) ptx::forget(words_[k]);
   }
 
-  __device__ void load(const Row<T>& row, int32_t leaf) {
+  template <bool kProcessed>
+  __device__ void load(const Row<T, kProcessed>& row, int32_t leaf) {
+    load_raw(row, leaf);
+    if constexpr (kProcessed) process(leaf);
+  }
+
+  template <bool kProcessed>
+  __device__ void load_raw(const Row<T, kProcessed>& row, int32_t leaf) {
     int32_t begin = leaf * kSize;
     if (row.skew == 0 && row.size - begin >= kSize) {
       const T* data = row.data + begin;
@@ -161,8 +254,28 @@ class Leaf {
     } else {
 #pragma unroll
       for (int j = 0; j < kLeafVectors; ++j) {
-        put(j, Vector<T>::load(row, begin + vector_offset(j)));
+        put(j, Vector<T>::load_raw(row, begin + vector_offset(j)));
       }
+    }
+  }
+
+  // Lays the block's overlay over the raw leaf.
+  __device__ void process(int32_t leaf) {
+    int32_t begin = leaf * kSize;
+    uint32_t changed = 0;
+#pragma unroll
+    for (int j = 0; j < kLeafVectors; ++j) {
+      OverlayBits bits = overlay_of(begin + vector_offset(j), kWidth);
+      if (bits.forbidden != 0) Vector<T>::forbid(words_ + j * 4, bits.forbidden);
+      changed |= (bits.changed & ~bits.forbidden) << (j * kWidth);
+    }
+#pragma unroll 1
+    while (changed != 0) {
+      int i = __ffs(static_cast<int>(changed)) - 1;
+      changed &= changed - 1;
+      T x = Vector<T>::template pick<kLeafVectors * 4>(words_, i);
+      x = changed_logit(begin + offset(i), x);
+      Vector<T>::template put<kLeafVectors * 4>(words_, i, x);
     }
   }
 
@@ -195,8 +308,8 @@ class Leaf {
 
 // Calls visit(logit, id) for the lane's elements of a leaf in ascending order, where the lane's run
 // of the leaf lies before the next lane's.
-template <typename T, typename Visit>
-__device__ inline void for_each_in_order(const Row<T>& row, int32_t leaf, Visit visit) {
+template <typename T, bool kProcessed, typename Visit>
+__device__ inline void for_each_in_order(const Row<T, kProcessed>& row, int32_t leaf, Visit visit) {
   constexpr int kWidth = Vector<T>::kWidth;
   int32_t first = leaf * Row<T>::kLeafSize + lane_id() * kLeafVectors * kWidth;
 #pragma unroll 1
@@ -209,10 +322,10 @@ __device__ inline void for_each_in_order(const Row<T>& row, int32_t leaf, Visit 
 }
 
 struct __align__(16) LeafStats {
-  float max;   // of the leaf's logits
-  float raw;   // sum of e^(logit - max)
-  float warm;  // sum of e^((logit - max) / temperature)
-  float unused;
+  float max;      // of the leaf's logits
+  float raw;      // sum of e^(raw logit - raw_max)
+  float warm;     // sum of e^((logit - max) / temperature)
+  float raw_max;  // of the logits in memory; kept only where an overlay changes some
 };
 
 // Sum over the leaf of 2^((x - origin) * scale), which no element exceeds. Lane: four chains in id
@@ -239,23 +352,36 @@ __device__ inline float leaf_sum(Leaf<T>& x, float origin, float scale) {
 }
 
 template <typename T>
-__device__ inline LeafStats leaf_stats(Leaf<T>& x, bool want_raw, bool want_warm, float scale) {
+__device__ inline float leaf_max(const Leaf<T>& x) {
   float tops[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
   for (int i = 0; i < Leaf<T>::kOwn; ++i) tops[i % 4] = fmaxf(tops[i % 4], x[i]);  // skips NaN
-  float top = warp_max(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])));
-  LeafStats stats{fminf(top, FLT_MAX), 0.0f, 0.0f, 0.0f};
-  if (stats.max == -INFINITY) return stats;
-  if (want_raw) stats.raw = leaf_sum(x, stats.max, kLog2e);
-  if (want_warm) {
-    stats.warm = want_raw && scale == kLog2e ? stats.raw : leaf_sum(x, stats.max, scale);
+  return fminf(warp_max(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]))), FLT_MAX);
+}
+
+template <bool kProcessed, typename T>
+__device__ inline LeafStats leaf_stats(
+    Leaf<T>& x, int32_t leaf, bool want_raw, bool want_warm, float scale) {
+  LeafStats stats{leaf_max(x), 0.0f, 0.0f, 0.0f};
+  if constexpr (kProcessed) {
+    stats.raw_max = stats.max;
+    if (want_raw && stats.raw_max > -INFINITY) stats.raw = leaf_sum(x, stats.raw_max, kLog2e);
+    x.forget_derived();
+    x.process(leaf);
+    stats.max = leaf_max(x);
+    if (want_warm && stats.max > -INFINITY) stats.warm = leaf_sum(x, stats.max, scale);
+  } else if (stats.max > -INFINITY) {
+    if (want_raw) stats.raw = leaf_sum(x, stats.max, kLog2e);
+    if (want_warm) {
+      stats.warm = want_raw && scale == kLog2e ? stats.raw : leaf_sum(x, stats.max, scale);
+    }
   }
   return stats;
 }
 
 // The one read of leaves [begin, end) from memory. A warp has two leaves on their way at a time.
-template <typename T>
-__device__ inline void scan_leaves(const Row<T>& row,
+template <typename T, bool kProcessed>
+__device__ inline void scan_leaves(const Row<T, kProcessed>& row,
                                    int32_t begin,
                                    int32_t end,
                                    bool want_raw,
@@ -265,14 +391,14 @@ __device__ inline void scan_leaves(const Row<T>& row,
   int32_t leaf = begin + warp_id();
   if (leaf >= end) return;
   Leaf<T> now, ahead;
-  now.load(row, leaf);
+  now.load_raw(row, leaf);
   for (; leaf < end; leaf += num_warps(), now = ahead) {
     if (leaf + num_warps() < end) {
-      ahead.load(row, leaf + num_warps());
+      ahead.load_raw(row, leaf + num_warps());
     } else {
       ahead.clear();
     }
-    LeafStats found = leaf_stats(now, want_raw, want_warm, scale);
+    LeafStats found = leaf_stats<kProcessed>(now, leaf, want_raw, want_warm, scale);
     if (lane_id() == 0) stats[leaf] = found;
   }
 }

@@ -13,6 +13,9 @@
 
 namespace specops {
 
+// The widest row for which a block of every device can say what becomes of each token.
+constexpr int64_t kMaxProcessedVocab = 480 << 10;
+
 // Tables with one row per slot, so that they stay where they are while requests come and go. Every
 // pointer may be nullptr: off.
 struct LogitsProcessors {
@@ -32,6 +35,7 @@ struct LogitsProcessors {
   const int32_t* allowed_token_mask = nullptr;  // [num_masks, mask_words], a bit per token
   const int32_t* mask_indices = nullptr;  // [num_output_rows], row of the mask; -1 = all allowed
   int64_t num_slots = 0;
+  int64_t max_len = 0;           // of token_ids
   int64_t token_ids_stride = 0;  // elements between rows
   int64_t max_counted = 0;
   int64_t max_biases = 0;

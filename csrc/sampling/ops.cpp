@@ -199,6 +199,12 @@ LogitsProcessors check_processors(Checker& check,
   check.optional("processors.allowed_token_mask", mask, {DType::kInt32}, {&num_masks, &mask_words});
   check.optional("processors.mask_indices", mask_indices, {DType::kInt32}, {&output_rows});
 
+  bool fits = !check.on_cuda() || vocab_size <= kMaxProcessedVocab;
+  check.that(fits,
+             "logits",
+             "at most " + std::to_string(kMaxProcessedVocab) +
+                 " tokens wide on CUDA, where processors are given",
+             vocab_size.value);
   auto needs = [&](const char* name, const TensorView& view, bool wanted, const char* why) {
     check.that(view.defined() || !wanted, name, std::string("given where ") + why + " is", "None");
   };
@@ -230,6 +236,7 @@ LogitsProcessors check_processors(Checker& check,
           .allowed_token_mask = mask.data<int32_t>(),
           .mask_indices = mask_indices.data<int32_t>(),
           .num_slots = num_slots,
+          .max_len = max_len,
           .token_ids_stride = token_ids.defined() ? token_ids.stride(0) : 0,
           .max_counted = max_counted,
           .max_biases = max_biases,

@@ -64,6 +64,14 @@ __device__ inline Cut cut_at(Mass key) {
           INT32_MAX - static_cast<int32_t>(key & INT32_MAX)};
 }
 
+// What typical-p keeps of the other filters' tokens: those whose surprise is nearest to the mean
+// surprise, up to a distance and among the most distant ones up to a token.
+struct TypicalCut {
+  float mean;  // surprise, in nats above the first token's
+  float distance;
+  int32_t last_id;
+};
+
 // A block's shared memory.
 struct RowShared {
   Mass scratch[kMaxRowThreads / kWarpSize];  // of the block's reductions and scans
@@ -76,15 +84,20 @@ struct RowShared {
   Mass* row_masses;
   SamplingParams filters;
   float inverse;                  // of the temperature
-  Cut cut;                        // what the filters so far keep
+  Cut cut;                        // what the filters so far keep: a selection starts from it
+  Cut kept;                       // what temperature, top-k, top-p and min-p keep
+  TypicalCut typical;             // and what typical-p keeps of it
+  int32_t weighed;                // whether masses are the kept tokens', or the scan's sums are
+  float raw_max;                  // of the logits in memory
   float likely;                   // the least logit that min-p keeps
   Mass target, total;             // a selection's
   float thresholds[kThresholds];  // masses wanted in one pass over a row
   Mass sums[kThresholds];
   int32_t leaf, rest_id;
+  float rest_logit;
   double part;
   int32_t is_last;
-  int32_t num_rows, num_read, policy;  // of the block's request
+  int32_t first_row, num_rows, num_read, policy;  // of the block's request
   LeafStats stats[kSharedLeaves];
   Mass masses[kSharedLeaves];
   float list_x[kListCapacity];
@@ -170,12 +183,12 @@ __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int e
   return shared.is_last != 0;
 }
 
-template <typename T>
+template <typename T, bool kProcessed = false>
 class RowBlock {
  public:
   // What every thread would keep in registers, most of them for later, waits in shared memory.
   __device__ RowBlock(RowShared& shared,
-                      const Row<T>& row,
+                      const Row<T, kProcessed>& row,
                       const SamplingParams& filters,
                       LeafStats* stats,
                       Mass* masses)
@@ -185,11 +198,12 @@ class RowBlock {
       shared_.row_masses = masses;
       shared_.filters = filters;
       shared_.inverse = inverse_temperature(filters.temperature);
+      shared_.typical = {0.0f, INFINITY, INT32_MAX};
     }
     __syncthreads();
   }
 
-  // Puts the leaves together: the row's maximum and, when wanted, its LSE.
+  // Puts the leaves together: the row's maximum and, when wanted, the sum of its raw logits.
   __device__ void fold(bool want_raw) {
     float top = -INFINITY;
 #pragma unroll 1
@@ -197,41 +211,216 @@ class RowBlock {
       top = fmaxf(top, stats(leaf).max);
     }
     max_ = block_reduce<Max>(shared_, top) + 0.0f;  // the sum makes +0 of -0
-    if (!want_raw || max_ == -INFINITY) return;
+    if (!want_raw) return;
+    float raw_max = max_;
+    if constexpr (kProcessed) {
+      top = -INFINITY;
+#pragma unroll 1
+      for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
+        top = fmaxf(top, stats(leaf).raw_max);
+      }
+      raw_max = block_reduce<Max>(shared_, top) + 0.0f;
+      if (thread() == 0) shared_.raw_max = raw_max;
+    }
+    if (raw_max == -INFINITY) return;
     Mass total = 0;
 #pragma unroll 1
     for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
-      LeafStats leaf_stats = stats(leaf);
-      if (leaf_stats.max == -INFINITY) continue;
-      total += mass(leaf_stats.raw * ptx::exp2_approx((leaf_stats.max - max_) * kLog2e));
+      float leaf_max = kProcessed ? stats(leaf).raw_max : stats(leaf).max;
+      if (leaf_max == -INFINITY) continue;
+      total += mass(stats(leaf).raw * ptx::exp2_approx((leaf_max - raw_max) * kLog2e));
     }
     total = block_reduce<Add>(shared_, total);
-    log_sum_ = logf(static_cast<float>(total) / unit());
+    log_sum_ = log_of(total);
   }
 
-  __device__ float lse() const { return max_ == -INFINITY ? max_ : max_ + log_sum_; }
+  // Of the raw logits, after fold(true).
+  __device__ float lse() const { return raw_max() == -INFINITY ? -INFINITY : raw_max() + log_sum_; }
 
-  // The raw log-softmax of a logit of this row.
-  __device__ float logprob(float logit) const {
-    return max_ == -INFINITY ? max_ : (clean(logit) - max_) - log_sum_;
+  // The raw log-softmax of a token with that logit, after fold(true).
+  __device__ float logprob(RowToken token) const {
+    float x = token.logit;
+    if constexpr (kProcessed) x = to_float(row_.data[token.id]);
+    return raw_max() == -INFINITY ? -INFINITY : (clean(x) - raw_max()) - log_sum_;
   }
 
-  __device__ float logit(int32_t id) const { return to_float(row_.data[id]); }
+  __device__ float logit(int32_t id) const { return clean(row_.logit(id)); }
 
-  // The first token, or temperature -> top-k -> top-p of what is left -> min-p -> inverse CDF in
-  // token-id order. The result is the first warp's.
-  template <typename Uniform>
-  __device__ RowToken choose(Uniform uniform) {
-    if (max_ == -INFINITY) return {0, max_};
-    if (is_greedy(shared_.filters)) {
-      int32_t first = num_leaves_;
-#pragma unroll 1
-      for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
-        if (stats(leaf).max == max_ && leaf < first) first = leaf;
+  // 1 + the number of tokens with a greater logit, of the raw ones or those under the overlay. Every
+  // thread names the token.
+  __device__ int32_t rank(RowToken token, bool raw) {
+    if constexpr (kProcessed) {
+      if (raw) {
+        float x = clean(to_float(row_.data[token.id]));
+        return rank_in(row_.raw(), x, [&](int32_t leaf) { return stats(leaf).raw_max; });
       }
-      return pick(block_reduce<Min>(shared_, first), {max_, INT32_MAX}, 0.0);
     }
-    return invert_cdf(filter(), uniform());
+    return rank_in(row_, clean(token.logit), [&](int32_t leaf) { return stats(leaf).max; });
+  }
+
+  // The first warp's token, for every thread.
+  __device__ RowToken broadcast(RowToken token) {
+    __syncthreads();
+    if (thread() == 0) {
+      shared_.rest_id = token.id;
+      shared_.rest_logit = token.logit;
+    }
+    __syncthreads();
+    return {shared_.rest_id, shared_.rest_logit};
+  }
+
+  // Whether the distribution that is drawn from is one token's.
+  __device__ bool one_hot() const { return max_ == -INFINITY || is_greedy(shared_.filters); }
+
+  // Temperature -> top-k -> top-p of what is left -> min-p -> typical-p, or the first token. Finds
+  // what is kept; all below is about that.
+  __device__ __forceinline__ void filter() {
+    if (one_hot()) {
+      RowToken first{0, max_};
+      if (max_ > -INFINITY) first = first_token();
+      if (thread() == 0) shared_.kept = {max_, first.id};
+      __syncthreads();
+      return;
+    }
+    bool weighed = cut_ranking() == kMasses;
+    if (thread() == 0) shared_.kept = shared_.cut;
+    __syncthreads();
+    if (shared_.filters.typical_p < 1.0f) {
+      cut_typical();
+      weighed = true;
+    }
+    if (thread() == 0) shared_.weighed = weighed;
+    __syncthreads();
+  }
+
+  // Whether the filters keep a token with that clean logit.
+  __device__ bool keeps(float x, int32_t id) const {
+    return shared_.kept.keeps(x, id) && is_typical(x, id);
+  }
+
+  // e^((x - max) / temperature) for a clean x: the first token's is 1.
+  __device__ float weight(float x) const { return ptx::exp2_approx((x - max_) * scale()); }
+
+  // The mass of a weight: an integer, so that sums of masses do not depend on an order.
+  __device__ Mass mass(float weight) const { return static_cast<Mass>(weight * unit()); }
+
+  // Of all kept tokens, from the masses of their leaves; for every thread.
+  __device__ Mass kept_mass() {
+    if (one_hot()) return mass(1.0f);
+    Mass total = 0;
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) total += leaf_mass(leaf);
+    return block_reduce<Add>(shared_, total);
+  }
+
+  // The distribution that is drawn from, given kept_mass().
+  __device__ float target_prob(float x, int32_t id, Mass kept_mass) const {
+    if (!keeps(x, id)) return 0.0f;
+    return one_hot() ? 1.0f : weight(x) * (unit() / static_cast<float>(kept_mass));
+  }
+
+  // The inverse CDF of that distribution in token-id order. The result is the first warp's.
+  __device__ __forceinline__ RowToken draw(float uniform) {
+    if (one_hot()) return {shared_.kept.last_id, max_};
+    return invert_cdf(uniform);
+  }
+
+  // Both at once. uniform() is called where it matters.
+  template <typename Uniform>
+  __device__ __forceinline__ RowToken choose(Uniform uniform) {
+    filter();
+    return draw(one_hot() ? 0.0f : uniform());
+  }
+
+  // After filter(), for processed_logprob: the sum of what is kept, or of everything at temperature
+  // 0, for which the scan must have been asked. It takes the place of the raw logits' sum.
+  __device__ void fold_kept() {
+    bool everything = shared_.filters.temperature == 0.0f;
+    if (max_ == -INFINITY) return;
+    log_sum_ = log_of(everything ? scanned_total() : kept_mass());
+  }
+
+  // The logarithm of target_prob; at temperature 0 the log-softmax under the overlay.
+  __device__ float processed_logprob(RowToken token) const {
+    float x = clean(token.logit);
+    bool dropped = shared_.filters.temperature > 0.0f && !keeps(x, token.id);
+    if (max_ == -INFINITY || dropped) return -INFINITY;
+    return (x - max_) * shared_.inverse - log_sum_;
+  }
+
+  // Writes target_prob of every token.
+  __device__ void write_probs(float* probs) {
+    Mass total = kept_mass();
+#pragma unroll 1
+    for (int32_t id = thread(); id < row_.size; id += threads()) {
+      probs[id] = target_prob(logit(id), id, total);
+    }
+  }
+
+  // Sums weigh(logit, id), at most 1, over the leaves, each in fp32 in one fixed tree; masses() ends
+  // as the leaves' where `keep` says so. Leaves whose logits all are below `least` are passed over.
+  template <typename Weigh>
+  __device__ __forceinline__ Mass weigh_leaves(bool keep, float least, Weigh weigh) {
+    __syncthreads();
+    Mass total = 0;
+#pragma unroll 1
+    for (int32_t leaf = warp_id(); leaf < num_leaves_; leaf += num_warps()) {
+      Mass own = 0;
+      if (stats(leaf).max >= least) {
+        int32_t begin = leaf * Leaf<T>::kSize;
+        Leaf<T> x;
+        x.load(row_, leaf);
+        float sums[4] = {};
+#pragma unroll
+        for (int i = 0; i < Leaf<T>::kOwn; ++i) {
+          sums[i % 4] += weigh(clean(x[i]), begin + Leaf<T>::offset(i));
+        }
+        own = mass(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
+      }
+      if (lane_id() != 0) continue;
+      if (keep) masses()[leaf] = own;
+      total += own;
+    }
+    return block_reduce<Add>(shared_, total);
+  }
+
+  // The first token, in id order, at which the sum of amount(logit, id) reaches `wanted`; the last one
+  // that has an amount where it never does. A warp has a run of leaves, a lane a run of a leaf.
+  template <typename Amount>
+  __device__ __forceinline__ int32_t id_reaching(Mass wanted, float least, Amount amount) {
+    int32_t run = (num_leaves_ - 1) / num_warps() + 1;
+    int32_t begin = warp_id() * run, end = min(begin + run, num_leaves_);
+    auto lane_amount = [&](int32_t leaf) {
+      Mass own = 0;
+      if (stats(leaf).max < least) return own;
+      for_each_in_order(row_, leaf, [&](float x, int32_t id) {
+        if (id < row_.size) own += amount(x, id);
+      });
+      return own;
+    };
+    Mass own = 0, total;
+#pragma unroll 1
+    for (int32_t leaf = begin; leaf < end; ++leaf) own += lane_amount(leaf);
+    Mass upto = block_inclusive(shared_, own, &total);
+    Mass before = __shfl_sync(kFullMask, upto - own, 0);  // of the warp's run
+    wanted = wanted < total ? wanted : total;
+    wanted = wanted > 0 ? wanted : 1;
+#pragma unroll 1
+    for (int32_t leaf = begin; leaf < end && before < wanted; ++leaf) {
+      own = lane_amount(leaf);
+      upto = before + warp_inclusive(own);
+      Mass running = upto - own;
+      if (running < wanted && wanted <= upto) {
+        for_each_in_order(row_, leaf, [&](float x, int32_t id) {
+          Mass here = id < row_.size ? amount(x, id) : 0;
+          if (here > 0 && running < wanted && wanted <= running + here) shared_.rest_id = id;
+          running += here;
+        });
+      }
+      before = __shfl_sync(kFullMask, upto, kWarpSize - 1);
+    }
+    __syncthreads();
+    return shared_.rest_id;
   }
 
   // The cut that keeps exactly count tokens, 1 <= count < vocab_size. *listed: the list holds them,
@@ -295,10 +484,52 @@ class RowBlock {
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
   __device__ static int threads() { return static_cast<int>(blockDim.x); }
 
-  __device__ Mass mass(float weight) const { return static_cast<Mass>(weight * unit()); }
+  __device__ float log_of(Mass total) const { return logf(static_cast<float>(total) / unit()); }
 
-  // e^((x - max) / temperature) for a clean x
-  __device__ float weight(float x) const { return ptx::exp2_approx((x - max_) * scale()); }
+  __device__ float raw_max() const {
+    if constexpr (kProcessed) return shared_.raw_max;
+    return max_;
+  }
+
+  __device__ Mass leaf_mass(int32_t leaf) const {
+    return shared_.weighed != 0 ? masses()[leaf] : scanned_mass(leaf);
+  }
+
+  // How far a token's surprise is from the mean.
+  __device__ float distance(float x) const {
+    return fabsf((max_ - x) * shared_.inverse - shared_.typical.mean);
+  }
+
+  __device__ bool is_typical(float x, int32_t id) const {
+    if (!(shared_.filters.typical_p < 1.0f)) return true;
+    TypicalCut cut = shared_.typical;
+    float own = distance(x);
+    return own < cut.distance || (own == cut.distance && id <= cut.last_id);
+  }
+
+  template <typename OneRow, typename LeafMax>
+  __device__ int32_t rank_in(const OneRow& row, float value, LeafMax leaf_max) {
+    int number = 0;
+#pragma unroll 1
+    for (int32_t leaf = warp_id(); leaf < num_leaves_; leaf += num_warps()) {
+      if (leaf_max(leaf) <= value) continue;
+      Leaf<T> x;
+      x.load(row, leaf);
+#pragma unroll
+      for (int i = 0; i < Leaf<T>::kOwn; ++i) number += clean(x[i]) > value;
+    }
+    return 1 + block_reduce<Add>(shared_, number);
+  }
+
+  // The result is the first warp's.
+  __device__ RowToken first_token() {
+    int32_t first = num_leaves_;
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves_; leaf += threads()) {
+      if (stats(leaf).max == max_ && leaf < first) first = leaf;
+    }
+    return pick(block_reduce<Min>(shared_, first), {max_, INT32_MAX}, 0.0);
+  }
 
   __device__ Mass amount(bool by_mass, float x) const { return by_mass ? mass(weight(x)) : 1; }
 
@@ -319,8 +550,9 @@ class RowBlock {
     __syncthreads();
   }
 
-  // Leaves the cut in shared_.cut; returns where the kept tokens' weights are.
-  __device__ Where filter() {
+  // All filters but typical-p: a prefix of the ranking. Leaves the cut in shared_.cut; returns where
+  // the kept tokens' weights are, the scan's sums or masses().
+  __device__ __forceinline__ Where cut_ranking() {
     if (thread() == 0) {
       const SamplingParams& params = shared_.filters;
       shared_.likely = -INFINITY;
@@ -374,6 +606,92 @@ class RowBlock {
       where = kMasses;
     }
     return where;
+  }
+
+  // Of the tokens in shared_.kept, those whose surprise -log(probability) is nearest to its mean, the
+  // entropy, until they have typical_p of the mass; ties to the lower id. Above the first token's, a
+  // surprise is (max - logit) / temperature, so no logarithm is taken. Leaves the cut in
+  // shared_.typical, and its mass in masses().
+  __device__ __forceinline__ void cut_typical() {
+    auto weight_kept = [&](float x, int32_t id) { return keeps(x, id) ? weight(x) : 0.0f; };
+    float least = shared_.kept.value;
+    Mass total = weigh_leaves(true, least, weight_kept);
+    Mass surprise = weigh_leaves(false, least, [&](float x, int32_t id) {
+      float own = weight_kept(x, id);
+      return own > 0.0f ? own * ((max_ - x) * shared_.inverse) : 0.0f;
+    });
+    double part = static_cast<double>(shared_.filters.typical_p) * static_cast<double>(total);
+    Mass target = part < 1.0 ? 1 : static_cast<Mass>(part);
+    if (thread() == 0) {
+      double mean = static_cast<double>(surprise) / static_cast<double>(total);
+      shared_.typical.mean = static_cast<float>(mean);
+    }
+    __syncthreads();
+    // A distance's bits ascend with it: more than `low` is needed, `high` is enough.
+    int32_t low = -1, high = static_cast<int32_t>(__float_as_uint(INFINITY));
+    Mass below = 0;
+#pragma unroll 1
+    while (high - low > 1) {
+      if (thread() < kThresholds) {
+        int64_t width = int64_t{high} - low;
+        int32_t bits = low + static_cast<int32_t>(width * (thread() + 1) / (kThresholds + 1));
+        bits = max(bits, low + 1);
+        shared_.thresholds[thread()] = __uint_as_float(static_cast<uint32_t>(bits));
+        shared_.sums[thread()] = 0;
+      }
+      __syncthreads();
+      masses_within();
+#pragma unroll 1
+      for (int j = 0; j < kThresholds; ++j) {
+        int32_t bits = static_cast<int32_t>(__float_as_uint(shared_.thresholds[j]));
+        if (bits <= low || bits >= high) continue;
+        if (shared_.sums[j] >= target) {
+          high = bits;
+          break;
+        }
+        low = bits;
+        below = shared_.sums[j];
+      }
+      __syncthreads();
+    }
+    float furthest = __uint_as_float(static_cast<uint32_t>(high));
+    int32_t last = id_reaching(target - below, least, [&](float x, int32_t id) {
+      if (!keeps(x, id) || distance(x) != furthest) return Mass{0};
+      Mass own = mass(weight(x));
+      return own > 0 ? own : Mass{1};
+    });
+    __syncthreads();
+    if (thread() == 0) {
+      shared_.typical.distance = furthest;
+      shared_.typical.last_id = last;
+    }
+    weigh_leaves(true, least, weight_kept);
+  }
+
+  // shared_.sums[j] += mass of the kept tokens no further than shared_.thresholds[j].
+  __device__ __forceinline__ void masses_within() {
+#pragma unroll 1
+    for (int32_t leaf = warp_id(); leaf < num_leaves_; leaf += num_warps()) {
+      if (stats(leaf).max < shared_.kept.value) continue;
+      int32_t begin = leaf * Leaf<T>::kSize;
+      Leaf<T> x;
+      x.load(row_, leaf);
+#pragma unroll 1
+      for (int j = 0; j < kThresholds; ++j) {
+        x.forget_derived();
+        float furthest = shared_.thresholds[j], sums[4] = {};
+#pragma unroll
+        for (int i = 0; i < Leaf<T>::kOwn; ++i) {
+          float value = clean(x[i]);
+          bool within =
+              shared_.kept.keeps(value, begin + Leaf<T>::offset(i)) && distance(value) <= furthest;
+          sums[i % 4] += within ? weight(value) : 0.0f;
+        }
+        Mass own = mass(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
+        if (lane_id() == 0) atomicAdd(&shared_.sums[j], own);
+      }
+    }
+    __syncthreads();
   }
 
   // Tokens lighter than half of (1 - top_p) * total / vocab_size together weigh too little to matter.
@@ -515,7 +833,7 @@ class RowBlock {
   // Lists the tokens of shared_.cut with low <= logit < high, and writes of every leaf what reaches
   // high: its mass, or how many. Returns the sum of those. Where the list overflows only its count
   // is right.
-  __device__ Mass gather(float low, float high, bool by_mass) {
+  __device__ __forceinline__ Mass gather(float low, float high, bool by_mass) {
     __syncthreads();
     if (thread() == 0) shared_.list_count = 0;
     __syncthreads();
@@ -597,7 +915,7 @@ class RowBlock {
 
   // shared_.sums[j] = mass, or number, of shared_.cut's tokens with logits >= shared_.thresholds[j],
   // which descend.
-  __device__ void masses_from(bool by_mass) {
+  __device__ __forceinline__ void masses_from(bool by_mass) {
     if (thread() < kThresholds) shared_.sums[thread()] = 0;
     __syncthreads();
 #pragma unroll 1
@@ -648,7 +966,7 @@ class RowBlock {
       uint32_t stretch = static_cast<uint32_t>(i / kWidth);
       int within = static_cast<int>((stretch * 2654435761u >> 8) % static_cast<uint32_t>(stride));
       int64_t vector = static_cast<int64_t>(stretch) * stride + within;
-      shared_.list_x[i] = clean(logit(static_cast<int32_t>(vector * kWidth + i % kWidth)));
+      shared_.list_x[i] = logit(static_cast<int32_t>(vector * kWidth + i % kWidth));
       shared_.list_id[i] = i;
     }
     if (thread() == 0) shared_.list_count = number * kWidth;
@@ -694,7 +1012,7 @@ class RowBlock {
   // The cut, no looser than shared_.cut, at which the ranking's mass, or number, first reaches
   // shared_.target; past `low` nothing is looked for. *listed: the list holds every kept token. By
   // mass, masses() ends as the kept tokens' of every leaf; by number it is zero where *listed.
-  __device__ Cut select(bool by_mass, float low, bool* listed) {
+  __device__ __forceinline__ Cut select(bool by_mass, float low, bool* listed) {
     Bracket bracket{ordered_bits(low), ordered_bits(max_) + 1};
     float from = low, upto = next_above(max_);
     if (row_.size > kListCapacity) guess(by_mass, low, &from, &upto);
@@ -812,12 +1130,9 @@ class RowBlock {
   }
 
   // The first kept token, in id order, at which the running mass exceeds uniform * total.
-  __device__ RowToken invert_cdf(Where where, float uniform) {
+  __device__ __forceinline__ RowToken invert_cdf(float uniform) {
     int32_t run = (num_leaves_ - 1) / threads() + 1;
     int32_t begin = min(thread() * run, num_leaves_), end = min(begin + run, num_leaves_);
-    auto leaf_mass = [&](int32_t leaf) {
-      return where == kScan ? scanned_mass(leaf) : masses()[leaf];
-    };
     Mass own = 0, total;
 #pragma unroll 1
     for (int32_t leaf = begin; leaf < end; ++leaf) own += leaf_mass(leaf);
@@ -839,15 +1154,16 @@ class RowBlock {
       }
     }
     __syncthreads();
-    return pick(shared_.leaf, shared_.cut, shared_.part);
+    return pick(shared_.leaf, shared_.kept, shared_.part);
   }
 
   // The first kept token of the leaf at which the running mass exceeds that part of the leaf's.
-  __device__ RowToken pick(int32_t leaf, Cut cut, double part) const {
+  __device__ __forceinline__ RowToken pick(int32_t leaf, Cut cut, double part) const {
     if (warp_id() != 0) return {0, 0.0f};
     float origin = stats(leaf).max;
     auto share = [&](float x, int32_t id) {
-      return cut.keeps(x, id) ? mass(ptx::exp2_approx((x - origin) * scale())) : Mass{0};
+      bool kept = cut.keeps(x, id) && is_typical(x, id);
+      return kept ? mass(ptx::exp2_approx((x - origin) * scale())) : Mass{0};
     };
     Mass own = 0;
     for_each_in_order(row_, leaf, [&](float x, int32_t id) { own += share(x, id); });
@@ -867,10 +1183,10 @@ class RowBlock {
   }
 
   RowShared& shared_;
-  const Row<T>& row_;
+  const Row<T, kProcessed>& row_;
   int32_t num_leaves_;
   float max_ = -INFINITY;
-  float log_sum_ = 0.0f;
+  float log_sum_ = 0.0f;  // of the raw logits, then of what is kept
 };
 
 }  // namespace specops

@@ -51,6 +51,13 @@ inline RowPlan plan_rows(int64_t rows, int64_t vocab_size, int64_t element_bytes
           .shared_leaves = splits == 1 && num_leaves <= kSharedLeaves};
 }
 
+// Shared memory of a block.
+inline size_t row_smem_bytes(const RowPlan& plan, bool processed, int64_t element_bytes) {
+  if (!processed) return sizeof(RowShared);
+  return static_cast<size_t>(kRowSharedBytes +
+                             overlay_bytes(plan.num_leaves, kLeafBytes / element_bytes));
+}
+
 // What a call needs, and every call of no more rows and requests: fewer rows may be shared by blocks
 // where more are not, and counters must never come to stand where another call has left leaves.
 inline int64_t workspace_bytes(
@@ -61,7 +68,7 @@ inline int64_t workspace_bytes(
   return RowPlan::counter_bytes(batch + split_rows) + kept_rows * plan.row_bytes();
 }
 
-static_assert(sizeof(RowShared) <= 41 << 10, "the budget of tools/gates");
+static_assert(sizeof(RowShared) <= kRowSharedBytes, "the overlay begins there");
 
 // One block's view of the workspace.
 struct RowSlots {
@@ -82,10 +89,10 @@ struct RowSlots {
 
 // The block's share of a row. Returns whether it is the block that ends the row: all leaves are then
 // there. `counter`: of the row.
-template <typename T>
+template <typename T, bool kProcessed>
 __device__ inline bool scan_row(const RowPlan& plan,
                                 RowShared& shared,
-                                const Row<T>& row,
+                                const Row<T, kProcessed>& row,
                                 const RowSlots& slots,
                                 bool want_raw,
                                 bool want_warm,

@@ -8,13 +8,15 @@ void sample_cuda(const SampleParams& params, CudaStream stream) {
   RowPlan plan =
       plan_rows(params.rows, params.vocab_size, dtype_bytes(params.dtype), num_sms(stream));
   dim3 grid(static_cast<unsigned>(params.rows * plan.splits));
+  bool processed = has_processors(params.processors);
+  size_t smem_bytes = row_smem_bytes(plan, processed, dtype_bytes(params.dtype));
   auto run = [&](auto kernel) {
-    launch(kernel, grid, plan.threads, sizeof(RowShared), stream, params, plan);
+    launch(kernel, grid, plan.threads, smem_bytes, stream, params, plan);
   };
   if (params.dtype == DType::kBFloat16) {
-    run(sample_kernel<bfloat16>);
+    processed ? run(sample_kernel<bfloat16, true>) : run(sample_kernel<bfloat16, false>);
   } else {
-    run(sample_kernel<float>);
+    processed ? run(sample_kernel<float, true>) : run(sample_kernel<float, false>);
   }
 }
 

@@ -1,59 +1,94 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "common/philox.h"
 #include "sampling/filters.cuh"
 #include "sampling/row_plan.cuh"
 #include "sampling/sample.h"
 
 namespace specops {
 
-// token = inverse CDF of filtered softmax(logits / temperature) at the row's own uniform.
+// token = inverse CDF of filtered softmax(processed logits / temperature) at the row's own uniform.
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
-// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens.
+// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
+//          two bits a token more, 38 KB at 151,936.
 // Cost:    one read of rows * vocab_size logits from memory, 3 (6 with a sum) instructions a logit;
-//          top-p reads the row once more, top-k and min-p the leaves that reach their bound.
+//          top-p reads the row once more, top-k and min-p the leaves that reach their bound, typical-p
+//          17 times what the others keep. Processors: the tables' entries of the request.
 // Assumes: rows contiguous, positions >= 0.
 // Order:   row.cuh; a row depends on nothing but itself.
 // Source:  inverse transform sampling; filters in the order of transformers' logits warpers.
-template <typename T>
+template <typename T, bool kProcessed>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     sample_kernel(SampleParams params, RowPlan plan) {
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int64_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
-  Row<T> row(params.logits, idx, params.logits_stride, params.vocab_size);
+  Row<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
   SamplingParams filters = filters_of(params.filters, idx);
   ErrorCode fault = fault_of(filters, kSampleFaults);
+  if constexpr (kProcessed) {
+    if (fault == ErrorCode::kNone) {
+      fault = fault_of(params.processors, idx, params.positions[idx], kSampleProcessorFaults);
+    }
+    if (!is_mask_index(params.processors, idx)) fault = kSampleProcessorFaults.mask_indices;
+  }
   bool writes = threadIdx.x == 0;
   if (fault != ErrorCode::kNone) {
-    if (!writes || static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
+    if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
+    if (params.probs) {
+      float* probs = params.probs + idx * params.vocab_size;
+      for (int64_t id = threadIdx.x; id < params.vocab_size; id += blockDim.x) probs[id] = 0.0f;
+    }
+    if (!writes) return;
     report_error(params.error, fault);
     params.token_ids[idx] = -1;
     if (params.logprobs) params.logprobs[idx] = 0.0f;
+    if (params.ranks) params.ranks[idx] = 0;
     return;
   }
-  bool want_logprob = params.logprobs != nullptr;
+  if constexpr (kProcessed) {
+    build_overlay(params.processors,
+                  idx,
+                  idx,
+                  params.positions[idx],
+                  {},
+                  row.size,
+                  plan.num_leaves * (Row<T>::kLeafSize / 32));
+  }
+  WantedSums wanted(filters, row.size, params.logprobs != nullptr, params.processed_logprobs);
   auto* workspace = static_cast<unsigned char*>(params.workspace);
   RowSlots slots(plan, shared, workspace + params.workspace_bytes, idx);
   if (!scan_row(plan,
                 shared,
                 row,
                 slots,
-                want_logprob,
-                needs_warm(filters, row.size),
+                wanted.raw,
+                wanted.warm,
                 inverse_temperature(filters.temperature) * kLog2e,
                 static_cast<int32_t*>(params.workspace) + idx)) {
     return;
   }
   // read again, and not kept over the scan
-  RowBlock<T> block(shared, row, filters_of(params.filters, idx), slots.stats, slots.masses);
-  block.fold(want_logprob);
-  RowToken token =
-      block.choose([&] { return uniform_of(params.filters, idx, params.positions[idx]); });
-  if (!writes) return;
-  params.token_ids[idx] = token.id;
-  if (want_logprob) params.logprobs[idx] = block.logprob(token.logit);
+  RowBlock<T, kProcessed> block(
+      shared, row, filters_of(params.filters, idx), slots.stats, slots.masses);
+  block.fold(params.logprobs != nullptr && !params.processed_logprobs);
+  RowToken token = block.choose([&] {
+    uint32_t anchor = params.anchors ? static_cast<uint32_t>(params.anchors[idx]) : 0u;
+    return uniform_source(params.filters, idx, params.positions[idx], anchor)(params.purpose, 0);
+  });
+  if (writes) {
+    params.token_ids[idx] = token.id;
+    if (params.logprobs && !params.processed_logprobs) params.logprobs[idx] = block.logprob(token);
+  }
+  if (params.logprobs && params.processed_logprobs) {
+    block.fold_kept();
+    if (writes) params.logprobs[idx] = block.processed_logprob(token);
+  }
+  if (params.ranks) {
+    int32_t rank = block.rank(block.broadcast(token), !params.processed_logprobs);
+    if (writes) params.ranks[idx] = rank;
+  }
+  if (params.probs) block.write_probs(params.probs + idx * params.vocab_size);
 }
 
 }  // namespace specops

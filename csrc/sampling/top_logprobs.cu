@@ -8,13 +8,16 @@ void top_logprobs_cuda(const TopLogprobsParams& params, CudaStream stream) {
   RowPlan plan =
       plan_rows(params.rows, params.vocab_size, dtype_bytes(params.dtype), num_sms(stream));
   dim3 grid(static_cast<unsigned>(params.rows * plan.splits));
+  bool processed = has_processors(params.processors);
+  size_t smem_bytes = row_smem_bytes(plan, processed, dtype_bytes(params.dtype));
   auto run = [&](auto kernel) {
-    launch(kernel, grid, plan.threads, sizeof(RowShared), stream, params, plan);
+    launch(kernel, grid, plan.threads, smem_bytes, stream, params, plan);
   };
   if (params.dtype == DType::kBFloat16) {
-    run(top_logprobs_kernel<bfloat16>);
+    processed ? run(top_logprobs_kernel<bfloat16, true>)
+              : run(top_logprobs_kernel<bfloat16, false>);
   } else {
-    run(top_logprobs_kernel<float>);
+    processed ? run(top_logprobs_kernel<float, true>) : run(top_logprobs_kernel<float, false>);
   }
 }
 

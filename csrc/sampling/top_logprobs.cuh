@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "sampling/filters.cuh"
 #include "sampling/row_plan.cuh"
 #include "sampling/top_logprobs.h"
 
@@ -32,45 +33,147 @@ __device__ inline void sort_ranking(float* logits, int32_t* ids, int64_t count) 
   __syncthreads();
 }
 
+// Which request a row is of, and which of its rows.
+struct RowOwner {
+  int32_t batch_idx, idx, num_rows;
+
+  // Row indptr[batch] and those after it are nobody's: batch_idx is -1.
+  __device__ RowOwner(const TopLogprobsParams& params, int32_t row)
+      : batch_idx(row), idx(0), num_rows(1) {
+    if (params.output_indptr == nullptr) return;
+    int32_t low = 0, high = static_cast<int32_t>(params.batch);  // the first that ends past the row
+#pragma unroll 1
+    while (low < high) {
+      int32_t middle = (low + high) / 2;
+      if (params.output_indptr[middle + 1] > row) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    batch_idx = low < static_cast<int32_t>(params.batch) ? low : -1;
+    if (batch_idx < 0) return;
+    idx = row - params.output_indptr[batch_idx];
+    num_rows = params.output_indptr[batch_idx + 1] - params.output_indptr[batch_idx];
+  }
+};
+
+// Whether a request of processed logprobs has parameters in range, its drafts among them.
+__device__ inline bool is_sound(const TopLogprobsParams& params, int32_t row, RowOwner owner) {
+  constexpr ErrorCode kFault = ErrorCode::kTopLogprobsParameters;
+  constexpr FilterFaults kFilters{kFault, kFault, kFault, kFault, kFault};
+  constexpr ProcessorFaults kProcessors{kFault, kFault, kFault, kFault};
+  if (owner.idx < 0 || owner.num_rows > params.max_draft_tokens + 1) return false;
+  if (fault_of(filters_of(params.filters, owner.batch_idx), kFilters) != ErrorCode::kNone) {
+    return false;
+  }
+  if (!has_processors(params.processors)) return true;
+  int32_t num_tokens = params.positions[owner.batch_idx];
+  if (fault_of(params.processors, owner.batch_idx, num_tokens, kProcessors) != ErrorCode::kNone) {
+    return false;
+  }
+  int64_t first = owner.batch_idx * params.max_draft_tokens;
+#pragma unroll 1
+  for (int32_t i = 0; i < owner.num_rows; ++i) {
+    if (!is_mask_index(params.processors, row - owner.idx + i)) return false;
+    if (i + 1 == owner.num_rows) break;
+    int32_t token = params.draft_token_ids[first + i];
+    int32_t parent = params.parents ? params.parents[first + i] : i - 1;
+    if (token < -1 || token >= params.vocab_size || parent < -1 || parent >= i) return false;
+  }
+  return true;
+}
+
 // The first n tokens of softmax(logits) by (logit descending, id ascending).
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
-// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens.
+// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
+//          two bits a token more, 38 KB at 151,936.
 // Cost:    one read of rows * vocab_size logits from memory, then the leaves that reach the n-th
-//          largest of the leaves' maxima once more.
+//          largest of the leaves' maxima once more; processed, what sample's filters cost.
 // Assumes: rows contiguous, n <= vocab_size.
 // Order:   row.cuh; ties to the lower id.
 // Source:  threshold selection without a sort of the row.
-template <typename T>
+template <typename T, bool kProcessed>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     top_logprobs_kernel(TopLogprobsParams params, RowPlan plan) {
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
-  int64_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
-  Row<T> row(params.logits, idx, params.logits_stride, params.vocab_size);
+  int32_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
+  bool processed = params.processed_logprobs;
+  SamplingParams filters;
+  int32_t* ids = params.token_ids + idx * params.n;
+  float* values = params.logprobs + idx * params.n;
+  int32_t* ranks = params.ranks ? params.ranks + idx * params.n : nullptr;
+  Row<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
+  if (processed) {
+    RowOwner owner(params, idx);
+    bool sound = owner.batch_idx >= 0 && is_sound(params, idx, owner);
+    if (!sound) {
+      if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
+      for (int64_t i = threadIdx.x; i < params.n; i += blockDim.x) {
+        ids[i] = -1;
+        values[i] = -INFINITY;
+        if (ranks) ranks[i] = 0;
+      }
+      if (threadIdx.x != 0) return;
+      params.lse[idx] = -INFINITY;
+      if (owner.batch_idx >= 0) report_error(params.error, ErrorCode::kTopLogprobsParameters);
+      return;
+    }
+    filters = filters_of(params.filters, owner.batch_idx);
+    if constexpr (kProcessed) {
+      int64_t first = owner.batch_idx * params.max_draft_tokens;
+      build_overlay(params.processors,
+                    owner.batch_idx,
+                    idx,
+                    params.positions[owner.batch_idx],
+                    {params.draft_token_ids + first,
+                     params.parents ? params.parents + first : nullptr,
+                     owner.idx - 1},
+                    row.size,
+                    plan.num_leaves * (Row<T>::kLeafSize / 32));
+    }
+  }
   auto* workspace = static_cast<unsigned char*>(params.workspace);
   RowSlots slots(plan, shared, workspace + params.workspace_bytes, idx);
+  WantedSums wanted(filters, row.size, true, processed);
   auto* counter = static_cast<int32_t*>(params.workspace) + idx;
-  if (!scan_row(plan, shared, row, slots, true, false, kLog2e, counter)) return;
-  SamplingParams plain;
-  RowBlock<T> block(shared, row, plain, slots.stats, slots.masses);
+  if (!scan_row(plan,
+                shared,
+                row,
+                slots,
+                true,
+                processed && wanted.warm,
+                inverse_temperature(filters.temperature) * kLog2e,
+                counter)) {
+    return;
+  }
+  RowBlock<T, kProcessed> block(shared, row, filters, slots.stats, slots.masses);
   block.fold(true);
   if (threadIdx.x == 0) params.lse[idx] = block.lse();
   if (params.n == 0) return;
-  int32_t* ids = params.token_ids + idx * params.n;
-  float* values = params.logprobs + idx * params.n;
+  if (processed) {
+    block.filter();
+    block.fold_kept();
+  }
+  auto logprob = [&](RowToken token) {
+    return processed ? block.processed_logprob(token) : block.logprob(token);
+  };
   Cut cut = block.everything();
   bool listed = false;
   if (params.n < row.size) cut = block.select_count(static_cast<int32_t>(params.n), &listed);
   if (listed) {
-    // A token's place is the number of those before it.
+    // A token's place is the number of those before it; what is greater is in the list.
     block.for_each_listed(cut, [&](float logit, int32_t id) {
       Mass key = rank_key(logit, id);
-      int place = 0;
+      int place = 0, greater = 0;
       for (int i = 0; i < block.list_count(); ++i) {
         place += rank_key(shared.list_x[i], shared.list_id[i]) > key;
+        greater += shared.list_x[i] > logit;
       }
       ids[place] = id;
-      values[place] = block.logprob(logit);
+      values[place] = logprob({id, logit});
+      if (ranks) ranks[place] = 1 + greater;
     });
     return;
   }
@@ -83,8 +186,23 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     values[place] = logit;
   });
   sort_ranking(values, ids, params.n);
+  if (ranks) {
+    for (int64_t i = threadIdx.x; i < params.n; i += blockDim.x) {
+      int64_t low = 0, high = i;  // the first token with that logit
+      while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (values[middle] > values[i]) {
+          low = middle + 1;
+        } else {
+          high = middle;
+        }
+      }
+      ranks[i] = static_cast<int32_t>(low) + 1;
+    }
+    __syncthreads();
+  }
   for (int64_t i = threadIdx.x; i < params.n; i += blockDim.x) {
-    values[i] = block.logprob(values[i]);
+    values[i] = logprob({ids[i], values[i]});
   }
 }
 

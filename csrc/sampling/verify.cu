@@ -9,13 +9,15 @@ void verify_cuda(const VerifyParams& params, CudaStream stream) {
       plan_rows(params.rows, params.vocab_size, dtype_bytes(params.dtype), num_sms(stream));
   int64_t items = params.batch * (params.max_draft_tokens + 1);
   dim3 grid(static_cast<unsigned>(items * plan.splits));
+  bool processed = has_processors(params.processors);
+  size_t smem_bytes = row_smem_bytes(plan, processed, dtype_bytes(params.dtype));
   auto run = [&](auto kernel) {
-    launch(kernel, grid, plan.threads, sizeof(RowShared), stream, params, plan);
+    launch(kernel, grid, plan.threads, smem_bytes, stream, params, plan);
   };
   if (params.dtype == DType::kBFloat16) {
-    run(verify_kernel<bfloat16>);
+    processed ? run(verify_kernel<bfloat16, true>) : run(verify_kernel<bfloat16, false>);
   } else {
-    run(verify_kernel<float>);
+    processed ? run(verify_kernel<float, true>) : run(verify_kernel<float, false>);
   }
 }
 

@@ -76,10 +76,14 @@ BUDGETS = (
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
-    # sampling: 256 threads a block where rows are many, two such blocks to an SM
-    Budget("sample_kernel<*", registers=128, threads=512, smem_bytes=41 << 10),
-    Budget("verify_kernel<*", registers=128, threads=512, smem_bytes=41 << 10),
-    Budget("top_logprobs_kernel<*", registers=128, threads=512, smem_bytes=41 << 10),
+    # sampling: 256 threads a block where rows are many, two such blocks to an SM. Under processors
+    # (true) a block holds two bits of every token of the largest vocabulary, 480 * 1024.
+    Budget("sample_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
+    Budget("verify_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
+    Budget("top_logprobs_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
+    Budget("sample_kernel<*, true>", registers=128, threads=512, smem_bytes=162 << 10),
+    Budget("verify_kernel<*, true>", registers=128, threads=512, smem_bytes=162 << 10),
+    Budget("top_logprobs_kernel<*, true>", registers=128, threads=512, smem_bytes=162 << 10),
     # suffix_tree
     Budget("ngram_propose_kernel", registers=32, threads=1024, smem_bytes=256, blocks_per_sm=2),
     # Everything else: 512 threads of it fit the registers of an SM.
