@@ -10,9 +10,9 @@ import specops
 import torch
 from conftest import expect_fault
 from processor_cases import RULES, only, random_processors, to_device
+from sampling_cases import mixed_params, on_device, positions_from, row_params
 from specops import reference, sampling
 from specops.sampling import LogitsProcessors, Purpose
-from test_sampling import mixed_params, on_device, positions_from, row_params
 from torch import Tensor
 
 INF = math.inf

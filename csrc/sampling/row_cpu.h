@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits -> what its filters keep, and a token of it. sample and verify are loops around
-// this one function. Included by *_cpu.cpp files only; everything has internal linkage.
+// One row of logits -> what its filters keep, and a token of it. Included by *_cpu.cpp files only; everything has internal linkage.
 //
 // Order: the vocabulary is cut into leaves of kLeaf ids. A sum over a leaf is sixteen fp32 lanes in
 // id order and one fixed tree; leaves are folded left in fp64. NaN counts as -inf and +inf as the
@@ -10,76 +9,13 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #include "sampling/filters.h"
-#include "sampling/select_cpu.h"
-#include "sampling/uniform_source.h"
+#include "sampling/scratch_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
-
-struct RowChoice {
-  int32_t token_id;
-  float logprob;
-};
-
-struct LeafStats {
-  float max;   // of the leaf's logits
-  float raw;   // sum of e^(logit - max)
-  float warm;  // sum of e^((logit - max) / temperature)
-};
-
-// Memory of one thread; the parts per leaf grow to the largest row it has met.
-struct Scratch {
-  LeafStats* stats = nullptr;
-  LeafStats* untouched_stats = nullptr;  // of the caller's row, where processors changed a copy
-  double* masses = nullptr;              // of the kept tokens of each leaf
-  float* sums = nullptr;                 // [num_leaves, kThresholds]
-  int32_t* segments = nullptr;  // [num_leaves + 1], where a leaf's tokens begin in the list
-  int64_t capacity = 0;
-  Candidates candidates;  // a list of the few that matter
-  Candidates all;         // room for a whole row, made when a filter asks for it
-  void* row = nullptr;    // the copy that processors change
-  int64_t row_bytes = 0;
-
-  ~Scratch() {
-    std::free(stats);
-    std::free(untouched_stats);
-    std::free(masses);
-    std::free(sums);
-    std::free(segments);
-    std::free(row);
-  }
-
-  void reserve(int64_t num_leaves) {
-    candidates.reserve(kMaxCandidates);
-    if (num_leaves > capacity) {
-      std::free(stats);
-      std::free(untouched_stats);
-      std::free(masses);
-      std::free(sums);
-      std::free(segments);
-      stats = static_cast<LeafStats*>(std::malloc(num_leaves * sizeof(LeafStats)));
-      untouched_stats = static_cast<LeafStats*>(std::malloc(num_leaves * sizeof(LeafStats)));
-      masses = static_cast<double*>(std::malloc(num_leaves * sizeof(double)));
-      sums = static_cast<float*>(std::malloc(num_leaves * kThresholds * sizeof(float)));
-      segments = static_cast<int32_t*>(std::malloc((num_leaves + 1) * sizeof(int32_t)));
-      capacity = num_leaves;
-    }
-  }
-
-  void* reserve_row(int64_t num_bytes) {
-    if (num_bytes > row_bytes) {
-      std::free(row);
-      row_bytes = (num_bytes + 63) / 64 * 64;
-      row = std::aligned_alloc(64, row_bytes);
-    }
-    return row;
-  }
-};
-thread_local Scratch tls_scratch;
 
 template <typename T>
 class Row {
@@ -236,7 +172,7 @@ class Row {
       return;
     }
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      if (scratch_->masses[leaf] <= 0.0) continue;
+      if (scratch_->masses.data[leaf] <= 0.0) continue;
       double unit = weight_unit(leaf);
       for_each_weighed(leaf, cut_, leaf_origin(leaf), [&](int i, F32x16 weights) {
         float w[kLanes];
@@ -258,7 +194,7 @@ class Row {
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
       float* of_leaf = probs + static_cast<int64_t>(leaf) * kLeaf;
       int size = leaf_size(leaf);
-      if (scratch_->masses[leaf] <= 0.0) {
+      if (scratch_->masses.data[leaf] <= 0.0) {
         std::memset(of_leaf, 0, size * sizeof(float));
         continue;
       }
@@ -273,7 +209,7 @@ class Row {
 
   double mass_of_leaf(int32_t leaf) const {
     if (kept_ == Kept::kOne) return one_ / kLeaf == leaf ? 1.0 : 0.0;
-    if (kept_ != Kept::kListed) return scratch_->masses[leaf];
+    if (kept_ != Kept::kListed) return scratch_->masses.data[leaf];
     return list_->segment_mass(list_->first_from(leaf * kLeaf),
                                list_->first_from((leaf + 1) * kLeaf));
   }
@@ -291,21 +227,9 @@ class Row {
       for (int i = list_->first_from(first); i < end; ++i) w[list_->id[i] - first] = list_->w[i];
       return 1.0;
     }
-    F32x16 origin = set1(leaf_origin(leaf)), factor = set1(scale_);
-    int size = leaf_size(leaf);
-    float past = next_above(cut_.value);  // ties count up to the cut's last token
-    for (int i = 0; i < kLeaf; i += kLanes) {
-      if (i >= size) {
-        store(w + i, zero());
-        continue;
-      }
-      F32x16 values = take(leaf_data(leaf), i, size);
-      F32x16 least = set1(first + i <= cut_.last_id ? cut_.value : past);
-      store(w + i, add_where_ge(zero(), weight(values, origin, factor), values, least));
-      if (!is_last(cut_, first + i)) continue;
-      uint32_t mask = kept_lanes(cut_, values, first + i, 0xffffu);
-      for (int j = 0; j < kLanes; ++j) w[i + j] = mask >> j & 1u ? w[i + j] : 0.0f;
-    }
+    for_each_weighed(leaf, cut_, leaf_origin(leaf), [&](int i, F32x16 x) { store(w + i, x); });
+    int end = (leaf_size(leaf) + kLanes - 1) / kLanes * kLanes;
+    for (int i = end; i < kLeaf; i += kLanes) store(w + i, zero());
     return weight_unit(leaf);
   }
 
@@ -382,7 +306,7 @@ class Row {
   void scan(bool want_raw, bool want_warm, bool untouched, Visit&& visit) {
     scratch_ = &tls_scratch;
     scratch_->reserve(num_leaves_);
-    leaves_ = untouched ? scratch_->untouched_stats : scratch_->stats;
+    leaves_ = (untouched ? scratch_->untouched_stats : scratch_->stats).data;
     max_ = -INFINITY;
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
       leaves_[leaf] = scan_leaf(leaf, want_raw, want_warm);
@@ -459,7 +383,7 @@ class Row {
   void scanned_masses() const {
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
       bool some = leaves_[leaf].max > -INFINITY;
-      scratch_->masses[leaf] = some ? leaves_[leaf].warm * leaf_scale(leaf) : 0.0;
+      scratch_->masses.data[leaf] = some ? leaves_[leaf].warm * leaf_scale(leaf) : 0.0;
     }
   }
 
@@ -470,7 +394,7 @@ class Row {
 
   double total_mass() const {
     double total = 0.0;
-    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) total += scratch_->masses[leaf];
+    for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) total += scratch_->masses.data[leaf];
     return total;
   }
 
@@ -483,7 +407,7 @@ class Row {
     Appender end{list.x, list.id, 0};
     float past = next_above(cut.value);  // ties count up to the cut's last token
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      scratch_->segments[leaf] = end.count;
+      scratch_->segments.data[leaf] = end.count;
       if (leaves_[leaf].max < cut.value) continue;
       if (end.count + kLeaf > list.capacity) return false;
       const T* x = leaf_data(leaf);
@@ -497,7 +421,7 @@ class Row {
         end.append(values, first, mask);  // no branch on the mask: it is hard to predict
       }
     }
-    scratch_->segments[num_leaves_] = end.count;
+    scratch_->segments.data[num_leaves_] = end.count;
     list.count = end.count;
     list.pad();
     return true;
@@ -524,7 +448,7 @@ class Row {
     for (int j = 0; j < kThresholds; ++j) masses[j] = 0.0;
     F32x16 origin = set1(max_), factor = set1(scale_);
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      float* sums = scratch_->sums + leaf * kThresholds;
+      float* sums = scratch_->sums.data + leaf * kThresholds;
       for (int j = 0; j < kThresholds; ++j) sums[j] = 0.0f;
       if (leaves_[leaf].max < thresholds[kThresholds - 1]) continue;
       const T* x = leaf_data(leaf);
@@ -605,7 +529,7 @@ class Row {
   template <bool kCount>
   Cut select(Cut base, Bracket* bracket, double target, double total = 0.0) const {
     Candidates& list = scratch_->candidates;
-    double* shares = scratch_->masses;
+    double* shares = scratch_->masses.data;
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) shares[leaf] = 0.0;
     float thresholds[kThresholds];
     bool guessed = guess<kCount>(*bracket, target, total, thresholds);
@@ -617,7 +541,7 @@ class Row {
       masses_from<kCount>(thresholds, masses);
       int last = bracket->narrow(thresholds, masses, kThresholds, target);
       for (int32_t leaf = 0; last >= 0 && leaf < num_leaves_; ++leaf) {
-        shares[leaf] = scratch_->sums[leaf * kThresholds + last];
+        shares[leaf] = scratch_->sums.data[leaf * kThresholds + last];
       }
     }
     if (kCount) {
@@ -630,7 +554,8 @@ class Row {
     if (kCount) return cut;
     list.forget_weights_beyond(cut);
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      shares[leaf] += list.segment_mass(scratch_->segments[leaf], scratch_->segments[leaf + 1]);
+      shares[leaf] +=
+          list.segment_mass(scratch_->segments.data[leaf], scratch_->segments.data[leaf + 1]);
     }
     return cut;
   }
@@ -657,7 +582,7 @@ class Row {
         if (x[i] != cut.value || !base.keeps(x[i], id)) continue;
         cut.last_id = id;
         mass += w[0];
-        scratch_->masses[leaf] += w[0];
+        scratch_->masses.data[leaf] += w[0];
         if (mass >= target) return cut;
       }
     }
@@ -709,7 +634,8 @@ class Row {
   // Writes the mass of the kept tokens of every leaf; returns the row's.
   double mass_of_kept(Cut cut) const {
     for (int32_t leaf = 0; leaf < num_leaves_; ++leaf) {
-      scratch_->masses[leaf] = leaves_[leaf].max >= cut.value ? kept_leaf_mass(leaf, cut) : 0.0;
+      scratch_->masses.data[leaf] =
+          leaves_[leaf].max >= cut.value ? kept_leaf_mass(leaf, cut) : 0.0;
     }
     return total_mass();
   }
@@ -741,7 +667,7 @@ class Row {
 
   // The first kept token, in id order, at which the running mass exceeds the target.
   int32_t invert_cdf(double target) const {
-    const double* masses = scratch_->masses;
+    const double* masses = scratch_->masses.data;
     double before = 0.0, after = 0.0;
     int32_t chosen = 0;
     for (int32_t leaf = 0; leaf < num_leaves_ && after <= target; ++leaf) {
@@ -792,36 +718,9 @@ class Row {
   double kept_mass_ = 1.0;
 };
 
-// The row function of sample and verify: the token, and its raw log-softmax when wanted.
-// Source: float operator()(Purpose, uint32_t sub_index), in [0, 1).
-template <typename T, typename Source>
-[[maybe_unused]] RowChoice choose_token(const T* logits,
-                                        int64_t vocab_size,
-                                        const SamplingParams& params,
-                                        bool want_logprob,
-                                        const Source& uniform) {
-  Row<T> row(logits, vocab_size, params.temperature);
-  row.scan(want_logprob, Row<T>::needs_warm(params));
-  row.filter(params);
-  int32_t token_id = row.draw(row.is_certain() ? 0.0f : uniform(Purpose::kTarget, 0));
-  return {token_id, want_logprob ? row.logprob(row.logit(token_id)) : 0.0f};
-}
-
 // Rows per chunk: enough logits to be worth waking a thread.
 [[maybe_unused]] int64_t row_grain(int64_t vocab_size) {
   return vocab_size < 32768 ? 32768 / vocab_size : 1;
-}
-
-// A token that is taken unseen, with its raw log-softmax when wanted.
-template <typename T>
-[[maybe_unused]] RowChoice score_token(const T* logits,
-                                       int64_t vocab_size,
-                                       int32_t token_id,
-                                       bool want_logprob) {
-  if (!want_logprob) return {token_id, 0.0f};
-  Row<T> row(logits, vocab_size, 0.0f);
-  row.scan(true, false);
-  return {token_id, row.logprob(row.logit(token_id))};
 }
 
 }  // namespace

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
-#include "common/philox.h"
 #include "sampling/sample.h"
 #include "sampling/target_row_cpu.h"
+#include "sampling/uniform_source.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// token = inverse CDF of filtered softmax(logits / temperature) at the row's own uniform.
-// Cost:    one read of rows * vocab_size logits; with top-p a few passes over the row in L2.
+// token = inverse CDF of filtered softmax(processed logits / temperature) at the row's own uniform.
+// Cost:    one read of rows * vocab_size logits; with top-p a few passes over the row in L2, with
+//          processors a copy of it.
 // Assumes: rows contiguous, positions >= 0, parameters in range.
 // Order:   row_cpu.h; a row depends on nothing but itself.
 // Source:  inverse transform sampling; filters in the order of transformers' logits warpers.

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 
 #include "sampling/row_rule.h"
 #include "sampling/target_row_cpu.h"
@@ -28,24 +27,6 @@ struct DraftProbs {
       if (token_ids[i] == token_id) return clean_draft_prob(probs[i]);
     }
     return 0.0f;
-  }
-};
-
-// Memory of one thread that grows to what the largest row has asked for.
-template <typename T>
-struct Array {
-  T* data = nullptr;
-  int64_t capacity = 0;
-
-  ~Array() { std::free(data); }
-
-  T* reserve(int64_t size) {
-    if (size > capacity) {
-      std::free(data);
-      data = static_cast<T*>(std::malloc(size * sizeof(T)));
-      capacity = size;
-    }
-    return data;
   }
 };
 

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #include "sampling/logits_processors.h"
@@ -129,7 +128,7 @@ class TargetRow {
       processed_ = untouched_;
       return;
     }
-    T* copy = static_cast<T*>(tls_scratch.reserve_row(vocab_size * sizeof(T)));
+    T* copy = reinterpret_cast<T*>(tls_scratch.row.reserve(vocab_size * sizeof(T)));
     auto copy_leaf = [&](int64_t begin, int size) {
       if (processors->mask) {
         copy_allowed(logits + begin, processors->mask + begin / 32, size, copy + begin);
