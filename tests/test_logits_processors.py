@@ -157,6 +157,29 @@ def test_processed_strided_rows_with_poisoned_slack(
     assert (wide[:, :101] == wide[0, 0]).all() and (wide[:, 2134:] == wide[0, 0]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [511, 513, 1023, 1025, 3072, 8201])
+def test_named_tokens_at_the_ends_of_words_and_leaves(
+    device: str, isa: str, dtype: torch.dtype, vocab: int
+) -> None:
+    """Also in rows that begin on every boundary, and beside an element that is another row's."""
+    logits = (3 * torch.randn(9, vocab + 11)).to(dtype).to(device)[:, 1 : vocab + 1]
+    ends = [end + i for end in range(0, vocab, 512) for i in (-1, 0, 1, 7, 8, 31, 32)] + [vocab - 1]
+    ids = torch.tensor(sorted({i for i in ends if 0 <= i < vocab}), dtype=torch.int32)
+    counts = torch.randint(1, 9, (2, len(ids)), dtype=torch.int32)
+    processors = LogitsProcessors(
+        slots=torch.randint(2, (9,), dtype=torch.int32),
+        counted_token_ids=ids.repeat(2, 1),
+        token_counts=counts,
+        presence_penalty=torch.tensor([0.7, -0.7]),
+        frequency_penalty=torch.tensor([-0.5, 0.5]),
+        logit_bias_token_ids=ids.repeat(2, 1),
+        logit_bias=4 * torch.randn(2, len(ids)),
+    )
+    params = row_params(9, temperature=[0.0, 1.0, 1.0] * 3, top_k=[0, 0, 20] * 3)
+    check_as_if_edited(logits, positions_from(3, 9), params, processors)
+
+
 def test_nothing_allowed_and_odd_logits(device: str, isa: str) -> None:
     """A row whose every token is disallowed; NaN and infinities under every rule."""
     vocab = 70
@@ -372,14 +395,12 @@ def test_processors_refuse_values(
         run(logits, positions, params, processors, out=out)
 
 
-def test_bad_words_need_the_tokens_so_far() -> None:
+def test_bad_words_need_the_tokens_so_far(device: str, on_cuda: bool) -> None:
     positions = torch.tensor([3, 12]).int()
     processors = random_processors(2, 2, 40, positions)
     processors = processors._replace(token_ids=processors.token_ids[:, :11].contiguous())
-    with pytest.raises(
-        ValueError, match=r"processors\.token_ids must be as wide as .*, got 11 wide"
-    ):
-        sampling.sample(torch.zeros(2, 40), positions, processors=processors)
+    with expect_fault(on_cuda, r"processors\.token_ids must be as wide as .*, got (11 wide|fewer)"):
+        run(torch.zeros(2, 40, device=device), positions, row_params(2), processors)
 
 
 def test_purposes_that_choose_no_token_are_refused(device: str) -> None:
@@ -388,3 +409,71 @@ def test_purposes_that_choose_no_token_are_refused(device: str) -> None:
         ValueError, match=r"sample: purpose must be 0 \(DRAFT\) or 3 \(TARGET\), got"
     ):
         sampling.sample(logits, positions, purpose=Purpose.ACCEPT)
+
+
+@pytest.mark.parametrize("change", ["slots", "mask_indices", "repetition_penalty", "token_ids"])
+@pytest.mark.parametrize("op", ["verify", "verify_tree", "top_logprobs"])
+def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change: str) -> None:
+    """The third of four requests has a wrong value; on CUDA it yields nothing, the others all."""
+    batch, k, vocab, n = 4, 3, 70, 5
+    step = {
+        "output_indptr": torch.arange(batch + 1, dtype=torch.int32) * (k + 1),
+        "draft_token_ids": torch.randint(vocab, (batch, k), dtype=torch.int32),
+        "positions": torch.tensor([5, 9, 3, 8], dtype=torch.int32),
+    }
+    if op == "verify_tree":
+        step["parents"] = torch.tensor([[-1, 0, 0]] * batch, dtype=torch.int32)
+    rows = batch * (k + 1)
+    processors = random_processors(batch, rows, vocab, step["positions"], step["draft_token_ids"])
+    processors.slots.copy_(torch.tensor([1, 0, 3, 2]))
+    processors.repetition_penalty[:] = 1.2
+    logits = torch.randn(rows, vocab)
+
+    def tokens(processors: LogitsProcessors) -> Tensor:
+        arguments = on_device(step, device)
+        more: dict[str, Any] = {"processors": to_device(processors, device)}
+        if op == "top_logprobs":
+            more["processed_logprobs"] = True
+            more["ranks"] = torch.zeros(rows, n, dtype=torch.int32, device=device)
+            out = sampling.top_logprobs(logits.to(device), n, **arguments, **more)[0]
+            return out.view(batch, -1).cpu()
+        more["ranks"] = torch.zeros(batch, k + 1, dtype=torch.int32, device=device)
+        call = sampling.verify_tree if op == "verify_tree" else sampling.verify
+        out = call(logits.to(device), **arguments, **more)
+        assert torch.equal(more["ranks"] > 0, out[0] >= 0)
+        return out[0].cpu()
+
+    want = tokens(processors)
+    if change == "slots":
+        processors.slots[2] = 6
+    elif change == "mask_indices":
+        processors.mask_indices[2 * (k + 1) + 2] = 3
+    elif change == "repetition_penalty":
+        processors.repetition_penalty[3] = -1.0
+    else:
+        processors.bad_words[:] = -1
+        processors = processors._replace(token_ids=processors.token_ids[:, :8])
+        step["positions"][1] = 8
+        want = tokens(processors)
+        step["positions"][2] = 9
+    got = None
+    with expect_fault(on_cuda, op.replace("_tree", "(_tree)?") + ": .* must be"):
+        got = tokens(processors)
+    if got is not None:
+        assert (got[2] == -1).all()
+        others = torch.tensor([0, 1, 3])
+        assert torch.equal(got[others], want[others]) and (got[others, 0] >= 0).all()
+
+
+def test_rows_too_wide_for_the_overlay_are_refused(device: str, on_cuda: bool) -> None:
+    vocab = 480 * 1024 + 1
+    logits, positions = torch.zeros(1, vocab, device=device), torch.zeros(1).int().to(device)
+    processors = LogitsProcessors(
+        allowed_token_mask=torch.full((1, (vocab + 31) // 32), -1).int().to(device),
+        mask_indices=torch.zeros(1).int().to(device),
+    )
+    if not on_cuda:
+        assert int(sampling.sample(logits, positions, processors=processors)) == 0
+        return
+    with pytest.raises(ValueError, match="sample: logits must be at most 491520 tokens wide on"):
+        sampling.sample(logits, positions, processors=processors)

@@ -83,8 +83,8 @@ __device__ inline ErrorCode fault_of(const LogitsProcessors& all,
   float frequency = all.frequency_penalty ? all.frequency_penalty[slot] : 0.0f;
   bool finite = fabsf(presence) <= FLT_MAX && fabsf(frequency) <= FLT_MAX;
   if (!finite || !(repetition > 0.0f && repetition <= FLT_MAX)) return faults.penalties;
-  bool known = num_tokens >= 0 && num_tokens <= all.max_len;
-  return all.bad_words == nullptr || known ? ErrorCode::kNone : faults.token_ids;
+  if (all.bad_words != nullptr && num_tokens > all.max_len) return faults.token_ids;
+  return ErrorCode::kNone;
 }
 
 }  // namespace specops

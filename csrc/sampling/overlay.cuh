@@ -45,7 +45,8 @@ __device__ inline bool is_mask_index(const LogitsProcessors& all, int64_t output
 }
 
 // By a whole block. num_words: of the bits, up to the end of the row's last leaf. The other arguments
-// are those of row_processors, in range but for the index of the mask.
+// are those of row_processors, in range but for the index of the mask; request -1
+// has none of it.
 __device__ inline void build_overlay(const LogitsProcessors& all,
                                      int64_t batch_idx,
                                      int64_t output_row,
@@ -57,7 +58,10 @@ __device__ inline void build_overlay(const LogitsProcessors& all,
   const RowProcessors& row = row_overlay().processors;
   int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   if (thread == 0) {
-    row_overlay().processors = row_processors(all, batch_idx, output_row, num_tokens, path);
+    row_overlay().processors = {};
+    if (batch_idx >= 0) {
+      row_overlay().processors = row_processors(all, batch_idx, output_row, num_tokens, path);
+    }
     if (!is_mask_index(all, output_row)) row_overlay().processors.mask = nullptr;
   }
   __syncthreads();

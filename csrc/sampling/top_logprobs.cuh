@@ -37,7 +37,7 @@ __device__ inline void sort_ranking(float* logits, int32_t* ids, int64_t count) 
 struct RowOwner {
   int32_t batch_idx, idx, num_rows;
 
-  // Row indptr[batch] and those after it are nobody's: batch_idx is -1.
+  // Rows from output_indptr[batch] on are nobody's: batch_idx is -1.
   __device__ RowOwner(const TopLogprobsParams& params, int32_t row)
       : batch_idx(row), idx(0), num_rows(1) {
     if (params.output_indptr == nullptr) return;
@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   Row<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
   if (processed) {
     RowOwner owner(params, idx);
-    bool sound = owner.batch_idx >= 0 && is_sound(params, idx, owner);
-    if (!sound) {
+    bool owned = owner.batch_idx >= 0;
+    if (owned && !is_sound(params, idx, owner)) {
       if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
       for (int64_t i = threadIdx.x; i < params.n; i += blockDim.x) {
         ids[i] = -1;
@@ -117,16 +117,16 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       }
       if (threadIdx.x != 0) return;
       params.lse[idx] = -INFINITY;
-      if (owner.batch_idx >= 0) report_error(params.error, ErrorCode::kTopLogprobsParameters);
+      report_error(params.error, ErrorCode::kTopLogprobsParameters);
       return;
     }
-    filters = filters_of(params.filters, owner.batch_idx);
+    if (owned) filters = filters_of(params.filters, owner.batch_idx);
     if constexpr (kProcessed) {
-      int64_t first = owner.batch_idx * params.max_draft_tokens;
+      int64_t first = owned ? owner.batch_idx * params.max_draft_tokens : 0;
       build_overlay(params.processors,
                     owner.batch_idx,
                     idx,
-                    params.positions[owner.batch_idx],
+                    owned ? params.positions[owner.batch_idx] : 0,
                     {params.draft_token_ids + first,
                      params.parents ? params.parents + first : nullptr,
                      owner.idx - 1},
