@@ -257,7 +257,7 @@ def test_tables_move_and_change_no_bit(
             assert run_all(engine) == expected
             assert (engine.num_captures > 0) == captures
             assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
-    assert 0 < engine.stats.speculative.num_accepted_tokens
+    assert engine.stats.speculative.num_accepted_tokens > 0
 
 
 def test_a_step_is_one_copy_each_way_and_one_wait(

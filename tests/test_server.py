@@ -4,6 +4,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.__main__ import main
 from specops.engine.config import BUNDLED_MODEL
-from specops.engine.protocol import ChatCompletionRequest, CompletionRequest
+from specops.engine.protocol import ChatCompletionRequest, CompletionRequest, parse
 
 TESTS = Path(__file__).parent
 HTTP = httpx.Client(timeout=30)
@@ -854,6 +855,73 @@ def test_choices_share_pages_and_keep_their_tokens(tiny: Served, model_dir: Path
     shared = (len(expected[0].prompt_token_ids) - 1) // 16 * 16
     assert counters(tiny)["specops:prefix_cache_hits_total"][""] == hits + 2 * shared
     tiny.wait_until_idle()
+
+
+def test_every_sampling_parameter_reaches_the_engine(tiny: Served, model_dir: Path) -> None:
+    own: dict[str, Any] = {
+        "top_k": 40,
+        "typical_p": 0.9,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "bad_words": ["a", "in "],
+        "bad_words_token_ids": [[5, 6], [7]],
+        "allowed_token_ids": list(range(1, 150)),
+        "min_tokens": 20,
+        "stop_token_ids": list(range(30, 60)),
+        "stop_token_sequences": [[1, 2]],
+        "think_end_token_id": 9,
+        "reasoning_max_tokens": 8,
+        "response_max_tokens": 25,
+        "think_inject_token_ids": [8, 9],
+    }
+    prompt = "for i in range(3): for i in range"
+    common = {"max_tokens": 60, "temperature": 0.9, "seed": 11}
+    params = SamplingParams(**common, logit_bias={70: 2.5}, **own)
+    (expected,) = tiny_engine(model_dir).generate([prompt], params)
+    body = {"prompt": prompt, **common, "logit_bias": {"70": 2.5}, **own}
+    (choice,) = post(tiny, "completions", body).json()["choices"]
+    for name in ("text", "finish_reason", "stop_reason"):
+        assert choice[name] == getattr(expected, name)
+    read = parse(CompletionRequest, json.dumps(body).encode()).sampling_params()
+    assert read == params
+    others = {"top_p", "min_p", "n", "stop", "ignore_eos", "logprobs"}  # in other tests
+    given = {*common, *own, "logit_bias"}
+    assert given | others == {field.name for field in dataclasses.fields(SamplingParams)}
+    last = events(post(tiny, "completions", body | STREAM))[-1]
+    assert last["choices"][0]["stop_reason"] == expected.stop_reason
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"logit_bias": {"1000000": 1}},
+        {"allowed_token_ids": [10**6]},
+        {"bad_words": ["x" * 65]},
+        {"think_end_token_id": 10**6, "reasoning_max_tokens": 1},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_what_the_model_lacks_is_refused(tiny: Served, field: dict[str, Any]) -> None:
+    response = post(tiny, "completions", TEXT | field)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == next(iter(field))
+
+
+def test_a_stop_is_named(tiny: Served) -> None:
+    body = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    (plain,) = post(tiny, "completions", body).json()["choices"]
+    assert plain["stop_reason"] is None and plain["finish_reason"] == "length"
+    forced = body | {"logit_bias": {"33": 100}}
+    (by_id,) = post(tiny, "completions", forced | {"stop_token_ids": [33]}).json()["choices"]
+    assert (by_id["finish_reason"], by_id["stop_reason"], by_id["text"]) == ("stop", 33, "")
+    (by_list,) = post(tiny, "completions", forced | {"stop_token_sequences": [[33, 33]]}).json()[
+        "choices"
+    ]
+    assert (by_list["finish_reason"], by_list["stop_reason"]) == ("stop", [33, 33])
+    text = by_list["text"][:1]
+    (by_text,) = post(tiny, "completions", forced | {"stop": text}).json()["choices"]
+    assert (by_text["finish_reason"], by_text["stop_reason"], by_text["text"]) == ("stop", text, "")
 
 
 def test_a_model_without_a_chat_template(tiny: Served) -> None:

@@ -130,23 +130,27 @@ class StepMemory:
         self.num_captures = 0
         self._blocks: dict[str, tuple[Tensor, Tensor]] = {}  # host and device; the same on the CPU
         self._steps: dict[StepShape, Step] = {}  # least recently used first
+        self._last: Step | None = None  # of these, the one used most recently
 
     def find(self, shape: StepShape) -> "Step | None":
         """Returns the step of a shape if it is there."""
+        if self._last is not None and self._last.shape == shape:  # as it mostly is
+            return self._last
         step = self._steps.pop(shape, None)
         if step is not None:
-            self._steps[shape] = step
+            self._steps[shape] = self._last = step
         return step
 
     def keep(self, shape: StepShape, step: "Step") -> None:
         """Keeps a step for the next of its shape."""
         while len(self._steps) >= _MAX_KEPT_STEPS:
             del self._steps[next(iter(self._steps))]
-        self._steps[shape] = step
+        self._steps[shape] = self._last = step
 
     def forget(self) -> None:
         """Drops all steps: what they use has moved."""
         self._steps.clear()
+        self._last = None
 
     def block(self, name: str, num_bytes: int) -> tuple[Tensor, Tensor]:
         """Returns a block's host and device sides, of at least so many bytes.
