@@ -276,7 +276,7 @@ MUTATIONS = [
         "a stop sequence reaches into the prompt",
         "sampling/commit_walk.h",
         "if (length == 0 || length > num_output_tokens) continue;",
-        "if (length == 0 || length > tokens.len) continue;",
+        "if (length == 0 || length > num_output_tokens + 1) continue;",
         COMMIT,
     ),
     Mutation(
