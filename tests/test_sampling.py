@@ -221,6 +221,19 @@ def test_top_p_is_renormalised_after_top_k(device: str, isa: str) -> None:
     assert kept_by_sampling(row, top_k=2, top_p=0.5) == {0}
 
 
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.9}, {"top_p": 0.2}, {"top_k": 2}, {"top_k": 3, "top_p": 0.8}]
+)
+def test_zeros_of_both_signs_are_tied(device: str, isa: str, filters: dict[str, float]) -> None:
+    rows = 120
+    logits = torch.tensor([-0.0, 0.0, -1.0])[torch.randint(3, (rows, 5))]
+    params = row_params(rows, **filters)
+    positions = positions_from(0, rows)
+    got, logprobs = with_logprobs(logits.to(device), positions, params)
+    assert torch.equal(got, reference.sample(logits, positions, **params))
+    assert (logprobs <= 0).all()
+
+
 def test_min_p(device: str, isa: str) -> None:
     row = torch.tensor([0.1, 0.5, 0.3, 0.1], device=device).log()
     assert kept_by_sampling(row, min_p=0.5) == {1, 2}

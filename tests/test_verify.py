@@ -253,6 +253,45 @@ def test_verify_tree(
         assert (nodes >= 0).any() and (nodes > beyond).any()  # paths that leave the first branch
 
 
+@pytest.mark.parametrize("given", ["none", "dense", "sparse"])
+@pytest.mark.parametrize("vocab", [8193, 151_936])
+def test_verify_large_vocabularies(
+    device: str, isa: str, on_cuda: bool, vocab: int, given: str
+) -> None:
+    """Every way in which the filters leave a row; with nothing in the last leaf of some."""
+    if on_cuda and vocab > 10_000:
+        pytest.skip("minutes in the interpreter")
+    batch, k = 7, 2
+    step = ragged_step(batch, k, vocab, given=given, strategies=[REJECTION], policies=[NORMAL])
+    rows = batch * (k + 1)
+    step["output_indptr"] = torch.arange(0, rows + 1, k + 1, dtype=torch.int32)
+    step["logits"] = torch.randn(rows, vocab)
+    step["logits"][::2, vocab - vocab % 1024 :] = -math.inf
+    best = step["logits"].argmax(-1).view(batch, k + 1)[:, :k]
+    wanted = torch.rand(batch, k) < 0.5
+    step["draft_token_ids"] = torch.where(wanted, best, torch.randint(vocab, (batch, k))).int()
+    if given != "none":
+        width = step["draft_probs"].shape[2]
+        step["draft_probs"] = (2 * torch.randn(batch, k, width)).softmax(-1)
+    if given == "sparse":
+        ids = torch.stack([torch.randperm(vocab)[:width] for _ in range(batch * k)])
+        ids[:, 0] = step["draft_token_ids"].flatten()
+        step["draft_prob_token_ids"] = ids.view(batch, k, width).int()
+    params = row_params(
+        batch,
+        temperature=[1.0, 0.2, 1.0, 0.5, 1.5, 1.0, 0.7],
+        top_k=[0, 0, 50, 0, 3000, 0, 20],
+        top_p=[1.0, 1.0, 1.0, 0.9, 0.95, 1.0, 0.8],
+        min_p=[0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 0.0],
+    )
+    params["typical_p"] = torch.tensor([1, 0.9, 1, 1, 1, 0.5, 1])
+    step |= params
+    for strategy in (REJECTION, BLOCK):
+        step["strategy"] = torch.full((batch,), strategy, dtype=torch.int32)
+        got = check_step(step, device, processed_logprobs=True)
+        assert (got["logprobs"] > -math.inf).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_verify_strided_logits(device: str, isa: str, dtype: torch.dtype) -> None:
     step = ragged_step(20, 3, 77, given="dense", strategies=[*VerifyStrategy])

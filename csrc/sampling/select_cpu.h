@@ -34,23 +34,21 @@ inline Cut tighter(Cut a, Cut b) {
   return a.last_id < b.last_id ? a : b;
 }
 
-// Floats as integers of the same order.
+// Floats as integers of the same order; the two zeros are one, and no integer lies between neighbours.
 inline uint32_t ordered_bits(float x) {
   uint32_t word;
   std::memcpy(&word, &x, 4);
-  return word & 0x80000000u ? ~word : word | 0x80000000u;
+  return word & 0x80000000u ? ~word + 1 : word | 0x80000000u;
 }
 
 inline float from_ordered_bits(uint32_t word) {
-  word = word & 0x80000000u ? word & 0x7fffffffu : ~word;
+  word = word & 0x80000000u ? word & 0x7fffffffu : ~(word - 1);
   float x;
   std::memcpy(&x, &word, 4);
   return x;
 }
 
-inline float next_above(float x) {
-  return from_ordered_bits(ordered_bits(x + 0.0f) + 1);  // the sum makes +0 of -0, its equal
-}
+inline float next_above(float x) { return from_ordered_bits(ordered_bits(x) + 1); }
 
 // NaN as -inf, +inf as the largest finite float.
 inline F32x16 clean(F32x16 x) { return min(max(x, set1(-INFINITY)), set1(FLT_MAX)); }
