@@ -827,11 +827,11 @@ def _walk(
     block: list[int] = []
     if rule == BLOCK and policy == NORMAL and children[0]:
         n = [*tokens, -1].index(-1)
-        one_hot = torch.eye(len(targets[0]), dtype=torch.float64)
+        chosen = torch.nn.functional.one_hot(torch.tensor(tokens[:n]), len(targets[0])).double()
         block = _block_choices(
             targets,
             tokens[:n],
-            [one_hot[t] if q is None else q for t, q in zip(tokens[:n], given, strict=False)],
+            [one if q is None else q for one, q in zip(chosen, given, strict=False)],
             lambda purpose, i: coin(purpose, start + i, 0, start + 1),
         )
     emitted: list[tuple[int, int]] = []
