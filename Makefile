@@ -60,7 +60,7 @@ $(VENV)/lint-deps: $(VENV)/serve-deps
 simt: $(VENV)/simt
 
 $(VENV)/simt: $(VENV)/built
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt _simt_test _simt_test_race _simt_test_asan
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt _simt_test _simt_test_race _simt_test_asan _scripted _scripted_simt
 	touch $@
 
 # The same with every access to memory checked for races, and under AddressSanitizer. `make test`

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands in the place of csrc/common/philox.h when the sampling ops are compiled for the law tests:
+// every uniform comes from a table, so that a test can integrate over it.
+#pragma once
+
+#define philox_uniform generated_uniform
+#include "../../../csrc/common/philox.h"
+#undef philox_uniform
+
+namespace specops {
+
+// Row key.seed of the table, column of the rest of the key; a key without a column gets one.
+float scripted_uniform(const UniformKey& key, Purpose purpose);
+
+SPECOPS_HOST_DEVICE float philox_uniform(const UniformKey& key, Purpose purpose) {
+  return scripted_uniform(key, purpose);
+}
+
+}  // namespace specops

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sampling ops as they are, with scripted uniforms (common/philox.h beside this file).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "common/isa.h"
+#include "common/ops.h"
+#include "common/parallel.h"
+#include "common/philox.h"
+#include "sampling/ops.h"
+#if defined(SPECOPS_SIMT)
+#include "simt/ops.h"
+#endif
+
+namespace specops {
+namespace {
+
+// position, purpose, choice_index, sub_index, anchor
+using Key = std::array<uint32_t, 5>;
+
+const float* uniforms = nullptr;  // [rows, columns], the caller's
+size_t rows = 0;
+size_t columns = 0;
+std::vector<Key> keys;  // the first `columns` have uniforms
+std::mutex mutex;
+
+}  // namespace
+
+float scripted_uniform(const UniformKey& key, Purpose purpose) {
+  Key wanted{
+      key.position, static_cast<uint32_t>(purpose), key.choice_index, key.sub_index, key.anchor};
+  for (size_t column = 0; column < columns; ++column) {
+    if (keys[column] != wanted) continue;
+    return key.seed < rows ? uniforms[key.seed * columns + column] : 0.0f;
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  for (size_t column = columns; column < keys.size(); ++column) {
+    if (keys[column] == wanted) return 0.0f;
+  }
+  keys.push_back(wanted);
+  return 0.0f;
+}
+
+}  // namespace specops
+
+PYBIND11_MODULE(SPECOPS_MODULE, m) {
+  using namespace specops;
+  m.def("set_num_threads", [](int count) { set_num_threads(count); });
+  m.def("set_isa", [](int isa) { set_isa(static_cast<Isa>(isa)); });
+  m.def("set_uniforms", [](std::vector<Key> given, uintptr_t address, size_t num_rows) {
+    keys = std::move(given);
+    uniforms = reinterpret_cast<const float*>(address);
+    columns = keys.size();
+    rows = num_rows;
+  });
+  // The keys asked for so far: those given, then those that had no uniform.
+  m.def("asked_keys", [] { return keys; });
+  register_errors(m);
+  register_sampling(m);
+#if defined(SPECOPS_SIMT)
+  register_simt(m);
+#endif
+}
