@@ -384,6 +384,24 @@ def test_cuda_kernels_in_the_interpreter(
     assert results[2] == results[0]
 
 
+def test_all_parameters_in_the_interpreter(
+    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+) -> None:
+    """Tables, counts kept by the device and rows that count drafts, through the CUDA kernels."""
+    results = []
+    for speculative, captures, limits in (
+        (NAIVE, False, {"max_num_seqs": 1}),
+        (NGRAM, True, {"max_num_seqs": 3}),
+    ):
+        device = twin(captures=captures)
+        engine = make(tiny_dir, speculative, **limits)
+        poison_model(device, engine)
+        each = [everything(i, 20) for i in range(3)]
+        results.append(bits(engine.generate(PROMPTS[:3], each)))
+    assert engine.stats.speculative.num_accepted_tokens > 0
+    assert results[1] == results[0]
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("model", simt.ACCUMULATIONS)
 def test_cuda_kernels_under_any_rounding(
@@ -582,6 +600,24 @@ def test_lossless_on_a_gpu(model_dir: Path, eager: bool) -> None:
         assert bits(run(engine)) == expected
         assert (engine.num_captures > 0) != eager
         assert engine.stats.speculative.num_accepted_tokens > 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_all_parameters_on_a_gpu(model_dir: Path, mode: str) -> None:
+    each = [everything(i, 40) for i in range(len(PROMPTS))] * 2
+    results = []
+    for speculative, limits in (
+        (NAIVE, {"max_num_seqs": 1, "enforce_eager": True}),
+        (NGRAM, {"max_num_seqs": 8}),
+        (NGRAM, {"max_num_seqs": 5, "max_model_len": 96, "num_pages": 10}),
+    ):
+        engine = make(model_dir, speculative, device="cuda", logprobs_mode=mode, **limits)
+        results.append(bits(engine.generate(PROMPTS * 2, each)))
+        assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
+    assert engine.num_captures > 0
+    assert results[1] == results[0]
+    assert results[2] == results[0]
 
 
 @needs_gpu

@@ -260,9 +260,9 @@ class ScriptedDrafter:
             batch.num_draft_tokens[slot] = width
 
 
-def run_mixed(engine: Engine) -> list[Completion]:
-    texts = [prompts()[i % NUM_PROMPTS] for i in range(NUM_MIXED)]
-    done = engine.generate(texts, [mixed(i) for i in range(NUM_MIXED)])
+def run_mixed(engine: Engine, count: int = NUM_MIXED) -> list[Completion]:
+    texts = [prompts()[i % NUM_PROMPTS] for i in range(count)]
+    done = engine.generate(texts, [mixed(i) for i in range(count)])
     assert engine.num_free_pages == engine.num_pages
     return done
 
@@ -335,3 +335,19 @@ def test_all_parameters_mixed_change_nothing(
     print(f"{drafter}, k = {k}: {accepted:.3f} of {spec.num_draft_tokens} drafts accepted")
     assert 0.2 <= accepted <= 0.8, f"acceptance {accepted:.2f}"
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
+
+
+@pytest.mark.prove
+def test_all_parameters_on_every_instruction_set(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(speculative: SpeculativeConfig, **config: Any) -> Engine:
+        return Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))
+
+    expected = run_mixed(engine(SpeculativeConfig(method="naive"), max_num_seqs=1), 40)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
+    agree(run_mixed(engine(speculative, max_num_seqs=10, num_threads=3), 40), expected)
+    truth = {one.seed % 2**64: one for one in expected}
+    monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
+    scripted = engine(speculative, max_num_seqs=16, num_threads=2, max_num_batched_tokens=64)
+    agree(run_mixed(scripted, 40), expected)
+    spec = scripted.stats.speculative
+    assert 0.2 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.8
