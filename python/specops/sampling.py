@@ -297,8 +297,8 @@ def verify(
         choice_index: [batch], int32.
         processors: What changes the logits first; rows count the drafts before them.
         draft_probs: [batch, k, vocab_size] or, with draft_prob_token_ids, [batch, k, n], float32.
-            The distribution each draft was drawn from. NaN and less than 0 are 0. Absent: each
-            draft had probability 1, as with drafters that do not draw.
+            The distribution each draft was drawn from. NaN and less than 0 are 0, more than 1 is
+            1. Absent: each draft had probability 1, as with drafters that do not draw.
         draft_prob_token_ids: [batch, k, n], int32. The tokens that draft_probs are of, each once;
             -1 padded.
         accept_rates: [batch, k], float32, within [0, 1]. Of SYNTHETIC.
