@@ -286,7 +286,7 @@ def tokens_of(prefix: int, vocab: int) -> list[int]:
     return [] if prefix == 0 else [*tokens_of((prefix - 1) // vocab, vocab), (prefix - 1) % vocab]
 
 
-PROMPT = [0, 1, 1, 0, 2]  # its length is START
+PROMPT = [0, 1, 1, 0, 0]  # its length is START
 
 
 def every_processor(vocab: int, length: int) -> Callable[[Tensor, Tensor], Any]:
@@ -485,6 +485,8 @@ def play_tree(ops: Any, game: Game, parents: list[int]) -> Callable[[Coins, int]
             visited.append(append(game.world, prefix, drafts[-1]))
         rows = torch.stack(visited, 1)
         more = draft_form(game, game.world.draft[rows[:, :nodes]].float())
+        if game.processors_of is not None:
+            more["processors"] = game.processors_of(rows[:, 0], rows.flatten())
         tokens, accepted, walked = ops.verify_tree(
             game.world.target_logits[rows.flatten()],
             torch.arange(0, n * (nodes + 1) + 1, nodes + 1, dtype=torch.int32),

@@ -162,6 +162,13 @@ def tree(ops: Any, strategy: int, form: str, parents: list[int] = TREE, vocab: i
     check_law(ops, Game(made, 2, strategy, draft_form=form), parents=parents)
 
 
+def tree_processors(ops: Any) -> None:
+    """A row counts the drafts on its way from the root, and no others."""
+    of = every_processor(4, 3)
+    game = Game(make_world(4, 3, processors_of=of), 2, REJECTION, processors_of=of)
+    check_law(ops, game, parents=[-1, -1, 1, 0])
+
+
 # ---- the checks: equalities, for what leaves the law alone ----
 
 
@@ -365,6 +372,7 @@ LAWS: dict[str, Callable[[Any], None]] = {
     **{f"ragged steps {s.name}": partial(ragged_steps, strategy=s) for s in (REJECTION, BLOCK)},
     **{f"tree REJECTION {form}": partial(tree, strategy=REJECTION, form=form) for form in FORMS},
     "tree TARGET_MATCH": partial(tree, strategy=TARGET_MATCH, form="one_hot"),
+    "tree processors": tree_processors,
     "tree GREEDY": partial(tree, strategy=GREEDY, form="one_hot"),
 }
 LARGER: dict[str, Callable[[Any], None]] = {
@@ -376,7 +384,7 @@ LARGER: dict[str, Callable[[Any], None]] = {
         tree, strategy=REJECTION, form="dense", parents=[-1, -1, -1, 0, 0], vocab=4
     ),
     "tree REJECTION one_hot": partial(
-        tree, strategy=REJECTION, form="one_hot", parents=[-1, -1, 1, 1, -1], vocab=4
+        tree, strategy=REJECTION, form="one_hot", parents=[-1, -1, 1, 1], vocab=4
     ),
 }
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs put into the real kernels, one at a time: the tests of the op, run in the interpreter, must
-notice every one. A mutation that no longer applies fails too: choose the like of it in new code.
+notice every one; those of verification's own rules are put into the CPU's, for the tests of its
+laws. A mutation that no longer applies fails too: choose the like of it in new code.
 
 The table of what noticed what is left in build/mutations.md.
 """
@@ -27,7 +28,7 @@ class Mutation:
     old: str  # stands in the file once
     new: str
     tests: str  # file of tests, and what to select there
-    build: str = "plain"  # or race: in which the bug shows
+    build: str = "plain"  # or race: in which the bug shows; or scripted: for the laws
 
 
 LINEAR = "test_dense.py linear and not wide_output"
@@ -338,6 +339,131 @@ MUTATIONS = [
     ),
 ]
 
+LAWS = [
+    Mutation(
+        "the draft's own coin accepts it",
+        "sampling/strategy_cpu.h",
+        "uniform(Purpose::kAccept, i)",
+        "uniform(Purpose::kDraft, i)",
+        "test_laws.py rejection and dense",
+        "scripted",
+    ),
+    Mutation(
+        "siblings share a coin",
+        "sampling/strategy_cpu.h",
+        "uniform(Purpose::kAccept, i)",
+        "uniform(Purpose::kAccept, 0)",
+        "test_laws.py tree and REJECTION",
+        "scripted",
+    ),
+    Mutation(
+        "<= for <",
+        "sampling/row_rule.h",
+        "return uniform * draft_prob * residual.mass < left;",
+        "return uniform * draft_prob * residual.mass <= left;",
+        "test_laws.py edges",
+        "scripted",
+    ),
+    Mutation(
+        "the residual is not normalised",
+        "sampling/row_rule.h",
+        "return uniform * draft_prob * residual.mass < left;",
+        "return uniform * draft_prob < left;",
+        "test_laws.py tree and REJECTION",
+        "scripted",
+    ),
+    Mutation(
+        "the residual is the target",
+        "sampling/row_rule.h",
+        "return {1.0, residual.taken + residual.mass, 0.0};",
+        "return {1.0, residual.taken, 0.0};",
+        "test_laws.py rejection and dense",
+        "scripted",
+    ),
+    Mutation(
+        "no bonus token",
+        "sampling/accept_walk.h",
+        "for (int32_t i = num_rows > 0 ? depth + 1 : 0; i < capacity; ++i) {",
+        "for (int32_t i = num_rows > 0 ? depth + (depth + 1 < num_rows) : 0; i < capacity; ++i) {",
+        "test_laws.py rejection or target_match",
+        "scripted",
+    ),
+    Mutation(
+        "the residual is of the row after",
+        "sampling/verify_cpu.cpp",
+        "TargetRow<T> row = target_row(request, accepted);",
+        "TargetRow<T> row = target_row(request, accepted + 1);",
+        "test_laws.py block and dense",
+        "scripted",
+    ),
+    Mutation(
+        "every row has the first row's draft distribution",
+        "sampling/verify_cpu.cpp",
+        "(batch_idx * params.max_draft_tokens + row) * params.num_draft_probs;",
+        "(batch_idx * params.max_draft_tokens + 0 * row) * params.num_draft_probs;",
+        "test_laws.py rejection and dense",
+        "scripted",
+    ),
+    Mutation(
+        "penalties do not see the drafts in flight",
+        "sampling/logits_processors.h",
+        "outputs += row.path.draft_token_ids[node] == id;",
+        "outputs += 0 * (row.path.draft_token_ids[node] == id);",
+        "test_laws.py processors",
+        "scripted",
+    ),
+    Mutation(
+        "a row has the next position's coins",
+        "sampling/verify_cpu.cpp",
+        "start + row_depth(drafts, row), anchor)",
+        "start + 1 + row_depth(drafts, row), anchor)",
+        "test_laws.py sample and equality",
+        "scripted",
+    ),
+    Mutation(
+        "every row has the first position's coins",
+        "sampling/verify_cpu.cpp",
+        "start + row_depth(drafts, row), anchor)",
+        "start + 0 * row_depth(drafts, row), anchor)",
+        "test_laws.py rejection and dense",
+        "scripted",
+    ),
+    Mutation(
+        "ties go to the highest id",
+        "sampling/row_cpu.h",
+        "      while (logit(id) != max_) ++id;\n      return id;",
+        "      id = vocab_size_ - 1 < id + kLeaf ? vocab_size_ - 1 : id + kLeaf - 1;\n"
+        "      while (logit(id) != max_) --id;\n      return id;",
+        "test_laws.py ties",
+        "scripted",
+    ),
+    Mutation(
+        "block verification without its anchor",
+        "sampling/row_rule.h",
+        "return static_cast<uint32_t>(first_position) + 1u;",
+        "return 0u * static_cast<uint32_t>(first_position);",
+        "test_laws.py two and steps",
+        "scripted",
+    ),
+    Mutation(
+        "block verification with the products alone",
+        "sampling/accept_walk.h",
+        "return all > 0.0 ? mass / all : 1.0;",
+        "return all > 0.0 ? weight : 1.0;",
+        "test_laws.py block and dense",
+        "scripted",
+    ),
+    Mutation(
+        "a draft outside the nucleus is taken",
+        "sampling/strategy_cpu.h",
+        "row.weight_of(drafts.token_ids[child]) > 0.0) {",
+        "row.weight_of(drafts.token_ids[child]) >= 0.0) {",
+        "test_laws.py topp",
+        "scripted",
+    ),
+]
+MUTATIONS += LAWS
+
 SELECTIONS = sorted({(mutation.tests, mutation.build) for mutation in MUTATIONS})
 
 
@@ -382,13 +508,15 @@ def run(command: list[str], root: Path, **env: str) -> subprocess.CompletedProce
 
 
 def build_and_test(root: Path, tests: str, build: str) -> subprocess.CompletedProcess[str]:
-    target = "_simt" if build == "plain" else f"_simt_{build}"
+    target = {"plain": "_simt", "scripted": "_scripted"}.get(build, f"_simt_{build}")
+    where = "_scripted-" if build == "scripted" else "simt"
+    build = "plain" if build == "scripted" else build
     done = run(["cmake", "--build", "build/cmake", "--target", target], root)
     assert done.returncode == 0, done.stdout[-3000:]
     file, select = tests.split(" ", 1)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=short"]
     command += ["-p", "no:cacheprovider", "-m", "not prove"]
-    command += ["-k", f"simt and ({select})", f"tests/{file}"]
+    command += ["-k", f"{where} and ({select})", f"tests/{file}"]
     return run(command, root, SPECOPS_SIMT_BUILD=build, COLUMNS="400")
 
 
