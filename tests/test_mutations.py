@@ -41,6 +41,7 @@ COMMIT = "test_commit.py test"
 SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
+PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
 NGRAM = "test_suffix_tree.py ngram or history or match or draft"
 
 MUTATIONS = [
@@ -322,6 +323,48 @@ MUTATIONS = [
         "rank_key(shared.list_x[i], shared.list_id[i]) > key",
         "rank_key(shared.list_x[i], 0) > key",
         TOP_LOGPROBS,
+    ),
+    Mutation(
+        "no barrier between clearing the overlay's bits and setting them",
+        "sampling/overlay.cuh",
+        "    bits[word] = {0u, ~allowed};\n  }\n  __syncthreads();",
+        "    bits[word] = {0u, ~allowed};\n  }",
+        PROCESSORS,
+    ),
+    Mutation(
+        "a table's stretch ends a token early",
+        "sampling/overlay.cuh",
+        "min(max(begins[id / kStretchTokens + 1], 0), size)",
+        "min(max(begins[id / kStretchTokens + 1] - 1, 0), size)",
+        PROCESSORS,
+    ),
+    Mutation(
+        "one read of a logit does not see the overlay",
+        "sampling/leaf.cuh",
+        "      forbid(words, bits.forbidden);\n",
+        "",
+        PROCESSORS,
+    ),
+    Mutation(
+        "raw logprobs of processed logits",
+        "sampling/leaf.cuh",
+        "leaf_sum(x, stats.raw_max, kLog2e);\n    x.forget_derived();\n    x.process(leaf);",
+        "leaf_sum(x, stats.raw_max, kLog2e);\n    x.process(leaf);\n    stats.raw_max = leaf_max(x);",
+        PROCESSORS,
+    ),
+    Mutation(
+        "equal logits count for the rank",
+        "sampling/row.cuh",
+        "number += clean(x[i]) > value;",
+        "number += clean(x[i]) >= value;",
+        PROCESSORS,
+    ),
+    Mutation(
+        "equally typical tokens: the higher ids stay",
+        "sampling/row.cuh",
+        "own == cut.distance && id <= cut.last_id",
+        "own == cut.distance && id >= cut.last_id",
+        PROCESSORS,
     ),
     Mutation(
         "no barrier between the warps' matches and the longest",

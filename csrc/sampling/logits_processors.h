@@ -14,7 +14,7 @@
 namespace specops {
 
 // The widest row for which a block of every device can say what becomes of each token.
-constexpr int64_t kMaxProcessedVocab = 480 << 10;
+constexpr int64_t kMaxProcessedVocab = 448 << 10;
 
 // Tables with one row per slot, so that they stay where they are while requests come and go. Every
 // pointer may be nullptr: off.
@@ -215,21 +215,30 @@ SPECOPS_HOST_DEVICE float penalized_logit(const RowProcessors& row,
   return x;
 }
 
-// Biases and penalties of a token that is not forbidden. Each step is rounded to fp32.
-SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row, int32_t id, float x) {
+// Biases and penalties of a token that is not forbidden. Each step is rounded to fp32. find(ids, size,
+// id) is find_sorted, or the same by somebody who knows where to look.
+template <typename Find>
+SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row,
+                                         int32_t id,
+                                         float x,
+                                         const Find& find) {
   x = clean_logit(x);
   if (row.max_biases > 0) {
-    int32_t at = find_sorted(row.bias_token_ids, row.max_biases, id);
+    int32_t at = find(row.bias_token_ids, row.max_biases, id);
     if (at >= 0) x += row.biases[at];
   }
   if (!row.penalizes) return x;
-  int32_t at = find_sorted(row.counted_token_ids, row.max_counted, id);
+  int32_t at = find(row.counted_token_ids, row.max_counted, id);
   int32_t counts = at >= 0 ? row.token_counts[at] : 0;
   int32_t outputs = counts >> 1;
   for (int32_t node = row.path.node; node >= 0; node = node_before(row.path, node)) {
     outputs += row.path.draft_token_ids[node] == id;
   }
   return penalized_logit(row, x, outputs, (counts & 1) != 0);
+}
+
+SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row, int32_t id, float x) {
+  return adjusted_logit(row, id, x, find_sorted);
 }
 
 // What a logit becomes, in the logits' own dtype: as an edit in place would leave it.

@@ -13,6 +13,7 @@ constexpr int kRowSharedBytes = 41 << 10;  // where it begins: RowShared comes f
 
 struct RowOverlay {
   RowProcessors processors;
+  int32_t num_words;  // of the bits
 };
 
 constexpr int kOverlayBytes = (static_cast<int>(sizeof(RowOverlay)) + 15) / 16 * 16;
@@ -21,13 +22,18 @@ struct OverlayBits {
   uint32_t changed;    // by biases or penalties
   uint32_t forbidden;  // by the mask, a bad word, or the minimal length
 };
-static_assert(kOverlayBytes + kMaxProcessedVocab / 32 * int64_t{sizeof(OverlayBits)} <= 121 << 10,
-              "the budget of tools/gates");
 
-// Shared memory of a block whose row has that many leaves.
-inline int64_t overlay_bytes(int64_t num_leaves, int64_t leaf_size) {
-  return kOverlayBytes + num_leaves * leaf_size / 32 * static_cast<int64_t>(sizeof(OverlayBits));
+// An ascending table is found in by where each stretch of so many tokens begins in it: a search then
+// waits for memory a few times, and not for the logarithm of a long history.
+constexpr int kStretchTokens = 512;
+constexpr int kStretchWords = kStretchTokens / 32;
+
+// Shared memory of a block whose row ends with the leaf before token `end`.
+constexpr int64_t overlay_bytes(int64_t end) {
+  return kOverlayBytes + end / 32 * static_cast<int64_t>(sizeof(OverlayBits)) +
+         2 * (end / kStretchTokens + 1) * static_cast<int64_t>(sizeof(int32_t));
 }
+static_assert(overlay_bytes(kMaxProcessedVocab) <= 121 << 10, "the budget of tools/gates");
 
 __device__ inline RowOverlay& row_overlay() {
   return *reinterpret_cast<RowOverlay*>(shared_memory() + kRowSharedBytes);
@@ -36,6 +42,24 @@ __device__ inline RowOverlay& row_overlay() {
 // Word w is of tokens 32 w to 32 w + 31.
 __device__ inline OverlayBits* overlay_bits() {
   return reinterpret_cast<OverlayBits*>(shared_memory() + kRowSharedBytes + kOverlayBytes);
+}
+
+// Where a table's entries of each stretch begin, and at last their number; then the same of another.
+__device__ inline int32_t* stretch_begins() {
+  return reinterpret_cast<int32_t*>(overlay_bits() + row_overlay().num_words);
+}
+
+__device__ inline int32_t num_stretches() { return row_overlay().num_words / kStretchWords; }
+
+// find_sorted of an ascending table whose stretches begin there; of any other it stays inside, too.
+__device__ inline int32_t find_in_stretch(const int32_t* begins,
+                                          const int32_t* ids,
+                                          int32_t size,
+                                          int32_t id) {
+  int32_t end = min(max(begins[id / kStretchTokens + 1], 0), size);
+  int32_t begin = min(max(begins[id / kStretchTokens], 0), end);
+  int32_t at = find_sorted(ids + begin, end - begin, id);
+  return at < 0 ? at : begin + at;
 }
 
 __device__ inline bool is_mask_index(const LogitsProcessors& all, int64_t output_row) {
@@ -63,6 +87,7 @@ __device__ inline void build_overlay(const LogitsProcessors& all,
       row_overlay().processors = row_processors(all, batch_idx, output_row, num_tokens, path);
     }
     if (!is_mask_index(all, output_row)) row_overlay().processors.mask = nullptr;
+    row_overlay().num_words = num_words;
   }
   __syncthreads();
   int32_t mask_words = row.mask != nullptr ? (vocab_size + 31) / 32 : 0;
@@ -75,14 +100,25 @@ __device__ inline void build_overlay(const LogitsProcessors& all,
   auto mark = [&](uint32_t OverlayBits::* which, int32_t id) {
     if (id >= 0 && id < vocab_size) atomicOr(&(bits[id / 32].*which), 1u << id % 32);
   };
-  auto mark_ascending = [&](const int32_t* ids, int32_t size) {
+  // Marks the tokens of a table, and says where each stretch begins. Past its end, which is at -1, all
+  // begin with the end.
+  auto mark_ascending = [&](const int32_t* ids, int32_t size, int32_t* begins) {
+    auto stretch_of = [&](int32_t i) {
+      bool inside = i < size && ids[i] >= 0 && ids[i] < vocab_size;
+      return inside ? ids[i] / kStretchTokens : num_words / kStretchWords;
+    };
 #pragma unroll 1
-    for (int32_t i = thread; i < size && ids[i] >= 0; i += threads) {
-      mark(&OverlayBits::changed, ids[i]);
+    for (int32_t i = thread; i <= size; i += threads) {
+      int32_t stretch = stretch_of(i);
+      int32_t before = i > 0 ? stretch_of(i - 1) : -1;
+      if (i < size) mark(&OverlayBits::changed, ids[i]);
+      for (int32_t j = before + 1; j <= stretch; ++j) begins[j] = i;
+      if (stretch == num_words / kStretchWords) break;
     }
   };
-  mark_ascending(row.counted_token_ids, row.max_counted);
-  mark_ascending(row.bias_token_ids, row.max_biases);
+  int32_t* begins = stretch_begins();
+  mark_ascending(row.counted_token_ids, row.max_counted, begins);
+  mark_ascending(row.bias_token_ids, row.max_biases, begins + num_stretches() + 1);
   for_each_forbidden(row, thread, threads, [&](int32_t id) { mark(&OverlayBits::forbidden, id); });
   if (thread == 0 && row.penalizes) {
     for_each_in_flight(row, [&](int32_t id) { mark(&OverlayBits::changed, id); });
@@ -100,7 +136,13 @@ __device__ inline OverlayBits overlay_of(int32_t first, int count) {
 // What becomes of a logit that the tables change, and that is not forbidden.
 template <typename T>
 __device__ inline T changed_logit(int32_t id, T x) {
-  return from_float<T>(clean_logit(adjusted_logit(row_overlay().processors, id, to_float(x))));
+  const RowProcessors& row = row_overlay().processors;
+  auto find = [&](const int32_t* ids, int32_t size, int32_t token_id) {
+    int32_t* begins = stretch_begins();
+    if (ids != row.counted_token_ids) begins += num_stretches() + 1;
+    return find_in_stretch(begins, ids, size, token_id);
+  };
+  return from_float<T>(clean_logit(adjusted_logit(row, id, to_float(x), find)));
 }
 
 }  // namespace specops

@@ -55,7 +55,7 @@ inline RowPlan plan_rows(int64_t rows, int64_t vocab_size, int64_t element_bytes
 inline size_t row_smem_bytes(const RowPlan& plan, bool processed, int64_t element_bytes) {
   if (!processed) return sizeof(RowShared);
   return static_cast<size_t>(kRowSharedBytes +
-                             overlay_bytes(plan.num_leaves, kLeafBytes / element_bytes));
+                             overlay_bytes(plan.num_leaves * (kLeafBytes / element_bytes)));
 }
 
 // What a call needs, and every call of no more rows and requests: fewer rows may be shared by blocks

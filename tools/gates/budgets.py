@@ -77,7 +77,7 @@ BUDGETS = (
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
     # sampling: 256 threads a block where rows are many, two such blocks to an SM. Under processors
-    # (true) a block holds two bits of every token of the largest vocabulary, 480 * 1024.
+    # (true) a block holds two bits of every token of the largest vocabulary, 448 * 1024.
     Budget("sample_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
     Budget("verify_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
     Budget("top_logprobs_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
