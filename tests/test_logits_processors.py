@@ -68,7 +68,7 @@ def check_as_if_edited(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "rows,vocab", [(0, 9), (5, 1), (7, 31), (7, 33), (12, 1000), (300, 60), (2, 151_936)]
+    "rows,vocab", [(0, 9), (2, 151_936), (300, 60), (12, 1000), (5, 1), (7, 31), (7, 33)]
 )
 def test_processors_are_edits_in_place(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
@@ -235,7 +235,7 @@ def test_typical_p_keeps_the_smallest_typical_set(device: str, isa: str) -> None
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("vocab", [40_003, 151_936])
+@pytest.mark.parametrize("vocab", [7_003, 151_936, 40_003])
 def test_typical_p_of_large_rows(device: str, isa: str, on_cuda: bool, vocab: int) -> None:
     """More kept tokens than a list holds, ties among them, and whatever else narrows the row."""
     cases: list[dict[str, Any]] = [
