@@ -260,6 +260,8 @@ def test_sampling_params_refuse_by_name(bad: dict[str, Any]) -> None:
         {"device": 0},
         {"enforce_eager": 1},
         {"load_format": "pt"},
+        {"logprobs_mode": "raw_logits"},
+        {"logprobs_mode": None},
         {"page_size": 24},
         {"page_size": True},
         {"page_size": 16.0},

@@ -200,6 +200,28 @@ def test_a_possible_stop_is_held_back_and_released() -> None:
     assert text_stream.finish() == "STO"
 
 
+@pytest.mark.parametrize(
+    "text,stop,first,expected,by",
+    [
+        ("abcabc", ("bc",), 0, "a", "bc"),
+        ("abcabc", ("bc",), 3, "abca", "bc"),
+        ("abcabc", ("bc",), 6, "abcabc", None),
+        ("aaaaaa", ("aa",), 3, "aa", "aa"),  # begun before it counts
+        ("ababab", ("abab", "b"), 4, "ab", "abab"),
+        ("xababx", ("bab", "ab"), 4, "xa", "bab"),
+    ],
+)
+def test_stops_count_only_from_some_token_on(
+    text: str, stop: tuple[str, ...], first: int, expected: str, by: str | None
+) -> None:
+    text_stream = TextStream(TOKENIZERS["byte level"], stop)
+    for index, token in enumerate(characters(text)):
+        if text_stream.push(token, may_stop=index >= first):
+            break
+    text_stream.finish()
+    assert (text_stream.text, text_stream.stopped_by) == (expected, by)
+
+
 def test_special_tokens_do_not_show_but_have_bytes() -> None:
     tokenizer = TOKENIZERS["byte level"]
     token_ids = tokenizer.encode("ab<|im_end|>ab")
