@@ -5,6 +5,7 @@ The forward pass takes a ragged batch: any number of rows per request, prefill c
 and verification rows. Activations live in one set of buffers, so that a step allocates nothing.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +130,7 @@ class Transformer:
         self._cos_sin = attention.rope_cos_sin(
             max_model_len, config.rotary_dim, config.rope_theta, config.rope_scaling
         ).to(self.device)
+        self._sm_scale = 1.0 / math.sqrt(config.head_dim)
         self._buffers: _Buffers | None = None
         self._views: dict[int, _Views] = {}
 
@@ -206,6 +208,7 @@ class Transformer:
                 batch.kv_indptr,
                 batch.kv_indices,
                 batch.kv_lens,
+                sm_scale=self._sm_scale,
                 sliding_window=layer.sliding_window,
                 out=buffers.attended,
                 workspace=batch.workspace,
