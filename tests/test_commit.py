@@ -104,7 +104,7 @@ def random_batch(batch: int, k: int, vocab_size: int = 6) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "batch,k", [(1, 0), (3, 4), (60, 1), (40, 7), (5, 40), (0, 3), (1500, 3), (4, 300)]
 )
-def test_every_rule_at_once(device: str, on_cuda: bool, batch: int, k: int) -> None:
+def test_every_rule_at_once(device: str, isa: str, on_cuda: bool, batch: int, k: int) -> None:
     arguments = random_batch(min(batch, 200) if on_cuda else batch, k)
     after = commit(device, arguments)
     if batch * (k + 1) >= 300 and batch > 5:  # the data mean something
@@ -495,7 +495,7 @@ def test_the_cut_into_steps_makes_no_difference(
 
 @pytest.mark.parametrize("k", [0, 3, 140, 300])
 @pytest.mark.parametrize("width", [0, 150])
-def test_counts_of_many_tokens(device: str, k: int, width: int) -> None:
+def test_counts_of_many_tokens(device: str, isa: str, k: int, width: int) -> None:
     """Rows longer than a block is wide, and steps of more tokens than it has threads."""
     prompts = torch.randint(0, 2**31 - 1, (3, width)).int()
     capacity = width + 2 * k + 2

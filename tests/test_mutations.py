@@ -265,7 +265,6 @@ MUTATIONS = [
         "    __syncthreads();  // the row is whole again\n",
         "",
         COMMIT,
-        "race",
     ),
     Mutation(
         "the room left in a row is one token too much",
