@@ -20,31 +20,6 @@ NORMAL, ACCEPT_ALL, REJECT_ALL, SYNTHETIC = AcceptPolicy
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seeds", "choice_index")
 
 
-# What CUDA kernels can do so far.
-ON_CUDA = {
-    "test_verify",
-    "test_verify_rows_are_sample_rows",
-    "test_verify_policies",
-    "test_verify_does_not_read_the_drafts_of_other_rows",
-    "test_verify_without_parameters_is_greedy",
-    "test_workspace_of_the_caller",
-    "test_verify_refuses_values",
-}
-NOT_ON_CUDA = {"typical_p", "accept_rates", "draft_probs", "parents"}
-with_ranks = True
-
-
-@pytest.fixture(autouse=True)
-def only_what_cuda_has(request: pytest.FixtureRequest) -> None:
-    global with_ranks
-    params = request.node.callspec.params
-    with_ranks = params["device"] == "cpu"
-    change = params.get("change", {})
-    lacks = bool(NOT_ON_CUDA & set(change)) or change.get("policy") == [3]
-    if not with_ranks and (lacks or request.node.originalname not in ON_CUDA):
-        pytest.skip("not on CUDA yet")
-
-
 def ints(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -152,8 +127,6 @@ def run_verify(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tens
         "logprobs": torch.full((batch, k + 1), 7.0, device=device),
         "ranks": torch.full((batch, k + 1), 7, dtype=torch.int32, device=device),
     }
-    if not with_ranks:
-        del out["ranks"]
     op: Any = sampling.verify
     if "parents" in step:
         op = sampling.verify_tree
@@ -179,8 +152,7 @@ def check_step(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tens
         assert torch.equal(got[name], tensor), name
     if "parents" in step:
         assert torch.equal(got["accepted_nodes"], emitted[2])
-    if with_ranks:
-        assert torch.equal(got["ranks"], want["ranks"])
+    assert torch.equal(got["ranks"], want["ranks"])
     torch.testing.assert_close(got["logprobs"].double(), want["logprobs"], rtol=1e-5, atol=1e-5)
     return got
 
@@ -311,7 +283,7 @@ def test_verify_with_processors(
     device: str, isa: str, on_cuda: bool, rules: set[str], given: str, tree: bool
 ) -> None:
     """A row counts the drafts before it: the bits of verification on logits edited in place."""
-    batch, vocab = (12, 40) if on_cuda else (30, 40)
+    batch, vocab = (16, 40) if on_cuda else (30, 40)
     step = ragged_step(
         batch,
         6,
@@ -813,6 +785,10 @@ def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
             {"draft_probs": [[[0.5]] * 2], "draft_prob_token_ids": [[[4], [5]]], "strategy": [2]},
             r"verify: draft_prob_token_ids.* must be -1 or below",
         ),
+        (
+            {"draft_probs": [[[0.5]] * 2], "draft_prob_token_ids": [[[4], [-2]]], "strategy": [3]},
+            r"verify: draft_prob_token_ids.* must be -1 or below",
+        ),
         ({"parents": [[0, 0]]}, r"verify_tree: parents.* must be at least -1 and below the node"),
         ({"parents": [[-2, 0]]}, r"verify_tree: parents.* must be at least -1"),
         (
@@ -849,6 +825,18 @@ def test_verify_refuses_values(
         op(**arrays, output_token_ids=tokens, num_accepted_tokens=accepted)
     assert tokens.tolist() == ([[-1, -1, -1]] if on_cuda else [[7, 7, 7]])
     assert accepted.tolist() == ([0] if on_cuda else [7])
+
+
+def test_verify_tree_refuses_too_many_nodes(device: str) -> None:
+    nodes = torch.zeros(1, 3073, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="draft_token_ids must be of at most 3072 nodes a request"):
+        sampling.verify_tree(
+            torch.zeros(1, 5, device=device),
+            ints(0, 1).to(device),
+            nodes,
+            nodes,
+            positions=ints(0).to(device),
+        )
 
 
 def test_verify_refuses_token_ids_without_probabilities(device: str) -> None:

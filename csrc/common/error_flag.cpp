@@ -94,12 +94,18 @@ const char* error_sentence(int32_t code) {
       return "verify: output_indptr must be ascending from 0 by at most k + 1 and at most "
              "num_output_rows, got other values";
     case ErrorCode::kVerifyStrategy:
-      return "verify: strategy must be 0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK, "
-             "chains "
-             "only) or 4 (TOPP, chains only), got another value";
+      return "verify: strategy must be 0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 "
+             "(TOPP), got another value";
+    case ErrorCode::kVerifyTreeStrategy:
+      return "verify_tree: strategy must be 0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION), got "
+             "another value";
     case ErrorCode::kVerifyPolicy:
-      return "verify: policy must be 0 (NORMAL), 1 (ACCEPT_ALL, chains only), 2 (REJECT_ALL) or 3 "
-             "(SYNTHETIC, chains only), got another value";
+      return "verify: policy must be 0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 "
+             "(SYNTHETIC), got another value";
+    case ErrorCode::kVerifyTreePolicy:
+      return "verify_tree: policy must be 0 (NORMAL) or 2 (REJECT_ALL), got another value";
+    case ErrorCode::kVerifyNoAcceptRates:
+      return "verify: accept_rates must be given where a policy is 3 (SYNTHETIC), got None";
     case ErrorCode::kVerifyDraftTokenId:
       return "verify: draft_token_ids must be -1 or below vocab_size, got an id outside";
 

@@ -70,6 +70,9 @@ enum class ErrorCode : int32_t {
   kTopLogprobsParameters = 87,
   kSampleTokenIds = 88,
   kVerifyTokenIds = 89,
+  kVerifyTreeStrategy = 90,
+  kVerifyTreePolicy = 91,
+  kVerifyNoAcceptRates = 92,
 
   // suffix_tree
   kNgramLens = 40,

@@ -486,7 +486,13 @@ void verify_drafts(const char* op,
   batch_plus_one.value = batch + 1;
   capacity.value = drafts + 1;
   check.tensor("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
-  if (tree) check.tensor("parents", parents, {DType::kInt32}, {&batch, &drafts});
+  if (tree) {
+    check.tensor("parents", parents, {DType::kInt32}, {&batch, &drafts});
+    check.that(drafts <= kMaxTreeDrafts,
+               "draft_token_ids",
+               "of at most " + std::to_string(kMaxTreeDrafts) + " nodes a request",
+               drafts.value);
+  }
   check.tensor("positions", positions, {DType::kInt32}, {&batch});
   check.optional("strategy", strategy, {DType::kInt32}, {&batch});
   check.optional("policy", policy, {DType::kInt32}, {&batch});

@@ -97,7 +97,9 @@ struct RowShared {
   float rest_logit;
   double part;
   int32_t is_last;
-  int32_t first_row, num_rows, num_read, policy;  // of the block's request
+  int32_t batch_idx, first_row, num_rows, num_read, num_together;  // of the block's request
+  int32_t row_of_request, rule, given_id, again;                   // of what it looks at
+  float taken;  // by rejected drafts, in weights of the row
   LeafStats stats[kSharedLeaves];
   Mass masses[kSharedLeaves];
   float list_x[kListCapacity];
@@ -462,7 +464,7 @@ class RowBlock {
 
   __device__ Cut everything() const { return {-INFINITY, INT32_MAX}; }
 
- private:
+ protected:
   // Where the kept tokens' weights are: in the scan's sums, in the list, in masses().
   enum Where { kScan, kList, kMasses, kNowhere };
 
@@ -1131,6 +1133,12 @@ class RowBlock {
 
   // The first kept token, in id order, at which the running mass exceeds uniform * total.
   __device__ __forceinline__ RowToken invert_cdf(float uniform) {
+    seek(uniform);
+    return pick(shared_.leaf, shared_.kept, shared_.part);
+  }
+
+  // The leaf of that token, shared_.leaf, and the part of its mass that lies before the token.
+  __device__ __forceinline__ void seek(float uniform) {
     int32_t run = (num_leaves_ - 1) / threads() + 1;
     int32_t begin = min(thread() * run, num_leaves_), end = min(begin + run, num_leaves_);
     Mass own = 0, total;
@@ -1154,7 +1162,6 @@ class RowBlock {
       }
     }
     __syncthreads();
-    return pick(shared_.leaf, shared_.kept, shared_.part);
   }
 
   // The first kept token of the leaf at which the running mass exceeds that part of the leaf's.

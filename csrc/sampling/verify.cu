@@ -14,11 +14,14 @@ void verify_cuda(const VerifyParams& params, CudaStream stream) {
   auto run = [&](auto kernel) {
     launch(kernel, grid, plan.threads, smem_bytes, stream, params, plan);
   };
-  if (params.dtype == DType::kBFloat16) {
-    processed ? run(verify_kernel<bfloat16, true>) : run(verify_kernel<bfloat16, false>);
-  } else {
-    processed ? run(verify_kernel<float, true>) : run(verify_kernel<float, false>);
-  }
+  auto run_dtype = [&](auto example) {
+    using T = decltype(example);
+    // Drafts have no say, but for being equal or not, unless a request may ask for it.
+    bool strategies = params.strategy || params.accept_rates || params.parents;
+    if (processed) return run(verify_kernel<T, true, true>);
+    strategies ? run(verify_kernel<T, false, true>) : run(verify_kernel<T, false, false>);
+  };
+  params.dtype == DType::kBFloat16 ? run_dtype(bfloat16{}) : run_dtype(0.0f);
 }
 
 }  // namespace specops

@@ -13,6 +13,8 @@
 
 namespace specops {
 
+constexpr int64_t kMaxTreeDrafts = 3072;  // of a request: siblings fit a CUDA block's list
+
 struct VerifyParams {
   const void* logits;              // [num_output_rows, vocab_size], rows logits_stride apart
   const int32_t* output_indptr;    // [batch + 1], the rows of each request

@@ -79,10 +79,10 @@ BUDGETS = (
     # sampling: 256 threads a block where rows are many, two such blocks to an SM. Under processors
     # (true) a block holds two bits of every token of the largest vocabulary, 448 * 1024.
     Budget("sample_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
-    Budget("verify_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
+    Budget("verify_kernel<*, false, *>", registers=128, threads=512, smem_bytes=41 << 10),
     Budget("top_logprobs_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
     Budget("sample_kernel<*, true>", registers=128, threads=512, smem_bytes=162 << 10),
-    Budget("verify_kernel<*, true>", registers=128, threads=512, smem_bytes=162 << 10),
+    Budget("verify_kernel<*, true, true>", registers=128, threads=512, smem_bytes=162 << 10),
     Budget("top_logprobs_kernel<*, true>", registers=128, threads=512, smem_bytes=162 << 10),
     # suffix_tree
     Budget("ngram_propose_kernel", registers=32, threads=1024, smem_bytes=256, blocks_per_sm=2),
