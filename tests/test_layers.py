@@ -141,7 +141,7 @@ OBJECTS = [
     for folder in sorted(
         ROOT.glob(f"build/cmake-{sys.implementation.cache_tag}/CMakeFiles/specops_*.dir")
     )
-    if "simt" not in folder.name
+    if not {"simt", "scripted"} & set(folder.stem.split("_"))  # for tests alone
 ]
 
 
