@@ -402,6 +402,24 @@ def test_all_parameters_in_the_interpreter(
     assert results[1] == results[0]
 
 
+@pytest.mark.parametrize("strategy", ["greedy", "rejection", "block", "topp"])
+def test_strategies_in_the_interpreter(
+    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice], strategy: str
+) -> None:
+    """A seeded text is the same alone and among others, eager and replayed."""
+    speculative = dataclasses.replace(NGRAM, verify_strategy=strategy)
+    each = [everything(i, 20) for i in range(3)]
+    results = []
+    for captures, limits in ((False, {"max_num_seqs": 1}), (True, {"max_num_seqs": 3})):
+        device = twin(captures=captures)
+        engine = make(tiny_dir, speculative, **limits)
+        poison_model(device, engine)
+        results.append(bits(engine.generate(PROMPTS[:3], each)))
+    assert results[1] == results[0]
+    stats = engine.stats.speculative
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("model", simt.ACCUMULATIONS)
 def test_cuda_kernels_under_any_rounding(
