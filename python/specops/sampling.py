@@ -414,8 +414,9 @@ def verify_tree(
     Args:
         logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided.
         output_indptr: [batch + 1], int32. Starts at 0, ascends by at most n + 1.
-        draft_token_ids: [batch, n], int32, n at most 3,072. Node j's token; -1 is never accepted.
-            Entries past a request's nodes are not read. Siblings may be equal.
+        draft_token_ids: [batch, n], int32, n at most 3,072. Node j's token; -1 is never accepted,
+            and no sibling after it is. Entries past a request's nodes are not read. Siblings may
+            be equal.
         parents: [batch, n], int32. Node j's parent, below j; -1 is the root.
         positions: [batch], int32. Absolute position of the token that follows the root.
         strategy: [batch], int32. GREEDY, TARGET_MATCH or REJECTION; absent: TARGET_MATCH.
