@@ -11,7 +11,7 @@ namespace specops {
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
-//          two bits a token more, 38 KB at 151,936.
+//          40 KB more at 151,936 tokens, a quarter byte each.
 // Cost:    one read of rows * vocab_size logits from memory, 3 (6 with a sum) instructions a logit;
 //          top-p reads the row once more, top-k and min-p the leaves that reach their bound, typical-p
 //          17 times what the others keep. Processors: the tables' entries of the request.

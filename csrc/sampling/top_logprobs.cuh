@@ -88,7 +88,7 @@ __device__ inline bool is_sound(const TopLogprobsParams& params, int32_t row, Ro
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
-//          two bits a token more, 38 KB at 151,936.
+//          40 KB more at 151,936 tokens, a quarter byte each.
 // Cost:    one read of rows * vocab_size logits from memory, then the leaves that reach the n-th
 //          largest of the leaves' maxima once more; processed, what sample's filters cost.
 // Assumes: rows contiguous, n <= vocab_size.

@@ -435,7 +435,7 @@ __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shar
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends the row, the
 //          last row of a request walks, and in block verification looks at rejected rows again.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
-//          two bits a token more, 38 KB at 151,936.
+//          40 KB more at 151,936 tokens, a quarter byte each.
 // Cost:    one read of num_output_rows * vocab_size logits; filters as in sample. A rejection reads a
 //          leaf for one-hot drafts, the leaves a list names, or the kept leaves and draft_probs.
 // Assumes: rows contiguous.
