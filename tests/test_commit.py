@@ -601,6 +601,29 @@ def test_wrong_data(
         assert not token_ids.any() and counts.tolist() == lens
 
 
+def test_a_slot_named_twice_is_refused() -> None:
+    """On cpu; a GPU trusts its caller, and stays within the row."""
+    wide = torch.zeros(1, 16, dtype=torch.int32)
+    lens = ints([6])
+    with pytest.raises(ValueError, match=r"commit: slots\[1\] must be of no other request, got 0"):
+        sampling.commit(ints([[1, 2], [3, 4]]), ints([0, 0]), wide[:, :8], lens)
+    assert not wide.any() and lens.tolist() == [6]
+
+
+def test_a_table_without_places_is_a_full_one(device: str, on_cuda: bool) -> None:
+    table = torch.zeros(1, 0, dtype=torch.int32, device=device)
+    rest = [ints(rows).to(device) for rows in ([[5]], [0], [[7, 7]], [1])]
+    with expect_fault(on_cuda, COUNTED):
+        sampling.commit(*rest, counted_token_ids=table, token_counts=table.clone())
+
+
+def test_the_longest_reply_is_counted_no_further() -> None:
+    state = ints([2**31 - 1])
+    rest = ints([[5]]), ints([0]), ints([[7, 7]]), ints([1])
+    sampling.commit(*rest, thinking_state=state)
+    assert state.tolist() == [2**31 - 1]
+
+
 def test_what_is_cut_needs_no_room(device: str) -> None:
     after = commit(
         device,

@@ -196,6 +196,16 @@ def test_bad_words_are_read_as_text(model_dir: Path) -> None:
     assert tuple(plain[index : index + 2]) not in pairs
 
 
+def test_bad_words_may_be_white_space(model_dir: Path) -> None:
+    tokenizer = make(model_dir).tokenizer
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    likely = {"logit_bias": dict.fromkeys(newline, 100), "max_tokens": 4, "temperature": 0}
+    assert set(generate(model_dir, **likely).token_ids) == set(newline)
+    assert not set(generate(model_dir, **likely, bad_words=["\n"]).token_ids) & set(newline)
+    after = generate(model_dir, **likely, bad_words=["\n\n" + "a"]).token_ids
+    assert set(after) == set(newline), "one that begins with white space is all of it"
+
+
 def test_a_request_leaves_its_slot_as_if_it_had_not_been(
     model_dir: Path, changes: dict[str, dict[str, Any]]
 ) -> None:
@@ -441,6 +451,8 @@ def test_what_the_model_does_not_have(model_dir: Path, bad: dict[str, Any], mess
     [
         {"typical_p": 0.0},
         {"typical_p": 1.1},
+        {"typical_p": 1e-320},  # 0 as a float32
+        {"repetition_penalty": 1e-320},
         {"repetition_penalty": 0},
         {"repetition_penalty": -1},
         {"repetition_penalty": float("nan")},

@@ -433,6 +433,23 @@ def test_verify_by_hand(
         assert got["num_accepted_tokens"].tolist() == [sum(t >= 0 for t in emitted) - 1]
 
 
+@pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
+def test_no_draft_probs_at_all_are_zero(device: str, strategy: int) -> None:
+    """A list of no probabilities is not an absent one: the draft came with probability 0."""
+    step = {
+        "logits": torch.tensor([[5.0, 0.0], [5.0, 0.0]]),
+        "output_indptr": ints(0, 2),
+        "draft_token_ids": ints([1]),
+        "positions": ints(1),
+        "strategy": ints(strategy),
+        "temperature": torch.ones(1),
+        "seeds": torch.tensor([7]),
+        "draft_probs": torch.zeros(1, 1, 0),
+        "draft_prob_token_ids": torch.zeros(1, 1, 0, dtype=torch.int32),
+    }
+    assert check_step(step, device)["output_token_ids"].tolist() == [[1, 0]]
+
+
 TREE = """
     root ─┬─ 0: token 4 ─── 3: token 2
           ├─ 1: token 5 ─┬─ 4: token 2

@@ -52,9 +52,12 @@ struct TensorView {
 
   void* raw() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
 
+  // nullptr only of what is absent: a tensor without elements is an address that nobody reads.
   template <typename T>
   T* data() const {
-    return defined() ? static_cast<T*>(raw()) : nullptr;
+    constexpr uintptr_t kNobody = 64;
+    if (!defined()) return nullptr;
+    return static_cast<T*>(dl.data != nullptr ? raw() : reinterpret_cast<void*>(kNobody));
   }
 };
 
@@ -153,7 +156,7 @@ class Checker {
     if (!dtype_ok || !shape_ok) fail(name, expected(dtypes, dims), describe(view));
     if (!has_layout(view, layout)) {
       fail(name,
-           layout == Layout::kContiguous ? "contiguous" : "contiguous within each row",
+           layout == Layout::kContiguous ? "contiguous" : "contiguous within rows that lie apart",
            "strides " + list(view.dl.strides, view.ndim()) + " for shape " +
                list(view.dl.shape, view.ndim()));
     }

@@ -139,7 +139,7 @@ SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
         token_id = inject[state - 1];
         walk.is_injected = true;
       }
-      if (state >= 1) ++state;  // one injected, or one of the reply
+      if (state >= 1 && state < INT32_MAX) ++state;  // one injected, or one of the reply
     }
     tokens.last_token_id = token_id;
 

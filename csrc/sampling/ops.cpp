@@ -738,6 +738,7 @@ void top_logprobs(const TensorView& logits,
 
 // Values, on cpu: all of them before anything is written.
 void check_commit_values(Checker& check, const CommitParams& params) {
+  std::vector<bool> is_taken(params.num_slots);
   for (int64_t i = 0; i < params.batch; ++i) {
     int32_t slot = params.slots[i];
     if (slot < -1 || slot >= params.num_slots) {
@@ -746,6 +747,10 @@ void check_commit_values(Checker& check, const CommitParams& params) {
                  std::to_string(slot));
     }
     if (slot < 0) continue;
+    if (is_taken[slot]) {
+      check.fail(at("slots", i), "of no other request", std::to_string(slot) + " again");
+    }
+    is_taken[slot] = true;
     int64_t len = params.lens[slot];
     const int32_t* ids = params.counted_token_ids;
     if (ids != nullptr) ids += slot * params.num_counted;

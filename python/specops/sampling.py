@@ -522,7 +522,8 @@ def top_logprobs(
 
     Same as `reference.top_logprobs`: tokens by (logit descending, id ascending), with
     `log_softmax(logits)`; or, of processed ones, tokens by processed logit, with the log of the
-    distribution that `sample` draws from: -inf for what the filters drop.
+    distribution that `sample` draws from: -inf for what the filters drop, and for tokens less
+    probable than the first by more than float32 can say, about e^-87.
 
     Args:
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
@@ -682,7 +683,7 @@ def commit(
     Args:
         output_token_ids: [batch, k + 1], int32. As `verify` leaves them: the tokens, then -1. Cut.
         slots: [batch], int32. Row of each request in all that is [num_slots, ..]; no two requests
-            share one. -1: nothing of the request is read or written.
+            share one, which cpu refuses. -1: nothing of the request is read or written.
         token_ids: [num_slots, max_len], int32. Prompt and output; rows may be strided. Appended to.
         lens: [num_slots], int32. How many tokens each row holds. Written.
         logprobs: [batch, k + 1], float32. Cut.

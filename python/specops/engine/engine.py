@@ -364,8 +364,9 @@ class Engine:
         """The sequences that spell a bad word, inside a text and after a space."""
         sequences = list(params.bad_words_token_ids)
         for word in params.bad_words:
-            bare = tuple(self.tokenizer.encode(word.lstrip(), add_special_tokens=False))
-            spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+            stem = word.lstrip(" ") or word
+            bare = tuple(self.tokenizer.encode(stem, add_special_tokens=False))
+            spaced = tuple(self.tokenizer.encode(" " + stem, add_special_tokens=False))
             sequences.append(bare)
             # A space and then the bare word is refused with the bare word already.
             if spaced[-len(bare) :] != bare:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 _Sequences = tuple[tuple[int, ...], ...]
 _MAX_INT = 2**31 - 1
 
@@ -139,8 +141,9 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0, got 0; use temperature 0 for greedy decoding")
         for name in ("typical_p", "repetition_penalty"):
-            if getattr(self, name) == 0.0:
-                raise ValueError(f"{name} must be above 0, got 0; 1 is off")
+            value = getattr(self, name)
+            if np.float32(value) == 0.0:  # what the ops would see
+                raise ValueError(f"{name} must be above 0, got {value!r}; 1 is off")
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
                 raise ValueError(f"{name} must hold non-empty strings, got {getattr(self, name)!r}")
