@@ -158,7 +158,7 @@ def test_processed_strided_rows_with_poisoned_slack(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [511, 513, 1023, 1025, 3072, 8201])
+@pytest.mark.parametrize("vocab", [511, 513, 8201, 1023, 3072, 1025])
 def test_named_tokens_at_the_ends_of_words_and_leaves(
     device: str, isa: str, dtype: torch.dtype, vocab: int
 ) -> None:
