@@ -596,18 +596,18 @@ CHECKS = {**LAWS, **EQUALITIES}
 # What `make test` leaves to `make prove`: the reference where no bug below is told by the check
 # alone.
 TOLD = {bug.checks[0] for bug in BUGS}
-ON_CUDA = {"target_match", "greedy", "filters TARGET_MATCH", "ties", "sample equality"}
+# What takes the interpreter long, too.
+LONG = {"keys", "block one_hot", "two steps REJECTION", "two steps BLOCK", "tree REJECTION one_hot"}
 
 
 def cases() -> list[Any]:
-    left = {"reference": set(CHECKS) - TOLD, "_scripted": set(), "_scripted_simt": set()}
+    left = {"reference": set(CHECKS) - TOLD, "_scripted": set(), "_scripted_simt": LONG}
     return [
         pytest.param(
             ops, name, id=f"{ops}-{name}", marks=[pytest.mark.prove] if name in later else []
         )
         for ops, later in left.items()
         for name in CHECKS
-        if ops != "_scripted_simt" or name in ON_CUDA
     ]
 
 

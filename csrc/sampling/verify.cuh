@@ -384,7 +384,7 @@ __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shar
     __syncthreads();
     if (again) {
       number = 1;
-    } else if (id < vocab_size && (together || (!one_hot && block.keeps(id)))) {
+    } else if (id < vocab_size && (together || (!one_hot && block.target_prob(id) > 0.0))) {
       found = 0;
     }
   }
