@@ -348,7 +348,8 @@ MUTATIONS = [
         "raw logprobs of processed logits",
         "sampling/leaf.cuh",
         "leaf_sum(x, stats.raw_max, kLog2e);\n    x.forget_derived();\n    x.process(leaf);",
-        "leaf_sum(x, stats.raw_max, kLog2e);\n    x.process(leaf);\n    stats.raw_max = leaf_max(x);",
+        "leaf_sum(x, stats.raw_max, kLog2e);\n    x.process(leaf);\n"
+        "    stats.raw_max = leaf_max(x);",
         PROCESSORS,
     ),
     Mutation(
