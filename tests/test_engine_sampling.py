@@ -460,6 +460,7 @@ def test_what_the_model_does_not_have(model_dir: Path, bad: dict[str, Any], mess
         {"presence_penalty": 2.1},
         {"frequency_penalty": -2.1},
         {"logit_bias": 5},
+        {"logit_bias": (1,)},
         {"logit_bias": {"5": 1}},
         {"logit_bias": {5: "1"}},
         {"logit_bias": {5: float("nan")}},

@@ -127,7 +127,7 @@ SPECOPS_HOST_DEVICE RowProcessors row_processors(const LogitsProcessors& all,
     row.max_bad_word_len = static_cast<int32_t>(all.max_bad_word_len);
   }
   if (all.min_tokens &&
-      num_tokens - all.prompt_lens[slot] + path_depth(path) < all.min_tokens[slot]) {
+      int64_t{num_tokens} - all.prompt_lens[slot] + path_depth(path) < all.min_tokens[slot]) {
     row.stop_token_ids = all.stop_token_ids + slot * all.max_stop_tokens;
     row.max_stop_tokens = static_cast<int32_t>(all.max_stop_tokens);
   }

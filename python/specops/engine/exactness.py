@@ -15,6 +15,7 @@ from pathlib import Path
 
 from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
+from specops.engine.errors import EngineError
 from specops.engine.outputs import Completion
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         comparisons = _compare_all(args)
-    except (OSError, ValueError) as error:
+    except (EngineError, OSError, ValueError) as error:
         print(f"specops: {error}", file=sys.stderr)
         return 2
     print()

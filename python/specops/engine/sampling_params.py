@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may ask of the sampler, validated once when it is made."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -59,9 +58,11 @@ class SamplingParams:
         presence_penalty: subtracted once from the logits of tokens in the output, in [-2, 2].
         frequency_penalty: subtracted for every time a token is in the output, in [-2, 2].
         logit_bias: by token id, what is added to its logit, in [-100, 100].
-        bad_words: texts that must not come about, inside a word or at its beginning.
-        bad_words_token_ids: the same as sequences of token ids.
-        allowed_token_ids: the only tokens to choose from; None for all.
+        bad_words: texts that are not generated in the tokenizer's own spelling, inside a text and
+            after a space; other spellings of the same text are other tokens, as in vLLM.
+        bad_words_token_ids: sequences of token ids that are not generated.
+        allowed_token_ids: the only tokens to choose from; None for all. Where this, bad words and
+            min_tokens leave none at all, token 0 is chosen with logprob -inf.
         min_tokens: tokens to generate before a stop token, stop string or stop sequence counts;
             stop tokens are not chosen before.
         seed: 64-bit seed of the request's random numbers. None draws one, which the output reports.
@@ -258,14 +259,17 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     """The biases by ascending token id."""
     if isinstance(given, Mapping):
         given = tuple(given.items())
-    if not isinstance(given, tuple):
+    is_pairs = isinstance(given, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in given
+    )
+    if not is_pairs:
         raise ValueError(f"logit_bias must be an object of numbers by token id, got {given!r}")
     if len(given) > MAX_BIASES:
         raise ValueError(f"logit_bias must hold at most {MAX_BIASES} tokens, got {len(given)}")
     pairs: dict[int, float] = {}
     for token_id, bias in given:
         _check_token_ids("logit_bias", [token_id])
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or bias != bias:
             raise ValueError(f"logit_bias must hold numbers, got {bias!r} for token {token_id}")
         if abs(bias) > _MAX_BIAS:
             raise ValueError(
