@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What changes a row of logits before any filter: allowed tokens, bad words, min tokens, biases and
-// penalties. One function, processed_logit, says what a logit becomes; every device calls it, and
-// only for the few tokens that a table names. Plain C++ and CUDA.
+// penalties. One function, adjusted_logit, says what biases and penalties make of a logit; every
+// device calls it, and only for the few tokens that a table names. Plain C++ and CUDA.
 #pragma once
 
 #include <cfloat>
@@ -182,19 +182,6 @@ SPECOPS_HOST_DEVICE bool is_allowed(const RowProcessors& row, int32_t id) {
   return row.mask == nullptr || (static_cast<uint32_t>(row.mask[id / 32]) >> (id % 32) & 1u) != 0;
 }
 
-// Whether a bad word or the minimal length forbids a token.
-SPECOPS_HOST_DEVICE bool is_forbidden(const RowProcessors& row, int32_t id) {
-  for (int32_t i = 0; i < row.max_stop_tokens; ++i) {
-    if (row.stop_token_ids[i] == id) return true;
-  }
-  for (int32_t i = 0; i < row.max_bad_words; ++i) {
-    const int32_t* word = row.bad_words + static_cast<int64_t>(i) * row.max_bad_word_len;
-    int32_t length = bad_word_len(row, word);
-    if (length > 0 && word[length - 1] == id && follows(row, word, length)) return true;
-  }
-  return false;
-}
-
 // NaN as -inf, +inf as the largest finite float.
 SPECOPS_HOST_DEVICE float clean_logit(float x) {
   if (!(x >= -FLT_MAX)) return -INFINITY;
@@ -241,13 +228,6 @@ SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row, int32_t id, f
   return adjusted_logit(row, id, x, find_sorted);
 }
 
-// What a logit becomes, in the logits' own dtype: as an edit in place would leave it.
-template <typename T>
-SPECOPS_HOST_DEVICE T processed_logit(const RowProcessors& row, int32_t id, T x) {
-  if (!is_allowed(row, id) || is_forbidden(row, id)) return from_float<T>(-INFINITY);
-  return from_float<T>(clean_logit(adjusted_logit(row, id, to_float(x))));
-}
-
 // Calls visit(id) for every token that a bad word or the minimal length forbids, and for -1.
 template <typename Visit>
 SPECOPS_HOST_DEVICE void for_each_forbidden(const RowProcessors& row,
@@ -264,20 +244,6 @@ SPECOPS_HOST_DEVICE void for_each_in_flight(const RowProcessors& row, Visit&& vi
   for (int32_t node = row.path.node; node >= 0; node = node_before(row.path, node)) {
     visit(row.path.draft_token_ids[node]);
   }
-}
-
-// Calls visit(id) for every token that the tables name, allowed or not, some more than once; all
-// other allowed tokens keep their logits. Steps through every table from `begin` by `step`, so that
-// the threads of a block share the work. Ids may be -1 or past the vocabulary.
-template <typename Visit>
-SPECOPS_HOST_DEVICE void for_each_named(const RowProcessors& row,
-                                        int32_t begin,
-                                        int32_t step,
-                                        Visit&& visit) {
-  for (int32_t i = begin; i < row.max_counted; i += step) visit(row.counted_token_ids[i]);
-  for (int32_t i = begin; i < row.max_biases; i += step) visit(row.bias_token_ids[i]);
-  for_each_forbidden(row, begin, step, visit);
-  if (row.penalizes && begin == 0) for_each_in_flight(row, visit);
 }
 
 }  // namespace specops
