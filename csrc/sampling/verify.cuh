@@ -302,8 +302,11 @@ __device__ inline void enter_request(const VerifyParams& params,
                                      int64_t batch_idx,
                                      int32_t row) {
   Drafts drafts = VerifyRequest::drafts_of(params, batch_idx, request.num_rows);
-  // A tree's children are looked for once they are needed.
-  int32_t child = drafts.parents ? 0 : next_child(drafts, row);
+  // No load where drafts have no say; and a tree's children are looked for once they are needed.
+  bool have_say =
+      request.policy == AcceptPolicy::kAcceptAll || request.policy == AcceptPolicy::kSynthetic ||
+      request.strategy == VerifyStrategy::kRejection || request.strategy == VerifyStrategy::kTopP;
+  int32_t child = !have_say ? -1 : drafts.parents ? 0 : next_child(drafts, row);
   float rate = 0.0f;
   if (request.policy == AcceptPolicy::kSynthetic && child >= 0) {
     rate = params.accept_rates[batch_idx * params.max_draft_tokens + child];
