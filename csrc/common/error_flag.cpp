@@ -120,9 +120,11 @@ const char* error_sentence(int32_t code) {
              "and "
              "frequency_penalty finite, got another value";
     case ErrorCode::kSampleTokenIds:
-      return "sample: processors.token_ids must be as wide as the tokens before a position, got fewer";
+      return "sample: processors.token_ids must be as wide as the tokens before a position, got "
+             "fewer";
     case ErrorCode::kVerifyTokenIds:
-      return "verify: processors.token_ids must be as wide as the tokens before a position, got fewer";
+      return "verify: processors.token_ids must be as wide as the tokens before a position, got "
+             "fewer";
     case ErrorCode::kVerifyTypicalP:
       return "verify: typical_p must be within (0, 1], got a value outside";
     case ErrorCode::kVerifySlots:
