@@ -717,7 +717,9 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
     all_tokens = torch.cat(emitted).long()
     for j in range(k + 1):
         reached = all_tokens[all_tokens[:, j] >= 0]
-        assert len(reached) > count / 40
+        if len(reached) < min(400, count // 20):  # deep in a chain that is seldom accepted
+            assert j > 1
+            continue
         expected = torch.zeros(VOCAB, dtype=torch.float64)
         before, weights = reached[:1, :j], torch.tensor([len(reached)])
         if trials.penalised and j > 0:
