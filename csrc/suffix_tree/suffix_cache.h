@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// SuffixCache: a tree of each running request's own text, and one of many requests' responses.
+//
+// A request is drafted for from both trees; its own wins where the scores are equal. The shared tree
+// is kept within its budgets by taking out the request that was started first, running or not; what
+// is taken out is given back a little at a time, so that no call takes long.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "suffix_tree/suffix_tree.h"
+
+namespace specops {
+
+struct SuffixCacheOptions {
+  int32_t max_tree_depth = 64;
+  int64_t max_cached_requests = -1;  // -1: any number; 0: no shared tree
+  int64_t max_cached_tokens = -1;    // -1: any number
+  int64_t max_cached_bytes = -1;     // -1: any number
+  // Prompts of at least so many tokens are built by a thread of their own; -1: none.
+  int64_t background_tokens = 4096;
+};
+
+// One step of a batch: every row's new tokens are appended, then every row is drafted for.
+struct SuffixStepParams {
+  const int64_t* requests;          // [batch], or -1: an idle row
+  const int32_t* new_token_ids;     // [batch, new_capacity], rows new_stride apart
+  const int32_t* num_new_tokens;    // [batch]
+  const int32_t* max_draft_tokens;  // [batch], 0: none
+  // [batch]: so many drafts stand in the row already; the match ends with them, and what is found is
+  // written behind them. nullptr: none.
+  const int32_t* num_given_drafts;
+  int32_t* draft_token_ids;   // [batch, capacity], -1 padded
+  int32_t* num_draft_tokens;  // [batch], those given not among them
+  int32_t* parents;           // [batch, capacity], -2 padded; or nullptr
+  float* probs;               // [batch, capacity], 0 padded; or nullptr
+  float* scores;              // [batch], or nullptr
+  int32_t* match_lens;        // [batch], or nullptr
+  int64_t batch;
+  int64_t new_stride;
+  int64_t draft_stride;  // of draft_token_ids, parents and probs
+  int64_t capacity;
+  DraftOptions options;  // its max_draft_tokens is not looked at
+};
+
+class SuffixCache {
+ public:
+  explicit SuffixCache(const SuffixCacheOptions& options);
+  ~SuffixCache();
+  SuffixCache(const SuffixCache&) = delete;
+  SuffixCache& operator=(const SuffixCache&) = delete;
+
+  // Begins a request and returns its number, which is never used again. Unknown numbers below, and
+  // those of requests that have stopped where a running one is wanted: std::invalid_argument.
+  int64_t start(const int32_t* prompt, int64_t size);
+  void extend(int64_t request, const int32_t* token_ids, int64_t size);
+  void speculate(int64_t request, const DraftOptions& options, SuffixDraft& draft);
+  // The same after a context of the caller's, whose text need not be the request's.
+  void speculate_after(int64_t request,
+                       const int32_t* context,
+                       int64_t size,
+                       const DraftOptions& options,
+                       SuffixDraft& draft);
+  void step(const SuffixStepParams& params);
+  // Ends a request; its response stays in the shared tree until it is evicted.
+  void stop(int64_t request);
+  // Takes a response out of the shared tree, its request running or not.
+  void evict(int64_t request);
+  // Adds a finished response that no request wrote, such as a file of a corpus; returns its number.
+  int64_t add(const int32_t* token_ids, int64_t size);
+  // Gives back all that was taken out.
+  int64_t reclaim();
+  // Waits until prompts given to `start` are built.
+  void wait();
+
+  bool is_running(int64_t request) const;
+  bool is_cached(int64_t request) const;
+  // Of the shared tree; of the request's own where one is named (-1: the shared one).
+  int64_t count(const int32_t* token_ids, int64_t size, int64_t request) const;
+  int64_t num_cached_requests() const;
+  int64_t num_cached_tokens() const;
+  int64_t num_bytes() const;
+  std::string check_integrity() const;
+
+  void save(const std::string& path) const;
+  void load(const std::string& path);  // into a cache that has nothing in its shared tree
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace specops

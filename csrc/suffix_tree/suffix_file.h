@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one file that a suffix cache is saved to: a versioned header, then sections of plain arrays, each
+// with a checksum. Written under another name and moved into place when it is complete.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace specops {
+
+// Both throw std::runtime_error with a sentence that names the file.
+class FileWriter {
+ public:
+  explicit FileWriter(const std::string& path);
+  ~FileWriter();  // without `finish` nothing is left
+  FileWriter(const FileWriter&) = delete;
+  FileWriter& operator=(const FileWriter&) = delete;
+
+  void section(const void* data, size_t num_bytes);
+  void finish();
+
+ private:
+  struct State;
+  State* state_;
+};
+
+class FileReader {
+ public:
+  explicit FileReader(const std::string& path);  // foreign files, other versions: refused
+  ~FileReader();
+  FileReader(const FileReader&) = delete;
+  FileReader& operator=(const FileReader&) = delete;
+
+  size_t section_bytes() const;  // of the next section
+  // Reads the next section, which must be num_bytes long and as it was written.
+  void section(void* data, size_t num_bytes);
+  void finish();  // nothing may be left
+
+ private:
+  struct State;
+  State* state_;
+};
+
+}  // namespace specops
