@@ -11,7 +11,7 @@ import pytest
 import simt
 import specops
 import torch
-from specops import _C, attention, batching, dense, runtime, sampling, suffix_tree
+from specops import _C, attention, batching, dense, ngram, runtime, sampling
 from torch import Tensor
 
 # The references' torch ops: a barrier among threads that share a core costs more than they save.
@@ -39,7 +39,7 @@ def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if id(item) in kept]
 
 
-OP_MODULES = [attention, batching, dense, runtime, sampling, suffix_tree]
+OP_MODULES = [attention, batching, dense, ngram, runtime, sampling]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -9,7 +9,7 @@ import pytest
 import specops
 import torch
 from exercised import Recorded, missing, whole_files
-from specops import _C, attention, batching, dense, runtime, sampling, suffix_tree
+from specops import _C, attention, batching, dense, ngram, runtime, sampling
 from test_errors import TENSOR_OPS, ints
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -21,7 +21,7 @@ TESTS_OF = {
     dense: "test_dense.py",
     runtime: "test_devices.py",
     sampling: "test_sampling.py",
-    suffix_tree: "test_suffix_tree.py",
+    ngram: "test_ngram.py",
 }
 # Ops with a file of their own.
 OWN_TESTS = {

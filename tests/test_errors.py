@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import specops
 import torch
-from specops import _C, attention, batching, dense, reference, runtime, sampling, suffix_tree
+from specops import _C, attention, batching, dense, ngram, reference, runtime, sampling
 from torch import Tensor
 
 STUB = Path(specops.__file__).with_name("_C.pyi")
-FAMILIES = (attention, batching, dense, runtime, sampling, suffix_tree)
+FAMILIES = (attention, batching, dense, ngram, runtime, sampling)
 DEFS = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.FunctionDef)]
 OPS = {
     node.name: {arg.arg: ast.unparse(arg.annotation) for arg in node.args.args if arg.annotation}

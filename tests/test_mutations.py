@@ -42,7 +42,7 @@ SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
 PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
-NGRAM = "test_suffix_tree.py ngram or history or match or draft"
+NGRAM = "test_ngram.py history or match or draft or limits or rows or examples"
 
 MUTATIONS = [
     Mutation(

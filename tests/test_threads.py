@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import specops
 import torch
-from specops import attention, batching, dense, sampling, suffix_tree
+from specops import attention, batching, dense, ngram, sampling
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,7 +80,7 @@ def big_job() -> list[Tensor]:
     hidden = torch.randn(700, 512, generator=generator)
     output_rows = torch.randint(-1, 700, (500,), generator=generator).int()
     token_ids = torch.randint(0, 50, (96, 2048), generator=generator).int()
-    drafts, counts = suffix_tree.ngram_propose(
+    drafts, counts = ngram.ngram_propose(
         token_ids,
         torch.full((96,), 2048, dtype=torch.int32),
         torch.full((96,), 5, dtype=torch.int32),

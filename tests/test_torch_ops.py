@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from specops import _C, batching, dense, sampling, suffix_tree, torch_ops
+from specops import _C, batching, dense, ngram, sampling, torch_ops
 from specops.batching import BatchIndices, OutputMode
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
 from test_errors import FIELDS, GOOD_CALLS, OPS, TENSOR_OPS, ints
@@ -104,7 +104,7 @@ def test_faults_speak_as_they_do_without_torch() -> None:
 def test_nobody_pays_who_does_not_import_it() -> None:
     code = (
         "import sys, specops.engine, specops.attention, specops.batching, specops.dense\n"
-        "import specops.sampling, specops.suffix_tree\n"
+        "import specops.ngram, specops.sampling\n"
         "assert 'specops.torch_ops' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -156,7 +156,7 @@ def test_ngram_sizes_of_either_kind(low: Any, high: Any) -> None:
 
     def propose() -> tuple[Tensor, Tensor]:
         drafts = torch.empty(3, 4, dtype=torch.int32)
-        return suffix_tree.ngram_propose(
+        return ngram.ngram_propose(
             tokens, ints(40, 0, 21), ints(4, 4, 2), draft_token_ids=drafts, **options
         )
 
@@ -275,7 +275,7 @@ class Step:
             **self.options,
         )
         top = sampling.top_logprobs(logits, 3)
-        proposed = suffix_tree.ngram_propose(
+        proposed = ngram.ngram_propose(
             history,
             kv_lens,
             torch.full_like(kv_lens, 2),

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from specops import attention, batching, dense, runtime, sampling, suffix_tree
+from specops import attention, batching, dense, ngram, runtime, sampling
 from torch import Tensor
 
-OP_MODULES: list[ModuleType] = [attention, batching, dense, runtime, sampling, suffix_tree]
+OP_MODULES: list[ModuleType] = [attention, batching, dense, ngram, runtime, sampling]
 
 # Questions, even where they are asked with a tensor.
 _ANSWERS = ("_bytes", "_size")

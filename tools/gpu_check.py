@@ -34,7 +34,7 @@ PARTS = ("tests", "sanitize", "bench")
 REQUIRED = "torch numpy pybind11 cmake ninja pytest hypothesis safetensors tokenizers jinja2"
 OP_TESTS = tuple(
     f"tests/test_{name}.py"
-    for name in ("attention", "batching", "dense", "sampling", "suffix_tree", "torch_ops")
+    for name in ("attention", "batching", "dense", "ngram", "sampling", "torch_ops")
 )
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # Seconds that each family may take; FlashInfer compiles itself at first use.

@@ -5,11 +5,11 @@ import torch
 
 from specops.engine.drafters.base import DraftBatch
 from specops.engine.request import Request
-from specops.suffix_tree import ngram_propose
+from specops.ngram import ngram_propose
 
 
 class NgramDrafter:
-    """Drafts with `specops.suffix_tree.ngram_propose`, all requests of a step in one call."""
+    """Drafts with `specops.ngram.ngram_propose`, all requests of a step in one call."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._min_sizes = torch.ones(slots, dtype=torch.int32, device=device)

@@ -7,7 +7,7 @@ import torch
 from conftest import expect_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from specops import reference, suffix_tree
+from specops import ngram, reference
 from torch import Tensor
 
 POISON = 1_000_003
@@ -30,7 +30,7 @@ def propose(
     lens = torch.tensor([len(row) for row in rows], dtype=torch.int32, device=device)
     max_draft_tokens = torch.tensor(limits, dtype=torch.int32, device=device)
     canary = torch.full((len(rows) + 1, k), 77, dtype=torch.int32, device=device)
-    drafts, counts = suffix_tree.ngram_propose(
+    drafts, counts = ngram.ngram_propose(
         token_ids,
         lens,
         max_draft_tokens,
@@ -170,9 +170,7 @@ def test_refusals_leave_out_untouched(
     if reported:  # the sentence of a code: the argument without its index
         message = message.split()[0].partition("\\[")[0] + " must be "
     with expect_fault(reported, "^ngram_propose: " + message):
-        suffix_tree.ngram_propose(
-            token_ids, **tensors, draft_token_ids=out, num_draft_tokens=counts
-        )  # type: ignore[arg-type]
+        ngram.ngram_propose(token_ids, **tensors, draft_token_ids=out, num_draft_tokens=counts)  # type: ignore[arg-type]
     if reported:
         at_fault = 0 if change.get("lens") == [-1, 8] else 1
         assert counts.tolist()[at_fault] == 0 and out.tolist()[at_fault] == [-1] * 3
