@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one file that a suffix cache is saved to: a versioned header, then sections of plain arrays, each
 // with a checksum. Written under another name and moved into place when it is complete.
+//
+//   header     magic, version, byte order
+//   section*   its size and checksum, then its bytes
+//   end        as many sections, and a checksum of theirs
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 namespace specops {
 
-// Both throw std::runtime_error with a sentence that names the file.
+// Both throw std::runtime_error with a sentence that names the file; std::system_error where the system
+// refuses.
 class FileWriter {
  public:
   explicit FileWriter(const std::string& path);
@@ -22,7 +28,7 @@ class FileWriter {
 
  private:
   struct State;
-  State* state_;
+  std::unique_ptr<State> state_;
 };
 
 class FileReader {
@@ -32,14 +38,15 @@ class FileReader {
   FileReader(const FileReader&) = delete;
   FileReader& operator=(const FileReader&) = delete;
 
-  size_t section_bytes() const;  // of the next section
+  // Of the next section; never more than the file has left, so that it may be allocated.
+  size_t section_bytes() const;
   // Reads the next section, which must be num_bytes long and as it was written.
   void section(void* data, size_t num_bytes);
   void finish();  // nothing may be left
 
  private:
   struct State;
-  State* state_;
+  std::unique_ptr<State> state_;
 };
 
 }  // namespace specops

@@ -28,6 +28,7 @@ struct DraftOptions {
   float min_token_prob = 0.1f;  // of a path, from its first token on
   bool use_tree = false;        // the likeliest continuations as a tree, not the likeliest path
   bool read_on = true;          // past max_depth, where the text of the youngest occurrence goes on
+  float above_score = 0.0f;     // a draft whose score is not above it is not wanted: found is none
 };
 
 // Room for max_draft_tokens tokens, and what was written there.
@@ -55,8 +56,9 @@ class SuffixTree {
   void append(int32_t sequence, const int32_t* token_ids, int64_t size);
   // Nothing more will be appended. A sequence may stay, finished or not, as long as one likes.
   void finish(int32_t sequence);
-  // Takes a sequence out, finished or not. Its positions are given back by `reclaim`, from its first
-  // token on: until then the tree is exactly that of its remaining tokens. The handle is gone.
+  // Takes a sequence out, finished or not; the handle is gone. If no older one is left, its positions
+  // are given back by `reclaim`, from its first token on: until then the tree is exactly that of its
+  // remaining tokens. Else they are given back at once, which takes a pass over all older positions.
   void remove(int32_t sequence);
   // Gives back at most max_positions positions of removed sequences; returns how many.
   int64_t reclaim(int64_t max_positions);
@@ -69,7 +71,7 @@ class SuffixTree {
   // The best draft after `context`, over its suffixes of every length that occur:
   //
   //   for m = min(size, max_depth) down to 1, if count(last m tokens) > 0:
-  //     draft from them within the budget of m; keep it if its score is the best so far
+  //     draft from them within the budget of m; keep it if its score is above the best so far
   //
   // sequence: the live sequence that context ends with, so that its suffixes need not be looked for;
   // -1 for none. A draft of no tokens has score 0 and match_len 0.
@@ -79,15 +81,19 @@ class SuffixTree {
                  const DraftOptions& options,
                  SuffixDraft& draft) const;
 
+  // Asks for what append and speculate of the sequence will read first.
+  void prefetch(int32_t sequence) const;
+
   int32_t max_depth() const;
   int64_t num_sequences() const;
   int64_t num_tokens() const;          // in sequences that were not removed
   int64_t num_pending_tokens() const;  // of removed ones, to be given back by `reclaim`
   int64_t num_nodes() const;
-  int64_t num_bytes() const;  // taken from the system
+  int64_t num_bytes() const;       // taken from the system
+  int64_t num_used_bytes() const;  // without what is free to be used again
   int64_t length(int32_t sequence) const;
 
-  // Checks every invariant; returns what is wrong, or "". Changes nothing.
+  // Checks every invariant (suffix_state.h lists them); returns what is wrong, or "". Changes nothing.
   std::string check_integrity() const;
 
   // Sequences come back finished, with the handles they had. `load` wants an empty tree, and throws
@@ -95,8 +101,9 @@ class SuffixTree {
   void save(FileWriter& file) const;
   void load(FileReader& file);
 
+  struct State;  // suffix_state.h
+
  private:
-  struct State;
   std::unique_ptr<State> state_;
 };
 

@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: Apache-2.0
+// Counting strings and drafting: what is read off a suffix tree.
+//
+// Which match drafts is settled by scores alone, which take a look at every node of a path but at no
+// text; only the best draft is written out.
+#include <algorithm>
+#include <vector>
+
+#include "suffix_tree/suffix_state.h"
+
+namespace specops {
+namespace {
+
+// A string of the tree: `depth` tokens from the root, on the way to or at `child`.
+struct Point {
+  int32_t child;
+  int32_t depth;
+};
+
+// A token that a tree draft may take, with what goes on behind it.
+struct Candidate {
+  float prob;
+  int32_t order;  // of equally likely ones the first that was found
+  Point point;    // behind the token
+  int32_t token;
+  int32_t parent;
+};
+
+struct TreeScratch {
+  std::vector<Candidate> heap;
+  std::vector<std::pair<int32_t, int32_t>> children;  // child, token
+  std::vector<int32_t> tokens, parents;
+  std::vector<float> probs;
+};
+
+bool is_less(const Candidate& a, const Candidate& b) {
+  return a.prob != b.prob ? a.prob < b.prob : a.order > b.order;
+}
+
+class Drafter {
+ public:
+  Drafter(const SuffixTree::State& state, const DraftOptions& options)
+      : state_(state), options_(options) {}
+
+  bool locate(const int32_t* tokens, int32_t size, Point& point) const;
+  int32_t budget(int32_t match_len) const;
+  // How many tokens after the point, and their score. Gives up where it cannot be above `above`.
+  int32_t score_path(Point point, int32_t budget, float above, float& score) const;
+  void write_path(Point point, int32_t budget, SuffixDraft& draft) const;
+  int32_t score_tree(
+      Point point, int32_t budget, float above, TreeScratch& scratch, float& score) const;
+
+ private:
+  const Node& node(int32_t index) const { return state_.nodes[index]; }
+  bool is_at_node(Point point) const {
+    return point.child >= 0 && node(point.child).depth == point.depth;
+  }
+  // Where the edge to a child ends, with all that may be read beyond.
+  int32_t edge_end(int32_t child) const {
+    if (child >= 0) {
+      return node(child).depth;
+    }
+    return options_.read_on ? state_.num_following(~child) : state_.window_length(~child);
+  }
+  // Whether `score`, with so many tokens of at most `prob` to come, stays at or below `above`.
+  static bool is_hopeless(float score, float prob, int32_t num_tokens, float above) {
+    const double most = static_cast<double>(score) + static_cast<double>(prob) * num_tokens;
+    return most * (1.0 + 2e-7 * (num_tokens + 16)) <= above;  // what rounding may add
+  }
+  static void add(float& score, float prob, int32_t num_tokens) {
+    if (prob == 1.0f) {
+      score += static_cast<float>(num_tokens);  // a whole number still
+      return;
+    }
+    for (int32_t i = 0; i < num_tokens; ++i) {
+      score += prob;
+    }
+  }
+  void push_continuations(
+      Point point, float prob, int32_t parent, int32_t wanted, int32_t& order, TreeScratch&) const;
+
+  const SuffixTree::State& state_;
+  const DraftOptions& options_;
+};
+
+bool Drafter::locate(const int32_t* tokens, int32_t size, Point& point) const {
+  int32_t parent = kRoot;
+  int32_t depth = 0;
+  while (true) {
+    const int32_t child =
+        tokens[depth] < 0 ? kNone : state_.table.find(node(parent), tokens[depth]);
+    if (child == kNone) {
+      return false;
+    }
+    const int32_t end = child >= 0 ? std::min<int32_t>(size, node(child).depth) : size;
+    const int32_t start = state_.ref(child);
+    for (++depth; depth < end; ++depth) {
+      if (state_.text.token(start, depth) != tokens[depth]) {
+        return false;
+      }
+    }
+    if (depth == size) {
+      point = {child, depth};
+      return true;
+    }
+    parent = child;
+  }
+}
+
+int32_t Drafter::budget(int32_t match_len) const {
+  const float wanted =
+      static_cast<float>(match_len) * options_.max_spec_factor + options_.max_spec_offset;
+  const double rounded = static_cast<double>(wanted) + 1e-6;
+  if (!(rounded >= 1.0)) {
+    return 0;
+  }
+  return rounded >= options_.max_draft_tokens ? options_.max_draft_tokens
+                                              : static_cast<int32_t>(rounded);
+}
+
+int32_t Drafter::score_path(Point point, int32_t budget, float above, float& score) const {
+  float prob = 1.0f;
+  int32_t size = 0;
+  score = 0.0f;
+  while (size < budget && prob >= options_.min_token_prob) {
+    if (is_hopeless(score, prob, budget - size, above)) {
+      score = 0.0f;
+      return 0;
+    }
+    int32_t end;
+    if (!is_at_node(point)) {
+      end = edge_end(point.child);
+    } else if (point.depth == state_.max_depth) {
+      if (!options_.read_on) {
+        break;
+      }
+      point.child = ~node(point.child).ref;
+      end = edge_end(point.child);
+    } else {
+      const Node& at = node(point.child);
+      if (at.kind == ChildTable::kNoChild) {
+        break;
+      }
+      prob = prob * (static_cast<float>(at.best_count) / static_cast<float>(at.count));
+      if (prob < options_.min_token_prob) {
+        break;
+      }
+      point.child = at.best;
+      end = edge_end(point.child);
+    }
+    const int32_t num_tokens = std::min(budget - size, end - point.depth);
+    add(score, prob, num_tokens);
+    size += num_tokens;
+    point.depth = end;
+    if (point.child < 0) {
+      break;
+    }
+  }
+  return size;
+}
+
+void Drafter::write_path(Point point, int32_t budget, SuffixDraft& draft) const {
+  float prob = 1.0f;
+  int32_t size = 0;
+  while (size < budget) {
+    int32_t end;
+    if (!is_at_node(point)) {
+      end = edge_end(point.child);
+    } else if (point.depth == state_.max_depth) {
+      if (!options_.read_on) {
+        break;
+      }
+      point.child = ~node(point.child).ref;
+      end = edge_end(point.child);
+    } else {
+      const Node& at = node(point.child);
+      if (at.kind == ChildTable::kNoChild) {
+        break;
+      }
+      prob = prob * (static_cast<float>(at.best_count) / static_cast<float>(at.count));
+      if (prob < options_.min_token_prob) {
+        break;
+      }
+      point.child = at.best;
+      end = edge_end(point.child);
+    }
+    const int32_t num_tokens = std::min(budget - size, end - point.depth);
+    const int32_t start = state_.ref(point.child);
+    for (int32_t i = 0; i < num_tokens; ++i) {
+      draft.token_ids[size + i] = state_.text.token(start, point.depth + i);
+      if (draft.parents != nullptr) {
+        draft.parents[size + i] = size + i - 1;
+      }
+      if (draft.probs != nullptr) {
+        draft.probs[size + i] = prob;
+      }
+    }
+    size += num_tokens;
+    point.depth = end;
+    if (point.child < 0) {
+      break;
+    }
+  }
+  draft.size = size;
+}
+
+// Of the continuations of a point those that may still be among the `wanted` next ones.
+void Drafter::push_continuations(Point point,
+                                 float prob,
+                                 int32_t parent,
+                                 int32_t wanted,
+                                 int32_t& order,
+                                 TreeScratch& scratch) const {
+  const auto push = [&](float child_prob, int32_t child, int32_t token) {
+    scratch.heap.push_back({child_prob, order++, {child, point.depth + 1}, token, parent});
+    std::push_heap(scratch.heap.begin(), scratch.heap.end(), is_less);
+  };
+  if (is_at_node(point) && point.depth == state_.max_depth) {
+    if (!options_.read_on) {
+      return;
+    }
+    point.child = ~node(point.child).ref;
+  }
+  if (!is_at_node(point)) {
+    if (point.depth < edge_end(point.child) && prob >= options_.min_token_prob) {
+      push(prob, point.child, state_.text.token(state_.ref(point.child), point.depth));
+    }
+    return;
+  }
+  const Node& at = node(point.child);
+  const float whole = static_cast<float>(at.count);
+  scratch.children.clear();
+  state_.table.for_each(at, [&](int32_t token, int32_t child) {
+    if (prob * (static_cast<float>(state_.count(child)) / whole) >= options_.min_token_prob) {
+      scratch.children.emplace_back(child, token);
+    }
+  });
+  const auto is_before = [this](const auto& a, const auto& b) {
+    const int32_t a_count = state_.count(a.first);
+    const int32_t b_count = state_.count(b.first);
+    return a_count != b_count ? a_count > b_count
+                              : state_.is_younger(state_.ref(a.first), state_.ref(b.first));
+  };
+  const auto first = scratch.children.begin();
+  const auto num_wanted = std::min<int64_t>(wanted, std::ssize(scratch.children));
+  std::partial_sort(first, first + num_wanted, scratch.children.end(), is_before);
+  for (int64_t i = 0; i < num_wanted; ++i) {
+    const auto [child, token] = scratch.children[static_cast<size_t>(i)];
+    push(prob * (static_cast<float>(state_.count(child)) / whole), child, token);
+  }
+}
+
+int32_t Drafter::score_tree(
+    Point point, int32_t budget, float above, TreeScratch& scratch, float& score) const {
+  scratch.heap.clear();
+  scratch.tokens.clear();
+  scratch.parents.clear();
+  scratch.probs.clear();
+  score = 0.0f;
+  int32_t order = 0;
+  int32_t size = 0;
+  push_continuations(point, 1.0f, -1, budget, order, scratch);
+  while (size < budget && !scratch.heap.empty()) {
+    std::pop_heap(scratch.heap.begin(), scratch.heap.end(), is_less);
+    const Candidate candidate = scratch.heap.back();
+    scratch.heap.pop_back();
+    if (is_hopeless(score, candidate.prob, budget - size, above)) {
+      score = 0.0f;
+      return 0;
+    }
+    scratch.tokens.push_back(candidate.token);
+    scratch.parents.push_back(candidate.parent);
+    scratch.probs.push_back(candidate.prob);
+    score += candidate.prob;
+    push_continuations(candidate.point, candidate.prob, size, budget - size - 1, order, scratch);
+    ++size;
+  }
+  return size;
+}
+
+}  // namespace
+
+int64_t SuffixTree::count(const int32_t* token_ids, int64_t size) const {
+  const State& state = *state_;
+  if (size < 1 || size > state.max_depth) {
+    return 0;
+  }
+  Point point;
+  const DraftOptions options;
+  if (!Drafter(state, options).locate(token_ids, static_cast<int32_t>(size), point)) {
+    return 0;
+  }
+  return state.count(point.child);
+}
+
+void SuffixTree::speculate(int32_t sequence,
+                           const int32_t* context,
+                           int64_t size,
+                           const DraftOptions& options,
+                           SuffixDraft& draft) const {
+  thread_local TreeScratch trial;
+  thread_local TreeScratch best_tree;
+  const State& state = *state_;
+  const Drafter drafter(state, options);
+  draft.size = 0;
+  draft.score = 0.0f;
+  draft.match_len = 0;
+
+  Point best_point{};
+  int32_t best_len = 0;
+  float best_score = options.above_score;
+  // Returns whether shorter matches can be better still: no token counts for more than 1.
+  const auto consider = [&](Point point, int32_t match_len) {
+    const int32_t budget = drafter.budget(match_len);
+    if (best_score >= static_cast<float>(budget)) {
+      return options.max_spec_factor < 0.0f;
+    }
+    float score;
+    if (options.use_tree) {
+      drafter.score_tree(point, budget, best_score, trial, score);
+    } else {
+      drafter.score_path(point, budget, best_score, score);
+    }
+    if (score > best_score) {
+      best_score = score;
+      best_point = point;
+      best_len = match_len;
+      if (options.use_tree) {
+        std::swap(trial, best_tree);
+      }
+    }
+    return true;
+  };
+
+  const int32_t longest = static_cast<int32_t>(std::min<int64_t>(size, state.max_depth));
+  const int32_t* const end = context + size;
+  const Sequence* const live =
+      sequence >= 0 && state.sequences[static_cast<size_t>(sequence)].is_live
+          ? &state.sequences[static_cast<size_t>(sequence)]
+          : nullptr;
+  const int32_t num_active = live == nullptr ? 0 : live->num_active;
+  bool goes_on = true;
+  // What reaches back beyond the sequence has to be looked for. If a match occurs, every shorter one
+  // does: the longest is found in steps that double and are halved again.
+  if (num_active < longest && (live == nullptr || num_active == live->length)) {
+    Point point;
+    int32_t found = num_active;
+    int32_t missing = longest + 1;
+    for (int32_t step = 1; found + 1 < missing; step *= 2) {
+      const int32_t match_len = std::min(found + step, missing - 1);
+      if (!drafter.locate(end - match_len, match_len, point)) {
+        missing = match_len;
+        break;
+      }
+      found = match_len;
+    }
+    while (found + 1 < missing) {
+      const int32_t match_len = found + (missing - found) / 2;
+      (drafter.locate(end - match_len, match_len, point) ? found : missing) = match_len;
+    }
+    for (int32_t match_len = found; goes_on && match_len > num_active; --match_len) {
+      drafter.locate(end - match_len, match_len, point);
+      goes_on = consider(point, match_len);
+    }
+  }
+  int32_t position = live == nullptr ? -1 : live->first_active;
+  for (int32_t match_len = num_active; goes_on && match_len > 0; --match_len) {
+    if (match_len <= longest) {
+      goes_on = consider({state.text.home_[position], match_len}, match_len);
+    }
+    if (match_len > 1) {
+      position = state.text.advance(position, 1);
+    }
+  }
+
+  if (best_len == 0) {
+    return;
+  }
+  draft.score = best_score;
+  draft.match_len = best_len;
+  if (!options.use_tree) {
+    drafter.write_path(best_point, drafter.budget(best_len), draft);
+    return;
+  }
+  draft.size = static_cast<int32_t>(best_tree.tokens.size());
+  std::copy(best_tree.tokens.begin(), best_tree.tokens.end(), draft.token_ids);
+  if (draft.parents != nullptr) {
+    std::copy(best_tree.parents.begin(), best_tree.parents.end(), draft.parents);
+  }
+  if (draft.probs != nullptr) {
+    std::copy(best_tree.probs.begin(), best_tree.probs.end(), draft.probs);
+  }
+}
+
+}  // namespace specops

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a SuffixTree is made of; the invariants stand here, and check_integrity (suffix_check.cpp) looks
+// at each under its number.
+//
+// The tree holds the window of every position: at most max_depth tokens, up to the end of its sequence.
+//  1. The nodes are exactly the strings that occur twice or more and of which no continuation by one
+//     token occurs as often (windows end there, or they branch). Hence one tree for one set of windows.
+//  2. A string that occurs once has no node: it is a leaf, known by its start; its end is implied.
+//  3. home[position] is the node where its window ends, or the parent of its leaf.
+//  4. count is the number of windows that pass through or end at a node; ref is the youngest of them.
+//     Any text of the tree is read there: parent's depth .. depth of an edge at ref.
+//  5. best, best_count and second are as child_table.h says; of the root they are not kept.
+//  6. The windows of a live sequence that end at its end and at a node ("active") are those of its last
+//     num_active positions: if a suffix occurs elsewhere, so does every shorter one.
+//  7. Removed sequences are the oldest. So the first position of the oldest sequence is the oldest of
+//     all, and a node whose ref it is ends with it: nothing needs to be pointed elsewhere.
+//  8. Blocks, nodes and slots are in use or on their free list, and not both.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "suffix_tree/child_table.h"
+#include "suffix_tree/grow_array.h"
+#include "suffix_tree/suffix_tree.h"
+#include "suffix_tree/token_blocks.h"
+
+namespace specops {
+
+constexpr int32_t kRoot = 0;
+
+struct Sequence {
+  int64_t order;  // in the order of starting
+  int32_t first_block;
+  int32_t last_block;
+  int32_t begin;   // index of the first token that was not given back
+  int32_t length;  // index behind the last token
+  int32_t first_active;
+  int32_t num_active;
+  int32_t
+      older;  // neighbours in the order of starting; -1: none; of free handles: the next free one
+  int32_t younger;
+  int16_t in_use;
+  int16_t is_live;  // tokens may be appended
+  int16_t is_removed;
+  int16_t unused;
+};
+
+struct SuffixTree::State {
+  explicit State(int32_t depth) : max_depth(depth) { clear(); }
+
+  void clear();
+
+  int32_t ref(int32_t child) const { return child >= 0 ? nodes[child].ref : ~child; }
+  int32_t count(int32_t child) const { return child >= 0 ? nodes[child].count : 1; }
+  bool is_younger(int32_t position, int32_t than) const {
+    return text.age(position) > text.age(than);
+  }
+  // Tokens from a position to its sequence's end.
+  int32_t num_following(int32_t position) const {
+    return sequences[static_cast<size_t>(text.owner(position))].length - text.index(position);
+  }
+  int32_t window_length(int32_t position) const {
+    const int32_t size = num_following(position);
+    return size < max_depth ? size : max_depth;
+  }
+
+  void push_token(int32_t handle, int32_t token);
+  int32_t extend_suffix(int32_t node, int32_t child, int32_t start, int32_t token);
+  bool adopt_leaf(int32_t node, int32_t start);
+  int32_t new_node();
+  void free_node(int32_t node);
+  void add_leaf(int32_t node, int32_t token, int32_t start);
+  void raise_child(int32_t node, int32_t old_child, int32_t child);
+  void find_best(int32_t node);
+  void replace_child(int32_t node, int32_t child);
+
+  void remove_window(int32_t position);
+  void remove_now(int32_t handle);
+  void repoint(int32_t handle);
+  void release(int32_t handle);
+  int64_t reclaim(int64_t max_positions);
+
+  std::string check_integrity() const;
+  void check_indices() const;
+
+  int32_t max_depth;
+  TokenBlocks text;
+  GrowArray<Node> nodes;
+  ChildTable table;
+  std::vector<Sequence> sequences;
+  int64_t next_order;
+  int32_t oldest;
+  int32_t youngest;
+  int32_t free_handle;
+  int32_t free_node_head;
+  int64_t num_free_nodes;
+  int64_t num_sequences;
+  int64_t num_tokens;
+  int64_t num_pending;
+
+  struct Suffix {
+    int32_t start;
+    int32_t node;
+    int32_t child;
+  };
+  std::vector<Suffix> scratch;
+};
+
+}  // namespace specops

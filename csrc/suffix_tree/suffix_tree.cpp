@@ -1,0 +1,663 @@
+// SPDX-License-Identifier: Apache-2.0
+// Appending to a suffix tree and taking sequences out. The invariants are listed in suffix_state.h.
+#include "suffix_tree/suffix_tree.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "suffix_tree/suffix_file.h"
+#include "suffix_tree/suffix_state.h"
+
+namespace specops {
+
+void SuffixTree::State::clear() {
+  text.clear();
+  nodes.clear();
+  table.clear();
+  sequences.clear();
+  next_order = 0;
+  oldest = youngest = free_handle = free_node_head = -1;
+  num_free_nodes = num_sequences = num_tokens = num_pending = 0;
+  nodes.push_back({0, -1, -1, 0, ChildTable::kNoChild, 0, kNone, 0, 0});
+}
+
+int32_t SuffixTree::State::new_node() {
+  if (free_node_head >= 0) {
+    const int32_t node = free_node_head;
+    free_node_head = nodes[node].parent;
+    --num_free_nodes;
+    return node;
+  }
+  nodes.resize(nodes.size() + 1);
+  return static_cast<int32_t>(nodes.size() - 1);
+}
+
+void SuffixTree::State::free_node(int32_t node) {
+  table.drop_all(nodes[node]);
+  nodes[node] = {0, -1, free_node_head, 0, ChildTable::kFree, 0, kNone, 0, 0};
+  free_node_head = node;
+  ++num_free_nodes;
+}
+
+// --- appending -------------------------------------------------------------------------------------
+
+void SuffixTree::State::add_leaf(int32_t node, int32_t token, int32_t start) {
+  Node& parent = nodes[node];
+  const bool is_first = parent.kind == ChildTable::kNoChild;
+  table.insert(parent, token, ~start);
+  text.home_[start] = node;
+  if (node == kRoot) {
+    return;
+  }
+  if (is_first) {
+    parent.best_count = 1;
+    parent.second = 0;
+  } else {
+    raise_child(node, kNone, ~start);
+  }
+}
+
+// A child occurs once more, or has come (old_child is kNone), or is another one than before.
+void SuffixTree::State::raise_child(int32_t node, int32_t old_child, int32_t child) {
+  Node& parent = nodes[node];
+  if (node == kRoot) {
+    return;
+  }
+  const int32_t child_count = count(child);
+  if (parent.best == old_child || parent.best == child) {
+    parent.best = child;
+    parent.best_count = child_count;
+  } else if (child_count > parent.best_count ||
+             (child_count == parent.best_count && is_younger(ref(child), ref(parent.best)))) {
+    parent.second = std::max(parent.second, parent.best_count);
+    parent.best = child;
+    parent.best_count = child_count;
+  } else {
+    parent.second = std::max(parent.second, child_count);
+  }
+}
+
+// Puts a child that occurs as often in the place of `node`.
+void SuffixTree::State::replace_child(int32_t node, int32_t child) {
+  const int32_t parent = nodes[node].parent;
+  const int32_t token = text.token(ref(child), nodes[parent].depth);
+  table.replace(nodes[parent], token, child);
+  if (nodes[parent].best == node) {
+    nodes[parent].best = child;
+  }
+  if (child >= 0) {
+    nodes[child].parent = parent;
+  } else {
+    text.home_[~child] = parent;
+  }
+}
+
+// Puts the leaf of `start` below the node, or, where its window ends there, into it: then it occurs
+// elsewhere now, and is active if it is the end of a live sequence. That happens to sequences that are
+// written in lock step. Returns whether there is anything below.
+bool SuffixTree::State::adopt_leaf(int32_t node, int32_t start) {
+  Node& parent = nodes[node];
+  text.home_[start] = node;
+  const int32_t token = parent.depth < max_depth ? text.token(start, parent.depth) : kEnd;
+  if (token != kEnd) {
+    parent.kind = ChildTable::kOneChild;
+    parent.children = token;
+    parent.best = ~start;
+    parent.best_count = 1;
+    return true;
+  }
+  parent.kind = ChildTable::kNoChild;
+  parent.children = 0;
+  parent.best = kNone;
+  parent.best_count = 0;
+  Sequence& owner = sequences[static_cast<size_t>(text.owner(start))];
+  if (owner.is_live && owner.length - text.index(start) == parent.depth) {
+    // Every shorter suffix of it has been put back already, as suffixes are extended in that order.
+    owner.first_active = start;
+    ++owner.num_active;
+  }
+  return false;
+}
+
+// The suffix that ends at `node` goes on with the token, as `child` does; returns where it ends now.
+int32_t SuffixTree::State::extend_suffix(int32_t node,
+                                         int32_t child,
+                                         int32_t start,
+                                         int32_t token) {
+  const int32_t depth = nodes[node].depth + 1;
+  if (node != kRoot && nodes[node].count == count(child) + 1) {
+    // Only this suffix ended here.
+    if (child >= 0 && nodes[child].depth == depth) {
+      ++nodes[child].count;
+      if (is_younger(start, nodes[child].ref)) {
+        nodes[child].ref = start;
+      }
+      replace_child(node, child);
+      free_node(node);
+      return child;
+    }
+    nodes[node].depth = static_cast<int16_t>(depth);
+    if (child >= 0) {
+      nodes[node].children = text.token(nodes[child].ref, depth);
+    } else {
+      adopt_leaf(node, ~child);
+    }
+    return node;
+  }
+  if (child >= 0 && nodes[child].depth == depth) {
+    ++nodes[child].count;
+    if (is_younger(start, nodes[child].ref)) {
+      nodes[child].ref = start;
+    }
+    raise_child(node, child, child);
+    return child;
+  }
+  const int32_t middle = new_node();
+  const int32_t other = ref(child);
+  Node& made = nodes[middle];
+  made.count = count(child) + 1;
+  made.ref = is_younger(start, other) ? start : other;
+  made.parent = node;
+  made.depth = static_cast<int16_t>(depth);
+  made.second = 0;
+  if (child >= 0) {
+    made.kind = ChildTable::kOneChild;
+    made.children = text.token(other, depth);
+    made.best = child;
+    made.best_count = nodes[child].count;
+    nodes[child].parent = middle;
+  } else {
+    adopt_leaf(middle, other);
+  }
+  table.replace(nodes[node], token, middle);
+  raise_child(node, child, middle);
+  return middle;
+}
+
+void SuffixTree::State::push_token(int32_t handle, int32_t token) {
+  Sequence& sequence = sequences[static_cast<size_t>(handle)];
+  const int32_t offset = sequence.length & (kBlockTokens - 1);
+  if (sequence.length == INT32_MAX) {
+    throw std::length_error("SuffixTree: a sequence of more than 2^31 tokens");
+  }
+  if (offset == 0) {
+    const int64_t age = (sequence.order << TokenBlocks::kIndexBits) + sequence.length;
+    sequence.last_block = text.allocate(handle, sequence.last_block, age);
+    if (sequence.first_block < 0) {
+      sequence.first_block = sequence.last_block;
+    }
+  }
+  // Leaves that end here grow by this alone.
+  const int32_t position = sequence.last_block * kBlockTokens + offset;
+  text.text_[position] = token;
+  if (offset + 1 < kBlockTokens) {
+    text.text_[position + 1] = kEnd;
+  }
+  if (sequence.num_active == max_depth) {
+    sequence.first_active = text.advance(sequence.first_active, 1);
+    --sequence.num_active;
+  }
+  ++sequence.length;
+  ++num_tokens;
+  ++nodes[kRoot].count;
+
+  // The new suffix, and those that occur elsewhere, from the longest on.
+  const int32_t num_suffixes = sequence.num_active + 1;
+  if (static_cast<size_t>(num_suffixes) > scratch.size()) {
+    scratch.resize(static_cast<size_t>(num_suffixes) * 2);
+  }
+  Suffix* const suffixes = scratch.data();
+  int32_t start = sequence.first_active;
+  for (int32_t i = 0; i < num_suffixes; ++i) {
+    if (i + 1 == num_suffixes) {
+      start = position;
+    }
+    const int32_t node = i + 1 == num_suffixes ? kRoot : text.home_[start];
+    suffixes[i] = {start, node, table.find(nodes[node], token)};
+    if (i + 2 < num_suffixes) {
+      start = text.advance(start, 1);
+    }
+  }
+  // Those that nothing goes on as become leaves: a longer one with every shorter.
+  int32_t first = 0;
+  while (first < num_suffixes && suffixes[first].child == kNone) {
+    add_leaf(suffixes[first].node, token, suffixes[first].start);
+    ++first;
+  }
+  sequence.num_active = num_suffixes - first;
+  if (first < num_suffixes) {
+    sequence.first_active = suffixes[first].start;
+  }
+  for (int32_t i = num_suffixes - 1; i >= first; --i) {
+    const Suffix& suffix = suffixes[i];
+    text.home_[suffix.start] = extend_suffix(suffix.node, suffix.child, suffix.start, token);
+  }
+}
+
+// --- taking out ------------------------------------------------------------------------------------
+
+// Looks at all children for the one that occurs most often, of equal ones the youngest.
+void SuffixTree::State::find_best(int32_t node) {
+  if (node == kRoot) {
+    return;
+  }
+  Node& parent = nodes[node];
+  parent.best_count = 0;
+  parent.second = 0;
+  int32_t best = kNone;
+  table.for_each(parent, [&](int32_t, int32_t child) {
+    const int32_t child_count = count(child);
+    if (child_count > parent.best_count ||
+        (child_count == parent.best_count && is_younger(ref(child), ref(best)))) {
+      parent.second = parent.best_count;
+      parent.best_count = child_count;
+      best = child;
+    } else {
+      parent.second = std::max(parent.second, child_count);
+    }
+  });
+  parent.best = best;
+}
+
+// Takes the window of a position out.
+void SuffixTree::State::remove_window(int32_t position) {
+  const int32_t last = text.home_[position];
+  if (nodes[last].depth != window_length(position)) {
+    const bool was_best = nodes[last].best == ~position;
+    table.erase(nodes[last], text.token(position, nodes[last].depth));
+    if (was_best || nodes[last].kind == ChildTable::kOneChild) {
+      find_best(last);
+    }
+  }
+  for (int32_t node = last; node != kRoot; node = nodes[node].parent) {
+    --nodes[node].count;
+    Node& parent = nodes[nodes[node].parent];
+    if (parent.best == node && nodes[node].parent != kRoot) {
+      --parent.best_count;
+      if (parent.best_count <= parent.second) {
+        find_best(nodes[node].parent);
+      }
+    }
+  }
+  --nodes[kRoot].count;
+  if (last == kRoot) {
+    return;
+  }
+  // Of the nodes on the way only the last can have stopped being one.
+  Node& node = nodes[last];
+  if (node.kind == ChildTable::kNoChild && node.count == 1) {
+    const int32_t start = node.ref;
+    Sequence& owner = sequences[static_cast<size_t>(text.owner(start))];
+    if (owner.is_live && owner.num_active > 0 && owner.first_active == start) {
+      if (--owner.num_active > 0) {
+        owner.first_active = text.advance(start, 1);
+      }
+    }
+    replace_child(last, ~start);
+    free_node(last);
+  } else if (node.kind == ChildTable::kOneChild && count(node.best) == node.count) {
+    replace_child(last, node.best);
+    free_node(last);
+  }
+}
+
+// Before a sequence that is not the oldest is taken out: where the youngest occurrence is one of its,
+// the youngest of the others takes that place.
+void SuffixTree::State::repoint(int32_t handle) {
+  struct Change {
+    int32_t node;
+    int32_t num_windows;  // of the sequence, that end at the node
+  };
+  const Sequence& sequence = sequences[static_cast<size_t>(handle)];
+  std::vector<Change> changes;
+  std::vector<int32_t> change_of(static_cast<size_t>(nodes.size()), -1);
+  int32_t position = sequence.first_block * kBlockTokens + (sequence.begin & (kBlockTokens - 1));
+  for (int32_t i = sequence.begin; i < sequence.length; ++i) {
+    for (int32_t node = text.home_[position]; node != kRoot; node = nodes[node].parent) {
+      if (text.owner(nodes[node].ref) != handle) {
+        break;  // and so is the youngest of every prefix
+      }
+      int32_t& change = change_of[static_cast<size_t>(node)];
+      const bool is_known = change >= 0;
+      if (!is_known) {
+        change = static_cast<int32_t>(changes.size());
+        changes.push_back({node, 0});
+      }
+      if (node == text.home_[position]) {
+        ++changes[static_cast<size_t>(change)].num_windows;
+      }
+      if (is_known) {
+        break;
+      }
+    }
+    if (i + 1 < sequence.length) {
+      position = text.advance(position, 1);
+    }
+  }
+
+  // At the full depth every window ends at its node: look for them, from the younger sequences on.
+  int64_t num_wanted = 0;
+  for (const Change& change : changes) {
+    const Node& node = nodes[change.node];
+    num_wanted += node.depth == max_depth && node.count > change.num_windows;
+  }
+  std::vector<int32_t> found;
+  for (int32_t other = sequence.older; other >= 0 && num_wanted > 0;) {
+    const Sequence& older = sequences[static_cast<size_t>(other)];
+    found.clear();
+    int32_t index = older.begin;
+    for (int32_t block = older.first_block; block >= 0; block = text.blocks_[block].next) {
+      for (int32_t offset = index & (kBlockTokens - 1);
+           offset < kBlockTokens && index + max_depth <= older.length;
+           ++offset, ++index) {
+        const int32_t start = block * kBlockTokens + offset;
+        const int32_t node = text.home_[start];
+        if (nodes[node].depth == max_depth && change_of[static_cast<size_t>(node)] >= 0) {
+          if (text.owner(nodes[node].ref) == handle) {
+            found.push_back(node);
+          }
+          nodes[node].ref = start;
+        }
+      }
+    }
+    for (const int32_t node : found) {
+      change_of[static_cast<size_t>(node)] = -1;
+    }
+    num_wanted -= static_cast<int64_t>(found.size());
+    other = older.older;
+  }
+
+  // The others take it from their children, or from a sequence that ends there.
+  std::sort(changes.begin(), changes.end(), [this](const Change& a, const Change& b) {
+    return nodes[a.node].depth > nodes[b.node].depth;
+  });
+  for (const Change& change : changes) {
+    Node& node = nodes[change.node];
+    if (node.depth == max_depth) {
+      continue;
+    }
+    int32_t best = -1;
+    int32_t num_ending = node.count;
+    table.for_each(node, [&](int32_t, int32_t child) {
+      num_ending -= count(child);
+      const int32_t start = ref(child);
+      if (text.owner(start) != handle && (best < 0 || is_younger(start, best))) {
+        best = start;
+      }
+    });
+    if (num_ending > 0) {
+      for (int32_t other = youngest; other >= 0;) {
+        const Sequence& that = sequences[static_cast<size_t>(other)];
+        if (other != handle && that.length - that.begin >= node.depth) {
+          int32_t block = that.last_block;
+          int32_t offset = ((that.length - 1) & (kBlockTokens - 1)) - (node.depth - 1);
+          while (offset < 0) {
+            block = text.blocks_[block].prev;
+            offset += kBlockTokens;
+          }
+          const int32_t start = block * kBlockTokens + offset;
+          if (text.home_[start] == change.node && (best < 0 || is_younger(start, best))) {
+            best = start;
+          }
+        }
+        other = that.older;
+      }
+    }
+    if (best >= 0) {
+      node.ref = best;
+    }
+  }
+}
+
+void SuffixTree::State::release(int32_t handle) {
+  Sequence& sequence = sequences[static_cast<size_t>(handle)];
+  (sequence.older >= 0 ? sequences[static_cast<size_t>(sequence.older)].younger : oldest) =
+      sequence.younger;
+  (sequence.younger >= 0 ? sequences[static_cast<size_t>(sequence.younger)].older : youngest) =
+      sequence.older;
+  sequence = Sequence{};
+  sequence.older = free_handle;
+  free_handle = handle;
+}
+
+int64_t SuffixTree::State::reclaim(int64_t max_positions) {
+  int64_t num_reclaimed = 0;
+  while (num_reclaimed < max_positions && num_pending > 0) {
+    const int32_t handle = oldest;
+    Sequence& sequence = sequences[static_cast<size_t>(handle)];
+    while (num_reclaimed < max_positions && sequence.begin < sequence.length) {
+      const int32_t offset = sequence.begin & (kBlockTokens - 1);
+      remove_window(sequence.first_block * kBlockTokens + offset);
+      ++sequence.begin;
+      ++num_reclaimed;
+      --num_pending;
+      if (offset + 1 == kBlockTokens || sequence.begin == sequence.length) {
+        const int32_t next = text.blocks_[sequence.first_block].next;
+        text.free(sequence.first_block);
+        sequence.first_block = next;
+      }
+    }
+    if (sequence.begin == sequence.length) {
+      release(handle);
+    }
+  }
+  return num_reclaimed;
+}
+
+void SuffixTree::State::remove_now(int32_t handle) {
+  repoint(handle);
+  Sequence& sequence = sequences[static_cast<size_t>(handle)];
+  while (sequence.begin < sequence.length) {
+    const int32_t offset = sequence.begin & (kBlockTokens - 1);
+    remove_window(sequence.first_block * kBlockTokens + offset);
+    ++sequence.begin;
+    if (offset + 1 == kBlockTokens || sequence.begin == sequence.length) {
+      const int32_t next = text.blocks_[sequence.first_block].next;
+      text.free(sequence.first_block);
+      sequence.first_block = next;
+    }
+  }
+  release(handle);
+}
+
+// --- the class -------------------------------------------------------------------------------------
+
+SuffixTree::SuffixTree(int32_t max_depth) : state_(new State(max_depth)) {}
+SuffixTree::~SuffixTree() = default;
+
+int32_t SuffixTree::start() {
+  State& state = *state_;
+  int32_t handle = state.free_handle;
+  if (handle >= 0) {
+    state.free_handle = state.sequences[static_cast<size_t>(handle)].older;
+  } else {
+    handle = static_cast<int32_t>(state.sequences.size());
+    state.sequences.emplace_back();
+  }
+  Sequence& sequence = state.sequences[static_cast<size_t>(handle)];
+  sequence = Sequence{};
+  sequence.order = state.next_order++;
+  sequence.first_block = sequence.last_block = sequence.younger = -1;
+  sequence.first_active = -1;
+  sequence.older = state.youngest;
+  sequence.in_use = sequence.is_live = 1;
+  (state.youngest >= 0 ? state.sequences[static_cast<size_t>(state.youngest)].younger
+                       : state.oldest) = handle;
+  state.youngest = handle;
+  ++state.num_sequences;
+  return handle;
+}
+
+void SuffixTree::append(int32_t sequence, const int32_t* token_ids, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    state_->push_token(sequence, token_ids[i]);
+  }
+}
+
+void SuffixTree::finish(int32_t sequence) {
+  Sequence& it = state_->sequences[static_cast<size_t>(sequence)];
+  it.is_live = 0;
+  it.num_active = 0;
+}
+
+void SuffixTree::remove(int32_t sequence) {
+  State& state = *state_;
+  finish(sequence);
+  Sequence& it = state.sequences[static_cast<size_t>(sequence)];
+  it.is_removed = 1;
+  --state.num_sequences;
+  state.num_tokens -= it.length;
+  if (it.length == 0) {
+    state.release(sequence);
+  } else if (it.older < 0 || state.sequences[static_cast<size_t>(it.older)].is_removed) {
+    state.num_pending += it.length;
+  } else {
+    state.remove_now(sequence);
+  }
+}
+
+int64_t SuffixTree::reclaim(int64_t max_positions) { return state_->reclaim(max_positions); }
+
+void SuffixTree::prefetch(int32_t sequence) const {
+  const State& state = *state_;
+  const Sequence& it = state.sequences[static_cast<size_t>(sequence)];
+  if (it.num_active > 0) {
+    __builtin_prefetch(&state.text.home_[it.first_active]);
+  }
+}
+
+void SuffixTree::clear() { state_->clear(); }
+
+int32_t SuffixTree::max_depth() const { return state_->max_depth; }
+int64_t SuffixTree::num_sequences() const { return state_->num_sequences; }
+int64_t SuffixTree::num_tokens() const { return state_->num_tokens; }
+int64_t SuffixTree::num_pending_tokens() const { return state_->num_pending; }
+int64_t SuffixTree::num_nodes() const { return state_->nodes.size() - state_->num_free_nodes; }
+
+int64_t SuffixTree::num_bytes() const {
+  const State& state = *state_;
+  return state.text.num_bytes() + state.nodes.num_bytes() + state.table.num_bytes() +
+         static_cast<int64_t>(state.sequences.capacity() * sizeof(Sequence) +
+                              state.scratch.capacity() * sizeof(State::Suffix));
+}
+
+int64_t SuffixTree::num_used_bytes() const {
+  const State& state = *state_;
+  return num_bytes() - state.text.num_unused_bytes() - state.table.num_unused_bytes() -
+         state.num_free_nodes * static_cast<int64_t>(sizeof(Node));
+}
+
+int64_t SuffixTree::length(int32_t sequence) const {
+  return state_->sequences[static_cast<size_t>(sequence)].length;
+}
+
+std::string SuffixTree::check_integrity() const { return state_->check_integrity(); }
+
+// --- saving ----------------------------------------------------------------------------------------
+
+namespace {
+
+struct SavedHeader {
+  int64_t max_depth;
+  int64_t next_order;
+  int64_t num_sequences;
+  int64_t num_tokens;
+  int64_t num_pending;
+  int64_t num_free_nodes;
+  int64_t num_free_blocks;
+  int64_t num_free_slots;
+  int32_t oldest;
+  int32_t youngest;
+  int32_t free_handle;
+  int32_t free_node_head;
+  int32_t free_block;
+  int32_t free_slots[ChildTable::kNumKinds];
+  int32_t unused;
+};
+
+template <typename T>
+void save_array(FileWriter& file, const GrowArray<T>& array) {
+  file.section(array.data(), static_cast<size_t>(array.size()) * sizeof(T));
+}
+
+template <typename T>
+void load_array(FileReader& file, GrowArray<T>& array) {
+  const size_t num_bytes = file.section_bytes();
+  if (num_bytes % sizeof(T) != 0) {
+    throw std::runtime_error("the saved suffix tree contradicts itself: size of an array");
+  }
+  array.resize(static_cast<int64_t>(num_bytes / sizeof(T)));
+  file.section(array.data(), num_bytes);
+}
+
+}  // namespace
+
+void SuffixTree::save(FileWriter& file) const {
+  const State& state = *state_;
+  SavedHeader header{};
+  header.max_depth = state.max_depth;
+  header.next_order = state.next_order;
+  header.num_sequences = state.num_sequences;
+  header.num_tokens = state.num_tokens;
+  header.num_pending = state.num_pending;
+  header.num_free_nodes = state.num_free_nodes;
+  header.num_free_blocks = state.text.num_free_;
+  header.num_free_slots = state.table.num_free_slots_;
+  header.oldest = state.oldest;
+  header.youngest = state.youngest;
+  header.free_handle = state.free_handle;
+  header.free_node_head = state.free_node_head;
+  header.free_block = state.text.free_block_;
+  std::copy(
+      state.table.free_, state.table.free_ + ChildTable::kNumKinds, std::begin(header.free_slots));
+  file.section(&header, sizeof(header));
+  std::vector<Sequence> sequences = state.sequences;
+  for (Sequence& sequence : sequences) {
+    sequence.is_live = 0;
+    sequence.num_active = 0;
+  }
+  file.section(sequences.data(), sequences.size() * sizeof(Sequence));
+  save_array(file, state.text.blocks_);
+  save_array(file, state.text.text_);
+  save_array(file, state.text.home_);
+  save_array(file, state.nodes);
+  save_array(file, state.table.slots_);
+}
+
+void SuffixTree::load(FileReader& file) {
+  State& state = *state_;
+  SavedHeader header{};
+  file.section(&header, sizeof(header));
+  if (header.max_depth != state.max_depth) {
+    throw std::runtime_error("the saved suffix tree has max_depth " +
+                             std::to_string(header.max_depth) + ", expected " +
+                             std::to_string(state.max_depth));
+  }
+  state.next_order = header.next_order;
+  state.num_sequences = header.num_sequences;
+  state.num_tokens = header.num_tokens;
+  state.num_pending = header.num_pending;
+  state.num_free_nodes = header.num_free_nodes;
+  state.text.num_free_ = header.num_free_blocks;
+  state.table.num_free_slots_ = header.num_free_slots;
+  state.oldest = header.oldest;
+  state.youngest = header.youngest;
+  state.free_handle = header.free_handle;
+  state.free_node_head = header.free_node_head;
+  state.text.free_block_ = header.free_block;
+  std::copy(std::begin(header.free_slots), std::end(header.free_slots), state.table.free_);
+  const size_t num_bytes = file.section_bytes();
+  if (num_bytes % sizeof(Sequence) != 0) {
+    throw std::runtime_error("the saved suffix tree contradicts itself: size of an array");
+  }
+  state.sequences.resize(num_bytes / sizeof(Sequence));
+  file.section(state.sequences.data(), num_bytes);
+  load_array(file, state.text.blocks_);
+  load_array(file, state.text.text_);
+  load_array(file, state.text.home_);
+  load_array(file, state.nodes);
+  load_array(file, state.table.slots_);
+  state.check_indices();
+}
+
+}  // namespace specops
