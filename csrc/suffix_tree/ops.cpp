@@ -127,6 +127,9 @@ void ngram_propose(const TensorView& token_ids,
 
 }  // namespace
 
-void register_suffix_tree(pybind11::module_& m) { m.def("ngram_propose", &ngram_propose); }
+void register_suffix_tree(pybind11::module_& m) {
+  m.def("ngram_propose", &ngram_propose);
+  register_suffix_cache(m);
+}
 
 }  // namespace specops

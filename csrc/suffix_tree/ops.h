@@ -5,4 +5,5 @@
 
 namespace specops {
 void register_suffix_tree(pybind11::module_& m);
-}
+void register_suffix_cache(pybind11::module_& m);  // the class's part of the same
+}  // namespace specops

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Types of the compiled module. Private and positional: the documented functions are in the family
 # modules.
+from collections.abc import Hashable
+from os import PathLike
+
 from torch import Tensor
+
+from specops.suffix_tree import SuffixDraft, TokenIds
 
 # runtime
 def set_num_threads(num_threads: int) -> None: ...
@@ -252,3 +257,57 @@ def ngram_propose(
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor,
 ) -> None: ...
+
+class SuffixCache:
+    def __init__(
+        self,
+        draft_type: type[SuffixDraft],
+        max_tree_depth: int,
+        max_cached_requests: int,
+        max_spec_factor: float,
+        min_token_prob: float,
+        max_cached_tokens: int,
+        max_cached_bytes: int,
+        read_on: bool,
+        background_tokens: int,
+    ) -> None: ...
+    def start(self, request_id: Hashable, prompt: TokenIds) -> int: ...
+    def extend(self, request_id: Hashable, token_ids: TokenIds) -> None: ...
+    def speculate(
+        self,
+        request_id: Hashable,
+        max_draft_tokens: int,
+        use_tree: bool,
+        max_spec_factor: float | None,
+        max_spec_offset: float | None,
+        min_token_prob: float | None,
+        context: TokenIds | None,
+    ) -> SuffixDraft: ...
+    def step(
+        self,
+        requests: Tensor,
+        new_token_ids: Tensor,
+        num_new_tokens: Tensor,
+        max_draft_tokens: Tensor,
+        draft_token_ids: Tensor,
+        num_draft_tokens: Tensor,
+        num_given_drafts: Tensor | None,
+        parents: Tensor | None,
+        probs: Tensor | None,
+        scores: Tensor | None,
+        match_lens: Tensor | None,
+        use_tree: bool,
+    ) -> None: ...
+    def stop(self, request_id: Hashable) -> None: ...
+    def evict(self, request_id: Hashable) -> None: ...
+    def add(self, token_ids: TokenIds, request_id: Hashable | None) -> None: ...
+    def reclaim(self) -> int: ...
+    def wait(self) -> None: ...
+    def save(self, path: str | PathLike[str]) -> None: ...
+    def load(self, path: str | PathLike[str]) -> None: ...
+    def running_requests(self) -> list[Hashable]: ...
+    def cached_requests(self) -> list[Hashable | None]: ...
+    def num_cached_tokens(self) -> int: ...
+    def num_bytes(self) -> int: ...
+    def count(self, token_ids: TokenIds, request_id: Hashable | None) -> int: ...
+    def check_integrity(self) -> str: ...

@@ -1,2 +1,436 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts found in text already seen: a suffix tree over the texts of many requests."""
+"""Drafts found in text already seen: suffix trees over a request's own text and many responses.
+
+Model-free: what followed the longest and likeliest matches of the last tokens is drafted. Everything
+here is on the CPU; nothing is random, and the number of threads changes nothing.
+"""
+
+from collections.abc import Hashable, Sequence
+from os import PathLike
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from specops import _C
+from specops._wrong import unless_wrong
+
+
+class Array(Protocol):
+    """Anything with the buffer protocol and contiguous int32 in one dimension, such as numpy's."""
+
+    @property
+    def nbytes(self) -> int:
+        """As memoryview has it."""
+
+
+TokenIds: TypeAlias = Sequence[int] | Tensor | Array
+
+
+class SuffixDraft(NamedTuple):
+    """What `SuffixCache.speculate` found.
+
+    Args:
+        token_ids: the drafts; every one stands behind its parent.
+        parents: index of each draft's parent; -1 follows the last token. Of a path -1, 0, 1, ...
+        probs: estimated probability of each draft's whole path, as the counts have it.
+        score: sum of `probs`: the drafts expected to be accepted.
+        match_len: tokens at the end of the text that the drafts followed elsewhere.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    probs: list[float]
+    score: float
+    match_len: int
+
+
+class SuffixCache:
+    """Suffix trees that draft for running requests: one of each request's text, one of all responses.
+
+    A tree counts every string of up to D = max_tree_depth tokens in its texts. A draft:
+
+        for m = min(len(text), D) down to 1, if the last m tokens occur in the tree:
+            budget = min(max_draft_tokens, int(m * max_spec_factor + 1e-6))
+            follow the most frequent continuation (the youngest, among equals), budget tokens at
+            most, while the product of count(continuation) / count(so far) is at least min_token_prob
+        of these drafts: the one whose products sum to the highest score, the longest m among equals
+
+    and of the two trees' drafts the one with the higher score, the request's own among equals.
+    A prompt enters the request's own tree alone; a response enters both, token by token, and stays in
+    the shared tree when its request stops. Where a budget is exceeded, the response whose request was
+    started first leaves, even one that is still being written: that one goes on in its own tree alone.
+
+    Args:
+        max_tree_depth: 1 to 32,767. Longest string that is counted, and so the longest match.
+        max_cached_requests: responses in the shared tree; -1: any number. 0 in this or one of the two
+            budgets below: no shared tree.
+        max_spec_factor: at least 0. Drafts per matched token.
+        min_token_prob: 0 to 1. Least estimated probability of a drafted path.
+        max_cached_tokens: tokens in the shared tree; -1: any number.
+        max_cached_bytes: bytes that the shared tree's responses take up; -1: any number.
+        read_on: whether a draft that reaches max_tree_depth goes on with the text behind the youngest
+            occurrence, as if that were certain.
+        background_tokens: prompts of at least so many tokens are built by a thread of their own, so
+            that `start` returns at once; until one is built, its request drafts from the shared tree.
+            -1: none. Which drafts are found meanwhile depends on when, so tests turn this off.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Note:
+        Thread-safe; calls of more than about 50 us let other Python threads run. What is evicted is
+        given back a little at a time (twice the tokens that are appended), so that no call is long; it
+        is out of `num_cached_tokens` at once, but counted, and drafted from, until it is given back.
+        A process that forks does so before the first prompt is built in the background.
+
+    Source: Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI
+        Applications"; names and defaults are FastDeploy's.
+    """
+
+    __slots__ = ("_cache", "_extend", "_speculate", "max_cached_requests", "max_tree_depth")
+
+    def __init__(
+        self,
+        *,
+        max_tree_depth: int = 64,
+        max_cached_requests: int = -1,
+        max_spec_factor: float = 1.0,
+        min_token_prob: float = 0.1,
+        max_cached_tokens: int = -1,
+        max_cached_bytes: int = -1,
+        read_on: bool = True,
+        background_tokens: int = 4096,
+    ) -> None:
+        self._cache = _C.SuffixCache(
+            SuffixDraft,
+            max_tree_depth,
+            max_cached_requests,
+            max_spec_factor,
+            min_token_prob,
+            max_cached_tokens,
+            max_cached_bytes,
+            read_on,
+            background_tokens,
+        )
+        self._extend = self._cache.extend
+        self._speculate = self._cache.speculate
+        self.max_tree_depth = max_tree_depth
+        self.max_cached_requests = max_cached_requests
+
+    def start(self, request_id: Hashable, prompt: TokenIds) -> int:
+        """Begins a request whose text so far is `prompt`.
+
+        Args:
+            request_id: anything hashable but None, of no running request. The cached response of an
+                earlier request of this id is evicted first.
+            prompt: [n], int32. Its tokens, as a list, an array or a tensor on cpu.
+
+        Returns:
+            The request's number, for `step`. No other request ever has it.
+
+        Raises:
+            ValueError: a token is negative, the array is not contiguous int32, or the id is that of
+                a running request. Nothing has changed then.
+        """
+        return self._cache.start(request_id, prompt)
+
+    def extend(self, request_id: Hashable, token_ids: TokenIds) -> None:
+        """Appends to a running request's response; visible to every later draft.
+
+        Args:
+            request_id: of a running request.
+            token_ids: [n], int32. As in `start`; none at all will do.
+
+        Raises:
+            ValueError: a token is negative, the array is not contiguous int32, or no running request
+                has this id. Nothing has changed then.
+        """
+        self._extend(request_id, token_ids)
+
+    def speculate(
+        self,
+        request_id: Hashable,
+        max_draft_tokens: int,
+        *,
+        use_tree: bool = False,
+        max_spec_factor: float | None = None,
+        min_token_prob: float | None = None,
+        context: TokenIds | None = None,
+    ) -> SuffixDraft:
+        """Drafts what may follow a running request's text.
+
+        Args:
+            request_id: of a running request.
+            max_draft_tokens: 0 to 65,536. Most drafts that are wanted.
+            use_tree: the likeliest tokens as a tree, not the likeliest path: of all continuations
+                whose path has at least min_token_prob, the likeliest first.
+            max_spec_factor: instead of the cache's.
+            min_token_prob: instead of the cache's.
+            context: [n], int32. The text to draft after, instead of the request's own; its last
+                max_tree_depth tokens count.
+
+        Returns:
+            The draft; one without tokens, score 0 and match_len 0 where nothing is found.
+
+        Raises:
+            ValueError: an argument is out of its range, or no running request has this id.
+        """
+        return self._speculate(
+            request_id, max_draft_tokens, use_tree, max_spec_factor, None, min_token_prob, context
+        )
+
+    def step(
+        self,
+        requests: Tensor,
+        new_token_ids: Tensor,
+        num_new_tokens: Tensor,
+        max_draft_tokens: Tensor,
+        *,
+        draft_token_ids: Tensor,
+        num_draft_tokens: Tensor | None = None,
+        num_given_drafts: Tensor | None = None,
+        parents: Tensor | None = None,
+        probs: Tensor | None = None,
+        scores: Tensor | None = None,
+        match_lens: Tensor | None = None,
+        use_tree: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Extends every request of a batch, then drafts for every one INTO the given tensors.
+
+        Same as `extend` for every row and `speculate` for every row after that. All tensors are on
+        cpu; rows of those with two dimensions may be strided.
+
+        Args:
+            requests: [batch], int64. Numbers of running requests, each once; -1: an idle row.
+            new_token_ids: [batch, w], int32. What each row appends; past num_new_tokens not read.
+            num_new_tokens: [batch], int32. 0 to w.
+            max_draft_tokens: [batch], int32. Most drafts each row wants; 0 turns it off. More than
+                there is room for is cut.
+            draft_token_ids: [batch, k], int32. Written: the drafts, then -1.
+            num_draft_tokens: [batch], int32. Written: how many. Allocated when absent.
+            num_given_drafts: [batch], int32. So many drafts stand in the row already, one path from
+                another drafter: they stay, the match ends with them, and what is found is written
+                behind them. Not among num_draft_tokens.
+            parents: [batch, k], int32. Written behind the given ones: the index in the row of each
+                draft's parent (-1: it follows the last token), then -2.
+            probs: [batch, k], float32. Written behind the given ones: as in SuffixDraft, then 0.
+            scores: [batch], float32. Written: as in SuffixDraft.
+            match_lens: [batch], int32. Written: as in SuffixDraft.
+            use_tree: as in `speculate`.
+
+        Returns:
+            `draft_token_ids` and `num_draft_tokens`.
+
+        Raises:
+            ValueError: a shape, dtype, layout or device differs from the above; a number is not that
+                of a running request, or occurs twice; a token or a limit is negative. Nothing has
+                been written or appended then.
+
+        Note:
+            Idle rows have no drafts. Uses the threads of the CPU ops; how many changes no draft.
+        """
+        if num_draft_tokens is None:
+            num_draft_tokens = unless_wrong(lambda: torch.empty(requests.shape, dtype=torch.int32))
+        self._cache.step(
+            requests,
+            new_token_ids,
+            num_new_tokens,
+            max_draft_tokens,
+            draft_token_ids,
+            num_draft_tokens,
+            num_given_drafts,
+            parents,
+            probs,
+            scores,
+            match_lens,
+            use_tree,
+        )
+        return draft_token_ids, num_draft_tokens
+
+    def stop(self, request_id: Hashable) -> None:
+        """Ends a running request. Its response stays in the shared tree until it is evicted.
+
+        Raises:
+            ValueError: no running request has this id.
+        """
+        self._cache.stop(request_id)
+
+    def evict(self, request_id: Hashable) -> None:
+        """Takes a response out of the shared tree, its request running or not.
+
+        Raises:
+            ValueError: the shared tree has no response of this id.
+        """
+        self._cache.evict(request_id)
+
+    def add(self, token_ids: TokenIds, request_id: Hashable | None = None) -> None:
+        """Adds a response that no request wrote to the shared tree, such as a file of a corpus.
+
+        Args:
+            token_ids: [n], int32. As in `start`.
+            request_id: for `evict`, as in `start`; None: it leaves with the budgets alone.
+
+        Raises:
+            ValueError: as in `start`, or there is no shared tree.
+        """
+        self._cache.add(token_ids, request_id)
+
+    def reclaim(self) -> int:
+        """Gives back all that has been evicted; returns how many tokens. May take a while."""
+        return self._cache.reclaim()
+
+    def wait(self) -> None:
+        """Waits until every prompt is built that is being built in the background."""
+        self._cache.wait()
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the shared tree to one file; an older file of that name is replaced at the end.
+
+        Responses being written are saved as they are. Ids are not saved.
+
+        Raises:
+            ValueError: there is no shared tree.
+            OSError: the file cannot be written. An older one is as it was.
+        """
+        self._cache.save(path)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Reads a file of `save` into a cache whose shared tree is empty.
+
+        Responses come without ids (`cached_requests` has None), in their order, and older than all
+        that is started later. Over a budget, the oldest leave.
+
+        Raises:
+            ValueError: the file is damaged, was written by something else or in another version's
+                format, or holds a tree of another max_tree_depth; the shared tree is not empty, or
+                there is none. The cache is as it was.
+            OSError: the file cannot be read.
+        """
+        self._cache.load(path)
+
+    @property
+    def running_requests(self) -> list[Hashable]:
+        """Ids of the running requests, in the order they were started."""
+        return self._cache.running_requests()
+
+    @property
+    def cached_requests(self) -> list[Hashable | None]:
+        """Ids of the responses in the shared tree, oldest first; None for those without."""
+        return self._cache.cached_requests()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the responses in the shared tree."""
+        return self._cache.num_cached_tokens()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the shared tree has taken from the system, for later use as well."""
+        return self._cache.num_bytes()
+
+    def count(self, token_ids: TokenIds, request_id: Hashable | None = None) -> int:
+        """Returns how often a string occurs in the shared tree, or in a running request's own.
+
+        Args:
+            token_ids: [n], int32. As in `start`, at least one. Longer than max_tree_depth: 0.
+            request_id: of a running request; None: the shared tree.
+
+        Raises:
+            ValueError: as in `start`, or no running request has this id.
+        """
+        return self._cache.count(token_ids, request_id)
+
+    def check_integrity(self) -> str:
+        """Checks every invariant of every tree; returns what is wrong, or "". Changes nothing."""
+        return self._cache.check_integrity()
+
+
+class SuffixDecodingCache:
+    """`SuffixCache` by the names of arctic-inference's class, which vLLM's proposer calls.
+
+    Arguments, return values and errors are that class's; differences: a match may be the whole
+    context, equally frequent continuations are decided for the youngest, and drafts read on past
+    max_tree_depth (`read_on`).
+
+    Args:
+        max_tree_depth: longest match.
+        max_cached_requests: responses in the global tree; -1: any number; 0: no global tree.
+        read_on: as in SuffixCache.
+
+    Raises:
+        ValueError: as SuffixCache.
+    """
+
+    __slots__ = ("_cache",)
+
+    def __init__(
+        self, max_tree_depth: int = 64, max_cached_requests: int = -1, *, read_on: bool = True
+    ) -> None:
+        self._cache = SuffixCache(
+            max_tree_depth=max_tree_depth,
+            max_cached_requests=max_cached_requests,
+            read_on=read_on,
+        )
+
+    @property
+    def max_tree_depth(self) -> int:
+        """Longest match."""
+        return self._cache.max_tree_depth
+
+    @property
+    def max_cached_requests(self) -> int:
+        """Responses in the global tree; -1: any number."""
+        return self._cache.max_cached_requests
+
+    @property
+    def active_requests(self) -> list[Hashable]:
+        """Ids of the requests that were started and not stopped."""
+        return self._cache.running_requests
+
+    @property
+    def cached_requests(self) -> list[Hashable | None]:
+        """Ids of the requests, running or not, whose responses are in the global tree."""
+        return self._cache.cached_requests
+
+    def start_request(self, req_id: Hashable, prompt_token_ids: TokenIds) -> None:
+        """Begins a request. Raises ValueError: as `SuffixCache.start`."""
+        self._cache.start(req_id, prompt_token_ids)
+
+    def stop_request(self, req_id: Hashable) -> None:
+        """Ends a request; its response stays. Raises ValueError: as `SuffixCache.stop`."""
+        self._cache.stop(req_id)
+
+    def add_active_response(self, req_id: Hashable, token_ids: TokenIds) -> None:
+        """Appends to a response. Raises ValueError: as `SuffixCache.extend`."""
+        self._cache.extend(req_id, token_ids)
+
+    def evict_cached_response(self, req_id: Hashable) -> None:
+        """Takes a response out of the global tree. Raises ValueError: as `SuffixCache.evict`."""
+        self._cache.evict(req_id)
+
+    def speculate(
+        self,
+        req_id: Hashable,
+        context: TokenIds,
+        max_spec_tokens: int | None = None,
+        max_spec_factor: float = 1.0,
+        max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1,
+        use_tree_spec: bool = False,
+    ) -> SuffixDraft:
+        """Drafts what may follow `context`, of which the last max_tree_depth tokens count.
+
+        A match of m tokens drafts at most m * max_spec_factor + max_spec_offset tokens, and at most
+        max_spec_tokens (None: max_tree_depth).
+
+        Returns:
+            An object with the attributes token_ids, parents, probs, score and match_len.
+
+        Raises:
+            ValueError: as `SuffixCache.speculate`.
+        """
+        most = self._cache.max_tree_depth if max_spec_tokens is None else max_spec_tokens
+        return self._cache._speculate(
+            req_id, most, use_tree_spec, max_spec_factor, max_spec_offset, min_token_prob, context
+        )
