@@ -287,7 +287,8 @@ class SuffixCache:
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the shared tree to one file; an older file of that name is replaced at the end.
 
-        Responses being written are saved as they are. Ids are not saved.
+        Responses being written are saved as they are. Ids are not saved. What was evicted is given
+        back first.
 
         Raises:
             ValueError: there is no shared tree.
@@ -408,6 +409,7 @@ class SuffixDecodingCache:
     def evict_cached_response(self, req_id: Hashable) -> None:
         """Takes a response out of the global tree. Raises ValueError: as `SuffixCache.evict`."""
         self._cache.evict(req_id)
+        self._cache.reclaim()
 
     def speculate(
         self,

@@ -1,0 +1,1093 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SuffixCache: its calls, every wrong argument, its file, its threads; what a tree counts and drafts
+is proven in test_suffix_tree.py."""
+
+import array
+import random
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import specops
+import torch
+from specops import _C
+from specops.suffix_tree import SuffixCache, SuffixDecodingCache, SuffixDraft
+from torch import Tensor
+
+POISON = 1_000_003
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def sound(cache: SuffixCache) -> None:
+    assert cache.check_integrity() == ""
+
+
+def text(rng: random.Random, size: int, alphabet: int = 4) -> list[int]:
+    return [rng.randrange(alphabet) for _ in range(size)]
+
+
+def contents(cache: SuffixCache) -> tuple[Any, ...]:
+    return (cache.running_requests, cache.cached_requests, cache.num_cached_tokens)
+
+
+# ---- calls ----
+
+
+def test_a_draft_is_what_followed_before() -> None:
+    cache = SuffixCache()
+    cache.start("a", [1, 2, 3, 4, 5, 9, 1, 2, 3])
+    draft = cache.speculate("a", 10)
+    assert draft == SuffixDraft([4, 5, 9], [-1, 0, 1], [0.5, 0.5, 0.5], 1.5, 3)
+    assert type(draft) is SuffixDraft and draft.token_ids is draft[0]
+    assert cache.speculate("a", 2).token_ids == [4, 5]
+    assert cache.speculate("a", 0) == SuffixDraft([], [], [], 0.0, 0)
+    cache.extend("a", [7])
+    assert cache.speculate("a", 10) == SuffixDraft([], [], [], 0.0, 0)
+
+
+def test_another_requests_response_is_drafted_from_and_its_prompt_is_not() -> None:
+    cache = SuffixCache()
+    cache.start("a", [1, 2, 3])
+    cache.extend("a", [4, 5, 6])
+    cache.start("b", [9, 4, 5])
+    assert cache.speculate("b", 4).token_ids == [6]
+    cache.stop("a")
+    assert cache.speculate("b", 4).token_ids == [6]
+    cache.extend("b", [1])
+    assert cache.speculate("b", 4).token_ids == []
+    assert cache.count([1, 2]) == 0 and cache.count([4, 5]) == 1
+    assert cache.count([4, 5], "b") == 1 and cache.count([9, 4], "b") == 1
+
+
+def test_the_own_tree_wins_where_scores_are_equal() -> None:
+    cache = SuffixCache(max_spec_factor=1.0)
+    cache.start("other", [])
+    cache.extend("other", [1, 2, 8, 8, 1, 2])
+    cache.start("a", [1, 2, 7, 7, 1, 2])
+    assert cache.speculate("a", 2).token_ids == [7, 7]
+    # Two of the shared tree's five continuations beat one of the own tree's three.
+    cache.start("b", [1, 7, 1, 6, 1])
+    cache.extend("other", [1, 5, 1, 5, 1, 4])
+    assert cache.speculate("b", 2).token_ids == [5]
+
+
+def test_a_tree_has_the_likeliest_first() -> None:
+    cache = SuffixCache(max_spec_factor=4.0)
+    cache.start("a", [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1, 2])
+    draft = cache.speculate("a", 8, use_tree=True, min_token_prob=0.2, max_spec_factor=1.5)
+    assert draft.match_len == 2 and draft.token_ids[:2] == [3, 4]
+    assert draft.parents[:2] == [-1, -1]
+    assert draft.probs == sorted(draft.probs, reverse=True)
+    assert draft.score == pytest.approx(sum(draft.probs))
+    path = cache.speculate("a", 8, min_token_prob=0.3)
+    assert path.parents == list(range(-1, len(path.parents) - 1))
+
+
+def test_the_parameters_of_a_call_take_the_place_of_the_caches() -> None:
+    cache = SuffixCache(max_spec_factor=1.0, min_token_prob=0.6)
+    cache.start("a", [1, 2, 3, 4, 5, 1, 9, 1])
+    assert cache.speculate("a", 4).token_ids == []  # 2 and 9 have a probability of a third
+    assert cache.speculate("a", 4, min_token_prob=0.3).token_ids == [9]
+    assert cache.speculate("a", 4, min_token_prob=0.3, max_spec_factor=2.0).token_ids == [9, 1]
+    assert cache.speculate("a", 4, min_token_prob=0.3, max_spec_factor=0).token_ids == []
+
+
+def test_a_context_of_the_callers() -> None:
+    cache = SuffixCache(max_tree_depth=4)
+    cache.start("a", [1, 2, 3, 4, 5, 6])
+    assert cache.speculate("a", 2, context=[2, 3]).token_ids == [4, 5]
+    assert cache.speculate("a", 2, context=[]).token_ids == []
+    assert cache.speculate("a", 1, context=[8] * 99 + [5]).token_ids == [6]
+    cache.extend("a", [1, 2, 3])
+    assert cache.speculate("a", 2, context=ints(6, 1, 2, 3)) == cache.speculate("a", 2)
+
+
+def test_reading_on() -> None:
+    prompt = [*range(20), 0, 1, 2, 3]
+    for read_on, want in ((True, [4, 5, 6, 7]), (False, [4, 5])):
+        cache = SuffixCache(max_tree_depth=4, max_spec_factor=2.0, read_on=read_on)
+        cache.start("a", prompt)
+        assert cache.speculate("a", 4).token_ids[: len(want)] == want[: len(want)]
+        assert (len(cache.speculate("a", 4).token_ids) == 4) is read_on
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        list,
+        tuple,
+        lambda ids: np.array(ids, np.int32),
+        lambda ids: torch.tensor(ids, dtype=torch.int32),
+        lambda ids: array.array("i", ids),
+        lambda ids: memoryview(np.array(ids, np.int32)),
+        lambda ids: [np.int64(value) for value in ids],
+        lambda ids: np.frombuffer(np.array(ids, np.int32).tobytes(), np.int32),  # read-only
+    ],
+)
+@pytest.mark.parametrize("size", [0, 1, 2, 300])
+def test_tokens_come_in_many_forms(kind: Any, size: int) -> None:
+    ids = [i % 7 for i in range(size)]
+    cache = SuffixCache()
+    cache.start("a", kind(ids))
+    cache.extend("a", kind(ids))
+    assert cache.num_cached_tokens == size
+    assert cache.speculate("a", 4) == cache.speculate("a", 4, context=kind((ids + ids)[-64:]))
+    cache.add(kind(ids))
+    assert cache.num_cached_tokens == 2 * size
+    if size:
+        assert cache.count(kind(ids[:1])) > 0
+    sound(cache)
+
+
+@pytest.mark.parametrize("request_id", ["a", 7, (1, "x"), b"b", 2.5, frozenset({1})])
+def test_ids_are_anything_hashable(request_id: Any) -> None:
+    cache = SuffixCache()
+    cache.start(request_id, [1, 2])
+    cache.extend(request_id, [3])
+    assert cache.running_requests == [request_id] == cache.cached_requests
+    cache.stop(request_id)
+    assert cache.running_requests == [] and cache.cached_requests == [request_id]
+    cache.evict(request_id)
+    assert cache.cached_requests == [] and cache.num_cached_tokens == 0
+
+
+def test_numbers_are_never_used_again() -> None:
+    cache = SuffixCache(max_cached_requests=0)
+    seen = set()
+    for _ in range(50):
+        number = cache.start("a", [1])
+        assert number not in seen and number >= 0
+        seen.add(number)
+        cache.stop("a")
+
+
+def test_an_id_that_is_used_again_gives_up_its_old_response() -> None:
+    cache = SuffixCache()
+    for tokens in ([1, 2, 3], [4, 5], [6]):
+        cache.start("a", [])
+        cache.extend("a", tokens)
+        cache.start("b", [])
+        cache.stop("a")
+        assert cache.num_cached_tokens == len(tokens) and cache.count(tokens) == 1
+        cache.stop("b")
+    assert sorted(map(str, cache.cached_requests)) == ["a", "b"]
+    cache.add([7, 7], "a")
+    assert cache.count([6]) == 0 and cache.count([7]) == 2
+    sound(cache)
+
+
+def test_evicting_a_running_request() -> None:
+    cache = SuffixCache()
+    cache.start("a", [1, 2, 3, 1])
+    cache.extend("a", [2])
+    cache.evict("a")
+    cache.extend("a", [3, 1, 2])
+    assert cache.num_cached_tokens == 0 and cache.cached_requests == []
+    assert cache.running_requests == ["a"]
+    assert cache.speculate("a", 2).token_ids == [3, 1]
+    with pytest.raises(ValueError, match=r"evict: request_id must be that of a cached response"):
+        cache.evict("a")
+    cache.stop("a")
+    assert cache.running_requests == []
+    sound(cache)
+
+
+def test_memory_of_ids_is_bounded() -> None:
+    cache = SuffixCache(max_cached_requests=4)
+    for i in range(1000):
+        cache.start(i, [1])
+        cache.stop(i)
+    assert cache.cached_requests == [996, 997, 998, 999]
+    with pytest.raises(ValueError, match="must be that of a running request, got 5"):
+        cache.extend(5, [1])
+
+
+# ---- budgets ----
+
+
+def test_requests_leave_in_the_order_they_were_started() -> None:
+    cache = SuffixCache(max_cached_requests=2)
+    for name in "abc":
+        cache.start(name, [])
+        cache.extend(name, [ord(name)])
+    assert cache.cached_requests == ["b", "c"] and cache.running_requests == ["a", "b", "c"]
+    cache.extend("a", [1, 2])  # goes on, in its own tree alone
+    assert cache.num_cached_tokens == 2
+    cache.stop("b")
+    cache.add([1], None)
+    assert cache.cached_requests == ["c", None]
+    sound(cache)
+
+
+def test_a_budget_of_tokens() -> None:
+    cache = SuffixCache(max_cached_tokens=10)
+    for name in "abcd":
+        cache.start(name, [0] * 50)
+        cache.extend(name, [1, 2, 3, 4])
+        assert cache.num_cached_tokens <= 10
+    assert cache.cached_requests == ["c", "d"]
+    cache.start("long", [])
+    cache.extend("long", [1] * 11)  # longer than the budget: gone with all before it
+    assert cache.cached_requests == [] and cache.num_cached_tokens == 0
+    assert cache.speculate("long", 4).token_ids == [1] * 4
+    cache.start("e", [])
+    cache.extend("e", [5])
+    cache.reclaim()
+    assert cache.cached_requests == ["e"] and cache.count([1]) == 0
+    sound(cache)
+
+
+def test_a_budget_of_bytes() -> None:
+    rng = random.Random(1)
+    cache = SuffixCache(max_cached_bytes=1 << 20, background_tokens=-1)
+    most = 0
+    for i in range(60):
+        cache.start(i, [])
+        cache.extend(i, text(rng, 2000, alphabet=300))
+        cache.stop(i)
+        most = max(most, cache.num_cached_tokens)
+    assert 5_000 < most < 60_000
+    assert cache.cached_requests == list(range(60 - len(cache.cached_requests), 60))
+    assert cache.num_bytes < 1.6 * (1 << 20)
+    sound(cache)
+
+
+@pytest.mark.parametrize(
+    "budget", ["max_cached_requests", "max_cached_tokens", "max_cached_bytes"]
+)
+def test_a_budget_of_0_is_no_shared_tree(budget: str, tmp_path: Path) -> None:
+    cache = SuffixCache(**{budget: 0})
+    cache.start("a", [1, 2, 1])
+    cache.extend("a", [2])
+    assert cache.speculate("a", 2).token_ids == [1, 2]
+    assert cache.cached_requests == [] and cache.num_cached_tokens == 0 == cache.count([1])
+    assert cache.num_bytes == 0 == cache.reclaim()
+    for call in (lambda: cache.add([1]), lambda: cache.save(tmp_path / "x")):
+        with pytest.raises(ValueError, match=r"a budget is 0, so that there is no shared tree"):
+            call()
+    with pytest.raises(ValueError, match=r"SuffixCache.load: a budget is 0"):
+        cache.load(tmp_path / "x")
+    cache.stop("a")
+    sound(cache)
+
+
+def test_what_is_evicted_is_given_back_little_by_little() -> None:
+    rng = random.Random(2)
+    cache = SuffixCache(max_cached_requests=1)
+    cache.start("a", [])
+    cache.extend("a", [9] * 100)
+    cache.stop("a")
+    cache.start("b", [])
+    assert cache.num_cached_tokens == 0 and cache.count([9]) == 100
+    left = 100
+    while left > 0:
+        cache.extend("b", text(rng, 3))
+        left = max(0, left - 6)
+        assert cache.count([9]) == left
+    assert cache.reclaim() == 0
+    sound(cache)
+
+
+# ---- a step of a batch ----
+
+
+def run_step(
+    cache: SuffixCache, numbers: list[int], new: list[list[int]], limits: list[int], k: int, **more: Any
+) -> dict[str, Any]:
+    """The step over poisoned, strided rows with canaries around them."""
+    batch, width = len(numbers), max([len(row) for row in new], default=0) + 1
+    tokens = torch.full((batch + 1, width + 3), -1, dtype=torch.int32)
+    for b, row in enumerate(new):
+        tokens[b, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    out: dict[str, Tensor] = {
+        "draft_token_ids": torch.full((batch + 1, k + 2), POISON, dtype=torch.int32),
+        "parents": torch.full((batch + 1, k + 3), POISON, dtype=torch.int32),
+        "probs": torch.full((batch + 1, k + 4), 7.0),
+    }
+    given = more.get("num_given_drafts")
+    if given is not None:
+        for b, drafts in enumerate(more.pop("given")):
+            out["draft_token_ids"][b, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+    flat = {
+        "scores": torch.full((batch,), 7.0),
+        "match_lens": torch.full((batch,), POISON, dtype=torch.int32),
+    }
+    drafts, counts = cache.step(
+        torch.tensor(numbers, dtype=torch.int64),
+        tokens[:batch, :width],
+        torch.tensor([len(row) for row in new], dtype=torch.int32),
+        torch.tensor(limits, dtype=torch.int32),
+        **{name: value[:batch, :k] for name, value in out.items()},
+        **flat,
+        **more,
+    )
+    for name, value in out.items():
+        want = 7.0 if name == "probs" else POISON
+        assert bool((value[batch] == want).all()) and bool((value[:, k:] == want).all()), name
+    rows = {name: value[:batch, :k].tolist() for name, value in out.items()}
+    return {**rows, **{n: v.tolist() for n, v in flat.items()}, "counts": counts.tolist()}
+
+
+@pytest.mark.parametrize("use_tree", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_step_is_extend_and_speculate_row_by_row(use_tree: bool, threads: int) -> None:
+    specops.set_num_threads(threads)
+    rng = random.Random(5)
+    k = 6
+    together, apart = (
+        SuffixCache(max_tree_depth=8, max_spec_factor=2.0, max_cached_tokens=90) for _ in "12"
+    )
+    numbers = {}
+    found = 0
+    for step in range(60):
+        for cache in (together, apart):
+            if step % 10 == 0:
+                for name in range(step, step + 9):
+                    numbers[cache, name] = cache.start(name, text(random.Random(name), 12))
+            if step % 10 == 9:
+                for name in cache.running_requests:
+                    cache.stop(name)
+        names: list[Any] = list(together.running_requests)
+        rng.shuffle(names)
+        for idle in range(0, len(names), 4):
+            names[idle] = None
+        new = [text(rng, rng.randrange(4)) for _ in names]
+        limits = [rng.randrange(9) for _ in names]
+        rows = run_step(
+            together,
+            [-1 if name is None else numbers[together, name] for name in names],
+            new,
+            limits,
+            k,
+            use_tree=use_tree,
+        )
+        # The batch appends all rows before it evicts, so tokens go in one piece here, too.
+        for name, tokens in zip(names, new, strict=True):
+            if name is not None:
+                apart.extend(name, tokens)
+        together.reclaim()
+        apart.reclaim()
+        assert contents(together) == contents(apart)
+        if step % 3:
+            continue
+        again = run_step(
+            together,
+            [-1 if name is None else numbers[together, name] for name in names],
+            [[] for _ in names],
+            limits,
+            k,
+            use_tree=use_tree,
+        )
+        for b, name in enumerate(names):
+            want = SuffixDraft([], [], [], 0.0, 0)
+            if name is not None:
+                want = apart.speculate(name, min(limits[b], k), use_tree=use_tree)
+            n = len(want.token_ids)
+            found += n
+            assert again["counts"][b] == n
+            assert again["draft_token_ids"][b] == want.token_ids + [-1] * (k - n)
+            assert again["parents"][b] == want.parents + [-2] * (k - n)
+            assert again["probs"][b] == want.probs + [0.0] * (k - n)
+            assert again["scores"][b] == want.score and again["match_lens"][b] == want.match_len
+        assert len(rows["counts"]) == len(names)
+    assert found > 100
+    sound(together)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_drafts_of_a_step_see_all_that_it_appends(threads: int) -> None:
+    specops.set_num_threads(threads)
+    cache = SuffixCache(min_token_prob=0.0)
+    numbers = [cache.start(i, [100 + i]) for i in range(40)]
+    cache.start("seen", [])
+    cache.extend("seen", [1, 2, 3])
+    # The last row alone brings the second occurrence, which decides for all rows.
+    new = [[5, 1] for _ in numbers[:-2]] + [[1, 4, 1, 4, 1], [1]]
+    rows = run_step(cache, numbers, new, [1] * 40, 1)
+    assert rows["draft_token_ids"] == [[4]] * 40
+
+
+def test_given_drafts() -> None:
+    cache = SuffixCache(max_spec_factor=4.0)
+    cache.start("other", [])
+    cache.extend("other", [1, 2, 3, 4, 5, 6])
+    numbers = [cache.start(i, [9]) for i in range(4)]
+    rows = run_step(
+        cache,
+        [numbers[0], numbers[1], -1, numbers[2], numbers[3]],
+        [[1], [2], [], [8], [1, 2]],
+        [5, 5, 5, 5, 1],
+        5,
+        num_given_drafts=ints(2, 0, 3, 2, 5),
+        given=[[2, 3], [], [7, 7, 7], [7, 7], [3, 4, 5, 6, 7]],
+    )
+    assert rows["draft_token_ids"] == [
+        [2, 3, 4, 5, 6],
+        [3, 4, 5, 6, -1],
+        [7, 7, 7, -1, -1],
+        [7, 7, -1, -1, -1],
+        [3, 4, 5, 6, 7],
+    ]
+    assert rows["counts"] == [3, 4, 0, 0, 0]
+    assert rows["parents"][0] == [POISON, POISON, 1, 2, 3]  # what stands at the given is not touched
+    assert rows["parents"][1] == [-1, 0, 1, 2, -2]
+    assert rows["parents"][3] == [POISON, POISON, -2, -2, -2]
+    assert rows["match_lens"] == [3, 1, 0, 0, 0]
+    assert rows["probs"][0] == [7.0, 7.0, 1.0, 1.0, 1.0]
+
+
+def test_a_step_with_what_must_be_there_alone() -> None:
+    cache = SuffixCache()
+    number = cache.start("a", [1, 2, 3, 1])
+    drafts = torch.empty(1, 4, dtype=torch.int32)
+    got, counts = cache.step(
+        torch.tensor([number]), ints(2).view(1, 1), ints(1), ints(4), draft_token_ids=drafts
+    )
+    assert got is drafts and drafts.tolist() == [[3, 1, -1, -1]] and counts.tolist() == [2]
+
+
+@pytest.mark.parametrize("batch,w,k", [(0, 0, 0), (0, 3, 3), (2, 0, 3), (2, 3, 0)])
+def test_empty_steps(batch: int, w: int, k: int) -> None:
+    cache = SuffixCache()
+    numbers = [cache.start(i, [1, 2, 1]) for i in range(batch)]
+    drafts, counts = cache.step(
+        torch.tensor(numbers, dtype=torch.int64),
+        torch.zeros(batch, w, dtype=torch.int32),
+        torch.zeros(batch, dtype=torch.int32),
+        torch.full((batch,), 3, dtype=torch.int32),
+        draft_token_ids=torch.full((batch, k), 5, dtype=torch.int32),
+    )
+    assert counts.tolist() == [min(k, 1)] * batch
+    assert drafts.shape == (batch, k)
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_the_number_of_threads_changes_no_draft(threads: int) -> None:
+    def run(count: int) -> list[Any]:
+        specops.set_num_threads(count)
+        rng = random.Random(11)
+        cache = SuffixCache(max_tree_depth=16, max_cached_tokens=1500)
+        numbers = [cache.start(i, text(rng, 30)) for i in range(64)]
+        out = []
+        for _ in range(12):
+            new = [text(rng, rng.randrange(1, 5)) for _ in numbers]
+            out.append(run_step(cache, numbers, new, [8] * 64, 8))
+        sound(cache)
+        return [out, contents(cache)]
+
+    assert run(1) == run(threads)
+
+
+# ---- wrong arguments ----
+
+
+def filled() -> SuffixCache:
+    cache = SuffixCache()
+    cache.start("run", [1, 2, 3])
+    cache.extend("run", [4])
+    cache.start("old", [1])
+    cache.extend("old", [5, 6])
+    cache.stop("old")
+    return cache
+
+
+WRONG_OPTIONS = [
+    ({"max_tree_depth": 0}, "max_tree_depth must be an int in 1 .. 32767, got 0"),
+    ({"max_tree_depth": -3}, "max_tree_depth must be an int in 1 .. 32767, got -3"),
+    ({"max_tree_depth": 32768}, "max_tree_depth must be an int in 1 .. 32767, got 32768"),
+    ({"max_tree_depth": 10**30}, "max_tree_depth must be an int in 1 .. 32767, got 1000"),
+    ({"max_tree_depth": 2.0}, "max_tree_depth must be an int in 1 .. 32767, got float"),
+    ({"max_tree_depth": True}, "max_tree_depth must be an int in 1 .. 32767, got bool"),
+    ({"max_cached_requests": -2}, "max_cached_requests must be an int, at least -1, got -2"),
+    ({"max_cached_tokens": -2}, "max_cached_tokens must be an int, at least -1, got -2"),
+    ({"max_cached_bytes": -5}, "max_cached_bytes must be an int, at least -1, got -5"),
+    ({"max_cached_bytes": None}, "max_cached_bytes must be an int, at least -1, got NoneType"),
+    ({"max_spec_factor": -0.5}, "max_spec_factor must be a number, at least 0, got -0.5"),
+    ({"max_spec_factor": float("nan")}, "max_spec_factor must be a number, at least 0, got nan"),
+    ({"max_spec_factor": float("inf")}, "max_spec_factor must be a number, at least 0, got inf"),
+    ({"max_spec_factor": "1"}, "max_spec_factor must be a number, at least 0, got str"),
+    ({"min_token_prob": 1.5}, "min_token_prob must be a number in 0 .. 1, got 1.5"),
+    ({"min_token_prob": -0.1}, "min_token_prob must be a number in 0 .. 1, got -0.1"),
+    ({"read_on": 1}, "read_on must be a bool, got int"),
+    ({"background_tokens": 0}, "background_tokens must be -1, or at least 1, got 0"),
+    ({"background_tokens": -2}, "background_tokens must be an int, at least -1, got -2"),
+]
+
+
+@pytest.mark.parametrize("options,message", WRONG_OPTIONS, ids=str)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"SuffixCache: {message}")):
+        SuffixCache(**options)
+
+
+LIST = "must be a list of ints, or a contiguous int32 [n] array or tensor"
+WRONG_TOKENS: list[tuple[Any, str]] = [
+    ([1, -2], r"\[1\] must be an int in 0 \.\. 2147483647, got -2"),
+    ([1, 2**31], r"\[1\] must be an int in 0 \.\. 2147483647, got 2147483648"),
+    ([1, 2**70], r"\[1\] must be an int in 0 \.\. 2147483647, got 1180591620717411303424"),
+    ([1.0], r"\[0\] must be an int in 0 \.\. 2147483647, got float"),
+    (["1"], r"\[0\] must be an int in 0 \.\. 2147483647, got str"),
+    ([True], r"\[0\] must be an int in 0 \.\. 2147483647, got bool"),
+    (None, f"{LIST}, got NoneType"),
+    (7, f"{LIST}, got int"),
+    ("12", f"{LIST}, got str"),
+    ({1, 2}, f"{LIST}, got set"),
+    (b"1234", f"{LIST}, got bytes"),
+    (range(3), f"{LIST}, got range"),
+    (np.array([1, -2], np.int32), r"\[1\] must be at least 0, got -2"),
+    (np.array([1, 2]), f"{LIST}, got numpy.ndarray int64"),
+    (np.array([1, 2], np.uint32), f"{LIST}, got numpy.ndarray uint32"),
+    (np.array([1, 2], np.float32), f"{LIST}, got numpy.ndarray float32"),
+    (np.array([1, 2], ">i4"), f"{LIST}, got numpy.ndarray >i4"),
+    (np.zeros((2, 2), np.int32), f"{LIST}, got numpy.ndarray int32.* of 2 dimensions"),
+    (np.array(3, np.int32), f"{LIST}, got numpy.ndarray int32.* of 0 dimensions"),
+    (np.zeros(8, np.int32)[::2], f"{LIST}, got numpy.ndarray int32.* with strides"),
+    (torch.tensor([1, -2], dtype=torch.int32), r"\[1\] must be at least 0, got -2"),
+    (torch.tensor([1, 2]), r"must be int32 \[n=2\], got int64 \[2\]"),
+    (torch.zeros(2, 2, dtype=torch.int32), r"must be int32 \[n\], got int32 \[2, 2\]"),
+    (torch.zeros(4, dtype=torch.int32)[::2], r"must be contiguous, got strides \[2\]"),
+    (torch.zeros(2, dtype=torch.int32, device="meta"), f"{LIST}, got Tensor"),
+]
+
+
+def as_pattern(message: str) -> str:
+    return message.replace(LIST, re.escape(LIST))
+
+
+@pytest.mark.parametrize("tokens,message", WRONG_TOKENS, ids=str)
+def test_wrong_tokens(tokens: Any, message: str) -> None:
+    cache = filled()
+    before = contents(cache)
+    message = as_pattern(message)
+    calls = {
+        r"start: prompt": lambda: cache.start("new", tokens),
+        r"extend: token_ids": lambda: cache.extend("run", tokens),
+        r"add: token_ids": lambda: cache.add(tokens, "new"),
+        r"count: token_ids": lambda: cache.count(tokens),
+    }
+    if tokens is not None:
+        calls["speculate: context"] = lambda: cache.speculate("run", 3, context=tokens)
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^SuffixCache\.{name} ?{message}"):
+            call()
+    assert contents(cache) == before and cache.count([4], "run") == 1
+    sound(cache)
+
+
+@pytest.mark.parametrize("request_id", ["no", "old", 3, ("a", "b")])
+def test_unknown_ids(request_id: Any) -> None:
+    cache = filled()
+    before = contents(cache)
+    running = "that of a running request"
+    calls = {
+        "extend": lambda: cache.extend(request_id, [1]),
+        "speculate": lambda: cache.speculate(request_id, 1),
+        "stop": lambda: cache.stop(request_id),
+        "count": lambda: cache.count([1], request_id),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        want = f"SuffixCache.{name}: request_id must be {running}, got {request_id!r}"
+        assert str(caught.value) == want
+    with pytest.raises(ValueError, match="SuffixCache.evict: request_id must be that of a cached"):
+        cache.evict("no")
+    assert contents(cache) == before
+
+
+@pytest.mark.parametrize("request_id", [[1], {}, ([],)])
+def test_ids_that_cannot_be_hashed(request_id: Any) -> None:
+    cache = filled()
+    for call in (
+        lambda: cache.start(request_id, [1]),
+        lambda: cache.extend(request_id, [1]),
+        lambda: cache.speculate(request_id, 1),
+        lambda: cache.stop(request_id),
+        lambda: cache.evict(request_id),
+        lambda: cache.add([1], request_id),
+    ):
+        with pytest.raises(ValueError, match="request_id must be hashable, got"):
+            call()
+
+
+def test_a_running_id_cannot_be_started_again() -> None:
+    cache = filled()
+    before = contents(cache)
+    for call in (lambda: cache.start("run", [9]), lambda: cache.add([9], "run")):
+        with pytest.raises(ValueError, match="must be that of no running request, got 'run'"):
+            call()
+    assert contents(cache) == before and cache.count([4], "run") == 1
+    with pytest.raises(ValueError, match="request_id must be hashable and not None"):
+        cache.start(None, [1])
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"max_draft_tokens": -1}, "max_draft_tokens must be an int in 0 .. 65536, got -1"),
+        ({"max_draft_tokens": 65537}, "max_draft_tokens must be an int in 0 .. 65536, got 65537"),
+        ({"max_draft_tokens": 1.0}, "max_draft_tokens must be an int in 0 .. 65536, got float"),
+        ({"use_tree": 1}, "use_tree must be a bool, got int"),
+        ({"max_spec_factor": -1}, "max_spec_factor must be a number, at least 0, got -1"),
+        ({"min_token_prob": 2}, "min_token_prob must be a number in 0 .. 1, got 2"),
+        ({"min_token_prob": "x"}, "min_token_prob must be a number in 0 .. 1, got str"),
+    ],
+)
+def test_wrong_arguments_of_speculate(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"SuffixCache.speculate: {message}")):
+        filled().speculate("run", **{"max_draft_tokens": 4, **arguments})
+
+
+def good_step(cache: SuffixCache) -> dict[str, Any]:
+    number = cache.start("step", [1, 2, 3])
+    return {
+        "requests": torch.tensor([number, -1]),
+        "new_token_ids": ints(1, 2, 5, 5).view(2, 2),
+        "num_new_tokens": ints(2, 0),
+        "max_draft_tokens": ints(3, 3),
+        "draft_token_ids": torch.full((2, 4), POISON, dtype=torch.int32),
+        "num_draft_tokens": ints(POISON, POISON),
+        "num_given_drafts": ints(0, 0),
+        "parents": torch.full((2, 4), POISON, dtype=torch.int32),
+        "probs": torch.full((2, 4), 7.0),
+        "scores": torch.full((2,), 7.0),
+        "match_lens": ints(POISON, POISON),
+    }
+
+
+NEEDED = ("requests", "new_token_ids", "num_new_tokens", "max_draft_tokens", "draft_token_ids")
+
+
+@pytest.mark.parametrize("argument", good_step(SuffixCache()))
+@pytest.mark.parametrize("fault", ["dtype", "shape", "ndim", "layout", "list", "none"])
+def test_wrong_tensors_of_step(argument: str, fault: str) -> None:
+    cache = filled()
+    arguments = good_step(cache)
+    good = arguments[argument]
+    if fault == "dtype":
+        arguments[argument] = good.to(torch.float64)
+    elif fault == "shape":
+        if argument == "requests":  # sets the batch: the next argument is the one that differs
+            pytest.skip("the batch is whatever it says")
+        arguments[argument] = torch.cat([good, good])
+    elif fault == "ndim":
+        arguments[argument] = good.unsqueeze(0)
+    elif fault == "layout":
+        wide = good.repeat_interleave(2, dim=good.dim() - 1)
+        arguments[argument] = wide[..., ::2]
+    elif fault == "list":
+        arguments[argument] = good.tolist()
+    elif argument in NEEDED:
+        arguments[argument] = None
+    else:
+        arguments[argument] = None
+        cache.step(**arguments)
+        return
+    before = contents(cache)
+    untouched = {n: v.clone() for n, v in arguments.items() if isinstance(v, Tensor)}
+    with pytest.raises(ValueError, match=rf"^SuffixCache\.step: {argument} must be"):
+        cache.step(**arguments)
+    assert contents(cache) == before and cache.count([1], "step") == 1
+    assert all(torch.equal(arguments[name], value) for name, value in untouched.items())
+
+
+@pytest.mark.parametrize(
+    "argument,value,message",
+    [
+        ("num_new_tokens", ints(3, 0), r"num_new_tokens\[0\] must be in 0 .. w = 2, got 3"),
+        ("num_new_tokens", ints(-1, 0), r"num_new_tokens\[0\] must be in 0 .. w = 2, got -1"),
+        ("max_draft_tokens", ints(-1, 0), r"max_draft_tokens\[0\] must be at least 0, got -1"),
+        ("num_given_drafts", ints(0, 5), r"num_given_drafts\[1\] must be in 0 .. k = 4, got 5"),
+        ("num_given_drafts", ints(-1, 0), r"num_given_drafts\[0\] must be in 0 .. k = 4, got -1"),
+        (
+            "new_token_ids",
+            ints(1, -2, 3, 4).view(2, 2),
+            r"new_token_ids\[0\]\[1\] must be at least 0, got -2",
+        ),
+    ],
+)
+def test_wrong_values_of_step(argument: str, value: Tensor, message: str) -> None:
+    cache = filled()
+    arguments = {**good_step(cache), argument: value}
+    before = contents(cache)
+    with pytest.raises(ValueError, match=rf"^SuffixCache\.step: {message}"):
+        cache.step(**arguments)
+    assert contents(cache) == before and cache.count([1], "step") == 1
+    assert bool((arguments["draft_token_ids"] == POISON).all())
+
+
+def test_wrong_requests_of_step() -> None:
+    cache = filled()
+    arguments = good_step(cache)
+    number = int(arguments["requests"][0])
+    before = contents(cache)
+    for requests, row in (([number, number], 1), ([-2, -1], 0), ([number, number + 1], 1)):
+        arguments["requests"] = torch.tensor(requests)
+        with pytest.raises(ValueError, match=rf"^SuffixCache\.step: requests\[{row}\] must be -1 or"):
+            cache.step(**arguments)
+    assert contents(cache) == before and cache.count([1], "step") == 1
+    cache.stop("step")
+    arguments["requests"] = torch.tensor([number, -1])
+    with pytest.raises(ValueError, match=r"requests\[0\] must be -1 or the number of a running"):
+        cache.step(**arguments)
+
+
+def test_a_step_may_be_made_again_after_a_fault() -> None:
+    cache = filled()
+    arguments = good_step(cache)
+    number = int(arguments["requests"][0])
+    with pytest.raises(ValueError, match="no other row"):
+        cache.step(**{**arguments, "requests": torch.tensor([number, number])})
+    cache.step(**arguments)
+    assert cache.count([1, 2], "step") == 2
+
+
+def test_given_drafts_are_tokens() -> None:
+    cache = filled()
+    arguments = good_step(cache)
+    arguments["draft_token_ids"][0, 0] = -1
+    arguments["num_given_drafts"] = ints(1, 0)
+    with pytest.raises(ValueError, match=r"draft_token_ids\[0\]\[0\] must be at least 0, got -1"):
+        cache.step(**arguments)
+
+
+def test_the_compiled_class_guards_itself() -> None:
+    empty = _C.SuffixCache.__new__(_C.SuffixCache)
+    with pytest.raises((TypeError, ValueError)):
+        empty.extend("a", [1])
+    with pytest.raises(TypeError, match="7 arguments"):
+        SuffixCache()._cache.speculate("a", 1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        _C.SuffixCache.extend(3, "a", [1])  # type: ignore[arg-type]
+
+
+# ---- the file ----
+
+
+def corpus(seed: int = 3, **options: Any) -> SuffixCache:
+    rng = random.Random(seed)
+    cache = SuffixCache(**{"max_tree_depth": 12, **options})
+    for i in range(20):
+        cache.start(i, [])
+        cache.extend(i, text(rng, rng.randrange(60)))
+        if i % 3:
+            cache.stop(i)
+    cache.evict(4)
+    return cache
+
+
+def drafts_of(cache: SuffixCache) -> list[Any]:
+    rng = random.Random(8)
+    cache.start("probe", [])
+    out = []
+    for _ in range(200):
+        context = text(rng, 9)
+        for use_tree in (False, True):
+            out.append(cache.speculate("probe", 8, context=context, use_tree=use_tree))
+        out.append(cache.count(context[:4]))
+    cache.stop("probe")
+    cache.evict("probe")
+    return out
+
+
+def test_a_file_brings_everything_back(tmp_path: Path) -> None:
+    cache = corpus()
+    path = tmp_path / "cache"
+    cache.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["cache"]
+    for name in (path, str(path), bytes(path)):
+        again = SuffixCache(max_tree_depth=12)
+        again.load(name)
+        assert again.num_cached_tokens == cache.num_cached_tokens
+        assert again.cached_requests == [None] * len(cache.cached_requests)
+        assert again.running_requests == []
+        assert drafts_of(again) == drafts_of(cache)
+        sound(again)
+        again.reclaim()
+    # It goes on as any other: new requests are younger, budgets take the oldest.
+    again.start("new", [])
+    again.extend("new", [0, 1, 2])
+    again.save(path)
+    third = SuffixCache(max_tree_depth=12, max_cached_requests=1)
+    third.load(path)
+    assert third.num_cached_tokens == 3 == third.count([0]) * 3
+    sound(third)
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    cache = corpus()
+    before = contents(cache), drafts_of(cache)
+    cache.save(tmp_path / "one")
+    cache.save(tmp_path / "two")
+    assert (contents(cache), drafts_of(cache)) == before
+    cache.extend(0, [1, 2, 3])
+    sound(cache)
+
+
+def test_an_empty_cache_is_saved_too(tmp_path: Path) -> None:
+    SuffixCache().save(tmp_path / "x")
+    cache = SuffixCache()
+    cache.load(tmp_path / "x")
+    assert contents(cache) == ([], [], 0)
+    sound(cache)
+
+
+def test_loading_below_a_budget_drops_the_oldest(tmp_path: Path) -> None:
+    cache = SuffixCache(max_tree_depth=12)
+    for i in range(10):
+        cache.add([i] * 10)
+    cache.save(tmp_path / "x")
+    small = SuffixCache(max_tree_depth=12, max_cached_tokens=35)
+    small.load(tmp_path / "x")
+    assert small.num_cached_tokens == 30 and small.count([6]) == 0 and small.count([7]) == 10
+    assert small.reclaim() == 0
+    sound(small)
+
+
+def refused(path: Path, match: str, **options: Any) -> None:
+    cache = SuffixCache(**{"max_tree_depth": 12, **options})
+    with pytest.raises(ValueError, match=rf"^SuffixCache\.load: the file '.*' {match}"):
+        cache.load(path)
+    assert contents(cache) == ([], [], 0)
+    sound(cache)
+    cache.add([1, 2, 3])
+    assert cache.count([1, 2]) == 1
+
+
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    corpus().save(path)
+    whole = path.read_bytes()
+    rng = random.Random(1)
+    cuts = {*range(0, 200, 3), len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(40))}
+    for size in sorted(cuts):
+        path.write_bytes(whole[:size])
+        refused(path, "is cut short" if size >= 24 else "was not written by")
+    path.write_bytes(whole + b"x")
+    refused(path, "is damaged: something follows its end")
+
+
+def test_a_file_with_any_bit_changed(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    corpus().save(path)
+    whole = path.read_bytes()
+    rng = random.Random(2)
+    places = {*range(0, 150), *(rng.randrange(len(whole)) for _ in range(150))}
+    for place in sorted(places | {len(whole) - 1 - i for i in range(16)}):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        refused(path, r"(is damaged|is cut short|was not written by|has format|holds a tree|was)")
+
+
+def test_two_pieces_exchanged(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    cache = SuffixCache(max_tree_depth=12)
+    rng = random.Random(4)
+    cache.add(text(rng, 600_000, alphabet=50))
+    cache.save(path)
+    whole = bytearray(path.read_bytes())
+    assert len(whole) > 2 << 20
+    one, two = slice(1000, 1064), slice(1000 + (1 << 20), 1064 + (1 << 20))
+    assert whole[one] != whole[two]
+    whole[one], whole[two] = whole[two], whole[one]
+    path.write_bytes(whole)
+    refused(path, "is damaged: a checksum does not hold")
+
+
+def test_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"")
+    refused(path, r"was not written by SuffixCache\.save")
+    path.write_bytes(b"PK\3\4" + bytes(1000))
+    refused(path, r"was not written by SuffixCache\.save")
+    corpus().save(path)
+    whole = bytearray(path.read_bytes())
+    whole[16] += 1
+    path.write_bytes(whole)
+    refused(path, "has format 2, and format 1 is what this version reads")
+    whole[16] -= 1
+    whole[20:24] = whole[20:24][::-1]
+    path.write_bytes(whole)
+    refused(path, "was written by a machine of other byte order")
+    corpus().save(path)
+    refused(path, "holds a tree of depth 12, and this cache's is 13", max_tree_depth=13)
+
+
+def test_what_the_system_refuses(tmp_path: Path) -> None:
+    cache = corpus()
+    with pytest.raises(FileNotFoundError) as caught:
+        SuffixCache().load(tmp_path / "nothing")
+    assert caught.value.filename == str(tmp_path / "nothing")
+    with pytest.raises(IsADirectoryError):
+        SuffixCache().load(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        cache.save(tmp_path / "no" / "folder")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        cache.save(tmp_path / "folder")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder"]
+    for wrong in (None, 3, ["x"]):
+        with pytest.raises(TypeError):
+            cache.load(wrong)  # type: ignore[arg-type]
+    sound(cache)
+
+
+def test_loading_wants_an_empty_cache(tmp_path: Path) -> None:
+    cache = corpus()
+    cache.save(tmp_path / "x")
+    before = contents(cache)
+    with pytest.raises(ValueError, match="must have nothing in its shared tree, got 19 requests"):
+        cache.load(tmp_path / "x")
+    assert contents(cache) == before
+
+
+# ---- prompts built in the background, threads ----
+
+
+def test_prompts_are_built_in_the_background() -> None:
+    rng = random.Random(6)
+    plain, cache = SuffixCache(background_tokens=-1), SuffixCache(background_tokens=1)
+    prompts = [text(rng, size) for size in (5000, 20_000, 1, 300)]
+    for c in (plain, cache):
+        for i, prompt in enumerate(prompts):
+            c.start(i, prompt)
+            c.extend(i, [1, 2, 3])
+    for i in range(len(prompts)):
+        cache.speculate(i, 8)  # whatever is there already
+        cache.extend(i, [0])
+        plain.extend(i, [0])
+    cache.wait()
+    for i in range(len(prompts)):
+        assert cache.speculate(i, 8) == plain.speculate(i, 8)
+        assert cache.count([1, 2, 3], i) == plain.count([1, 2, 3], i)
+    sound(cache)
+
+
+def test_a_request_may_stop_while_its_prompt_is_built() -> None:
+    prompt = np.arange(300_000, dtype=np.int32) % 977
+    cache = SuffixCache(background_tokens=1)
+    for i in range(6):
+        cache.start(i, prompt)
+        cache.extend(i, [1, 2])
+        if i != 2:
+            cache.stop(i)
+    cache.start(9, [1, 2, 3, 1, 2])
+    cache.wait()
+    assert cache.speculate(9, 1).token_ids == [3]
+    assert cache.count(prompt[:20], 2) > 0
+    assert cache.running_requests == [2, 9]
+    sound(cache)
+
+
+def test_a_count_waits_for_its_prompt() -> None:
+    cache = SuffixCache(background_tokens=1)
+    cache.start("a", np.full(100_000, 3, np.int32))
+    assert cache.count([3], "a") == 100_000
+
+
+def test_a_cache_may_go_while_a_prompt_is_built() -> None:
+    for size in (10, 100_000, 400_000):
+        cache = SuffixCache(background_tokens=1)
+        for i in range(3):
+            cache.start(i, np.arange(size, dtype=np.int32))
+        del cache
+
+
+def test_a_step_while_prompts_are_built() -> None:
+    cache = SuffixCache(background_tokens=1)
+    numbers = [cache.start(i, np.arange(50_000, dtype=np.int32)) for i in range(3)]
+    for _ in range(5):
+        run_step(cache, numbers, [[7, 8]] * 3, [4] * 3, 4)
+    cache.wait()
+    assert [cache.count([7, 8], i) for i in range(3)] == [6, 6, 6]
+    sound(cache)
+
+
+def test_many_threads() -> None:
+    cache = SuffixCache(max_tree_depth=8, max_cached_tokens=3000, background_tokens=500)
+    faults: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for turn in range(25):
+                name = (seed, turn)
+                number = cache.start(name, text(rng, rng.choice([10, 700])))
+                for _ in range(10):
+                    cache.extend(name, text(rng, 70))
+                    cache.speculate(name, 8)
+                    run_step(cache, [number], [[1, 2]], [4], 4)
+                    assert cache.num_cached_tokens <= 3000
+                cache.stop(name)
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    cache.wait()
+    sound(cache)
+    assert cache.running_requests == []
+
+
+# ---- the compatible class ----
+
+
+@pytest.fixture
+def compatible() -> Iterator[SuffixDecodingCache]:
+    cache = SuffixDecodingCache(max_tree_depth=24, max_cached_requests=3)
+    assert (cache.max_tree_depth, cache.max_cached_requests) == (24, 3)
+    yield cache
+
+
+def test_as_vllm_drives_it(compatible: SuffixDecodingCache) -> None:
+    cache = compatible
+    history = np.array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 0, 0], np.int32)
+    cache.start_request("a", history[:7])
+    assert "a" in cache.active_requests and "a" in cache.cached_requests
+    cache.add_active_response("a", [1, 2])
+    cache.add_active_response("a", history[9:10])
+    draft = cache.speculate(
+        "a", history[:10], max_spec_tokens=5, max_spec_factor=1.0, min_token_prob=0.1
+    )
+    assert draft.token_ids == [4, 5, 6] and draft.match_len == 3 and draft.score == 1.5
+    assert draft.parents == [-1, 0, 1] and draft.probs == [0.5] * 3
+    assert cache.speculate("a", history[:10], max_spec_offset=1.0).token_ids == [4, 5, 6, 7]
+    assert cache.speculate("a", history[:10], max_spec_offset=-2.0).token_ids == [4]
+    assert cache.speculate("a", history[:10], max_spec_offset=-9.0).token_ids == []
+    assert cache.speculate("a", [9, 2], use_tree_spec=True).token_ids == [3]
+    cache.stop_request("a")
+    assert cache.active_requests == [] and cache.cached_requests == ["a"]
+    cache.start_request("b", [0])
+    assert cache.speculate("b", [0, 1]).token_ids == [2]
+    cache.evict_cached_response("a")
+    assert cache.speculate("b", [0, 1]).token_ids == []
+    for name in "cde":
+        cache.start_request(name, [1])
+    assert cache.cached_requests == ["c", "d", "e"]
+
+
+def test_the_compatible_class_refuses_as_the_other(compatible: SuffixDecodingCache) -> None:
+    compatible.start_request("a", [1])
+    for call in (
+        lambda: compatible.start_request("a", [1]),
+        lambda: compatible.stop_request("b"),
+        lambda: compatible.add_active_response("b", [1]),
+        lambda: compatible.evict_cached_response("b"),
+        lambda: compatible.speculate("b", [1]),
+        lambda: compatible.add_active_response("a", np.zeros((2, 2), np.int32)),
+        lambda: compatible.speculate("a", [1], max_spec_tokens=-1),
+    ):
+        with pytest.raises(ValueError):
+            call()
