@@ -86,16 +86,16 @@ struct Request {
   int64_t generation = 0;
   int64_t step = 0;  // the last step that it was part of
   bool running = false;
-  int32_t shared = kNoSequence;  // in the shared tree
+  int32_t shared = kNoSequence;                // in the shared tree
   int32_t older = kNoSlot, younger = kNoSlot;  // of those in the shared tree
   int32_t earlier = kNoSlot, later = kNoSlot;  // of those running
-  std::unique_ptr<OwnTree> own;  // of a running request; nullptr while it is built
+  std::unique_ptr<OwnTree> own;                // of a running request; nullptr while it is built
   std::shared_ptr<Build> build;
   Tail tail;  // of prompt and response; of a running request
 };
 
 // A doubly linked list through the slots.
-template <int32_t Request::*kBefore, int32_t Request::*kAfter>
+template <int32_t Request::* kBefore, int32_t Request::* kAfter>
 struct Chain {
   int32_t first = kNoSlot, last = kNoSlot;
   int64_t size = 0;
@@ -437,9 +437,7 @@ struct SuffixCache::State {
   }
 
   // What the match of a row ends with: its own text, or the drafts it was given.
-  const int32_t* row_context(const SuffixStepParams& params,
-                             int64_t b,
-                             int64_t& size) const {
+  const int32_t* row_context(const SuffixStepParams& params, int64_t b, int64_t& size) const {
     const Row& row = rows[b];
     size = row.request->tail.size(depth);
     const int32_t* tail = row.request->tail.data(depth);
@@ -456,7 +454,8 @@ struct SuffixCache::State {
     Row& row = rows[b];
     row.given = params.num_given_drafts ? params.num_given_drafts[b] : 0;
     if (row.request == nullptr) return;
-    append_own(*row.request, params.new_token_ids + b * params.new_stride, params.num_new_tokens[b]);
+    append_own(
+        *row.request, params.new_token_ids + b * params.new_stride, params.num_new_tokens[b]);
     row.room = static_cast<int32_t>(
         std::min<int64_t>(params.max_draft_tokens[b], params.capacity - row.given));
     if (row.room == 0) return;
@@ -642,10 +641,9 @@ void SuffixCache::speculate_after(int64_t number,
   context += size - used;
   // Callers mostly hand over the request's own text: then its place in the trees is known.
   int64_t tail_size = request.tail.size(state.depth);
-  bool its_own = used <= tail_size &&
-                 std::equal(context,
-                            context + used,
-                            request.tail.data(state.depth) + (tail_size - used));
+  bool its_own =
+      used <= tail_size &&
+      std::equal(context, context + used, request.tail.data(state.depth) + (tail_size - used));
   int32_t own = its_own && request.own ? request.own->sequence : kNoSequence;
   int32_t shared = its_own ? request.shared : kNoSequence;
   state.draft_own(request, own, context, used, options, draft);

@@ -36,7 +36,8 @@ std::string repr(PyObject* object) {
   return text.size() <= kMost ? text : text.substr(0, kMost) + "...";
 }
 
-int64_t to_int(const Checker& check, const char* name, PyObject* object, int64_t low, int64_t high) {
+int64_t to_int(
+    const Checker& check, const char* name, PyObject* object, int64_t low, int64_t high) {
   auto range = [&] {
     return high == kMaxInt64 ? "an int, at least " + std::to_string(low)
                              : "an int in " + std::to_string(low) + " .. " + std::to_string(high);
@@ -185,7 +186,9 @@ class CacheForPython {
   CacheForPython(const py::type& draft_type,
                  const SuffixCacheOptions& options,
                  const DraftOptions& defaults)
-      : cache_(options), defaults_(defaults), depth_(options.max_tree_depth),
+      : cache_(options),
+        defaults_(defaults),
+        depth_(options.max_tree_depth),
         draft_type_(draft_type) {}
 
   int64_t start(const py::object& request_id, const py::object& prompt) {
@@ -193,9 +196,7 @@ class CacheForPython {
     Tokens tokens(check, "prompt", prompt.ptr());
     give_up_old(check, request_id);
     int64_t number = -1;
-    run(tokens.size() >= kLongExtend, [&] {
-      number = cache_.start(tokens.data(), tokens.size());
-    });
+    run(tokens.size() >= kLongExtend, [&] { number = cache_.start(tokens.data(), tokens.size()); });
     remember(request_id, number);
     return number;
   }
@@ -518,9 +519,8 @@ class CacheForPython {
       const Checker& check, const char* name, int64_t row, const int32_t* tokens, int64_t size) {
     for (int64_t i = 0; i < size; ++i) {
       if (tokens[i] < 0) {
-        check.fail(at(name, row) + "[" + std::to_string(i) + "]",
-                   "at least 0",
-                   std::to_string(tokens[i]));
+        check.fail(
+            at(name, row) + "[" + std::to_string(i) + "]", "at least 0", std::to_string(tokens[i]));
       }
     }
   }
@@ -556,7 +556,7 @@ class CacheForPython {
   DraftOptions defaults_;
   int32_t depth_;
   py::type draft_type_;
-  py::dict numbers_;         // of each id; of some that nobody uses any more, too
+  py::dict numbers_;        // of each id; of some that nobody uses any more, too
   std::vector<Owner> ids_;  // of each slot's last request
 };
 

@@ -125,10 +125,9 @@ struct FileWriter::State {
 FileWriter::FileWriter(const std::string& path) : state_(std::make_unique<State>()) {
   static std::atomic<uint64_t> count{0};
   state_->path = path;
-  state_->unfinished = path + ".unfinished-" + std::to_string(::getpid()) + "-" +
-                       std::to_string(count.fetch_add(1));
-  state_->fd =
-      ::open(state_->unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  state_->unfinished =
+      path + ".unfinished-" + std::to_string(::getpid()) + "-" + std::to_string(count.fetch_add(1));
+  state_->fd = ::open(state_->unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (state_->fd < 0) refused(errno, path);
   Header header{.magic = {}, .version = kVersion, .byte_order = kByteOrder};
   std::memcpy(header.magic, kMagic, sizeof(kMagic));

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts found in text already seen: suffix trees over a request's own text and many responses.
 
-Model-free: what followed the longest and likeliest matches of the last tokens is drafted. Everything
-here is on the CPU; nothing is random, and the number of threads changes nothing.
+Model-free: what followed the longest and likeliest matches of the last tokens is drafted. All of it
+is on the CPU; nothing is random, and the number of threads changes nothing.
 """
 
 from collections.abc import Hashable, Sequence
@@ -46,42 +46,43 @@ class SuffixDraft(NamedTuple):
 
 
 class SuffixCache:
-    """Suffix trees that draft for running requests: one of each request's text, one of all responses.
+    """Suffix trees that draft for requests: one of each running one's text, one of all responses.
 
     A tree counts every string of up to D = max_tree_depth tokens in its texts. A draft:
 
         for m = min(len(text), D) down to 1, if the last m tokens occur in the tree:
             budget = min(max_draft_tokens, int(m * max_spec_factor + 1e-6))
-            follow the most frequent continuation (the youngest, among equals), budget tokens at
-            most, while the product of count(continuation) / count(so far) is at least min_token_prob
-        of these drafts: the one whose products sum to the highest score, the longest m among equals
+            follow the most frequent continuation (the youngest, among equals), for budget tokens at
+            most, while the product of count(continuation) / count(so far) >= min_token_prob
+        of these drafts: the one whose products have the highest sum; the longest m, among equals
 
-    and of the two trees' drafts the one with the higher score, the request's own among equals.
-    A prompt enters the request's own tree alone; a response enters both, token by token, and stays in
-    the shared tree when its request stops. Where a budget is exceeded, the response whose request was
-    started first leaves, even one that is still being written: that one goes on in its own tree alone.
+    and of the two trees' drafts the one with the higher sum; the request's own, among equals.
+    A prompt enters the request's own tree alone; a response enters both, token by token, and stays
+    in the shared tree when its request stops. Over a budget, the response whose request was started
+    first leaves, even one that is still being written: that one goes on in its own tree alone.
 
     Args:
         max_tree_depth: 1 to 32,767. Longest string that is counted, and so the longest match.
-        max_cached_requests: responses in the shared tree; -1: any number. 0 in this or one of the two
-            budgets below: no shared tree.
+        max_cached_requests: responses in the shared tree; -1: any number. 0 here, or in one of the
+            two budgets below: no shared tree.
         max_spec_factor: at least 0. Drafts per matched token.
         min_token_prob: 0 to 1. Least estimated probability of a drafted path.
         max_cached_tokens: tokens in the shared tree; -1: any number.
         max_cached_bytes: bytes that the shared tree's responses take up; -1: any number.
-        read_on: whether a draft that reaches max_tree_depth goes on with the text behind the youngest
-            occurrence, as if that were certain.
+        read_on: whether a draft that reaches max_tree_depth goes on with the text behind the
+            youngest occurrence, as if that were certain.
         background_tokens: prompts of at least so many tokens are built by a thread of their own, so
-            that `start` returns at once; until one is built, its request drafts from the shared tree.
-            -1: none. Which drafts are found meanwhile depends on when, so tests turn this off.
+            that `start` returns at once; until one is built, its request drafts from the shared
+            tree. -1: none. What is drafted meanwhile depends on the moment.
 
     Raises:
         ValueError: an argument is out of its range.
 
     Note:
         Thread-safe; calls of more than about 50 us let other Python threads run. What is evicted is
-        given back a little at a time (twice the tokens that are appended), so that no call is long; it
-        is out of `num_cached_tokens` at once, but counted, and drafted from, until it is given back.
+        out of `num_cached_tokens` at once. It is given back a little at a time, so that no call is
+        long: twice as many tokens as are appended, and drafted from until then. `evict` of another
+        than the oldest gives it back at once.
         A process that forks does so before the first prompt is built in the background.
 
     Source: Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI
@@ -143,8 +144,8 @@ class SuffixCache:
             token_ids: [n], int32. As in `start`; none at all will do.
 
         Raises:
-            ValueError: a token is negative, the array is not contiguous int32, or no running request
-                has this id. Nothing has changed then.
+            ValueError: a token is negative, the array is not contiguous int32, or no running
+                request has this id. Nothing has changed then.
         """
         self._extend(request_id, token_ids)
 
@@ -223,9 +224,9 @@ class SuffixCache:
             `draft_token_ids` and `num_draft_tokens`.
 
         Raises:
-            ValueError: a shape, dtype, layout or device differs from the above; a number is not that
-                of a running request, or occurs twice; a token or a limit is negative. Nothing has
-                been written or appended then.
+            ValueError: a shape, dtype, layout or device differs from the above; a number is not
+                that of a running request, or occurs twice; a token or a limit is negative. Nothing
+                has been written or appended then.
 
         Note:
             Idle rows have no drafts. Uses the threads of the CPU ops; how many changes no draft.
