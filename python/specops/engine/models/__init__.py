@@ -1,8 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder-only models over the specops ops, and the loader of Hugging Face directories."""
+"""Decoder-only models and MTP modules over the specops ops, and loaders for both."""
 
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.loader import load_model
+from specops.engine.models.mtp import (
+    CONVENTIONS,
+    MtpConvention,
+    MtpModule,
+    MtpModules,
+    MtpOutput,
+    load_mtp,
+)
 from specops.engine.models.transformer import KvCache, StepBatch, Transformer
 
-__all__ = ["KvCache", "ModelConfig", "StepBatch", "Transformer", "load_model"]
+__all__ = [
+    "CONVENTIONS",
+    "KvCache",
+    "ModelConfig",
+    "MtpConvention",
+    "MtpModule",
+    "MtpModules",
+    "MtpOutput",
+    "StepBatch",
+    "Transformer",
+    "load_model",
+    "load_mtp",
+]

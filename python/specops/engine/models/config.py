@@ -10,11 +10,25 @@ from typing import Any
 from specops.engine.errors import ModelError
 
 # What differs between the families: where biases sit, and whether q and k are normalised per head.
-_FAMILIES: dict[str, dict[str, bool]] = {
-    "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
-    "MistralForCausalLM": {"qkv_bias": False, "qk_norm": False},
-    "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
-    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
+# None: the checkpoint's own field decides (attention_bias, use_qk_norm).
+_FAMILIES: dict[str, dict[str, bool | None]] = {
+    "LlamaForCausalLM": {"qkv_bias": None, "o_bias": None, "qk_norm": False},
+    "MistralForCausalLM": {"qkv_bias": None, "o_bias": None, "qk_norm": False},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "o_bias": False, "qk_norm": False},
+    "Qwen3ForCausalLM": {"qkv_bias": None, "o_bias": None, "qk_norm": True},
+    "MiMoForCausalLM": {"qkv_bias": True, "o_bias": False, "qk_norm": False},  # a Qwen2 with MTP
+    "Glm4MoeForCausalLM": {"qkv_bias": None, "o_bias": False, "qk_norm": None},  # all layers dense
+}
+
+# Families with MTP modules whose naming `mtp.py` knows, and what their own decoders need besides.
+_NOT_YET = {
+    "DeepseekV3ForCausalLM": "multi-head latent attention and mixtures of experts",
+    "Ernie4_5_MoeForCausalLM": "mixtures of experts",
+    "Qwen3NextForCausalLM": "linear attention",
+    "Qwen3_5ForCausalLM": "linear attention",
+    "Qwen3_5ForConditionalGeneration": "linear attention",
+    "Qwen3_5MoeForCausalLM": "linear attention and mixtures of experts",
+    "Qwen3_5MoeForConditionalGeneration": "linear attention and mixtures of experts",
 }
 
 
@@ -51,33 +65,35 @@ class ModelConfig:
             ModelError: the file is missing or unreadable, or the architecture, activation,
                 quantization or adapter it names is not supported.
         """
-        path = Path(directory) / "config.json"
         if (Path(directory) / "adapter_config.json").exists():
             raise ModelError(
                 f"{directory}: LoRA adapters are not supported; merge it into its base"
             )
-        if not path.is_file():
-            raise ModelError(
-                f"{directory}: config.json is missing; expected a Hugging Face directory"
-            )
-        try:
-            raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"{path}: not valid JSON: {error}") from error
+        raw = read_config(directory)
         try:
             return cls._from_json(raw)
         except KeyError as error:
+            path = Path(directory) / "config.json"
             raise ModelError(f"{path}: {error} is missing") from error
 
     @classmethod
     def _from_json(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         names = raw.get("architectures") or ["none"]
         family = _FAMILIES.get(names[0])
+        if names[0] in _NOT_YET:
+            raise ModelError(f"architecture {names[0]} is not supported yet: {_NOT_YET[names[0]]}")
         if family is None:
             known = ", ".join(_FAMILIES)
             raise ModelError(f"architecture {names[0]} is not supported; supported: {known}")
         if raw.get("quantization_config"):
             raise ModelError("quantized checkpoints (quantization_config) are not supported")
+        if names[0] == "Glm4MoeForCausalLM":
+            dense, layers = raw.get("first_k_dense_replace", 1), raw["num_hidden_layers"]
+            if dense < layers:
+                raise ModelError(
+                    f"architecture {names[0]} is supported with dense layers alone, not with "
+                    f"mixtures of experts: first_k_dense_replace is {dense} of {layers} layers"
+                )
         if raw.get("hidden_act", "silu") != "silu":
             raise ModelError(f"hidden_act must be silu, got {raw['hidden_act']}")
         heads = raw["num_attention_heads"]
@@ -86,8 +102,14 @@ class ModelConfig:
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
         theta = rope.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
         kind = rope.get("rope_type", rope.get("type", "default"))
-        partial = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+        default = 0.5 if names[0] == "Glm4MoeForCausalLM" else 1.0
+        partial = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", default))
         attention_bias = bool(raw.get("attention_bias", False))
+
+        def either(name: str, field: bool) -> bool:
+            fixed = family[name]
+            return field if fixed is None else fixed
+
         return cls(
             architecture=names[0],
             vocab_size=raw["vocab_size"],
@@ -103,27 +125,46 @@ class ModelConfig:
             rotary_dim=int(head_dim * partial),
             max_model_len=raw.get("max_position_embeddings", 2048),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=family["qkv_bias"] or attention_bias,
-            o_bias=attention_bias,
+            qkv_bias=either("qkv_bias", attention_bias),
+            o_bias=either("o_bias", attention_bias),
             mlp_bias=bool(raw.get("mlp_bias", False)),
-            qk_norm=family["qk_norm"],
+            qk_norm=either("qk_norm", bool(raw.get("use_qk_norm", False))),
             sliding_windows=_sliding_windows(raw, names[0]),
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         )
 
 
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Returns what `directory/config.json` holds.
+
+    Raises:
+        ModelError: the file is missing or not a JSON object.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{directory}: config.json is missing; expected a Hugging Face directory")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(raw).__name__}")
+    return raw
+
+
 def _sliding_windows(raw: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
     layers: int = raw["num_hidden_layers"]
     window: int | None = raw.get("sliding_window")
-    if architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
+    like_qwen = architecture.startswith(("Qwen", "MiMo"))
+    if like_qwen and not raw.get("use_sliding_window", False):
         window = None
-    if architecture.startswith("Llama"):
+    if architecture.startswith(("Llama", "Glm")):
         window = None
     if window is None:
         return (None,) * layers
     if raw.get("layer_types"):
         return tuple(window if t == "sliding_attention" else None for t in raw["layer_types"])
-    if architecture.startswith("Qwen"):
+    if like_qwen:
         first = raw.get("max_window_layers", layers)
         return tuple(window if layer >= first else None for layer in range(layers))
     return (window,) * layers

@@ -2,7 +2,7 @@
 """Loads a Hugging Face directory: config.json and safetensors files, into packed weights."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ class Checkpoint:
     """The tensors of a directory by name, read on demand from the files that hold them."""
 
     def __init__(self, directory: Path, device: torch.device, stack: ExitStack) -> None:
+        self._directory = directory
         self._device = device
         index = directory / "model.safetensors.index.json"
         if index.is_file():
@@ -51,13 +52,19 @@ class Checkpoint:
                 raise ModelError(f"{directory / name}: not a safetensors file: {error}") from error
             self._where.update(dict.fromkeys(handle.keys(), handle))
 
+    def names(self) -> Collection[str]:
+        """Returns the names of all tensors."""
+        return self._where.keys()
+
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns one tensor in `dtype`; its presence and shape are checked."""
         if name not in self._where:
-            raise ModelError(f"tensor {name} is missing from the checkpoint")
+            raise ModelError(f"{self._directory}: tensor {name} is missing from the checkpoint")
         tensor: Tensor = self._where[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} must be {list(shape)}, got {list(tensor.shape)}")
+            raise ModelError(
+                f"{self._directory}: tensor {name} must be {list(shape)}, got {list(tensor.shape)}"
+            )
         return tensor.to(dtype).contiguous().to(self._device)
 
 
@@ -89,7 +96,7 @@ def load_model(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
 ) -> Transformer:
-    """Loads a Llama, Mistral, Qwen2 or Qwen3 checkpoint.
+    """Loads a Llama, Mistral, Qwen2, Qwen3, MiMo or dense GLM-4.5 checkpoint.
 
     Args:
         directory: a Hugging Face directory with config.json and safetensors files.
@@ -139,41 +146,46 @@ def load_model(
 
 
 def _layers(config: ModelConfig, checkpoint: Source, dtype: torch.dtype) -> Iterator[Layer]:
+    for index in range(config.num_layers):
+        window = config.sliding_windows[index]
+        yield load_layer(config, checkpoint, f"model.layers.{index}.", dtype, window)
+
+
+def load_layer(
+    config: ModelConfig,
+    checkpoint: Source,
+    prefix: str,
+    dtype: torch.dtype,
+    sliding_window: int | None,
+) -> Layer:
+    """Reads the decoder layer whose tensors begin with `prefix`, and packs its projections."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size = config.num_qo_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
 
     def get(name: str, *shape: int) -> Tensor:
-        return checkpoint.get(name, shape, dtype)
+        return checkpoint.get(prefix + name, shape, dtype)
 
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        attn, mlp = prefix + "self_attn.", prefix + "mlp."
-        sizes = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
-        qkv = torch.cat([get(f"{attn}{name}.weight", size, hidden) for name, size in sizes])
-        gate_up = torch.cat(
-            [get(f"{mlp}{n}.weight", inner, hidden) for n in ("gate_proj", "up_proj")]
-        )
-        qkv_bias = gate_up_bias = None
-        if config.qkv_bias:
-            qkv_bias = torch.cat([get(f"{attn}{name}.bias", size) for name, size in sizes])
-        if config.mlp_bias:
-            gate_up_bias = torch.cat(
-                [get(f"{mlp}{n}.bias", inner) for n in ("gate_proj", "up_proj")]
-            )
-        norm_shape = (config.head_dim,)
-        yield Layer(
-            input_norm=get(f"{prefix}input_layernorm.weight", hidden),
-            qkv=dense.pack_weight(qkv),
-            qkv_bias=qkv_bias,
-            q_norm=get(f"{attn}q_norm.weight", *norm_shape) if config.qk_norm else None,
-            k_norm=get(f"{attn}k_norm.weight", *norm_shape) if config.qk_norm else None,
-            o=dense.pack_weight(get(f"{attn}o_proj.weight", hidden, q_size)),
-            o_bias=get(f"{attn}o_proj.bias", hidden) if config.o_bias else None,
-            post_norm=get(f"{prefix}post_attention_layernorm.weight", hidden),
-            gate_up=dense.pack_weight(gate_up),
-            gate_up_bias=gate_up_bias,
-            down=dense.pack_weight(get(f"{mlp}down_proj.weight", hidden, inner)),
-            down_bias=get(f"{mlp}down_proj.bias", hidden) if config.mlp_bias else None,
-            sliding_window=config.sliding_windows[index],
-        )
+    projections = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+    qkv = torch.cat([get(f"self_attn.{name}.weight", size, hidden) for name, size in projections])
+    gate_up = torch.cat([get(f"mlp.{n}.weight", inner, hidden) for n in ("gate_proj", "up_proj")])
+    qkv_bias = gate_up_bias = None
+    if config.qkv_bias:
+        qkv_bias = torch.cat([get(f"self_attn.{name}.bias", size) for name, size in projections])
+    if config.mlp_bias:
+        gate_up_bias = torch.cat([get(f"mlp.{n}.bias", inner) for n in ("gate_proj", "up_proj")])
+    return Layer(
+        input_norm=get("input_layernorm.weight", hidden),
+        qkv=dense.pack_weight(qkv),
+        qkv_bias=qkv_bias,
+        q_norm=get("self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+        k_norm=get("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+        o=dense.pack_weight(get("self_attn.o_proj.weight", hidden, q_size)),
+        o_bias=get("self_attn.o_proj.bias", hidden) if config.o_bias else None,
+        post_norm=get("post_attention_layernorm.weight", hidden),
+        gate_up=dense.pack_weight(gate_up),
+        gate_up_bias=gate_up_bias,
+        down=dense.pack_weight(get("mlp.down_proj.weight", hidden, inner)),
+        down_bias=get("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
+        sliding_window=sliding_window,
+    )

@@ -63,6 +63,26 @@ class StepBatch:
     sums: Tensor | None = None  # [sums_size()], for the projections
 
 
+class Activations:
+    """The first rows of the buffers that a step writes its activations to."""
+
+    def __init__(self, buffers: "_Buffers", rows: int, config: ModelConfig) -> None:
+        qo_heads, kv_heads, dim = config.num_qo_heads, config.num_kv_heads, config.head_dim
+        self.residual = buffers.residual[:rows]
+        self.normed = buffers.normed[:rows]
+        self.branch = buffers.branch[:rows]
+        self.qkv = buffers.qkv[:rows]
+        heads = self.qkv.view(rows, qo_heads + 2 * kv_heads, dim)
+        self.q = heads[:, :qo_heads]
+        self.k = heads[:, qo_heads : qo_heads + kv_heads]
+        self.v = heads[:, qo_heads + kv_heads :]
+        self.q_rotated = buffers.q_rotated[:rows].view(rows, qo_heads, dim)
+        self.attended_rows = buffers.attended[:rows]
+        self.attended = self.attended_rows.view(rows, qo_heads, dim)
+        self.gate_up = buffers.gate_up[:rows]
+        self.activated = buffers.activated[:rows]
+
+
 class _Buffers:
     """The activations of up to `rows` rows."""
 
@@ -84,24 +104,30 @@ class _Buffers:
         self.activated = new(config.intermediate_size)
 
 
-class _Views:
-    """The first `rows` rows of the buffers."""
+class ActivationBuffers:
+    """One set of buffers for steps of any size, so that a step allocates nothing."""
 
-    def __init__(self, buffers: _Buffers, rows: int, config: ModelConfig) -> None:
-        qo_heads, kv_heads, dim = config.num_qo_heads, config.num_kv_heads, config.head_dim
-        self.residual = buffers.residual[:rows]
-        self.normed = buffers.normed[:rows]
-        self.branch = buffers.branch[:rows]
-        self.qkv = buffers.qkv[:rows]
-        heads = self.qkv.view(rows, qo_heads + 2 * kv_heads, dim)
-        self.q = heads[:, :qo_heads]
-        self.k = heads[:, qo_heads : qo_heads + kv_heads]
-        self.v = heads[:, qo_heads + kv_heads :]
-        self.q_rotated = buffers.q_rotated[:rows].view(rows, qo_heads, dim)
-        self.attended_rows = buffers.attended[:rows]
-        self.attended = self.attended_rows.view(rows, qo_heads, dim)
-        self.gate_up = buffers.gate_up[:rows]
-        self.activated = buffers.activated[:rows]
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        self._buffers: _Buffers | None = None
+        self._views: dict[int, Activations] = {}
+
+    def reserve(self, rows: int) -> None:
+        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        if self._buffers is None or self._buffers.rows < rows:
+            self._buffers = _Buffers(rows, self._config, self._dtype, self._device)
+            self._views.clear()
+
+    def first(self, rows: int) -> Activations:
+        """Returns the first `rows` rows."""
+        views = self._views.get(rows)
+        if views is None:
+            self.reserve(rows)
+            assert self._buffers is not None
+            if len(self._views) >= _MAX_KEPT_VIEWS:
+                self._views.clear()
+            views = self._views[rows] = Activations(self._buffers, rows, self._config)
+        return views
 
 
 class Transformer:
@@ -122,31 +148,31 @@ class Transformer:
         self.dtype = dtype
         self.device = embedding.device
         self.max_model_len = max_model_len
-        self._embedding = embedding
+        self.embedding = embedding
+        self.lm_head = lm_head
         self._layers = layers
-        self._lm_head = lm_head
         # The norm that follows each layer: the next layer's input norm, or the final one.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._cos_sin = attention.rope_cos_sin(
             max_model_len, config.rotary_dim, config.rope_theta, config.rope_scaling
         ).to(self.device)
         self._sm_scale = 1.0 / math.sqrt(config.head_dim)
-        self._buffers: _Buffers | None = None
-        self._views: dict[int, _Views] = {}
+        self._activations = ActivationBuffers(config, dtype, self.device)
 
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
-        if self._buffers is None or self._buffers.rows < rows:
-            self._buffers = _Buffers(rows, self.config, self.dtype, self.device)
-            self._views.clear()
+        self._activations.reserve(rows)
 
-    def new_kv_cache(self, num_pages: int, page_size: int) -> KvCache:
-        """Allocates the paged cache of every layer."""
+    def new_kv_cache(
+        self, num_pages: int, page_size: int, num_layers: int | None = None
+    ) -> KvCache:
+        """Allocates the paged cache of every layer, or of another number of such layers."""
         config = self.config
+        count = config.num_layers if num_layers is None else num_layers
         shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
 
         def caches() -> list[Tensor]:
-            return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self._layers]
+            return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(count)]
 
         return KvCache(caches(), caches())
 
@@ -164,7 +190,7 @@ class Transformer:
 
     def sums_size(self, rows: int, outputs: int) -> int:
         """Returns the floats that projections split their sums with, the head of `outputs` too."""
-        sizes = [dense.linear_workspace_size(outputs, self._lm_head)]
+        sizes = [dense.linear_workspace_size(outputs, self.lm_head)]
         for layer in self._layers[:1]:  # the others have the same shapes
             for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 sizes.append(dense.linear_workspace_size(rows, weight))
@@ -177,64 +203,71 @@ class Transformer:
             [rows, hidden_size], the state after the final norm (which the head and the MTP modules
             take). It is one of the model's own buffers: the next call overwrites it.
         """
-        rows = batch.token_ids.shape[0]
-        buffers = self._views_of(rows)
-        eps = self.config.rms_norm_eps
-        residual, normed, branch = buffers.residual, buffers.normed, buffers.branch
-        sums = batch.sums
-        dense.embedding(batch.token_ids, self._embedding, out=residual)
-        dense.rms_norm(residual, self._layers[0].input_norm, eps, out=normed)
+        buffers = self._activations.first(batch.token_ids.shape[0])
+        dense.embedding(batch.token_ids, self.embedding, out=buffers.residual)
+        dense.rms_norm(
+            buffers.residual,
+            self._layers[0].input_norm,
+            self.config.rms_norm_eps,
+            out=buffers.normed,
+        )
         for index, layer in enumerate(self._layers):
-            dense.linear(normed, layer.qkv, layer.qkv_bias, out=buffers.qkv, workspace=sums)
-            attention.rope_append_kv(
-                buffers.q,
-                buffers.k,
-                buffers.v,
-                cache.k[index],
-                cache.v[index],
-                batch.cache_slots,
-                batch.positions,
-                self._cos_sin,
-                q_norm_weight=layer.q_norm,
-                k_norm_weight=layer.k_norm,
-                norm_eps=eps,
-                q_out=buffers.q_rotated,
+            self.run_layer(layer, batch, cache.k[index], cache.v[index], buffers)
+            dense.rms_norm(
+                buffers.branch,
+                self._next_norms[index],
+                self.config.rms_norm_eps,
+                residual=buffers.residual,
+                out=buffers.normed,
             )
-            attention.append_attention(
-                buffers.q_rotated,
-                cache.k[index],
-                cache.v[index],
-                batch.qo_indptr,
-                batch.kv_indptr,
-                batch.kv_indices,
-                batch.kv_lens,
-                sm_scale=self._sm_scale,
-                sliding_window=layer.sliding_window,
-                out=buffers.attended,
-                workspace=batch.workspace,
-            )
-            dense.linear(buffers.attended_rows, layer.o, layer.o_bias, out=branch, workspace=sums)
-            dense.rms_norm(branch, layer.post_norm, eps, residual=residual, out=normed)
-            dense.linear(
-                normed, layer.gate_up, layer.gate_up_bias, out=buffers.gate_up, workspace=sums
-            )
-            dense.silu_mul(buffers.gate_up, out=buffers.activated)
-            dense.linear(buffers.activated, layer.down, layer.down_bias, out=branch, workspace=sums)
-            dense.rms_norm(branch, self._next_norms[index], eps, residual=residual, out=normed)
-        return normed
+        return buffers.normed
+
+    def run_layer(
+        self, layer: Layer, batch: StepBatch, k_cache: Tensor, v_cache: Tensor, buffers: Activations
+    ) -> None:
+        """Runs one layer from `normed`, all but its last addition: `branch` is still to be added.
+
+        Its attention is added to `residual`; the norm that follows, which adds `branch`, is the
+        caller's: it belongs to what comes next.
+        """
+        eps, sums = self.config.rms_norm_eps, batch.sums
+        residual, normed, branch = buffers.residual, buffers.normed, buffers.branch
+        dense.linear(normed, layer.qkv, layer.qkv_bias, out=buffers.qkv, workspace=sums)
+        attention.rope_append_kv(
+            buffers.q,
+            buffers.k,
+            buffers.v,
+            k_cache,
+            v_cache,
+            batch.cache_slots,
+            batch.positions,
+            self._cos_sin,
+            q_norm_weight=layer.q_norm,
+            k_norm_weight=layer.k_norm,
+            norm_eps=eps,
+            q_out=buffers.q_rotated,
+        )
+        attention.append_attention(
+            buffers.q_rotated,
+            k_cache,
+            v_cache,
+            batch.qo_indptr,
+            batch.kv_indptr,
+            batch.kv_indices,
+            batch.kv_lens,
+            sm_scale=self._sm_scale,
+            sliding_window=layer.sliding_window,
+            out=buffers.attended,
+            workspace=batch.workspace,
+        )
+        dense.linear(buffers.attended_rows, layer.o, layer.o_bias, out=branch, workspace=sums)
+        dense.rms_norm(branch, layer.post_norm, eps, residual=residual, out=normed)
+        dense.linear(normed, layer.gate_up, layer.gate_up_bias, out=buffers.gate_up, workspace=sums)
+        dense.silu_mul(buffers.gate_up, out=buffers.activated)
+        dense.linear(buffers.activated, layer.down, layer.down_bias, out=branch, workspace=sums)
 
     def logits(
         self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
         """Returns the fp32 logits [rows, vocab_size] of rows that `forward` returned."""
-        return dense.linear(hidden, self._lm_head, out=out, out_dtype=torch.float32, workspace=sums)
-
-    def _views_of(self, rows: int) -> _Views:
-        views = self._views.get(rows)
-        if views is None:
-            self.reserve(rows)
-            assert self._buffers is not None
-            if len(self._views) >= _MAX_KEPT_VIEWS:
-                self._views.clear()
-            views = self._views[rows] = _Views(self._buffers, rows, self.config)
-        return views
+        return dense.linear(hidden, self.lm_head, out=out, out_dtype=torch.float32, workspace=sums)

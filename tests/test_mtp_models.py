@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MTP modules in every family's naming: loading, their forward pass, and what is refused."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mtp_checkpoints import (
+    BASES,
+    GLM,
+    NAMES,
+    SlowModules,
+    Tiny,
+    make_mtp_checkpoint,
+    save_checkpoint,
+)
+from safetensors.torch import save_file
+from specops import batching
+from specops.batching import OutputMode
+from specops.engine.errors import ModelError
+from specops.engine.models import (
+    CONVENTIONS,
+    KvCache,
+    MtpModules,
+    StepBatch,
+    Transformer,
+    load_model,
+    load_mtp,
+)
+from torch import Tensor
+
+PAGE_SIZE = 16
+CASES: list[tuple[str, tuple[str, dict[str, Any]], bool]] = [
+    *[(naming, base, False) for naming, base in BASES.items()],
+    ("ernie4_5", BASES["ernie4_5"], True),
+    ("deepseek_v3", GLM, False),
+]
+
+
+def random_ids(length: int) -> list[int]:
+    return torch.randint(0, 160, (length,)).tolist()
+
+
+def step_of(token_ids: list[int], begin: int) -> StepBatch:
+    """One request's rows `begin`.. on pages 3, 4, ..; the cache holds the rows before them."""
+    rows, end = len(token_ids), begin + len(token_ids)
+    kv_lens = torch.tensor([end], dtype=torch.int32)
+    kv_indices = torch.arange(3, 3 - -end // PAGE_SIZE, dtype=torch.int32)
+    kv_indptr = torch.tensor([0, len(kv_indices)], dtype=torch.int32)
+    indices = batching.prepare_batch(
+        torch.tensor([rows], dtype=torch.int32),
+        kv_lens,
+        torch.tensor([OutputMode.ALL], dtype=torch.int32),
+        kv_indptr,
+        kv_indices,
+        page_size=PAGE_SIZE,
+        total_rows=rows,
+        num_output_rows=rows,
+    )
+    return StepBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int32),
+        positions=indices.positions,
+        cache_slots=indices.cache_slots,
+        qo_indptr=indices.qo_indptr,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        kv_lens=kv_lens,
+    )
+
+
+def poisoned(cache: KvCache) -> KvCache:
+    for tensor in [*cache.k, *cache.v]:
+        tensor.fill_(float("nan"))
+    return cache
+
+
+def target_states(model: Transformer, token_ids: list[int]) -> Tensor:
+    cache = poisoned(model.new_kv_cache(20, PAGE_SIZE))
+    return model.forward(step_of(token_ids, 0), cache).clone()
+
+
+def assert_close(ours: Tensor, exact: Tensor, rounded: Tensor) -> None:
+    """Our error is at most twice that of the reference's own run in float32."""
+    allowed = 2 * (rounded.double() - exact).abs().max().item() + 1e-5
+    assert (ours.double() - exact).abs().max().item() <= allowed
+
+
+def pieces(rows: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for size in sizes:
+        end = min(begin + size, rows)
+        if end > begin:
+            yield begin, end
+        begin = end
+
+
+def text_states(
+    modules: MtpModules, hidden: Tensor, token_ids: list[int], sizes: list[int]
+) -> list[Tensor]:
+    """What the head reads of each module along a text, computed in pieces of `sizes` rows."""
+    cache = poisoned(modules.new_kv_cache(20, PAGE_SIZE))
+    target = previous = hidden
+    states = []
+    for index in range(modules.num_modules):
+        source = previous if modules.convention.chained else target
+        shifted = token_ids[index + 1 :]
+        outputs = []
+        for begin, end in pieces(len(shifted), sizes):
+            step = step_of(shifted[begin:end], begin)
+            out = modules.forward(index, step, source[begin:end].clone(), cache)
+            outputs.append((out.hidden.clone(), out.recycled.clone()))
+        states.append(torch.cat([one for one, _ in outputs]))
+        previous = torch.cat([one for _, one in outputs])
+    return states
+
+
+def drafts(
+    model: Transformer, modules: MtpModules, prefix: list[int], count: int
+) -> tuple[list[int], list[Tensor]]:
+    """Greedy drafts of the first module, each step's rows and keys appended to the cache."""
+    cache = poisoned(modules.new_kv_cache(20, PAGE_SIZE))
+    rows = len(prefix) - 1
+    out = modules.forward(0, step_of(prefix[1:], 0), target_states(model, prefix)[:rows], cache)
+    tokens: list[int] = []
+    logits: list[Tensor] = []
+    while True:
+        logits.append(modules.logits(out.hidden[-1:])[0].clone())
+        tokens.append(int(logits[-1].argmax()))
+        if len(tokens) == count:
+            return tokens, logits
+        recycled = out.recycled[-1:]  # in the buffers that the call writes
+        out = modules.forward(0, step_of(tokens[-1:], rows + len(tokens) - 1), recycled, cache)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("naming,base,bias", CASES)
+def test_states_equal_the_slow_reference(
+    tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]], bias: bool, count: int
+) -> None:
+    tiny = make_mtp_checkpoint(tmp_path, naming, count, base=base, projection_bias=bias)
+    model = load_model(tmp_path)
+    modules = load_mtp(model, tmp_path)
+    assert modules.convention is CONVENTIONS[naming]
+    assert modules.num_modules == count
+    ids = random_ids(60)
+    hidden = target_states(model, ids)
+    slow, float32 = SlowModules(tiny), SlowModules(tiny, dtype=torch.float32)
+    whole = text_states(modules, hidden, ids, [60])
+    expected = zip(slow.text(ids, count), float32.text(ids, count), strict=True)
+    for ours, (exact, rounded) in zip(whole, expected, strict=True):
+        assert ours.shape == exact.shape
+        logits = slow.logits(exact)
+        assert_close(modules.logits(ours), logits, float32.logits(rounded))
+        assert logits.std().item() > 0.5  # the comparison is about something
+    chunked = text_states(modules, hidden, ids, [17, 1, 1, 5, 36])
+    assert all(torch.equal(one, other) for one, other in zip(whole, chunked, strict=True))
+
+
+@pytest.mark.parametrize("naming,base,bias", CASES)
+@pytest.mark.parametrize("normed", [True, False])
+def test_recycled_drafts_equal_the_slow_reference(
+    tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]], bias: bool, normed: bool
+) -> None:
+    tiny = make_mtp_checkpoint(tmp_path, naming, base=base, projection_bias=bias)
+    model = load_model(tmp_path)
+    modules = load_mtp(model, tmp_path)
+    modules.convention = dataclasses.replace(modules.convention, recycle_normed=normed)
+    prefix = random_ids(30)
+    ours, logits = drafts(model, modules, prefix, 5)
+    exact_ids, exact = SlowModules(tiny, recycle_normed=normed).drafts(prefix, 5)
+    float32 = SlowModules(tiny, recycle_normed=normed, dtype=torch.float32)
+    rounded_ids, rounded = float32.drafts(prefix, 5)
+    assert ours == exact_ids == rounded_ids
+    for rows in zip(logits, exact, rounded, strict=True):
+        assert_close(*rows)
+
+
+@pytest.mark.parametrize("change", ["masks_position_0", "unchained"])
+def test_other_conventions_equal_the_slow_reference(tmp_path: Path, change: str) -> None:
+    tiny = make_mtp_checkpoint(tmp_path, "mimo", 3)
+    model = load_model(tmp_path)
+    modules = load_mtp(model, tmp_path)
+    fields = {"masks_position_0": True} if change == "masks_position_0" else {"chained": False}
+    ids = random_ids(20)
+    hidden = target_states(model, ids)
+    plain = text_states(modules, hidden, ids, [20])
+    modules.convention = dataclasses.replace(modules.convention, **fields)
+    changed = text_states(modules, hidden, ids, [20])
+    exact = SlowModules(tiny, **fields).text(ids, 3)
+    rounded = SlowModules(tiny, **fields, dtype=torch.float32).text(ids, 3)
+    for rows in zip(changed, exact, rounded, strict=True):
+        assert_close(*rows)
+    assert not torch.equal(plain[1], changed[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_row_has_the_same_bits_however_it_is_computed(
+    tmp_path: Path, isa: str, dtype: str
+) -> None:
+    import specops
+
+    make_mtp_checkpoint(tmp_path, "deepseek_v3", 2)
+    model = load_model(tmp_path, dtype=dtype)
+    modules = load_mtp(model, tmp_path)
+    ids = random_ids(100)
+    hidden = target_states(model, ids)
+    whole = text_states(modules, hidden, ids, [100])
+    for sizes in ([1] * 100, [50, 5, 5, 40], [33] * 4):
+        again = text_states(modules, hidden, ids, sizes)
+        assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+    for threads in (1, 2):
+        specops.set_num_threads(threads)
+        again = text_states(modules, hidden, ids, [37, 63])
+        assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+
+
+def test_deepseek_naming_equals_transformers(tmp_path: Path) -> None:
+    """The module of transformers, around the decoder layer of the tiny checkpoint's own base."""
+    pytest.importorskip("transformers")
+    from transformers.modeling_layers import MtpLayer
+
+    tiny = make_mtp_checkpoint(tmp_path, "deepseek_v3")
+    base = tiny.base.model
+    theirs = MtpLayer(base.config, type(base.layers[0]), type(base.norm), 0).eval()
+    prefix = f"model.layers.{base.config.num_hidden_layers}."
+    renamed = {}
+    for name, tensor in tiny.tensors.items():
+        part = name.removeprefix(prefix)
+        if part != name:
+            own = part.startswith(("enorm", "hnorm", "eh_proj"))
+            part = part.replace("shared_head.norm", "post_norm")
+            renamed[part if own or part.startswith("post_norm") else f"mtp_block.{part}"] = tensor
+    theirs.load_state_dict(renamed)
+    ids = random_ids(50)
+    positions = torch.arange(49)[None]
+    with torch.no_grad():
+        hidden = base(torch.tensor([ids])).last_hidden_state[:, :-1]
+        embedded = base.embed_tokens(torch.tensor([ids[1:]]))
+        mask = torch.full((49, 49), -torch.inf).triu(1)[None, None]
+        rope = base.rotary_emb(embedded, positions)
+        states = theirs(embedded, hidden, rope, mask, positions, None)
+        expected = tiny.base.lm_head(states)[0]
+    model = load_model(tmp_path)
+    modules = load_mtp(model, tmp_path)
+    ours = modules.logits(text_states(modules, target_states(model, ids), ids, [49])[0])
+    assert (ours - expected).abs().max().item() <= 1e-4
+    assert expected.std().item() > 0.5
+
+
+def test_glm_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MtpModel`, what `generate(use_mtp=True)` drafts with, on a GLM-4.5 of dense layers alone."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_layers import MtpModel
+
+    make_mtp_checkpoint(tmp_path, "deepseek_v3", 2, base=GLM)
+    kind = transformers.Glm4MoeForCausalLM
+    # The class knows the layer numbers of the released checkpoints alone.
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[34]\."])
+    config_kind = transformers.Glm4MoeConfig
+    original = config_kind.get_mtp_config
+
+    def all_dense(self: Any) -> Any:
+        config = original(self)
+        config.first_k_dense_replace = 9  # modules are mixtures of experts in the family's own
+        return config
+
+    monkeypatch.setattr(config_kind, "get_mtp_config", all_dense)
+    target = kind.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    theirs = MtpModel.from_pretrained(target).eval()
+    ids = random_ids(50)
+    model = load_model(tmp_path)
+    modules = load_mtp(model, tmp_path)
+    states = text_states(modules, target_states(model, ids), ids, [49])
+    with torch.no_grad():
+        hidden = target.model(torch.tensor([ids])).last_hidden_state
+        for index, ours in enumerate(states):
+            rows = len(ids) - 1 - index
+            hidden = theirs.forward_layer(
+                index,
+                hidden[:, :rows],
+                torch.arange(1 + index, len(ids))[None],
+                None,
+                input_ids=torch.tensor([ids[index + 1 :]]),
+            )
+            expected = target.lm_head(hidden)[0]
+            assert (modules.logits(ours) - expected).abs().max().item() <= 1e-4
+            assert expected.std().item() > 0.5
+
+
+def test_modules_of_a_draft_directory(tmp_path: Path) -> None:
+    """The modules alone, in a directory of their own, numbered on or from 0."""
+    tiny = make_mtp_checkpoint(tmp_path / "whole", "deepseek_v3", 2)
+    model = load_model(tmp_path / "whole")
+    ids = random_ids(20)
+    hidden = target_states(model, ids)
+    expected = text_states(load_mtp(model, tmp_path / "whole"), hidden, ids, [20])
+    layers = tiny.config["num_hidden_layers"]
+    for first in (layers, 0):
+        alone = {}
+        for name, tensor in tiny.tensors.items():
+            for index in range(2):
+                prefix = f"model.layers.{layers + index}."
+                if name.startswith(prefix):
+                    part = name.removeprefix(prefix)
+                    alone[f"model.layers.{first + index}.{part}"] = tensor
+        # Copies, as released checkpoints have them; they are not read.
+        alone[f"model.layers.{first}.embed_tokens.weight"] = torch.full((160, 64), torch.nan)
+        alone[f"model.layers.{first}.shared_head.head.weight"] = torch.full((160, 64), torch.nan)
+        where = tmp_path / f"from_{first}"
+        where.mkdir()
+        save_checkpoint(where, tiny.config, alone)
+        modules = load_mtp(model, tmp_path / "whole", draft_directory=where)
+        states = text_states(modules, hidden, ids, [20])
+        assert all(torch.equal(one, other) for one, other in zip(states, expected, strict=True))
+
+
+@pytest.mark.parametrize("naming", ["deepseek_v3", "mimo"])  # tied and untied heads
+def test_reduced_draft_vocabulary(tmp_path: Path, naming: str) -> None:
+    make_mtp_checkpoint(tmp_path, naming)
+    model = load_model(tmp_path)
+    kept = torch.tensor([0, 1, 5, 17, 40, 41, 42, 99, 120, 159])
+    path = tmp_path / "draft_vocab.safetensors"
+    save_file({"d2t": kept - torch.arange(len(kept))}, path)
+    whole = load_mtp(model, tmp_path)
+    modules = load_mtp(model, tmp_path, draft_vocab=path)
+    assert whole.token_map is None
+    assert modules.token_map is not None and modules.token_map.dtype == torch.int32
+    assert modules.token_map.tolist() == kept.tolist()
+    ids = random_ids(20)
+    state = text_states(modules, target_states(model, ids), ids, [20])[0]
+    assert torch.equal(modules.logits(state), whole.logits(state)[:, kept])
+    assert modules.sums_size(8, 8) <= whole.sums_size(8, 8)
+    for wrong, words in [
+        (kept, "ascending order"),  # token ids where offsets are meant
+        (kept.flip(0) - torch.arange(len(kept)), "ascending order"),
+        (kept.int(), "int64"),
+    ]:
+        save_file({"d2t": wrong}, path)
+        with pytest.raises(ModelError, match=words):
+            load_mtp(model, tmp_path, draft_vocab=path)
+    save_file({"t2d": kept}, path)
+    with pytest.raises(ModelError, match=r"draft_vocab\.safetensors: tensor d2t is missing"):
+        load_mtp(model, tmp_path, draft_vocab=path)
+    path.write_bytes(b"not a map")
+    with pytest.raises(ModelError, match=r"draft_vocab\.safetensors: not a safetensors file"):
+        load_mtp(model, tmp_path, draft_vocab=path)
+    with pytest.raises(ModelError, match="no such file"):
+        load_mtp(model, tmp_path, draft_vocab=tmp_path / "nowhere.safetensors")
+
+
+def test_the_bundled_model_drafts_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loaded module and the training code's are one, along a text."""
+    import specops
+
+    root = Path(__file__).resolve().parents[1]
+    assets = Path(specops.__file__).with_name("assets")
+    monkeypatch.syspath_prepend(str(root))
+    from tools.train.export import load_model as load_training_model
+    from tools.train.model import rope_cos_sin
+
+    theirs, _, _ = load_training_model(assets)
+    model = load_model(assets, dtype="float32")
+    modules = load_mtp(model, assets)
+    assert modules.num_modules == 1 and modules.convention is CONVENTIONS["deepseek_v3"]
+    ids = torch.randint(1, 4096, (80,)).tolist()
+    ours = modules.logits(text_states(modules, target_states(model, ids), ids, [40, 39])[0])
+    tokens = torch.tensor([ids])
+    cos, sin = rope_cos_sin(80, theirs.config, tokens.device)
+    with torch.no_grad():
+        hidden = theirs.hidden(tokens, cos, sin)[:, :-1]
+        embedded = theirs.model.embed_tokens(tokens[:, 1:])
+        expected = theirs.logits(theirs.mtp().draft(embedded, hidden, cos[:79], sin[:79]))[0]
+    assert (ours - expected).abs().max().item() <= 2e-3
+    assert (ours.argmax(-1) == expected.argmax(-1)).float().mean().item() > 0.98
+
+
+def test_random_weights_need_no_file_but_the_configuration(tmp_path: Path) -> None:
+    make_mtp_checkpoint(tmp_path, "deepseek_v3", 2)
+    (tmp_path / "model.safetensors").unlink()
+    model = load_model(tmp_path, load_format="dummy")
+    assert load_mtp(model, tmp_path, load_format="dummy").num_modules == 2
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Tiny:
+    """A checkpoint with two modules in DeepSeek-V3's naming, to be damaged."""
+    return make_mtp_checkpoint(tmp_path, "deepseek_v3", 2)
+
+
+def refused(tiny: Tiny, model: Transformer, match: str) -> None:
+    save_checkpoint(tiny.directory, tiny.config, tiny.tensors)
+    with pytest.raises(ModelError, match=match):
+        load_mtp(model, tiny.directory)
+
+
+def test_a_checkpoint_without_modules_is_refused(tiny: Tiny) -> None:
+    model = load_model(tiny.directory)
+    layers = tiny.config["num_hidden_layers"]
+    tiny.tensors = {
+        name: tensor
+        for name, tensor in tiny.tensors.items()
+        if not name.startswith((f"model.layers.{layers}.", f"model.layers.{layers + 1}."))
+    }
+    refused(tiny, model, "holds no MTP weights, though num_nextn_predict_layers is 2")
+    del tiny.config["num_nextn_predict_layers"]
+    refused(tiny, model, r"holds no MTP weights; looked for .*mtp\.fc\.weight")
+    with pytest.raises(ModelError, match="no such directory"):
+        load_mtp(model, tiny.directory, draft_directory=tiny.directory / "nowhere")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_count_that_differs_from_the_tensors_is_refused(tiny: Tiny, count: int) -> None:
+    model = load_model(tiny.directory)
+    tiny.config["num_nextn_predict_layers"] = count
+    refused(
+        tiny,
+        model,
+        rf"config\.json: num_nextn_predict_layers is {count}, but .* of 2 MTP modules",
+    )
+
+
+def test_a_count_that_is_missing_is_that_of_the_tensors(tiny: Tiny) -> None:
+    model = load_model(tiny.directory)
+    del tiny.config["num_nextn_predict_layers"]
+    save_checkpoint(tiny.directory, tiny.config, tiny.tensors)
+    assert load_mtp(model, tiny.directory).num_modules == 2
+
+
+def test_tensors_that_do_not_fit_are_refused(tiny: Tiny) -> None:
+    model = load_model(tiny.directory)
+    where = str(tiny.directory)
+    eh_proj = tiny.tensors["model.layers.3.eh_proj.weight"]
+    tiny.tensors["model.layers.3.eh_proj.weight"] = eh_proj[:, :64]
+    refused(tiny, model, rf"{where}: tensor .*3\.eh_proj\.weight must be \[64, 128\], got \[64, 64")
+    tiny.tensors["model.layers.3.eh_proj.weight"] = eh_proj
+    norm = tiny.tensors.pop("model.layers.4.enorm.weight")
+    refused(tiny, model, rf"{where}: tensor model\.layers\.4\.enorm\.weight is missing")
+    tiny.tensors["model.layers.4.enorm.weight"] = norm
+    tiny.tensors["model.layers.4.mlp.up_proj.bias"] = norm
+    refused(tiny, model, r"4\.mlp\.up_proj\.bias has no place in a dense MTP module")
+    tiny.tensors["model.layers.4.mlp.experts.0.up_proj.weight"] = norm
+    refused(tiny, model, r"is a mixture of experts \(tensor .*mlp\.experts\.0")
+    tiny.tensors["model.layers.3.self_attn.kv_a_proj_with_mqa.weight"] = norm
+    refused(tiny, model, "is multi-head latent attention")
+
+
+def test_modules_for_another_target_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    model = load_model(tiny.directory)
+    for field, value in (("hidden_size", 128), ("vocab_size", 200)):
+        changed = Tiny(tiny.directory, tiny.naming, {**tiny.config, field: value}, tiny.tensors, 0)
+        refused(changed, model, rf"config\.json: {field} is {value}, but the target in .* has ")
+    tiny.config["num_hidden_layers"] = 2
+    refused(tiny, model, r"num_hidden_layers is 2, but the first MTP module.*layer 3")
+    tiny.config["num_hidden_layers"] = 3
+    moved = {
+        name.replace("model.layers.4.", "model.layers.5."): tensor
+        for name, tensor in tiny.tensors.items()
+    }
+    refused(Tiny(tiny.directory, "", tiny.config, moved, 0), model, r"without gaps, got \[3, 5\]")
+
+
+@pytest.mark.parametrize(
+    "architecture,words",
+    [
+        ("DeepseekV3ForCausalLM", "latent attention and mixtures of experts"),
+        ("Ernie4_5_MoeForCausalLM", "mixtures of experts"),
+        ("Qwen3NextForCausalLM", "linear attention"),
+        ("Glm4MoeForCausalLM", "first_k_dense_replace is 1 of 3 layers"),
+    ],
+)
+def test_targets_that_do_not_run_yet_are_refused_by_name(
+    tiny: Tiny, architecture: str, words: str
+) -> None:
+    config = {**tiny.config, "architectures": [architecture]}
+    (tiny.directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"{architecture} is .*{words}"):
+        load_model(tiny.directory)
+
+
+def test_the_table_names_what_the_checkpoints_of_this_test_hold() -> None:
+    """The engine's table and the names written out here are of the same families."""
+    assert set(CONVENTIONS) == set(NAMES)
+    for one in CONVENTIONS.values():
+        assert one.recycle_normed and one.chained and not one.masks_position_0
