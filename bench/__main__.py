@@ -26,6 +26,7 @@ FAMILIES = {
     "linear": "dense",
     "attention": "attention",
     "sampling": "sampling",
+    "suffix_tree": "suffix_tree",
     "server": "engine",
     "lossless": "lossless",
     "ngram": "engine",

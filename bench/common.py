@@ -166,10 +166,13 @@ class Bench:
             seconds -= usage.ru_utime + usage.ru_stime
         return seconds - sum(peer.cpu_seconds() for peer in self._peers)
 
-    def peer(self, name: str) -> "Peer | None":
-        """Starts bench/peers/`name`.py in the peers' environment; None where it cannot run."""
+    def peer(self, name: str, *, own: bool = False) -> "Peer | None":
+        """Starts bench/peers/`name`.py in the peers' environment; None where it cannot run.
+
+        own: in this environment, for what we measure of ourselves in a process apart.
+        """
         try:
-            peer = Peer(name, self.num_threads)
+            peer = Peer(name, self.num_threads, own)
         except PeerError as error:
             print(f"  no {name}: {error}", flush=True)
             return None
@@ -178,7 +181,7 @@ class Bench:
 
     def peer_versions(self) -> dict[str, str]:
         """Versions of the peers this run has started."""
-        return {peer.name: peer.version for peer in self._peers}
+        return {peer.name: peer.version for peer in self._peers if not peer.own}
 
     def add(self, figure: Figure) -> None:
         """Judges a figure against its bar, keeps and prints it."""
@@ -211,19 +214,20 @@ class PeerError(Exception):
 class Peer:
     """A peer in a process of its own: a JSON request per line in, a JSON answer per line out."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
-        self.name = name
-        if not PEER_PYTHON.exists():
+    def __init__(self, name: str, num_threads: int, own: bool = False) -> None:
+        self.name, self.own = name, own
+        if not own and not PEER_PYTHON.exists():
             raise PeerError("bench/.venv is missing; `make bench-peers` makes it")
         WORK.mkdir(exist_ok=True)
         self._log = (WORK / f"{name}.log").open("w")
+        path = os.pathsep.join(sys.path) if own else ""
         self._process = subprocess.Popen(
-            [PEER_PYTHON, BENCH / "peers" / f"{name}.py"],
+            [sys.executable if own else PEER_PYTHON, BENCH / "peers" / f"{name}.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": ""},
+            env={**os.environ, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": path},
         )
         self.version: str = self.ask("start", threads=num_threads)["version"]
 

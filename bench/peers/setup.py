@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m bench.peers.setup`: makes bench/.venv, the environment of the peers.
 
-llama-cpp-python comes last and may fail: it is built from source, which takes minutes and a
-compiler, and the bench leaves out a peer that is not there.
+Two come last and may fail, for they are built from source, which takes a compiler and minutes:
+arctic-inference and llama-cpp-python. The bench leaves out a peer that is not there.
 """
 
 import argparse
@@ -17,6 +17,9 @@ MEASURED = ("numpy", "transformers", "openvino", "openvino-genai", "openvino-tok
 # The exporter pins an older transformers and asks for torchvision, which it does not need.
 EXPORTER = ("transformers", "requests", "setuptools")
 EXPORTER_ALONE = ("optimum-intel", "optimum")
+# What the suffix trees of arctic-inference are built with. What else it names (grpc, CUDA) has no
+# part in them, and an isolated build would fetch another torch.
+ARCTIC_BUILD = ("nanobind", "setuptools", "wheel", "cmake", "ninja")
 
 
 def main() -> None:
@@ -37,6 +40,13 @@ def main() -> None:
     export = ("--target", str(VENV / "export"), "--upgrade")
     pip(*export, *EXPORTER, constraints="constraints-export.txt")
     pip(*export, "--no-deps", *EXPORTER_ALONE, constraints="constraints-export.txt")
+    pip(*ARCTIC_BUILD)
+    python = [VENV / "bin" / "python", "-m", "nanobind", "--cmake_dir"]
+    found = subprocess.run(python, check=True, capture_output=True, text=True).stdout.strip()
+    os.environ.update(nanobind_DIR=found)
+    os.environ["PATH"] = os.pathsep.join([str(VENV / "bin"), os.environ["PATH"]])
+    if not pip("--no-deps", "--no-build-isolation", "arctic-inference", check=False):
+        print("arctic-inference did not build; its rows will be missing")
     os.environ["CMAKE_ARGS"] = "-DGGML_NATIVE=ON"
     if not pip("llama-cpp-python", check=False):
         print("llama-cpp-python did not build; its rows will be missing")

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suffix tree's bench runs on small streams, our side alone, and every figure adds up."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import bench_suffix_tree, common, suffix_streams
+
+
+def small_streams(folder: Path) -> None:
+    """Requests of words that come again and again, and near-copies of some."""
+    generator = np.random.default_rng(0)
+    words = [generator.integers(0, 500, 8).astype(np.int32) for _ in range(300)]
+
+    def request() -> suffix_streams.Tokens:
+        return np.concatenate([words[i] for i in generator.integers(0, 300, 180)])
+
+    shown, held = [request() for _ in range(160)], [request() for _ in range(12)]
+    suffix_streams.save(folder / "code", shown, held)
+    copies = [document for document in shown[:20] for _ in range(suffix_streams.REVISIONS)]
+    again = [document for document in shown[:20] for _ in range(suffix_streams.HELD_REVISIONS)]
+    suffix_streams.save(folder / "edit", copies, again)
+
+
+def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_streams(tmp_path)
+    sizes = bench_suffix_tree.Sizes(
+        cached_tokens=40_000,
+        saved_tokens=60_000,
+        pieces=2,
+        replays=3,
+        passes=1,
+        batch=4,
+        steps=4,
+        churn=6,
+        prompt=8_192,
+        loads=1,
+    )
+    monkeypatch.setattr(common, "PEER_PYTHON", tmp_path / "none")
+    bench = common.Bench(1)
+    try:
+        bench_suffix_tree.measure(bench, sizes, tmp_path, (64,))
+    finally:
+        bench.close()
+    figures = {figure.id: figure for figure in bench.figures}
+    assert len(figures) == len(bench.figures)
+    for id, figure in figures.items():
+        assert id.startswith("suffix_tree.") and np.isfinite(figure.value)
+        # Nothing is compared with a peer that is not there.
+        assert figure.peer in (None, "one thread")
+    tokens = figures["suffix_tree.edit.64.tokens"].value
+    # Copies are foretold as far as the depth goes, and further when reading on.
+    assert 8 < tokens <= 65 and figures["suffix_tree.edit.64.read_on"].value > tokens
