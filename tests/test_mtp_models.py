@@ -486,3 +486,27 @@ def test_the_table_names_what_the_checkpoints_of_this_test_hold() -> None:
     assert set(CONVENTIONS) == set(NAMES)
     for one in CONVENTIONS.values():
         assert one.recycle_normed and one.chained and not one.masks_position_0
+
+
+def test_the_document_says_what_the_table_says() -> None:
+    document = (Path(__file__).resolve().parents[1] / "docs" / "mtp.md").read_text()
+    rows = {}
+    for line in document.splitlines():
+        if line.startswith("|"):
+            title, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            rows.setdefault(title, cells)
+    for column, (naming, one) in enumerate(CONVENTIONS.items()):
+        told = {title: cells[column] for title, cells in rows.items() if len(cells) == 4}
+        assert told[""] == f"`{naming}`"
+        assert told["families"] == ", ".join(one.families)
+        assert all(f"`{field}`" in told["number of modules"] for field in one.count_fields)
+        for title, name in (
+            ("embedding's norm", one.embed_norm),
+            ("hidden state's norm", one.hidden_norm),
+            ("projection", one.projection),
+            ("decoder layer", one.block),
+        ):
+            assert told[title].startswith(f"`{name}`")
+        assert told["head's norm"] == (f"`{one.head_norm}`" if one.head_norm else "none")
+        assert told["halves of the projection"].strip("*").startswith("hidden") == one.hidden_first
+        assert told["norm weights"].strip("*") == ("1 + w" if one.norm_offset else "w")
