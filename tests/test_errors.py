@@ -34,6 +34,8 @@ FIELDS = "tuple[Tensor | None, ...]"
 PUBLIC_NAMES = {("linear", "packed"): "weight"}
 
 
+# Arrays of DraftIndices that go by another name than the op's other arguments.
+PUBLIC_DRAFT_NAMES = {"qo_indptr": "draft_qo_indptr", "kv_lens": "draft_kv_lens"}
 # Optional arguments without which others of commit's good call could not be.
 NEEDED_IN_COMMIT = {"prompt_lens", "counted_token_ids", "token_counts", "thinking_state"}
 NEEDED_IN_COMMIT |= {"finish_reasons"}
@@ -71,6 +73,50 @@ def build_tree() -> dict[str, Any]:
         "num_draft_tokens": ints(3, 0),
         "positions": ints(4, 0),
         **vars(batching.DraftTree.empty(2, 3)),
+    }
+
+
+def prepare_draft_batch() -> dict[str, Any]:
+    out = vars(batching.DraftIndices.empty(2, total_rows=6))
+    return {
+        "slots": ints(2, 0),
+        "qo_indptr": ints(0, 3, 5),
+        "kv_lens": ints(20, 2),
+        "redraft_lens": ints(0, 0),
+        "kv_indptr": ints(0, 2, 3),
+        "kv_indices": ints(5, 1, 0),
+        "lens": ints(3, 0, 20),
+        "max_draft_tokens": ints(2, 2, 2),
+        "page_size": 16,
+        "window": 4,
+        "total_rows": 6,
+        **{PUBLIC_DRAFT_NAMES.get(name, name): array for name, array in out.items()},
+    }
+
+
+def advance_draft_batch() -> dict[str, Any]:
+    good = prepare_draft_batch()
+    out = vars(batching.DraftIndices.empty(2, total_rows=2))
+    kept = ("slots", "kv_indptr", "kv_indices", "lens", "max_draft_tokens", "page_size")
+    names = {**PUBLIC_DRAFT_NAMES, "last_rows": "next_last_rows"}
+    return {
+        "sampled_token_ids": ints(7, 8),
+        "last_rows": ints(3, -1),
+        **{name: good[name] for name in kept},
+        "step": 0,
+        "ahead": 1,
+        "draft_token_ids": torch.zeros(3, 4, dtype=torch.int32),
+        "num_draft_tokens": ints(0, 0, 0),
+        **{names.get(name, name): array for name, array in out.items()},
+    }
+
+
+def keep_hidden_rows() -> dict[str, Any]:
+    good = prepare_draft_batch()
+    return {
+        "hidden": torch.zeros(5, 8),
+        **{name: good[name] for name in ("slots", "qo_indptr", "kv_lens", "lens")},
+        "kept": torch.zeros(3, 4, 8),
     }
 
 
@@ -166,6 +212,28 @@ def rms_norm() -> dict[str, Any]:
 
 def embedding() -> dict[str, Any]:
     return {"token_ids": ints(0, 4), "weight": torch.zeros(5, 4), "out": torch.zeros(2, 4)}
+
+
+def mtp_input() -> dict[str, Any]:
+    return {
+        "row_to_request": ints(0, 1, -1),
+        "positions": ints(3, 0, -1),
+        "source_rows": ints(1, 0, -1),
+        "slots": ints(1, 0),
+        "token_ids": torch.zeros(2, 6, dtype=torch.int32),
+        "lens": ints(2, 5),
+        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "embedding": torch.zeros(5, 4),
+        "embedding_norm": torch.ones(4),
+        "hidden_norm": torch.ones(4),
+        "hidden": torch.zeros(2, 4),
+        "kept": torch.zeros(2, 3, 4),
+        "eps": 1e-6,
+        "ahead": 1,
+        "hidden_first": False,
+        "mask_first_position": False,
+        "out": torch.zeros(3, 8),
+    }
 
 
 def filters(count: int) -> dict[str, Any]:
@@ -331,6 +399,9 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         prepare_batch,
         gather_output_rows,
         build_tree,
+        prepare_draft_batch,
+        advance_draft_batch,
+        keep_hidden_rows,
         rope_append_kv,
         append_attention,
         merge_states,
@@ -340,6 +411,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         linear,
         rms_norm,
         embedding,
+        mtp_input,
         sample,
         verify,
         verify_tree,
@@ -390,7 +462,9 @@ def test_the_good_calls_are_good(name: str) -> None:
         if kind == "Tensor | None":
             without = {**GOOD_CALLS[name](), argument: None}
             # The arrays of max_seq_len go together, and those of prefixes and of sampling do.
-            together = name == "prepare_batch" or argument.startswith(("prefix_", "draft_prob"))
+            together = name in ("prepare_batch", "advance_draft_batch") or argument.startswith(
+                ("prefix_", "draft_prob")
+            )
             needed = {"temperature", "seeds", "accept_rates", "positions", "output_indptr"}
             needed |= {"draft_token_ids"} if name == "top_logprobs" else set()
             needed |= NEEDED_IN_COMMIT if name == "commit" else set()

@@ -8,9 +8,12 @@
 #include <optional>
 #include <string>
 
+#include "batching/advance_draft_batch.h"
 #include "batching/build_tree.h"
 #include "batching/gather_output_rows.h"
+#include "batching/keep_hidden_rows.h"
 #include "batching/prepare_batch.h"
+#include "batching/prepare_draft_batch.h"
 #include "common/tensor_view.h"
 
 namespace specops {
@@ -282,12 +285,342 @@ void build_tree(const TensorView& parents,
   build_tree_cpu(params);
 }
 
+void check_slot(const Checker& check, const int32_t* slots, int64_t b, int64_t num_slots) {
+  if (slots[b] >= -1 && slots[b] < num_slots) return;
+  check.fail(at("slots", b),
+             "-1 or a row of lens, below " + std::to_string(num_slots),
+             std::to_string(slots[b]));
+}
+
+// The rows of a request in the target's step, by qo_indptr, and its length.
+int64_t checked_qo_len(const Checker& check,
+                       const int32_t* qo_indptr,
+                       const int32_t* kv_lens,
+                       int64_t b) {
+  int64_t qo_len = int64_t{qo_indptr[b + 1]} - qo_indptr[b];
+  if (qo_indptr[b] < 0 || qo_len < 0) {
+    check.fail("qo_indptr",
+               "non-decreasing from 0",
+               at("qo_indptr", b) + " = " + std::to_string(qo_indptr[b]) + ", " +
+                   at("qo_indptr", b + 1) + " = " + std::to_string(qo_indptr[b + 1]));
+  }
+  if (kv_lens[b] < qo_len) {
+    check.fail(at("kv_lens", b),
+               "at least the request's " + std::to_string(qo_len) + " rows",
+               std::to_string(kv_lens[b]));
+  }
+  return qo_len;
+}
+
+// The page ids that positions first .. end of a request are looked up in.
+void check_pages(const Checker& check,
+                 const int32_t* kv_indptr,
+                 const int32_t* kv_indices,
+                 int64_t num_indices,
+                 int64_t b,
+                 int64_t first,
+                 int64_t end) {
+  int64_t begin = kv_indptr[b];
+  int64_t stop = kv_indptr[b + 1];
+  if (begin < 0 || stop < begin || stop > num_indices || begin + end > stop) {
+    check.fail(
+        "kv_indptr",
+        "non-decreasing from 0 up to the size of kv_indices = " + std::to_string(num_indices) +
+            ", with " + std::to_string(end) + " pages for request " + std::to_string(b),
+        at("kv_indptr", b) + " = " + std::to_string(begin) + ", " + at("kv_indptr", b + 1) + " = " +
+            std::to_string(stop));
+  }
+  for (int64_t page = begin + first; page < begin + end; ++page) {
+    if (kv_indices[page] >= 0) continue;
+    check.fail(at("kv_indices", page), "a page id, at least 0", std::to_string(kv_indices[page]));
+  }
+}
+
+// Everything that depends on the values, before anything is written.
+void check_draft_rows(const Checker& check, const PrepareDraftBatchParams& params) {
+  int64_t total = 0;
+  for (int64_t b = 0; b < params.batch; ++b) {
+    check_slot(check, params.slots, b, params.num_slots);
+    int32_t slot = params.slots[b];
+    if (slot < 0) continue;
+    int64_t qo_len = checked_qo_len(check, params.qo_indptr, params.kv_lens, b);
+    int64_t begin = params.kv_lens[b] - qo_len;
+    int64_t redraft = params.redraft_lens[b];
+    if (redraft < 0 || redraft > params.window || redraft > begin) {
+      check.fail(at("redraft_lens", b),
+                 "at least 0, at most window = " + std::to_string(params.window) + " and the " +
+                     std::to_string(begin) + " positions before the step's",
+                 std::to_string(redraft));
+    }
+    if (params.lens[slot] <= begin) {
+      check.fail(at("lens", slot),
+                 "more than the " + std::to_string(begin) + " positions before the step's",
+                 std::to_string(params.lens[slot]));
+    }
+    DraftRows rows = draft_rows(static_cast<int32_t>(qo_len),
+                                params.kv_lens[b],
+                                static_cast<int32_t>(redraft),
+                                params.lens[slot]);
+    if (rows.end == rows.first) continue;
+    check_pages(check,
+                params.kv_indptr,
+                params.kv_indices,
+                params.num_indices,
+                b,
+                rows.first / params.page_size,
+                (rows.end + params.page_size - 1) / params.page_size);
+    total += rows.end - rows.first;
+  }
+  if (total > params.total_rows) {
+    check.fail("total_rows",
+               "at least " + std::to_string(total) + ", the rows of all requests",
+               std::to_string(params.total_rows));
+  }
+}
+
+void prepare_draft_batch(const TensorView& slots,
+                         const TensorView& qo_indptr,
+                         const TensorView& kv_lens,
+                         const TensorView& redraft_lens,
+                         const TensorView& kv_indptr,
+                         const TensorView& kv_indices,
+                         const TensorView& lens,
+                         const TensorView& max_draft_tokens,
+                         int64_t page_size,
+                         int64_t window,
+                         int64_t total_rows,
+                         const TensorView& draft_qo_indptr,
+                         const TensorView& draft_kv_lens,
+                         const TensorView& last_rows,
+                         const TensorView& row_to_request,
+                         const TensorView& positions,
+                         const TensorView& cache_slots,
+                         const TensorView& source_rows) {
+  Checker check("prepare_draft_batch");
+  check.that(
+      page_size >= 1 && page_size <= kMaxInt32, "page_size", "an int32 of at least 1", page_size);
+  check.that(total_rows >= 0 && total_rows <= kMaxInt32,
+             "total_rows",
+             "an int32 of at least 0",
+             total_rows);
+  Dim batch{"batch"}, batch_plus_1{"batch + 1"}, pages{"pages"}, num_slots{"num_slots"};
+  Dim rows{"total_rows", total_rows};
+  check.tensor("slots", slots, {DType::kInt32}, {&batch});
+  batch_plus_1.value = batch + 1;
+  check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
+  check.tensor("redraft_lens", redraft_lens, {DType::kInt32}, {&batch});
+  check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&pages});
+  check.tensor("lens", lens, {DType::kInt32}, {&num_slots});
+  check.tensor("max_draft_tokens", max_draft_tokens, {DType::kInt32}, {&num_slots});
+  check.tensor("draft_qo_indptr", draft_qo_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("draft_kv_lens", draft_kv_lens, {DType::kInt32}, {&batch});
+  check.tensor("last_rows", last_rows, {DType::kInt32}, {&batch});
+  check.tensor("row_to_request", row_to_request, {DType::kInt32}, {&rows});
+  check.tensor("positions", positions, {DType::kInt32}, {&rows});
+  check.tensor("cache_slots", cache_slots, {DType::kInt64}, {&rows});
+  check.tensor("source_rows", source_rows, {DType::kInt32}, {&rows});
+  // Kept rows are named by int32.
+  check.that(window >= 0 && window <= (kMaxInt32 - 2) / (num_slots > 0 ? num_slots : 1),
+             "window",
+             "at least 0, and small enough that num_slots * window fits int32",
+             window);
+  PrepareDraftBatchParams params{
+      .slots = slots.data<int32_t>(),
+      .qo_indptr = qo_indptr.data<int32_t>(),
+      .kv_lens = kv_lens.data<int32_t>(),
+      .redraft_lens = redraft_lens.data<int32_t>(),
+      .kv_indptr = kv_indptr.data<int32_t>(),
+      .kv_indices = kv_indices.data<int32_t>(),
+      .lens = lens.data<int32_t>(),
+      .max_draft_tokens = max_draft_tokens.data<int32_t>(),
+      .draft_qo_indptr = draft_qo_indptr.data<int32_t>(),
+      .draft_kv_lens = draft_kv_lens.data<int32_t>(),
+      .last_rows = last_rows.data<int32_t>(),
+      .row_to_request = row_to_request.data<int32_t>(),
+      .positions = positions.data<int32_t>(),
+      .cache_slots = cache_slots.data<int64_t>(),
+      .source_rows = source_rows.data<int32_t>(),
+      .batch = batch,
+      .num_slots = num_slots,
+      .num_indices = pages,
+      .total_rows = total_rows,
+      .page_size = page_size,
+      .window = window,
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return prepare_draft_batch_cuda(params, check.stream());
+  check_draft_rows(check, params);
+  prepare_draft_batch_cpu(params);
+}
+
+// Everything that depends on the values, before anything is written.
+void check_advance(const Checker& check, const AdvanceDraftBatchParams& params) {
+  for (int64_t b = 0; b < params.batch; ++b) {
+    check_slot(check, params.slots, b, params.num_slots);
+    int32_t slot = params.slots[b];
+    if (slot < 0 || params.last_rows[b] < 0 || !params.draft_qo_indptr) continue;
+    int64_t position = int64_t{params.lens[slot]} + params.step - params.ahead;
+    if (position < 0) {
+      check.fail(at("lens", slot),
+                 "at least ahead - step = " + std::to_string(params.ahead - params.step),
+                 std::to_string(params.lens[slot]));
+    }
+    int64_t page = position / params.page_size;
+    int64_t have = int64_t{params.kv_indptr[b + 1]} - params.kv_indptr[b];
+    int64_t end = page < have ? page + 1 : 0;
+    check_pages(check, params.kv_indptr, params.kv_indices, params.num_indices, b, page, end);
+  }
+}
+
+void advance_draft_batch(const TensorView& sampled_token_ids,
+                         const TensorView& last_rows,
+                         const TensorView& slots,
+                         const TensorView& kv_indptr,
+                         const TensorView& kv_indices,
+                         const TensorView& lens,
+                         const TensorView& max_draft_tokens,
+                         int64_t page_size,
+                         int64_t step,
+                         int64_t ahead,
+                         const TensorView& draft_token_ids,
+                         const TensorView& num_draft_tokens,
+                         const TensorView& draft_qo_indptr,
+                         const TensorView& draft_kv_lens,
+                         const TensorView& next_last_rows,
+                         const TensorView& row_to_request,
+                         const TensorView& positions,
+                         const TensorView& cache_slots,
+                         const TensorView& source_rows) {
+  Checker check("advance_draft_batch");
+  check.that(
+      page_size >= 1 && page_size <= kMaxInt32, "page_size", "an int32 of at least 1", page_size);
+  check.that(ahead >= 1 && ahead <= kMaxInt32, "ahead", "an int32 of at least 1", ahead);
+  Dim batch{"batch"}, batch_plus_1{"batch + 1"}, pages{"pages"}, num_slots{"num_slots"};
+  Dim capacity{"k"};
+  check.tensor("sampled_token_ids", sampled_token_ids, {DType::kInt32}, {&batch});
+  batch_plus_1.value = batch + 1;
+  check.tensor("last_rows", last_rows, {DType::kInt32}, {&batch});
+  check.tensor("slots", slots, {DType::kInt32}, {&batch});
+  check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&pages});
+  check.tensor("lens", lens, {DType::kInt32}, {&num_slots});
+  check.tensor("max_draft_tokens", max_draft_tokens, {DType::kInt32}, {&num_slots});
+  check.tensor("draft_token_ids", draft_token_ids, {DType::kInt32}, {&num_slots, &capacity});
+  check.tensor("num_draft_tokens", num_draft_tokens, {DType::kInt32}, {&num_slots});
+  check.that(step >= 0 && step < capacity,
+             "step",
+             "at least 0 and below k = " + std::to_string(capacity),
+             step);
+  bool has_rows = draft_qo_indptr.defined();
+  auto next = [&](const char* name, const TensorView& view, DType dtype, Dim* size) {
+    if (view.defined() != has_rows) {
+      check.fail(name,
+                 has_rows ? "given where draft_qo_indptr is" : "absent where draft_qo_indptr is",
+                 has_rows ? "None" : "a tensor");
+    }
+    if (has_rows) check.tensor(name, view, {dtype}, {size});
+  };
+  if (has_rows) {
+    check.tensor("draft_qo_indptr", draft_qo_indptr, {DType::kInt32}, {&batch_plus_1});
+  }
+  next("draft_kv_lens", draft_kv_lens, DType::kInt32, &batch);
+  next("next_last_rows", next_last_rows, DType::kInt32, &batch);
+  next("row_to_request", row_to_request, DType::kInt32, &batch);
+  next("positions", positions, DType::kInt32, &batch);
+  next("cache_slots", cache_slots, DType::kInt64, &batch);
+  next("source_rows", source_rows, DType::kInt32, &batch);
+  AdvanceDraftBatchParams params{
+      .sampled_token_ids = sampled_token_ids.data<int32_t>(),
+      .last_rows = last_rows.data<int32_t>(),
+      .slots = slots.data<int32_t>(),
+      .kv_indptr = kv_indptr.data<int32_t>(),
+      .kv_indices = kv_indices.data<int32_t>(),
+      .lens = lens.data<int32_t>(),
+      .max_draft_tokens = max_draft_tokens.data<int32_t>(),
+      .draft_token_ids = draft_token_ids.data<int32_t>(),
+      .num_draft_tokens = num_draft_tokens.data<int32_t>(),
+      .draft_qo_indptr = has_rows ? draft_qo_indptr.data<int32_t>() : nullptr,
+      .draft_kv_lens = has_rows ? draft_kv_lens.data<int32_t>() : nullptr,
+      .next_last_rows = has_rows ? next_last_rows.data<int32_t>() : nullptr,
+      .row_to_request = has_rows ? row_to_request.data<int32_t>() : nullptr,
+      .positions = has_rows ? positions.data<int32_t>() : nullptr,
+      .cache_slots = has_rows ? cache_slots.data<int64_t>() : nullptr,
+      .source_rows = has_rows ? source_rows.data<int32_t>() : nullptr,
+      .batch = batch,
+      .num_slots = num_slots,
+      .num_indices = pages,
+      .capacity = capacity,
+      .page_size = page_size,
+      .step = static_cast<int32_t>(step),
+      .ahead = static_cast<int32_t>(ahead),
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return advance_draft_batch_cuda(params, check.stream());
+  check_advance(check, params);
+  advance_draft_batch_cpu(params);
+}
+
+void keep_hidden_rows(const TensorView& hidden,
+                      const TensorView& slots,
+                      const TensorView& qo_indptr,
+                      const TensorView& kv_lens,
+                      const TensorView& lens,
+                      const TensorView& kept) {
+  Checker check("keep_hidden_rows");
+  Dim rows{"rows"}, width{"width"}, batch{"batch"}, batch_plus_1{"batch + 1"};
+  Dim num_slots{"num_slots"}, window{"window"};
+  check.tensor("hidden",
+               hidden,
+               {DType::kFloat32, DType::kBFloat16, DType::kFloat16},
+               {&rows, &width},
+               Layout::kRows);
+  check.tensor("slots", slots, {DType::kInt32}, {&batch});
+  batch_plus_1.value = batch + 1;
+  check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
+  check.tensor("lens", lens, {DType::kInt32}, {&num_slots});
+  check.tensor("kept", kept, {hidden.dtype()}, {&num_slots, &window, &width});
+  KeepHiddenRowsParams params{
+      .hidden = hidden.raw(),
+      .slots = slots.data<int32_t>(),
+      .qo_indptr = qo_indptr.data<int32_t>(),
+      .kv_lens = kv_lens.data<int32_t>(),
+      .lens = lens.data<int32_t>(),
+      .kept = kept.raw(),
+      .batch = batch,
+      .num_slots = num_slots,
+      .rows = rows,
+      .window = window,
+      .row_bytes = width * dtype_bytes(hidden.dtype()),
+      .hidden_stride_bytes = hidden.stride(0) * dtype_bytes(hidden.dtype()),
+      .error = check.error_flag(),
+  };
+  if (batch == 0 || window == 0 || width == 0) return;
+  if (check.on_cuda()) return keep_hidden_rows_cuda(params, check.stream());
+  for (int64_t b = 0; b < batch; ++b) {
+    check_slot(check, params.slots, b, num_slots);
+    if (params.slots[b] < 0) continue;
+    checked_qo_len(check, params.qo_indptr, params.kv_lens, b);
+    if (params.qo_indptr[b + 1] > rows) {
+      check.fail(at("qo_indptr", b + 1),
+                 "at most the rows of hidden, " + std::to_string(rows),
+                 std::to_string(params.qo_indptr[b + 1]));
+    }
+  }
+  keep_hidden_rows_cpu(params);
+}
+
 }  // namespace
 
 void register_batching(pybind11::module_& m) {
   m.def("prepare_batch", &prepare_batch);
   m.def("gather_output_rows", &gather_output_rows);
   m.def("build_tree", &build_tree);
+  m.def("prepare_draft_batch", &prepare_draft_batch);
+  m.def("advance_draft_batch", &advance_draft_batch);
+  m.def("keep_hidden_rows", &keep_hidden_rows);
 }
 
 }  // namespace specops

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "batching/prepare_batch.h"
+#include "batching/row_scan.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -69,15 +70,6 @@ __device__ inline PrepareBatchRequest load_request(const PrepareBatchParams& par
 // An index into arrays of that capacity, or the capacity itself; both fit int32.
 __device__ inline int32_t cap(int64_t value, int64_t capacity) {
   return static_cast<int32_t>(value < capacity ? value : capacity);
-}
-
-// The last of a tile's ascending values that is at most `value`; the first of them is.
-__device__ inline int last_at_most(const int32_t* values, int32_t value) {
-  int found = 0;
-  for (int step = kPrepareBatchThreads / 2; step > 0; step /= 2) {
-    if (values[found + step] <= value) found += step;
-  }
-  return found;
 }
 
 // For request b with rows i < qo_len: position = kv_len - qo_len + i, slot = its page's first slot
@@ -161,7 +153,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads)
     int64_t begin = max(slice_begin, rows);
     int64_t end = min(min(slice_end, tile_rows), params.total_rows);
     for (int64_t row = begin + thread; row < end; row += kPrepareBatchThreads) {
-      int i = last_at_most(tile.first_row, static_cast<int32_t>(row));
+      int i = last_at_most<kPrepareBatchThreads>(tile.first_row, static_cast<int32_t>(row));
       int32_t position = tile.first_position[i];
       bool padding = position < 0;
       int64_t slot = -1;
@@ -185,7 +177,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads)
     begin = max(slice_begin, outputs);
     end = min(min(slice_end, tile_outputs), params.num_output_rows);
     for (int64_t output = begin + thread; output < end; output += kPrepareBatchThreads) {
-      int i = last_at_most(tile.first_output, static_cast<int32_t>(output));
+      int i = last_at_most<kPrepareBatchThreads>(tile.first_output, static_cast<int32_t>(output));
       int64_t row = output - tile.first_output[i] + tile.first_output_row[i];
       params.output_rows[output] = row < params.total_rows ? static_cast<int32_t>(row) : -1;
       params.output_row_to_request[output] = static_cast<int32_t>(first + i);

@@ -9,6 +9,12 @@ const char* error_sentence(int32_t code) {
       break;
     case ErrorCode::kEmbeddingTokenId:
       return "embedding: token_ids must be in [0, vocab), got an id outside";
+    case ErrorCode::kMtpInputTokenId:
+      return "mtp_input: token_ids and draft_token_ids must be in [0, vocab) where a row takes "
+             "them, got an id outside";
+    case ErrorCode::kMtpInputRows:
+      return "mtp_input: row_to_request, slots, positions and source_rows must lie within their "
+             "arrays, got a row that differs";
     case ErrorCode::kRopeSlot:
       return "rope_append_kv: cache_slots must be -1 or a slot of the caches, got one outside";
     case ErrorCode::kRopePosition:
@@ -67,6 +73,33 @@ const char* error_sentence(int32_t code) {
              "got another position";
     case ErrorCode::kBuildTreeParents:
       return "build_tree: parents must be -1 or a node before the node's own, got another value";
+    case ErrorCode::kPrepareDraftBatchSlots:
+      return "prepare_draft_batch: slots must be -1 or a row of lens, got one outside";
+    case ErrorCode::kPrepareDraftBatchLengths:
+      return "prepare_draft_batch: kv_lens must be at least the request's rows by qo_indptr, and "
+             "lens more than its positions before them, got others";
+    case ErrorCode::kPrepareDraftBatchRedraftLens:
+      return "prepare_draft_batch: redraft_lens must be at least 0, at most window and the "
+             "positions before the step's, got another";
+    case ErrorCode::kPrepareDraftBatchKvIndptr:
+      return "prepare_draft_batch: kv_indptr must be non-decreasing from 0 up to the size of "
+             "kv_indices, and wide enough for the pages of kv_lens, got something else";
+    case ErrorCode::kPrepareDraftBatchKvIndices:
+      return "prepare_draft_batch: kv_indices must be page ids, at least 0, got one below";
+    case ErrorCode::kPrepareDraftBatchTotalRows:
+      return "prepare_draft_batch: total_rows must be at least the rows of all requests, got less";
+    case ErrorCode::kAdvanceDraftBatchSlots:
+      return "advance_draft_batch: slots must be -1 or a row of lens, got one outside";
+    case ErrorCode::kAdvanceDraftBatchLens:
+      return "advance_draft_batch: lens must reach ahead - step positions, got less";
+    case ErrorCode::kAdvanceDraftBatchKvIndices:
+      return "advance_draft_batch: kv_indptr must be within kv_indices, and those page ids, at "
+             "least 0, got others";
+    case ErrorCode::kKeepHiddenRowsSlots:
+      return "keep_hidden_rows: slots must be -1 or a row of lens, got one outside";
+    case ErrorCode::kKeepHiddenRowsLengths:
+      return "keep_hidden_rows: qo_indptr must be rows of hidden and kv_lens at least as many, got "
+             "others";
 
     case ErrorCode::kCommitSlot:
       return "commit: slots must be -1 or a row of token_ids, got one outside";

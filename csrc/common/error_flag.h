@@ -15,6 +15,8 @@ enum class ErrorCode : int32_t {
 
   // dense
   kEmbeddingTokenId = 1,
+  kMtpInputTokenId = 2,
+  kMtpInputRows = 3,
 
   // attention
   kRopeSlot = 10,
@@ -39,6 +41,17 @@ enum class ErrorCode : int32_t {
   kBuildTreeNumDraftTokens = 29,
   kBuildTreePositions = 30,
   kBuildTreeParents = 31,
+  kPrepareDraftBatchSlots = 32,
+  kPrepareDraftBatchLengths = 33,
+  kPrepareDraftBatchRedraftLens = 34,
+  kPrepareDraftBatchKvIndptr = 35,
+  kPrepareDraftBatchKvIndices = 36,
+  kPrepareDraftBatchTotalRows = 37,
+  kAdvanceDraftBatchSlots = 38,
+  kAdvanceDraftBatchLens = 39,
+  kAdvanceDraftBatchKvIndices = 50,
+  kKeepHiddenRowsSlots = 51,
+  kKeepHiddenRowsLengths = 52,
 
   // sampling
   kCommitSlot = 60,

@@ -11,6 +11,7 @@
 #include "common/tensor_view.h"
 #include "dense/embedding.h"
 #include "dense/linear.h"
+#include "dense/mtp_input.h"
 #include "dense/rms_norm.h"
 #include "dense/silu_mul.h"
 
@@ -251,6 +252,125 @@ void embedding(const TensorView& token_ids, const TensorView& weight, const Tens
   embedding_cpu(params);
 }
 
+// Everything that depends on the values, before anything is written.
+void check_rows(const Checker& check, const MtpInputParams& params) {
+  auto fail = [&](const char* name, int64_t index, const std::string& expected, int64_t got) {
+    check.fail(
+        std::string(name) + "[" + std::to_string(index) + "]", expected, std::to_string(got));
+  };
+  for (int64_t row = 0; row < params.rows; ++row) {
+    int64_t request = params.row_to_request[row];
+    if (request < -1 || request >= params.batch) {
+      fail("row_to_request", row, "-1 or below batch = " + std::to_string(params.batch), request);
+    }
+    if (request < 0) continue;
+    int64_t slot = params.slots[request];
+    if (slot < 0 || slot >= params.num_slots) {
+      fail("slots", request, "a row of lens, below " + std::to_string(params.num_slots), slot);
+    }
+    if (params.lens[slot] < 0 || params.lens[slot] > params.max_len) {
+      fail("lens", slot, "in 0 .. max_len = " + std::to_string(params.max_len), params.lens[slot]);
+    }
+    int64_t position = params.positions[row];
+    if (position < 0) fail("positions", row, "at least 0", position);
+    int64_t source = params.source_rows[row];
+    if (source == -1 || source >= params.hidden_rows || -2 - source >= params.kept_rows) {
+      fail("source_rows",
+           row,
+           "a row of hidden, below " + std::to_string(params.hidden_rows) +
+               ", or -2 - a row of kept, of " + std::to_string(params.kept_rows),
+           source);
+    }
+    int64_t token = token_ahead(params, slot, position);
+    if (token < -1 || token >= params.vocab) {
+      fail(position + params.ahead < params.lens[slot] ? "token_ids" : "draft_token_ids",
+           slot,
+           "ids below the vocabulary of " + std::to_string(params.vocab),
+           token);
+    }
+  }
+}
+
+void mtp_input(const TensorView& row_to_request,
+               const TensorView& positions,
+               const TensorView& source_rows,
+               const TensorView& slots,
+               const TensorView& token_ids,
+               const TensorView& lens,
+               const TensorView& draft_token_ids,
+               const TensorView& embedding,
+               const TensorView& embedding_norm,
+               const TensorView& hidden_norm,
+               const TensorView& hidden,
+               const TensorView& kept,
+               double eps,
+               int64_t ahead,
+               bool hidden_first,
+               bool mask_first_position,
+               const TensorView& out) {
+  Checker check("mtp_input");
+  Dim rows{"rows"}, batch{"batch"}, num_slots{"num_slots"}, max_len{"max_len"}, capacity{"k"};
+  Dim vocab{"vocab"}, width{"width"}, twice{"2 * width"}, hidden_rows{"hidden rows"};
+  Dim window{"window"};
+  check.tensor("row_to_request", row_to_request, {DType::kInt32}, {&rows});
+  check.tensor("positions", positions, {DType::kInt32}, {&rows});
+  check.tensor("source_rows", source_rows, {DType::kInt32}, {&rows});
+  check.tensor("slots", slots, {DType::kInt32}, {&batch});
+  check.tensor("token_ids", token_ids, {DType::kInt32}, {&num_slots, &max_len}, Layout::kRows);
+  check.tensor("lens", lens, {DType::kInt32}, {&num_slots});
+  check.tensor("draft_token_ids", draft_token_ids, {DType::kInt32}, {&num_slots, &capacity});
+  check.tensor("embedding",
+               embedding,
+               {DType::kFloat32, DType::kBFloat16, DType::kFloat16},
+               {&vocab, &width});
+  DType dtype = embedding.dtype();
+  check.tensor("embedding_norm", embedding_norm, {dtype}, {&width});
+  check.tensor("hidden_norm", hidden_norm, {dtype}, {&width});
+  check.tensor("hidden", hidden, {dtype}, {&hidden_rows, &width}, Layout::kRows);
+  check.optional("kept", kept, {dtype}, {&num_slots, &window, &width});
+  check.that(eps >= 0.0, "eps", "at least 0", eps);
+  check.that(ahead >= 1 && ahead <= (1 << 20), "ahead", "at least 1 and at most 1,048,576", ahead);
+  twice.value = 2 * width;
+  check.tensor("out", out, {dtype}, {&rows, &twice});
+  MtpInputParams params{
+      .row_to_request = row_to_request.data<int32_t>(),
+      .positions = positions.data<int32_t>(),
+      .source_rows = source_rows.data<int32_t>(),
+      .slots = slots.data<int32_t>(),
+      .token_ids = token_ids.data<int32_t>(),
+      .lens = lens.data<int32_t>(),
+      .draft_token_ids = draft_token_ids.data<int32_t>(),
+      .embedding = embedding.raw(),
+      .embedding_norm = embedding_norm.raw(),
+      .hidden_norm = hidden_norm.raw(),
+      .hidden = hidden.raw(),
+      .kept = kept.defined() ? kept.raw() : nullptr,
+      .out = out.raw(),
+      .rows = rows,
+      .batch = batch,
+      .num_slots = num_slots,
+      .max_len = max_len,
+      .token_stride = token_ids.stride(0),
+      .capacity = capacity,
+      .vocab = vocab,
+      .width = width,
+      .hidden_rows = hidden_rows,
+      .hidden_stride = hidden.stride(0),
+      .kept_rows = kept.defined() ? num_slots * window : 0,
+      .ahead = static_cast<int32_t>(ahead),
+      .eps = static_cast<float>(eps),
+      .hidden_first = hidden_first,
+      .mask_first_position = mask_first_position,
+      .dtype = dtype,
+      .error = check.error_flag(),
+  };
+  if (rows == 0 || width == 0) return;
+  if (check.on_cuda()) return mtp_input_cuda(params, check.stream());
+  check_rows(check, params);
+  ReleaseGil release(rows * width > (128 << 10));
+  mtp_input_cpu(params);
+}
+
 }  // namespace
 
 void register_dense(pybind11::module_& m) {
@@ -260,6 +380,7 @@ void register_dense(pybind11::module_& m) {
   m.def("linear", &linear);
   m.def("rms_norm", &rms_norm);
   m.def("embedding", &embedding);
+  m.def("mtp_input", &mtp_input);
 }
 
 }  // namespace specops

@@ -1,23 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "dense/chunk.cuh"
+#include "dense/norm_row.cuh"
 #include "dense/rms_norm.h"
 
 namespace specops {
-
-constexpr int kRmsNormHeld = 2;  // chunks of a row that a thread keeps in registers
-constexpr int kRmsNormMaxThreads = 1024;
-
-// Enough threads for two chunks each, which hide the latency of one another.
-template <typename T>
-constexpr int rms_norm_threads(int64_t width) {
-  int64_t chunks = (width + kChunk<T> - 1) / kChunk<T>;
-  int64_t held = int64_t{kRmsNormHeld} * kWarpSize;
-  int64_t warps = (chunks + held - 1) / held;
-  int64_t threads = warps * kWarpSize;
-  return static_cast<int>(threads < kRmsNormMaxThreads ? threads : kRmsNormMaxThreads);
-}
 
 // h = residual + x (rounded and kept, where there is a residual) or x;
 // out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
@@ -27,102 +14,21 @@ constexpr int rms_norm_threads(int64_t width) {
 // Cost:    2 elements moved an element of x, 4 with a residual, weight from cache; memory-bound.
 // Assumes: rows contiguous, out does not overlap residual; what is not aligned to 16 bytes goes
 //          element by element. Rows above 16,384 elements of 2 bytes are read twice.
-// Order:   a thread adds its chunks in order; a butterfly over the warp; warps in order. The row
-//          alone decides its bits.
+// Order:   that of norm_row. The row alone decides its bits.
 // Source:  Zhang and Sennrich 2019; roundings as Llama and Qwen3 in transformers.
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormMaxThreads)
     rms_norm_kernel(RmsNormParams params, bool aligned) {
   int64_t row = blockIdx.x;
-  int threads = static_cast<int>(blockDim.x);
-  int thread = static_cast<int>(threadIdx.x);
-  const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
-  const T* weight = static_cast<const T*>(params.weight);
-  T* out = static_cast<T*>(params.out) + row * params.width;
   T* residual = nullptr;
   if (params.residual != nullptr) residual = static_cast<T*>(params.residual) + row * params.width;
-
-  // Of chunk i of this thread: its first column, and how many columns are left there.
-  auto column = [&](int i) { return (int64_t{i} * threads + thread) * kChunk<T>; };
-  auto count = [&](int64_t col) {
-    return static_cast<int>(max(min(params.width - col, int64_t{kChunk<T>}), int64_t{0}));
-  };
-
-  float squares = 0.0f;
-  // The hidden values of a chunk: added, rounded, kept; their squares summed.
-  auto add_chunk = [&](int64_t col, uint4 chunk, uint4 base) {
-    float h[kChunk<T>];
-    unpack_chunk<T>(h, chunk);
-    if (residual != nullptr) {
-      float r[kChunk<T>];
-      unpack_chunk<T>(r, base);
-#pragma unroll
-      for (int j = 0; j < kChunk<T>; ++j) h[j] = __fadd_rn(r[j], h[j]);
-      chunk = pack_chunk<T>(h);
-      store_chunk(residual + col, chunk, count(col), aligned);
-      unpack_chunk<T>(h, chunk);
-    }
-#pragma unroll
-    for (int j = 0; j < kChunk<T>; ++j) squares = __fmaf_rn(h[j], h[j], squares);
-    return chunk;
-  };
-
-  // All loads before the first use and the first store, so that they are under way together.
-  uint4 held[kRmsNormHeld], base[kRmsNormHeld], gain[kRmsNormHeld];
-#pragma unroll
-  for (int i = 0; i < kRmsNormHeld; ++i) {
-    int64_t col = column(i);
-    held[i] = base[i] = gain[i] = make_uint4(0, 0, 0, 0);
-    if (col >= params.width) continue;
-    held[i] = load_chunk(x + col, count(col), aligned);
-    if (residual != nullptr) base[i] = load_chunk(residual + col, count(col), aligned);
-    gain[i] = load_chunk(weight + col, count(col), aligned);
-  }
-#pragma unroll
-  for (int i = 0; i < kRmsNormHeld; ++i) {
-    if (column(i) < params.width) held[i] = add_chunk(column(i), held[i], base[i]);
-  }
-  for (int i = kRmsNormHeld; column(i) < params.width; ++i) {
-    int64_t col = column(i);
-    uint4 old = make_uint4(0, 0, 0, 0);
-    if (residual != nullptr) old = load_chunk(residual + col, count(col), aligned);
-    add_chunk(col, load_chunk(x + col, count(col), aligned), old);
-  }
-
-#pragma unroll
-  for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
-    squares = __fadd_rn(squares, __shfl_xor_sync(kFullMask, squares, lanes));
-  }
-  auto* warp_sums = reinterpret_cast<float*>(shared_memory());
-  if (thread % kWarpSize == 0) warp_sums[thread / kWarpSize] = squares;
-  __syncthreads();
-  squares = warp_sums[0];
-  for (int i = 1; i < threads / kWarpSize; ++i) squares = __fadd_rn(squares, warp_sums[i]);
-  float mean = __fdiv_rn(squares, static_cast<float>(params.width));
-  float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, params.eps)));
-
-  auto normalise = [&](int64_t col, int n, uint4 hidden, uint4 gains) {
-    float h[kChunk<T>], w[kChunk<T>];
-    unpack_chunk<T>(h, hidden);
-#pragma unroll
-    for (int j = 0; j < kChunk<T>; ++j) h[j] = __fmul_rn(h[j], scale);
-    unpack_chunk<T>(h, pack_chunk<T>(h));
-    unpack_chunk<T>(w, gains);
-#pragma unroll
-    for (int j = 0; j < kChunk<T>; ++j) h[j] = __fmul_rn(h[j], w[j]);
-    store_chunk(out + col, pack_chunk<T>(h), n, aligned);
-  };
-#pragma unroll
-  for (int i = 0; i < kRmsNormHeld; ++i) {
-    int64_t col = column(i);
-    if (col < params.width) normalise(col, count(col), held[i], gain[i]);
-  }
-  for (int i = kRmsNormHeld; column(i) < params.width; ++i) {
-    int64_t col = column(i);
-    int n = count(col);
-    const T* hidden = residual != nullptr ? residual : x;
-    normalise(col, n, load_chunk(hidden + col, n, aligned), load_chunk(weight + col, n, aligned));
-  }
+  norm_row(static_cast<const T*>(params.x) + row * params.x_stride,
+           residual,
+           static_cast<const T*>(params.weight),
+           static_cast<T*>(params.out) + row * params.width,
+           params.width,
+           params.eps,
+           aligned);
 }
 
 }  // namespace specops

@@ -54,6 +54,50 @@ def build_tree(
     next_sibling: Tensor,
     sibling_index: Tensor,
 ) -> None: ...
+def prepare_draft_batch(
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    redraft_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    lens: Tensor,
+    max_draft_tokens: Tensor,
+    page_size: int,
+    window: int,
+    total_rows: int,
+    draft_qo_indptr: Tensor,
+    draft_kv_lens: Tensor,
+    last_rows: Tensor,
+    row_to_request: Tensor,
+    positions: Tensor,
+    cache_slots: Tensor,
+    source_rows: Tensor,
+) -> None: ...
+def advance_draft_batch(
+    sampled_token_ids: Tensor,
+    last_rows: Tensor,
+    slots: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    lens: Tensor,
+    max_draft_tokens: Tensor,
+    page_size: int,
+    step: int,
+    ahead: int,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+    draft_qo_indptr: Tensor | None,
+    draft_kv_lens: Tensor | None,
+    next_last_rows: Tensor | None,
+    row_to_request: Tensor | None,
+    positions: Tensor | None,
+    cache_slots: Tensor | None,
+    source_rows: Tensor | None,
+) -> None: ...
+def keep_hidden_rows(
+    hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Tensor
+) -> None: ...
 
 # attention
 def rope_append_kv(
@@ -127,6 +171,25 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor
 ) -> None: ...
 def embedding(token_ids: Tensor, weight: Tensor, out: Tensor) -> None: ...
+def mtp_input(
+    row_to_request: Tensor,
+    positions: Tensor,
+    source_rows: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor,
+    embedding: Tensor,
+    embedding_norm: Tensor,
+    hidden_norm: Tensor,
+    hidden: Tensor,
+    kept: Tensor | None,
+    eps: float,
+    ahead: int,
+    hidden_first: bool,
+    mask_first_position: bool,
+    out: Tensor,
+) -> None: ...
 
 # sampling
 def sample(

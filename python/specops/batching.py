@@ -136,6 +136,61 @@ class DraftTree:
         )
 
 
+@dataclass
+class DraftIndices:
+    """The rows of one pass of a drafting module; entries past the real rows are -1.
+
+    Made by `prepare_draft_batch` for the first pass of a step, by `advance_draft_batch` for those
+    that follow.
+
+    Attributes:
+        qo_indptr: [batch + 1], int32. Rows of request b are qo_indptr[b] .. qo_indptr[b + 1].
+        kv_lens: [batch], int32. Rows in the module's cache, this pass's included; 0 without rows.
+        last_rows: [batch], int32. The row whose state drafts the request's next token, or -1.
+        row_to_request: [total_rows], int32.
+        positions: [total_rows], int32. Position of each row, which is the target's too.
+        cache_slots: [total_rows], int64. Slot of each row in the paged cache.
+        source_rows: [total_rows], int32. Where the row's state comes from: a row of the pass before
+            (the target's, for the first), or -2 - a row of those that `keep_hidden_rows` kept.
+    """
+
+    qo_indptr: Tensor
+    kv_lens: Tensor
+    last_rows: Tensor
+    row_to_request: Tensor
+    positions: Tensor
+    cache_slots: Tensor
+    source_rows: Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, *, total_rows: int, device: torch.device | str = "cpu"
+    ) -> "DraftIndices":
+        """Allocates the arrays, uninitialised, to be passed as `out`.
+
+        Args:
+            batch: number of requests.
+            total_rows: capacity of the row arrays.
+            device: where the arrays live.
+
+        Returns:
+            The arrays.
+        """
+
+        def int32(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        return cls(
+            qo_indptr=int32(batch + 1),
+            kv_lens=int32(batch),
+            last_rows=int32(batch),
+            row_to_request=int32(total_rows),
+            positions=int32(total_rows),
+            cache_slots=torch.empty(total_rows, dtype=torch.int64, device=device),
+            source_rows=int32(total_rows),
+        )
+
+
 def prepare_batch(
     qo_lens: Tensor,
     kv_lens: Tensor,
@@ -313,3 +368,200 @@ def build_tree(
         out.sibling_index,
     )
     return out
+
+
+def prepare_draft_batch(
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    redraft_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    lens: Tensor,
+    max_draft_tokens: Tensor,
+    *,
+    page_size: int,
+    total_rows: int,
+    window: int = 0,
+    out: DraftIndices | None = None,
+) -> DraftIndices:
+    """Builds the rows that a drafting module runs right after the target's step was committed.
+
+    Same as `reference.prepare_draft_batch`. Row i of a module stands at the target's position i and
+    takes the target's state there with token i + 1, so a request has a row for every position of
+    the step whose next token is known: of a prompt chunk all (the next token is the prompt's own,
+    or the one just sampled), of a verification those of the root and the accepted drafts. They
+    replace what was drafted into the cache at these positions. For request b:
+
+        s     = slots[b]
+        begin = kv_lens[b] - (qo_indptr[b + 1] - qo_indptr[b])
+        rows  = positions begin - redraft_lens[b] .. min(kv_lens[b], lens[s] - 1)
+        source_rows of position i = qo_indptr[b] + i - begin             where i >= begin
+                                    -2 - (s * window + i % window)       before
+        last_rows = its last row, where that is position lens[s] - 2 and max_draft_tokens[s] > 0
+
+    A request with slot -1, or without rows in the step, has none.
+
+    Args:
+        slots: [batch], int32. Row of each request in the per-slot arrays; -1: drafts nothing.
+        qo_indptr: [batch + 1], int32. Rows of the target's step.
+        kv_lens: [batch], int32. Of the target's step, its rows included.
+        redraft_lens: [batch], int32. Positions before the step's that run again; 0 with one module,
+            modules - 1 with more.
+        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
+        kv_indices: [pages], int32. Page ids.
+        lens: [num_slots], int32. Tokens of each slot, the step's included.
+        max_draft_tokens: [num_slots], int32. Drafts that the next step wants.
+        page_size: tokens per page.
+        total_rows: capacity of the row arrays, at least the rows of all requests.
+        window: rows that `keep_hidden_rows` keeps of a slot.
+        out: arrays of these capacities to write into. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a slot, a length, a
+            page or the capacity is out of range. Nothing has been written then. On CUDA wrong
+            values are told by `specops.check_errors`; such a request has no rows, and rows past the
+            capacity are left out.
+
+    Note:
+        Deterministic.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2; FastDeploy's
+        draft_model_preprocess and eagle_get_hidden_states.
+    """
+    if out is None:
+        out = unless_wrong(
+            lambda: DraftIndices.empty(
+                slots.numel(), total_rows=max(total_rows, 0), device=slots.device
+            )
+        ) or DraftIndices.empty(0, total_rows=0)
+    _C.prepare_draft_batch(
+        slots,
+        qo_indptr,
+        kv_lens,
+        redraft_lens,
+        kv_indptr,
+        kv_indices,
+        lens,
+        max_draft_tokens,
+        page_size,
+        window,
+        total_rows,
+        out.qo_indptr,
+        out.kv_lens,
+        out.last_rows,
+        out.row_to_request,
+        out.positions,
+        out.cache_slots,
+        out.source_rows,
+    )
+    return out
+
+
+def advance_draft_batch(
+    sampled_token_ids: Tensor,
+    last_rows: Tensor,
+    slots: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    lens: Tensor,
+    max_draft_tokens: Tensor,
+    *,
+    page_size: int,
+    step: int,
+    ahead: int,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+    out: DraftIndices | None = None,
+) -> None:
+    """Notes the drafts that were just sampled, and builds the rows of the module's next pass.
+
+    Same as `reference.advance_draft_batch`. For each request b with a slot s, of which draft
+    `step` was sampled where last_rows[b] >= 0:
+
+        draft_token_ids[s, step] = sampled_token_ids[b], num_draft_tokens[s] = step + 1
+        one row, where step + 1 < min(max_draft_tokens[s], k) and the request has its page:
+            position = lens[s] + step - ahead, source_rows = last_rows[b]
+
+    At step 0 the drafts of every request with a slot are cleared first (-1, count 0). The row's
+    token is the draft: it stands `ahead` positions further on.
+
+    Args:
+        sampled_token_ids: [batch], int32. Not read where last_rows is -1.
+        last_rows: [batch], int32. `DraftIndices.last_rows` of the pass they were sampled from.
+        slots: [batch], int32. As in `prepare_draft_batch`; so are the next five.
+        kv_indptr: [batch + 1], int32.
+        kv_indices: [pages], int32.
+        lens: [num_slots], int32.
+        max_draft_tokens: [num_slots], int32.
+        page_size: tokens per page.
+        step: which draft of the request was sampled, from 0.
+        ahead: which module runs next, from 1.
+        draft_token_ids: [num_slots, k], int32. Written as above.
+        num_draft_tokens: [num_slots], int32. Written as above.
+        out: Receives the next rows; its total_rows is batch. None: no pass follows.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a slot, a length or a
+            page is out of range, or step is not below k. Nothing has been written then. On CUDA
+            wrong values are told by `specops.check_errors`; such a request gets no row.
+
+    Note:
+        Deterministic.
+
+    Source: FastDeploy's draft_model_update.
+    """
+    _C.advance_draft_batch(
+        sampled_token_ids,
+        last_rows,
+        slots,
+        kv_indptr,
+        kv_indices,
+        lens,
+        max_draft_tokens,
+        page_size,
+        step,
+        ahead,
+        draft_token_ids,
+        num_draft_tokens,
+        None if out is None else out.qo_indptr,
+        None if out is None else out.kv_lens,
+        None if out is None else out.last_rows,
+        None if out is None else out.row_to_request,
+        None if out is None else out.positions,
+        None if out is None else out.cache_slots,
+        None if out is None else out.source_rows,
+    )
+
+
+def keep_hidden_rows(
+    hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Tensor
+) -> None:
+    """Keeps the target's states of each request's last positions, for rows that run again.
+
+    Same as `reference.keep_hidden_rows`. With s = slots[b] and the positions i of request b in the
+    step whose next token is known (i < lens[s] - 1; rejected drafts are not), the last `window`:
+
+        kept[s, i % window] = hidden[the row of i]
+
+    Args:
+        hidden: [rows, width], float32, bfloat16 or float16; rows may be strided. The states of the
+            target's step.
+        slots: [batch], int32. -1: keeps nothing.
+        qo_indptr: [batch + 1], int32. Rows of the target's step.
+        kv_lens: [batch], int32. Of the target's step, its rows included.
+        lens: [num_slots], int32. Tokens of each slot, the step's included.
+        kept: [num_slots, window, width], dtype of `hidden`. Written as above, elsewhere untouched.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a slot or a length is
+            out of range. Nothing has been written then. On CUDA wrong values are told by
+            `specops.check_errors`; such a request keeps what it had.
+
+    Note:
+        Deterministic: copies only.
+    """
+    _C.keep_hidden_rows(hidden, slots, qo_indptr, kv_lens, lens, kept)

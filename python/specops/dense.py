@@ -226,3 +226,97 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
         out = unless_wrong(lambda: gate_up.new_empty(gate_up.shape[0], gate_up.shape[-1] // 2))
     _C.silu_mul(gate_up, out)
     return out
+
+
+def mtp_input(
+    row_to_request: Tensor,
+    positions: Tensor,
+    source_rows: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor,
+    embedding: Tensor,
+    embedding_norm: Tensor,
+    hidden_norm: Tensor,
+    hidden: Tensor,
+    *,
+    eps: float,
+    ahead: int = 1,
+    kept: Tensor | None = None,
+    hidden_first: bool = False,
+    mask_first_position: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Makes the input of a drafting module's projection: tokens shifted, states not.
+
+    Same as `reference.mtp_input`. For a row at position i of a request in slot s:
+
+        token = (token_ids[s, :lens[s]] + draft_token_ids[s])[i + ahead], zeros where there is none
+        state = hidden[source_rows[row]], or kept[-2 - source_rows[row]] by its first two dimensions
+        out   = rms_norm(embedding[token], embedding_norm) | rms_norm(state, hidden_norm)
+
+    A row that is nobody's is zeros.
+
+    Args:
+        row_to_request: [rows], int32. Of `batching.DraftIndices`, as the next two; -1: none.
+        positions: [rows], int32.
+        source_rows: [rows], int32.
+        slots: [batch], int32. Row of each request in the next three.
+        token_ids: [num_slots, max_len], int32. Prompt and output of each request; rows may be
+            strided.
+        lens: [num_slots], int32. How many of them there are.
+        draft_token_ids: [num_slots, k], int32. Drafts behind them; -1: none there.
+        embedding: [vocab, width], float32, bfloat16 or float16.
+        embedding_norm: [width], dtype of `embedding`.
+        hidden_norm: [width], dtype of `embedding`.
+        hidden: [hidden rows, width], dtype of `embedding`; rows may be strided.
+        eps: of both norms; at least 0.
+        ahead: which module it is, from 1: how far ahead its tokens are.
+        kept: [num_slots, window, width], dtype of `embedding`. As `batching.keep_hidden_rows` wrote
+            it; absent: no row names it.
+        hidden_first: Whether the state's half comes first (MiMo).
+        mask_first_position: Whether position 0 takes zeros for its token, as some engines do.
+        out: [rows, 2 * width], dtype of `embedding`. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a request, slot,
+            length, source row or token id is out of range. Nothing has been written then. On CUDA
+            wrong values are told by `specops.check_errors`; such a row is zeros.
+
+    Note:
+        Deterministic; each half is summed as `rms_norm` sums a row, to the same bits.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2, equation 21.
+    """
+    if out is None:
+        out = unless_wrong(
+            lambda: torch.empty(
+                (row_to_request.numel(), 2 * embedding.shape[1]),
+                dtype=embedding.dtype,
+                device=embedding.device,
+            )
+        )
+    _C.mtp_input(
+        row_to_request,
+        positions,
+        source_rows,
+        slots,
+        token_ids,
+        lens,
+        draft_token_ids,
+        embedding,
+        embedding_norm,
+        hidden_norm,
+        hidden,
+        kept,
+        eps,
+        ahead,
+        hidden_first,
+        mask_first_position,
+        out,
+    )
+    return out

@@ -112,6 +112,114 @@ def build_tree(parents: Tensor, num_draft_tokens: Tensor, positions: Tensor) -> 
     return {name: values.int() for name, values in tree.items()}
 
 
+def prepare_draft_batch(
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    redraft_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    lens: Tensor,
+    max_draft_tokens: Tensor,
+    *,
+    page_size: int,
+    total_rows: int,
+    window: int = 0,
+) -> dict[str, Tensor]:
+    """The arrays of `batching.DraftIndices` by name: a row per position with a known next token."""
+    rows: list[tuple[int, int, int, int]] = []  # request, position, cache slot, source
+    indptr, draft_kv_lens, last_rows = [0], [], []
+    for b, slot in enumerate(slots.tolist()):
+        first_row = int(qo_indptr[b])
+        qo_len = int(qo_indptr[b + 1]) - first_row
+        known = int(lens[slot]) if slot >= 0 and qo_len > 0 else 0
+        begin, kv_len = int(kv_lens[b]) - qo_len, int(kv_lens[b])
+        positions = range(begin - int(redraft_lens[b]), min(kv_len, known - 1))
+        for position in positions:
+            page = int(kv_indices[int(kv_indptr[b]) + position // page_size])
+            source = first_row + position - begin
+            if position < begin:
+                source = -2 - (slot * window + position % window)
+            rows.append((b, position, page * page_size + position % page_size, source))
+        any_rows = len(positions) > 0
+        drafts = any_rows and positions[-1] == known - 2 and int(max_draft_tokens[slot]) > 0
+        draft_kv_lens.append(positions.stop if any_rows else 0)
+        last_rows.append(len(rows) - 1 if drafts else -1)
+        indptr.append(len(rows))
+    return _draft_indices(rows, indptr, draft_kv_lens, last_rows, total_rows)
+
+
+def advance_draft_batch(
+    sampled_token_ids: Tensor,
+    last_rows: Tensor,
+    slots: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    lens: Tensor,
+    max_draft_tokens: Tensor,
+    *,
+    page_size: int,
+    step: int,
+    ahead: int,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Returns (the drafts, their numbers, the next pass as `batching.DraftIndices` by name)."""
+    drafts, counts = draft_token_ids.clone(), num_draft_tokens.clone()
+    rows: list[tuple[int, int, int, int]] = []
+    indptr, draft_kv_lens, next_last_rows = [0], [], []
+    for b, slot in enumerate(slots.tolist()):
+        source, position, page = int(last_rows[b]), -1, -1
+        if slot >= 0 and step == 0:
+            drafts[slot], counts[slot] = -1, 0
+        if slot >= 0 and source >= 0:
+            drafts[slot, step], counts[slot] = sampled_token_ids[b], step + 1
+            if step + 1 < min(int(max_draft_tokens[slot]), drafts.shape[1]):
+                position = int(lens[slot]) + step - ahead
+                pages = kv_indices[int(kv_indptr[b]) : int(kv_indptr[b + 1])].tolist()
+                page = (pages + [-1] * (position + 1))[position // page_size]
+        if page >= 0:
+            rows.append((b, position, page * page_size + position % page_size, source))
+        draft_kv_lens.append(position + 1 if page >= 0 else 0)
+        next_last_rows.append(len(rows) - 1 if page >= 0 else -1)
+        indptr.append(len(rows))
+    batch = len(slots)
+    return drafts, counts, _draft_indices(rows, indptr, draft_kv_lens, next_last_rows, batch)
+
+
+def _draft_indices(
+    rows: list[tuple[int, int, int, int]],
+    indptr: list[int],
+    kv_lens: list[int],
+    last_rows: list[int],
+    total_rows: int,
+) -> dict[str, Tensor]:
+    padded = torch.tensor(rows + [(-1,) * 4] * (total_rows - len(rows))).reshape(-1, 4)
+    return {
+        "qo_indptr": torch.tensor(indptr, dtype=torch.int32),
+        "kv_lens": torch.tensor(kv_lens, dtype=torch.int32),
+        "last_rows": torch.tensor(last_rows, dtype=torch.int32),
+        "row_to_request": padded[:, 0].int(),
+        "positions": padded[:, 1].int(),
+        "cache_slots": padded[:, 2].long(),
+        "source_rows": padded[:, 3].int(),
+    }
+
+
+def keep_hidden_rows(
+    hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Tensor
+) -> Tensor:
+    """`kept` with the states of the positions whose next token is known, in their order."""
+    kept = kept.clone()
+    for b, slot in enumerate(slots.tolist()):
+        first_row = int(qo_indptr[b])
+        begin = int(kv_lens[b]) - (int(qo_indptr[b + 1]) - first_row)
+        end = min(int(kv_lens[b]), int(lens[slot]) - 1) if slot >= 0 else begin
+        for position in range(begin, end):
+            kept[slot, position % kept.shape[1]] = hidden[first_row + position - begin]
+    return kept
+
+
 # ---- attention ----
 
 
@@ -314,6 +422,45 @@ def rms_norm(
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Row token_ids[i] of weight."""
     return weight[token_ids.long()]
+
+
+def mtp_input(
+    row_to_request: Tensor,
+    positions: Tensor,
+    source_rows: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor,
+    embedding: Tensor,
+    embedding_norm: Tensor,
+    hidden_norm: Tensor,
+    hidden: Tensor,
+    *,
+    eps: float,
+    ahead: int = 1,
+    kept: Tensor | None = None,
+    hidden_first: bool = False,
+    mask_first_position: bool = False,
+) -> Tensor:
+    """norm(embedding of the token `ahead` of the row) beside norm(the state at the row)."""
+    out = embedding.new_zeros(len(positions), 2, embedding.shape[1])
+    for row, request in enumerate(row_to_request.tolist()):
+        if request < 0:
+            continue
+        slot, position, source = int(slots[request]), int(positions[row]), int(source_rows[row])
+        text = token_ids[slot, : int(lens[slot])].tolist() + draft_token_ids[slot].tolist()
+        token = text[position + ahead] if position + ahead < len(text) else -1
+        if token >= 0 and not (mask_first_position and position == 0):
+            row_of = embedding[token][None]
+            out[row, int(hidden_first)] = rms_norm(row_of, embedding_norm, eps)[0]
+        if source >= 0:
+            state = hidden[source]
+        else:
+            assert kept is not None
+            state = kept.flatten(0, 1)[-2 - source]
+        out[row, 1 - int(hidden_first)] = rms_norm(state[None], hidden_norm, eps)[0]
+    return out.flatten(1)
 
 
 # ---- sampling: one row ----

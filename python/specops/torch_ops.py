@@ -32,6 +32,19 @@ _SCHEMAS = (
     "build_tree(Tensor parents, Tensor num_draft_tokens, Tensor positions, Tensor(a!) depths, "
     "Tensor(b!) row_positions, Tensor(c!) ancestor_mask, Tensor(d!) first_child, "
     "Tensor(e!) next_sibling, Tensor(f!) sibling_index) -> ()",
+    "prepare_draft_batch(Tensor slots, Tensor qo_indptr, Tensor kv_lens, Tensor redraft_lens, "
+    "Tensor kv_indptr, Tensor kv_indices, Tensor lens, Tensor max_draft_tokens, int page_size, "
+    "int window, SymInt total_rows, Tensor(a!) draft_qo_indptr, Tensor(b!) draft_kv_lens, "
+    "Tensor(c!) last_rows, Tensor(d!) row_to_request, Tensor(e!) positions, "
+    "Tensor(f!) cache_slots, Tensor(g!) source_rows) -> ()",
+    "advance_draft_batch(Tensor sampled_token_ids, Tensor last_rows, Tensor slots, "
+    "Tensor kv_indptr, Tensor kv_indices, Tensor lens, Tensor max_draft_tokens, int page_size, "
+    "int step, int ahead, Tensor(a!) draft_token_ids, Tensor(b!) num_draft_tokens, "
+    "Tensor(c!)? draft_qo_indptr, Tensor(d!)? draft_kv_lens, Tensor(e!)? next_last_rows, "
+    "Tensor(f!)? row_to_request, Tensor(g!)? positions, Tensor(h!)? cache_slots, "
+    "Tensor(i!)? source_rows) -> ()",
+    "keep_hidden_rows(Tensor hidden, Tensor slots, Tensor qo_indptr, Tensor kv_lens, "
+    "Tensor lens, Tensor(a!) kept) -> ()",
     # attention
     "rope_append_kv(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor cache_slots, Tensor positions, Tensor cos_sin, bool interleaved, "
@@ -51,6 +64,10 @@ _SCHEMAS = (
     "Tensor(a!) out, Tensor(b!)? workspace) -> ()",
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual, Tensor(b!) out) -> ()",
     "embedding(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()",
+    "mtp_input(Tensor row_to_request, Tensor positions, Tensor source_rows, Tensor slots, "
+    "Tensor token_ids, Tensor lens, Tensor draft_token_ids, Tensor embedding, "
+    "Tensor embedding_norm, Tensor hidden_norm, Tensor hidden, Tensor? kept, float eps, "
+    "int ahead, bool hidden_first, bool mask_first_position, Tensor(a!) out) -> ()",
     # sampling
     "sample(Tensor logits, Tensor positions, Tensor? temperature, Tensor? top_k, Tensor? top_p, "
     "Tensor? min_p, Tensor? typical_p, Tensor? seeds, Tensor? choice_index, Tensor?[] processors, "

@@ -54,6 +54,7 @@ BUDGETS = (
     # batching
     Budget("gather_output_rows_kernel<*", registers=32, threads=128, blocks_per_sm=16),
     Budget("prepare_batch_kernel", registers=48, threads=256, smem_bytes=5248, blocks_per_sm=5),
+    Budget("prepare_draft_batch_kernel", 40, threads=256, smem_bytes=6208, blocks_per_sm=6),
     # attention
     # By occupancy: what is in flight hides the latency of memory.
     Budget("rope_append_kv_kernel<*float16, true>", registers=64, threads=128, blocks_per_sm=8),
@@ -75,6 +76,7 @@ BUDGETS = (
     ),
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
+    Budget("mtp_input_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
     # sampling: 256 threads a block where rows are many, two such blocks to an SM. Under processors
     # (true) a block holds two bits of every token of the largest vocabulary, 448 * 1024.

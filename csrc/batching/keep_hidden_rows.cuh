@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "batching/keep_hidden_rows.h"
+#include "common/device.cuh"
+
+namespace specops {
+
+constexpr int kKeepHiddenThreads = 128;
+
+// kept[slot * window + i % window] = hidden of position i, for the last `window` positions i of the
+// step whose next token is known; rejected drafts are not among them.
+// Grid:    x = batch * window: a block per row that may be kept (unbounded).
+// Block:   128 threads; a thread owns every 128th word of the row.
+// Smem:    none.
+// Cost:    2 * row_bytes moved per kept row; memory-bound.
+// Assumes: rows and strides are whole words and aligned as such; no slot twice.
+// Order:   copies only.
+// Source:  -
+template <typename Word>
+__global__ void __launch_bounds__(kKeepHiddenThreads)
+    keep_hidden_rows_kernel(KeepHiddenRowsParams params) {
+  int64_t request = blockIdx.x / params.window;
+  int64_t back = blockIdx.x % params.window;  // from the last position kept
+  int64_t slot = params.slots[request];
+  if (slot == -1) return;
+  int64_t first_row = params.qo_indptr[request];
+  int64_t end_row = params.qo_indptr[request + 1];
+  int64_t kv_len = params.kv_lens[request];
+  ErrorCode code = ErrorCode::kNone;
+  if (slot < -1 || slot >= params.num_slots) {
+    code = ErrorCode::kKeepHiddenRowsSlots;
+  } else if (first_row < 0 || end_row < first_row || end_row > params.rows ||
+             kv_len < end_row - first_row) {
+    code = ErrorCode::kKeepHiddenRowsLengths;
+  }
+  if (code != ErrorCode::kNone) {
+    if (threadIdx.x == 0) report_error(params.error, code);
+    return;
+  }
+  int64_t begin = kv_len - (end_row - first_row);
+  int64_t position = min(kv_len, int64_t{params.lens[slot]} - 1) - 1 - back;
+  if (position < begin) return;
+  int64_t kept = slot * params.window + position % params.window;
+  int64_t row = first_row + position - begin;
+  const auto* from = reinterpret_cast<const Word*>(static_cast<const char*>(params.hidden) +
+                                                   row * params.hidden_stride_bytes);
+  auto* to = reinterpret_cast<Word*>(static_cast<char*>(params.kept) + kept * params.row_bytes);
+  int64_t words = params.row_bytes / static_cast<int64_t>(sizeof(Word));
+  for (int64_t word = threadIdx.x; word < words; word += kKeepHiddenThreads) to[word] = from[word];
+}
+
+}  // namespace specops

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "dense/mtp_input.h"
+#include "dense/norm_row.cuh"
+
+namespace specops {
+
+// Row at position i: norm(embedding[token i + ahead]) beside norm(state of i); a half without a
+// token or a state is zeros.
+// Grid:    x = 2 * rows: a block per half of a row (unbounded).
+// Block:   32 to 1,024 threads, by the width alone, as rms_norm.
+// Smem:    one float a warp.
+// Cost:    2 elements moved an element of out, norms from cache; memory-bound.
+// Assumes: shapes checked by ops.cpp; what is not aligned to 16 bytes goes element by element.
+// Order:   that of norm_row. The row alone decides its bits.
+// Source:  DeepSeek-V3, section 2.2: tokens shifted, states not.
+template <typename T>
+__global__ void __launch_bounds__(kRmsNormMaxThreads)
+    mtp_input_kernel(MtpInputParams params, bool aligned) {
+  int64_t row = blockIdx.x / 2;
+  bool of_state = (blockIdx.x % 2 == 0) == params.hidden_first;
+  T* out = static_cast<T*>(params.out) + int64_t{blockIdx.x} * params.width;
+  const T* x = nullptr;
+  ErrorCode code = ErrorCode::kNone;
+  int64_t request = params.row_to_request[row];
+  if (request != -1) {
+    bool known = request >= 0 && request < params.batch;
+    int64_t slot = known ? params.slots[request] : -1;
+    int64_t position = params.positions[row];
+    int64_t source = params.source_rows[row];
+    if (slot < 0 || slot >= params.num_slots || position < 0 || source == -1 ||
+        source >= params.hidden_rows || -2 - source >= params.kept_rows || params.lens[slot] < 0 ||
+        params.lens[slot] > params.max_len) {
+      code = ErrorCode::kMtpInputRows;
+    } else {
+      int64_t token = token_ahead(params, slot, position);
+      if (token < -1 || token >= params.vocab) {
+        code = ErrorCode::kMtpInputTokenId;
+      } else if (of_state) {
+        x = source >= 0 ? static_cast<const T*>(params.hidden) + source * params.hidden_stride
+                        : static_cast<const T*>(params.kept) + (-2 - source) * params.width;
+      } else if (token >= 0 && !(params.mask_first_position && position == 0)) {
+        x = static_cast<const T*>(params.embedding) + token * params.width;
+      }
+    }
+  }
+  if (x == nullptr) {
+    if (code != ErrorCode::kNone && threadIdx.x == 0) report_error(params.error, code);
+    for (int64_t i = threadIdx.x; i < params.width; i += blockDim.x) out[i] = from_float<T>(0.0f);
+    return;
+  }
+  const void* weight = of_state ? params.hidden_norm : params.embedding_norm;
+  norm_row(x,
+           static_cast<T*>(nullptr),
+           static_cast<const T*>(weight),
+           out,
+           params.width,
+           params.eps,
+           aligned);
+}
+
+}  // namespace specops

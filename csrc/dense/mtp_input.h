@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// mtp_input: what the projection of a drafting module takes, both halves of every row at once.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/isa.h"
+
+namespace specops {
+
+struct MtpInputParams {
+  const int32_t* row_to_request;   // [rows], or -1: a row of zeros
+  const int32_t* positions;        // [rows]
+  const int32_t* source_rows;      // [rows], a row of hidden, or -2 - a row of kept
+  const int32_t* slots;            // [batch]
+  const int32_t* token_ids;        // [num_slots, max_len], rows token_stride apart
+  const int32_t* lens;             // [num_slots]
+  const int32_t* draft_token_ids;  // [num_slots, capacity]
+  const void* embedding;           // [vocab, width]
+  const void* embedding_norm;      // [width]
+  const void* hidden_norm;         // [width]
+  const void* hidden;              // [hidden_rows, width], rows hidden_stride apart
+  const void* kept;                // [kept_rows, width], or nullptr
+  void* out;                       // [rows, 2 * width]
+  int64_t rows;
+  int64_t batch;
+  int64_t num_slots;
+  int64_t max_len;
+  int64_t token_stride;
+  int64_t capacity;
+  int64_t vocab;
+  int64_t width;
+  int64_t hidden_rows;
+  int64_t hidden_stride;  // elements
+  int64_t kept_rows;
+  int32_t ahead;  // which module: its row i takes token i + ahead
+  float eps;
+  bool hidden_first;         // the state's half comes first
+  bool mask_first_position;  // position 0 takes zeros for its token
+  DType dtype;               // of all floating-point tensors
+  ErrorFlag error;
+};
+
+// The token `ahead` positions after a row's: of the request's text, or of its drafts behind it; -1
+// where neither goes so far.
+SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
+                                        int64_t slot,
+                                        int64_t position) {
+  int64_t index = position + params.ahead;
+  int64_t len = params.lens[slot];
+  if (index < len) return params.token_ids[slot * params.token_stride + index];
+  if (index - len >= params.capacity) return -1;
+  return params.draft_token_ids[slot * params.capacity + index - len];
+}
+
+SPECOPS_DECLARE_CPU(mtp_input_cpu, MtpInputParams);
+SPECOPS_DECLARE_CUDA(mtp_input_cuda, MtpInputParams);
+
+}  // namespace specops

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// One row of an RMSNorm on the CPU: the ops that normalise rows give the same bits.
+#pragma once
+
+#include "common/simd.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// The value a T would hold: one rounding, as a store and a load do it.
+template <typename T>
+inline F32x16 round_to(F32x16 x) {
+  T lanes[kLanes];
+  store(lanes, x);
+  return load(lanes);
+}
+
+template <>
+inline F32x16 round_to<float>(F32x16 x) {
+  return x;
+}
+
+// h = residual + x (rounded and kept, where there is a residual) or x;
+// out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
+// Column c adds to lane c % 16, in order of c; then the fixed tree of reduce_add.
+template <typename T>
+inline void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t width, float eps) {
+  int64_t whole = width / kLanes * kLanes;
+  int rest = static_cast<int>(width - whole);
+  F32x16 squares = zero();
+  auto add_squares = [&](int64_t col, int n) {
+    F32x16 h = load_partial(x + col, n);
+    if (residual != nullptr) {
+      h = round_to<T>(add(load_partial(residual + col, n), h));
+      store_partial(residual + col, h, n);
+    }
+    squares = fma(h, h, squares);
+  };
+  for (int64_t col = 0; col < whole; col += kLanes) add_squares(col, kLanes);
+  if (rest > 0) add_squares(whole, rest);
+  float mean = reduce_add(squares) / static_cast<float>(width);
+  F32x16 scale = set1(1.0f / __builtin_sqrtf(mean + eps));
+  const T* hidden = residual != nullptr ? residual : x;
+  auto normalise = [&](int64_t col, int n) {
+    F32x16 normed = round_to<T>(mul(load_partial(hidden + col, n), scale));
+    store_partial(out + col, mul(normed, load_partial(weight + col, n)), n);
+  };
+  for (int64_t col = 0; col < whole; col += kLanes) normalise(col, kLanes);
+  if (rest > 0) normalise(whole, rest);
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a drafting module: which there are, where they lie, and what goes into them."""
+
+import random
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from conftest import expect_fault
+from specops import batching, dense, reference
+from specops.batching import DraftIndices
+from torch import Tensor
+
+POISON = -(1 << 30)
+
+
+def ints(values: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def check(got: DraftIndices, want: dict[str, Tensor]) -> None:
+    for name, tensor in asdict(got).items():
+        assert tensor.dtype == want[name].dtype, name
+        assert torch.equal(tensor.cpu(), want[name]), name
+
+
+class Step:
+    """A target's step over random requests, and what is known of each after it.
+
+    kind 0: idle; 1: a chunk inside a prompt; 2: a chunk that ends it; 3: verification of drafts, of
+    which some are rejected; 4: as 3, but of a request that drafts nothing.
+    """
+
+    def __init__(self, kinds: list[int], *, page_size: int, window: int, seed: int) -> None:
+        rng = random.Random(seed)
+        batch = len(kinds)
+        self.num_slots = batch + 3
+        slots = rng.sample(range(self.num_slots), batch)
+        qo_lens, kv_lens, redraft, lens = [], [], [], [0] * self.num_slots
+        limits = [rng.randrange(4) for _ in range(self.num_slots)]
+        for b, kind in enumerate(kinds):
+            begin = rng.randrange(2, 70)
+            qo_len = 0 if kind == 0 else rng.randrange(1, 40) if kind < 3 else rng.randrange(1, 7)
+            known = begin + qo_len + 1
+            if kind == 1:
+                known += rng.randrange(0, 9)
+            elif kind >= 3:
+                known -= rng.randrange(qo_len)
+            lens[slots[b]] = known
+            qo_lens.append(qo_len)
+            kv_lens.append(begin + qo_len)
+            redraft.append(min(window, begin, rng.randrange(4)))
+            if kind == 4:
+                slots[b] = -1
+        indptr, indices = [0], []
+        for kv_len in kv_lens:
+            # Room for a few drafts, not always for all of them.
+            pages = (kv_len + page_size - 1) // page_size + rng.randrange(2)
+            indices += rng.sample(range(1000), pages)
+            indptr.append(len(indices))
+        qo_indptr = [0]
+        for qo_len in qo_lens:
+            qo_indptr.append(qo_indptr[-1] + qo_len)
+        self.rows = qo_indptr[-1]
+        self.ints = {
+            "slots": slots,
+            "qo_indptr": qo_indptr,
+            "kv_lens": kv_lens,
+            "redraft_lens": redraft,
+            "kv_indptr": indptr,
+            "kv_indices": [*indices, POISON],
+            "lens": lens,
+            "max_draft_tokens": limits,
+        }
+
+    def tensors(self, device: str) -> dict[str, Tensor]:
+        return {name: ints(values, device) for name, values in self.ints.items()}
+
+
+STEPS = [
+    [3],
+    [2],
+    [0, 3, 1, 2, 4, 0, 3, 3, 1],
+    [1, 2, 3, 4] * 9,
+    [3] * 300,
+]
+
+
+@pytest.mark.parametrize("page_size,window", [(16, 0), (32, 3), (7, 64)])
+@pytest.mark.parametrize("case", range(len(STEPS)))
+def test_prepare_draft_batch(device: str, isa: str, case: int, page_size: int, window: int) -> None:
+    step = Step(STEPS[case], page_size=page_size, window=window, seed=case)
+    options = {"page_size": page_size, "window": window, "total_rows": step.rows + 900}
+    given = step.tensors(device)
+    got = batching.prepare_draft_batch(**given, **options)
+    check(got, reference.prepare_draft_batch(**step.tensors("cpu"), **options))
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("case", range(len(STEPS)))
+def test_advance_draft_batch(device: str, isa: str, case: int, ahead: int) -> None:
+    """Every pass of a step, until nobody wants another draft; slots of nobody stay as they are."""
+    page_size, k = 16, 4
+    step = Step(STEPS[case], page_size=page_size, window=0, seed=case)
+    given, cpu = step.tensors(device), step.tensors("cpu")
+    options = {"page_size": page_size, "total_rows": step.rows + 1, "window": 0}
+    rows = batching.prepare_draft_batch(
+        **{**given, "redraft_lens": given["redraft_lens"] * 0}, **options
+    )
+    drafts = torch.full((step.num_slots, k), 99, dtype=torch.int32, device=device)
+    counts = torch.full((step.num_slots,), 99, dtype=torch.int32, device=device)
+    batch = len(STEPS[case])
+    names = ("slots", "kv_indptr", "kv_indices", "lens", "max_draft_tokens")
+    for index in range(k):
+        sampled = torch.randint(0, 50, (batch,), dtype=torch.int32)
+        want_drafts, want_counts, want = reference.advance_draft_batch(
+            sampled,
+            rows.last_rows.cpu(),
+            *(cpu[name] for name in names),
+            page_size=page_size,
+            step=index,
+            ahead=ahead,
+            draft_token_ids=drafts.cpu(),
+            num_draft_tokens=counts.cpu(),
+        )
+        out = DraftIndices.empty(batch, total_rows=batch, device=device)
+        last = index + 1 == k
+        batching.advance_draft_batch(
+            sampled.to(device),
+            rows.last_rows,
+            *(given[name] for name in names),
+            page_size=page_size,
+            step=index,
+            ahead=ahead,
+            draft_token_ids=drafts,
+            num_draft_tokens=counts,
+            out=None if last else out,
+        )
+        assert torch.equal(drafts.cpu(), want_drafts) and torch.equal(counts.cpu(), want_counts)
+        if not last:
+            check(out, want)
+        rows = out
+    idle = [slot for slot in range(step.num_slots) if slot not in step.ints["slots"]]
+    assert bool((drafts[idle] == 99).all()) and bool((counts[idle] == 99).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window,width", [(1, 8), (3, 5), (64, 256)])
+def test_keep_hidden_rows(
+    device: str, isa: str, window: int, width: int, dtype: torch.dtype
+) -> None:
+    step = Step(STEPS[2], page_size=16, window=window, seed=7)
+    wide = torch.randn(step.rows, width + 3).to(dtype)
+    kept = torch.randn(step.num_slots, window, width).to(dtype)
+    names = ("slots", "qo_indptr", "kv_lens", "lens")
+    want = reference.keep_hidden_rows(
+        wide[:, :width], *(step.tensors("cpu")[name] for name in names), kept
+    )
+    assert not torch.equal(want, kept)
+    got = kept.clone().to(device)
+    given = step.tensors(device)
+    batching.keep_hidden_rows(wide.to(device)[:, :width], *(given[name] for name in names), got)
+    assert torch.equal(got.cpu(), want)
+
+
+def input_case(dtype: torch.dtype, width: int, *, ahead: int = 1, seed: int = 3) -> dict[str, Any]:
+    """The arguments of mtp_input after a step, with rows that run again and rows of nobody."""
+    step = Step(STEPS[2], page_size=16, window=5, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    rows = reference.prepare_draft_batch(
+        **step.tensors("cpu"), page_size=16, window=5, total_rows=step.rows + 40
+    )
+    lens = step.tensors("cpu")["lens"]
+    token_ids = torch.full((step.num_slots, 130), 10**6, dtype=torch.int32)
+    for slot, known in enumerate(lens.tolist()):
+        token_ids[slot, :known] = torch.randint(0, 50, (known,), generator=generator).int()
+    drafts = torch.randint(0, 50, (step.num_slots, 2), generator=generator).int()
+    drafts[::2, 1] = -1
+    names = ("row_to_request", "positions", "source_rows")
+    return {
+        **{name: rows[name] for name in names},
+        "slots": step.tensors("cpu")["slots"],
+        "token_ids": token_ids,
+        "lens": lens,
+        "draft_token_ids": drafts,
+        "embedding": random(50, width),
+        "embedding_norm": random(width),
+        "hidden_norm": random(width),
+        "hidden": random(step.rows, width + 4)[:, :width],
+        "kept": random(step.num_slots, 5, width),
+        "eps": 1e-6,
+        "ahead": ahead,
+    }
+
+
+def to(case: dict[str, Any], device: str) -> dict[str, Any]:
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.items()}
+
+
+@pytest.mark.parametrize("hidden_first,mask", [(False, False), (True, True)])
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize(
+    "dtype,width", [(torch.float32, 40), (torch.bfloat16, 64), (torch.float16, 7)]
+)
+def test_mtp_input(
+    device: str,
+    isa: str,
+    dtype: torch.dtype,
+    width: int,
+    ahead: int,
+    hidden_first: bool,
+    mask: bool,
+) -> None:
+    case = input_case(dtype, width, ahead=ahead)
+    options = {"hidden_first": hidden_first, "mask_first_position": mask}
+    got = dense.mtp_input(**to(case, device), **options).cpu()
+    want = reference.mtp_input(**case, **options)
+    torch.testing.assert_close(got, want, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-6)
+    nobody = case["row_to_request"] < 0
+    assert bool(nobody.any()) and not bool(got[nobody].any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_halves_are_rms_norms(device: str, isa: str, dtype: torch.dtype) -> None:
+    """Row by row the bits of the unfused ops: gather, shift, embedding, two norms."""
+    case = input_case(dtype, 72)
+    rows = case["row_to_request"] >= 0
+    got = dense.mtp_input(**to(case, device)).cpu()
+    tokens, states = [], []
+    for request, position, source in zip(
+        case["row_to_request"].tolist(),
+        case["positions"].tolist(),
+        case["source_rows"].tolist(),
+        strict=True,
+    ):
+        if request < 0:
+            continue
+        slot = int(case["slots"][request])
+        text = case["token_ids"][slot, : int(case["lens"][slot])].tolist()
+        tokens.append(text[position + 1])
+        kept = case["kept"].flatten(0, 1)
+        states.append(case["hidden"][source] if source >= 0 else kept[-2 - source])
+    embedded = dense.embedding(ints(tokens, device), case["embedding"].to(device))
+    first = dense.rms_norm(embedded, case["embedding_norm"].to(device), 1e-6)
+    second = dense.rms_norm(torch.stack(states).to(device), case["hidden_norm"].to(device), 1e-6)
+    assert torch.equal(got[rows], torch.cat([first, second], dim=1).cpu())
+
+
+def test_a_row_does_not_depend_on_the_others(device: str, isa: str) -> None:
+    case = input_case(torch.bfloat16, 64)
+    whole = dense.mtp_input(**to(case, device)).cpu()
+    for row in torch.randperm(len(whole))[:5].tolist():
+        names = ("row_to_request", "positions", "source_rows")
+        alone = {name: case[name][row : row + 1] for name in names}
+        assert torch.equal(dense.mtp_input(**to({**case, **alone}, device)).cpu()[0], whole[row])
+
+
+@pytest.mark.parametrize(
+    "argument,value,message",
+    [
+        ("slots", 12, r"slots.* must be -1 or a row of lens"),
+        ("redraft_lens", 9, r"redraft_lens.* must be at least 0, at most window"),
+        ("redraft_lens", -1, r"redraft_lens.* must be at least 0, at most window"),
+        ("kv_lens", 1, r"kv_lens.* must be at least the request's"),
+        ("lens", 0, r".*lens.* more than"),
+        ("kv_indptr", 10**6, r"kv_indptr must be non-decreasing"),
+        ("kv_indices", -5, r"kv_indices.* must be (a )?page ids?"),
+    ],
+)
+def test_prepare_draft_batch_faults(
+    device: str, on_cuda: bool, argument: str, value: int, message: str
+) -> None:
+    """The request at fault has no rows; the other keeps its own."""
+    good: dict[str, list[int]] = {
+        "slots": [1, 0],
+        "qo_indptr": [0, 3, 5],
+        "kv_lens": [20, 30],
+        "redraft_lens": [2, 0],
+        "kv_indptr": [0, 2, 4],
+        "kv_indices": [3, 4, 5, 6],
+        "lens": [31, 19],
+        "max_draft_tokens": [2, 2],
+    }
+    index = {"lens": 1, "kv_indptr": 1, "kv_indices": 1}.get(argument, 0)
+    bad = {name: list(values) for name, values in good.items()}
+    bad[argument][index] = value
+    out = DraftIndices.empty(2, total_rows=8, device=device)
+    before = out.positions.clone()
+    with expect_fault(on_cuda, "^prepare_draft_batch: " + message):
+        batching.prepare_draft_batch(
+            **{name: ints(values, device) for name, values in bad.items()},
+            page_size=16,
+            window=4,
+            total_rows=8,
+            out=out,
+        )
+    if not on_cuda:
+        assert torch.equal(out.positions, before)
+        return
+    want = {**good, "slots": [-1, 0]}
+    if argument == "kv_indptr":
+        want["slots"] = [-1, -1]  # the page lists of both end or begin there
+    check(
+        out,
+        reference.prepare_draft_batch(
+            **{name: ints(values) for name, values in want.items()},
+            page_size=16,
+            window=4,
+            total_rows=8,
+        ),
+    )
+
+
+def test_too_few_rows(device: str, on_cuda: bool) -> None:
+    step = Step(STEPS[2], page_size=16, window=0, seed=2)
+    enough = reference.prepare_draft_batch(
+        **step.tensors("cpu"), page_size=16, total_rows=step.rows
+    )
+    count = int(enough["qo_indptr"][-1])
+    out = DraftIndices.empty(len(STEPS[2]), total_rows=count - 1, device=device)
+    with expect_fault(on_cuda, "^prepare_draft_batch: total_rows must be at least"):
+        batching.prepare_draft_batch(
+            **step.tensors(device), page_size=16, total_rows=count - 1, out=out
+        )
+
+
+@pytest.mark.parametrize(
+    "argument,value,message",
+    [
+        ("slots", 7, "slots.* must be -1 or a row of lens"),
+        ("lens", 0, "lens.* must (be at least|reach) ahead - step"),
+        ("kv_indices", -5, "kv_ind(ices|ptr).* must be (a page id|within)"),
+    ],
+)
+def test_advance_draft_batch_faults(
+    device: str, on_cuda: bool, argument: str, value: int, message: str
+) -> None:
+    arguments = {
+        "sampled_token_ids": [8, 9],
+        "last_rows": [4, 7],
+        "slots": [1, 0],
+        "kv_indptr": [0, 2, 4],
+        "kv_indices": [3, 4, 5, 6],
+        "lens": [31, 20],
+        "max_draft_tokens": [3, 3],
+    }
+    arguments[argument][1] = value
+    drafts = torch.full((2, 3), 50, dtype=torch.int32, device=device)
+    counts = ints([50, 50], device)
+    out = DraftIndices.empty(2, total_rows=2, device=device)
+    with expect_fault(on_cuda, "^advance_draft_batch: " + message):
+        batching.advance_draft_batch(
+            **{name: ints(values, device) for name, values in arguments.items()},
+            page_size=16,
+            step=0,
+            ahead=1,
+            draft_token_ids=drafts,
+            num_draft_tokens=counts,
+            out=out,
+        )
+    if not on_cuda:
+        assert bool((drafts == 50).all()) and counts.tolist() == [50, 50]
+
+
+def test_advance_draft_batch_refuses_what_does_not_fit_together(device: str) -> None:
+    rows = DraftIndices.empty(1, total_rows=1)
+    arrays = [ints([0]), ints([0]), ints([0]), ints([0, 1]), ints([0]), ints([5]), ints([2])]
+    options = {"page_size": 16, "ahead": 1, "num_draft_tokens": ints([0])}
+    options["draft_token_ids"] = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="step must be at least 0 and below k = 2, got 2"):
+        batching.advance_draft_batch(*arrays, **options, step=2, out=rows)
+    for name in list(vars(rows))[1:]:
+        part = DraftIndices(**{**vars(rows), name: None})
+        with pytest.raises(ValueError, match="given where draft_qo_indptr is, got None"):
+            batching.advance_draft_batch(*arrays, **options, step=0, out=part)
+    part = DraftIndices(**{**vars(rows), "qo_indptr": None})
+    with pytest.raises(ValueError, match="absent where draft_qo_indptr is, got a tensor"):
+        batching.advance_draft_batch(*arrays, **options, step=0, out=part)
+
+
+def test_mtp_input_faults(device: str, on_cuda: bool) -> None:
+    for name, value, message in (
+        ("token_ids", 50, r"token_ids.* (and draft_token_ids )?must be"),
+        ("source_rows", 10**6, "source_rows.* must"),
+        ("row_to_request", 99, "row_to_request.* must"),
+    ):
+        case = input_case(torch.float32, 16)
+        row = int((case["row_to_request"] >= 0).nonzero()[0])
+        if name == "token_ids":
+            slot = int(case["slots"][case["row_to_request"][row]])
+            case[name][slot, int(case["positions"][row]) + 1] = value
+        else:
+            case[name][row] = value
+        with expect_fault(on_cuda, "^mtp_input: .*" + message):
+            out = dense.mtp_input(**to(case, device))
+        if on_cuda:
+            assert not bool(out[row].any())
