@@ -846,6 +846,21 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
     sound(cache)
 
 
+def test_a_file_s_label(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for label in ("", "a vocabulary: größer\n" * 1000):
+        corpus().save(path, label=label)
+        assert SuffixCache.read_label(path) == label
+        again = SuffixCache(max_tree_depth=12)
+        again.load(path)
+        assert again.num_cached_requests == corpus().num_cached_requests > 0
+    with pytest.raises(OSError, match="gone"):
+        SuffixCache.read_label(tmp_path / "gone")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"^SuffixCache\.read_label: the file '.*/x' is cut short"):
+        SuffixCache.read_label(path)
+
+
 def test_an_empty_cache_is_saved_too(tmp_path: Path) -> None:
     SuffixCache().save(tmp_path / "x")
     cache = SuffixCache()

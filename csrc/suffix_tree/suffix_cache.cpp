@@ -163,11 +163,17 @@ std::unique_ptr<SuffixTree> make_shared_tree(const SuffixCacheOptions& options) 
   return off ? nullptr : std::make_unique<SuffixTree>(options.max_tree_depth);
 }
 
-// The first section of a file.
+// A file: the label, this head, the requests' handles, the tree.
 struct FileHead {
   int64_t max_depth;
   int64_t num_requests;
 };
+
+std::string next_text(FileReader& file) {
+  std::string text(file.section_bytes(), '\0');
+  file.section(text.data(), text.size());
+  return text;
+}
 
 }  // namespace
 
@@ -771,7 +777,7 @@ std::string SuffixCache::check_integrity() const {
   return state_->check();
 }
 
-void SuffixCache::save(const std::string& path) const {
+void SuffixCache::save(const std::string& path, const std::string& label) const {
   State& state = *state_;
   std::lock_guard<std::mutex> guard(state.mutex);
   if (state.shared == nullptr) {
@@ -779,6 +785,7 @@ void SuffixCache::save(const std::string& path) const {
   }
   FileWriter file(path);
   state.shared->reclaim(state.shared->num_pending_tokens());
+  file.section(label.data(), label.size());
   FileHead head{.max_depth = state.depth, .num_requests = state.cached.size};
   file.section(&head, sizeof(head));
   std::vector<int32_t> handles;  // oldest first
@@ -788,6 +795,11 @@ void SuffixCache::save(const std::string& path) const {
   file.section(handles.data(), handles.size() * sizeof(int32_t));
   state.shared->save(file);
   file.finish();
+}
+
+std::string SuffixCache::read_label(const std::string& path) {
+  FileReader file(path);
+  return next_text(file);
 }
 
 void SuffixCache::load(const std::string& path) {
@@ -804,6 +816,7 @@ void SuffixCache::load(const std::string& path) {
   auto refuse = [&](const std::string& what) {
     throw std::runtime_error("the file '" + path + "' " + what);
   };
+  next_text(file);  // the label
   FileHead head{};
   file.section(&head, sizeof(head));
   if (head.max_depth != state.depth) {

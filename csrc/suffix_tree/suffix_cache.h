@@ -98,8 +98,10 @@ class SuffixCache {
   std::string check_integrity() const;
 
   // The shared tree; what runs comes back stopped. Errors are those of suffix_file.h.
-  void save(const std::string& path) const;
+  // label: the caller's own, kept in the file.
+  void save(const std::string& path, const std::string& label = "") const;
   void load(const std::string& path);  // into a cache that has nothing in its shared tree
+  static std::string read_label(const std::string& path);
 
  private:
   struct State;

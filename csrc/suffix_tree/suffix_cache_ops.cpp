@@ -361,9 +361,16 @@ class CacheForPython {
     cache_.wait();
   }
 
-  void save(const py::object& path) {
+  void save(const py::object& path, const std::string& label) {
     std::string name = to_path(path);
-    with_name("SuffixCache.save", [&] { run(true, [&] { cache_.save(name); }); });
+    with_name("SuffixCache.save", [&] { run(true, [&] { cache_.save(name, label); }); });
+  }
+
+  static std::string read_label(const py::object& path) {
+    std::string name = to_path(path);
+    std::string label;
+    with_name("SuffixCache.read_label", [&] { label = SuffixCache::read_label(name); });
+    return label;
   }
 
   void load(const py::object& path) {
@@ -373,6 +380,7 @@ class CacheForPython {
 
   py::list running_requests() const { return ids_of(cache_.running()); }
   py::list cached_requests() const { return ids_of(cache_.cached()); }
+  int64_t num_cached_requests() const { return cache_.num_cached_requests(); }
   int64_t num_cached_tokens() const { return cache_.num_cached_tokens(); }
   int64_t num_bytes() const { return cache_.num_bytes(); }
 
@@ -655,9 +663,11 @@ void register_suffix_cache(py::module_& m) {
       .def("reclaim", &CacheForPython::reclaim)
       .def("wait", &CacheForPython::wait)
       .def("save", &CacheForPython::save)
+      .def_static("read_label", &CacheForPython::read_label)
       .def("load", &CacheForPython::load)
       .def("running_requests", &CacheForPython::running_requests)
       .def("cached_requests", &CacheForPython::cached_requests)
+      .def("num_cached_requests", &CacheForPython::num_cached_requests)
       .def("num_cached_tokens", &CacheForPython::num_cached_tokens)
       .def("num_bytes", &CacheForPython::num_bytes)
       .def("count", &CacheForPython::count)

@@ -285,17 +285,31 @@ class SuffixCache:
         """Waits until every prompt is built that is being built in the background."""
         self._cache.wait()
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str], *, label: str = "") -> None:
         """Writes the shared tree to one file; an older file of that name is replaced at the end.
 
         Responses being written are saved as they are. Ids are not saved. What was evicted is given
         back first.
 
+        Args:
+            path: of the file.
+            label: kept in the file for `read_label`: such as what the tokens mean.
+
         Raises:
             ValueError: there is no shared tree.
             OSError: the file cannot be written. An older one is as it was.
         """
-        self._cache.save(path)
+        self._cache.save(path, label)
+
+    @staticmethod
+    def read_label(path: str | PathLike[str]) -> str:
+        """Returns the label that a file was saved with.
+
+        Raises:
+            ValueError: the file was not written by `save`, or is damaged so far.
+            OSError: the file cannot be read.
+        """
+        return _C.SuffixCache.read_label(path)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Reads a file of `save` into a cache whose shared tree is empty.
@@ -320,6 +334,11 @@ class SuffixCache:
     def cached_requests(self) -> list[Hashable | None]:
         """Ids of the responses in the shared tree, oldest first; None for those without."""
         return self._cache.cached_requests()
+
+    @property
+    def num_cached_requests(self) -> int:
+        """Responses in the shared tree."""
+        return self._cache.num_cached_requests()
 
     @property
     def num_cached_tokens(self) -> int:
