@@ -51,7 +51,8 @@ class MtpConvention:
         copies: tensors that checkpoints of the family repeat for each module; the target's own
             embedding and LM head are used in their place.
         hidden_first: the hidden state, not the embedding, is the projection's first half.
-        norm_offset: added to every norm weight of the modules (Gemma's and Qwen3-Next's 1 + w).
+        norm_offset: added to every norm weight of the modules as it is loaded, and rounded to the
+            model's dtype (Gemma's and Qwen3-Next's 1 + w).
         recycle_normed: a later draft reads the state after the head norm, not before it.
         masks_position_0: the embedding read at position 0 is replaced by zeros. True of no family
             here: some engines do it, which takes the second token from every first draft.
@@ -327,7 +328,8 @@ def load_mtp(
         if load_format == "dummy":
             source: Source = RandomWeights(target.device)
             names: Collection[str] = ()
-            convention = CONVENTIONS["deepseek_v3"]
+            is_mimo = config.architecture == "MiMoForCausalLM"
+            convention = CONVENTIONS["mimo" if is_mimo else "deepseek_v3"]
             field, count = _declared(raw, convention, where)
             if not count:
                 raise ModelError(f"{where / 'config.json'}: {field} must be at least 1")
