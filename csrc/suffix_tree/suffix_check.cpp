@@ -61,9 +61,13 @@ class Check {
     expect(num_free == state_.text.num_free_, "free blocks: ", num_free);
     num_free = 0;
     for (int kind = ChildTable::kFirstList; kind < ChildTable::kNumKinds; ++kind) {
-      for (int32_t first = state_.table.free_[kind]; first >= 0 && error_.empty();
-           first = state_.table.slots_[first].child) {
+      int32_t first = state_.table.free_[kind];
+      while (first >= 0) {
         num_free += take_slots(first, static_cast<int16_t>(kind));
+        if (!error_.empty()) {
+          return;
+        }
+        first = state_.table.slots_[first].child;
       }
     }
     expect(num_free == state_.table.num_free_slots_, "free slots: ", num_free);
@@ -317,7 +321,9 @@ void SuffixTree::State::check_indices() const {
   expect(is_handle(oldest) && is_handle(youngest) && is_handle(free_handle), "the sequences");
   expect(is_block(text.free_block_) && free_node_head >= -1 && free_node_head < nodes.size(),
          "the free lists");
+  expect(next_order >= 0 && next_order < int64_t{1} << (62 - TokenBlocks::kIndexBits), "the order");
   int64_t num_tokens_found = 0;
+  std::vector<int32_t> first_index(static_cast<size_t>(num_blocks), -1);  // of blocks in use
   for (const Sequence& sequence : sequences) {
     expect(is_handle(sequence.older) && is_handle(sequence.younger), "the order of sequences");
     if (!sequence.in_use) {
@@ -336,6 +342,8 @@ void SuffixTree::State::check_indices() const {
     for (; sequence.begin < sequence.length && age < end; age += kBlockTokens) {
       expect(block >= 0 && block < num_blocks && text.blocks_[block].age == age, "a block");
       expect(&sequences[0] + text.blocks_[block].owner == &sequence, "a block's owner");
+      first_index[static_cast<size_t>(block)] =
+          static_cast<int32_t>(age & ((int64_t{1} << TokenBlocks::kIndexBits) - 1));
       block = text.blocks_[block].next;
     }
     expect(sequence.begin == sequence.length || block == -1, "the last block of a sequence");
@@ -346,9 +354,13 @@ void SuffixTree::State::check_indices() const {
     expect(is_block(it.next) && is_block(it.prev) && is_handle(it.owner), "a block");
   }
   const auto is_position = [&](int32_t position) {
-    return position >= 0 && position < num_positions &&
-           text.blocks_[position >> kBlockBits].owner >= 0 &&
-           sequences[static_cast<size_t>(text.blocks_[position >> kBlockBits].owner)].in_use;
+    if (position < 0 || position >= num_positions) {
+      return false;
+    }
+    const int32_t first = first_index[static_cast<size_t>(position >> kBlockBits)];
+    const int32_t index = first + (position & (kBlockTokens - 1));
+    return first >= 0 && index >= sequences[static_cast<size_t>(text.owner(position))].begin &&
+           index < sequences[static_cast<size_t>(text.owner(position))].length;
   };
   const auto is_node = [&](int32_t node) {
     return node >= 0 && node < nodes.size() && nodes[node].kind != ChildTable::kFree;

@@ -4,6 +4,7 @@
 // Which match drafts is settled by scores alone, which take a look at every node of a path but at no
 // text; only the best draft is written out.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "suffix_tree/suffix_state.h"
@@ -43,7 +44,16 @@ class Drafter {
       : state_(state), options_(options) {}
 
   bool locate(const int32_t* tokens, int32_t size, Point& point) const;
+  // If a match occurs, every shorter one does: the longest one below `end`, of more than `known` and at
+  // most `longest` tokens, if any.
+  void locate_longest(
+      const int32_t* end, int32_t known, int32_t longest, const Sequence* live, Point& point) const;
   int32_t budget(int32_t match_len) const;
+  // No draft of the match scores higher.
+  int32_t bound(int32_t match_len) const {
+    const int32_t most = budget(match_len);
+    return options_.read_on ? most : std::min(most, state_.max_depth - match_len);
+  }
   // How many tokens after the point, and their score. Gives up where it cannot be above `above`.
   int32_t score_path(Point point, int32_t budget, float above, float& score) const;
   void write_path(Point point, int32_t budget, SuffixDraft& draft) const;
@@ -94,16 +104,45 @@ bool Drafter::locate(const int32_t* tokens, int32_t size, Point& point) const {
     }
     const int32_t end = child >= 0 ? std::min<int32_t>(size, node(child).depth) : size;
     const int32_t start = state_.ref(child);
-    for (++depth; depth < end; ++depth) {
-      if (state_.text.token(start, depth) != tokens[depth]) {
-        return false;
-      }
+    if (!state_.text.equals(start, depth + 1, tokens + depth + 1, end - depth - 1)) {
+      return false;
     }
+    depth = end;
     if (depth == size) {
       point = {child, depth};
       return true;
     }
     parent = child;
+  }
+}
+
+void Drafter::locate_longest(
+    const int32_t* end, int32_t known, int32_t longest, const Sequence* live, Point& point) const {
+  for (int32_t i = known + 1; i <= longest; ++i) {
+    if (end[-i] < 0) {
+      longest = i - 1;
+    }
+  }
+  const int32_t reach = live == nullptr ? 0 : __atomic_load_n(&live->reach, __ATOMIC_RELAXED);
+  int32_t found = known;
+  int32_t missing = longest + 1;
+  int32_t match_len = std::min(known + std::max(reach, 1), longest);
+  // From where it was last on in steps that double, then between what was found and what was not.
+  for (int32_t step = 1; found + 1 < missing; step *= 2) {
+    if (locate(end - match_len, match_len, point)) {
+      found = match_len;
+    } else {
+      missing = match_len;
+    }
+    if (found > known && missing <= longest) {
+      match_len = found + (missing - found) / 2;
+    } else {
+      match_len =
+          found > known ? std::min(found + step, longest) : std::max(missing - step, known + 1);
+    }
+  }
+  if (live != nullptr) {
+    __atomic_store_n(&live->reach, found - known, __ATOMIC_RELAXED);
   }
 }
 
@@ -186,8 +225,8 @@ void Drafter::write_path(Point point, int32_t budget, SuffixDraft& draft) const 
     }
     const int32_t num_tokens = std::min(budget - size, end - point.depth);
     const int32_t start = state_.ref(point.child);
+    state_.text.copy(start, point.depth, draft.token_ids + size, num_tokens);
     for (int32_t i = 0; i < num_tokens; ++i) {
-      draft.token_ids[size + i] = state_.text.token(start, point.depth + i);
       if (draft.parents != nullptr) {
         draft.parents[size + i] = size + i - 1;
       }
@@ -306,32 +345,6 @@ void SuffixTree::speculate(int32_t sequence,
   draft.score = 0.0f;
   draft.match_len = 0;
 
-  Point best_point{};
-  int32_t best_len = 0;
-  float best_score = options.above_score;
-  // Returns whether shorter matches can be better still: no token counts for more than 1.
-  const auto consider = [&](Point point, int32_t match_len) {
-    const int32_t budget = drafter.budget(match_len);
-    if (best_score >= static_cast<float>(budget)) {
-      return options.max_spec_factor < 0.0f;
-    }
-    float score;
-    if (options.use_tree) {
-      drafter.score_tree(point, budget, best_score, trial, score);
-    } else {
-      drafter.score_path(point, budget, best_score, score);
-    }
-    if (score > best_score) {
-      best_score = score;
-      best_point = point;
-      best_len = match_len;
-      if (options.use_tree) {
-        std::swap(trial, best_tree);
-      }
-    }
-    return true;
-  };
-
   const int32_t longest = static_cast<int32_t>(std::min<int64_t>(size, state.max_depth));
   const int32_t* const end = context + size;
   const Sequence* const live =
@@ -339,37 +352,79 @@ void SuffixTree::speculate(int32_t sequence,
           ? &state.sequences[static_cast<size_t>(sequence)]
           : nullptr;
   const int32_t num_active = live == nullptr ? 0 : live->num_active;
-  bool goes_on = true;
-  // What reaches back beyond the sequence has to be looked for. If a match occurs, every shorter one
-  // does: the longest is found in steps that double and are halved again.
+  Point located{kRoot, 0};
+  // What reaches back beyond the sequence has to be looked for.
   if (num_active < longest && (live == nullptr || num_active == live->length)) {
-    Point point;
-    int32_t found = num_active;
-    int32_t missing = longest + 1;
-    for (int32_t step = 1; found + 1 < missing; step *= 2) {
-      const int32_t match_len = std::min(found + step, missing - 1);
-      if (!drafter.locate(end - match_len, match_len, point)) {
-        missing = match_len;
+    drafter.locate_longest(end, num_active, longest, live, located);
+  }
+  const int32_t num_matches = std::max(located.depth, std::min(num_active, longest));
+  const auto find_match = [&](int32_t match_len) {
+    Point point = located;
+    if (match_len <= num_active) {
+      const int32_t position = state.text.advance(live->first_active, num_active - match_len);
+      point = {state.text.home_[position], match_len};
+    } else if (match_len != located.depth) {
+      drafter.locate(end - match_len, match_len, point);
+    }
+    return point;
+  };
+
+  Point best_point{};
+  int32_t best_len = 0;
+  float best_score = options.above_score;
+  // Of equal scores the longer match wins, and at first nothing wins by that.
+  int32_t shortest_equal = INT32_MAX;
+  const auto matters = [&](int32_t match_len) {
+    if (match_len < 1 || match_len > num_matches) {
+      return false;
+    }
+    const float bound = static_cast<float>(drafter.bound(match_len));
+    return bound > best_score || (bound == best_score && match_len >= shortest_equal);
+  };
+  const auto consider = [&](int32_t match_len) {
+    const Point point = find_match(match_len);
+    const int32_t budget = drafter.budget(match_len);
+    const float above =
+        match_len >= shortest_equal ? std::nextafter(best_score, -1.0f) : best_score;
+    float score;
+    if (options.use_tree) {
+      drafter.score_tree(point, budget, above, trial, score);
+    } else {
+      drafter.score_path(point, budget, above, score);
+    }
+    if (score > above) {
+      best_score = score;
+      best_point = point;
+      best_len = match_len;
+      shortest_equal = match_len + 1;
+      if (options.use_tree) {
+        std::swap(trial, best_tree);
+      }
+    }
+  };
+  // No token counts for more than 1. So a match is bounded by its budget, which falls with its length,
+  // and where nothing is read on by the tokens left to the full depth, which rise. From where the lower
+  // of the two is highest we go both ways, until neither can be better.
+  int32_t down = num_matches;
+  while (down > 1 && drafter.bound(down - 1) > drafter.bound(down)) {
+    --down;
+  }
+  int32_t up = down + 1;
+  if (options.max_spec_factor >= 0.0f) {
+    while (true) {
+      const bool can_go_up = matters(up);
+      const bool can_go_down = matters(down);
+      if (can_go_up && (!can_go_down || drafter.bound(up) >= drafter.bound(down))) {
+        consider(up++);
+      } else if (can_go_down) {
+        consider(down--);
+      } else {
         break;
       }
-      found = match_len;
     }
-    while (found + 1 < missing) {
-      const int32_t match_len = found + (missing - found) / 2;
-      (drafter.locate(end - match_len, match_len, point) ? found : missing) = match_len;
-    }
-    for (int32_t match_len = found; goes_on && match_len > num_active; --match_len) {
-      drafter.locate(end - match_len, match_len, point);
-      goes_on = consider(point, match_len);
-    }
-  }
-  int32_t position = live == nullptr ? -1 : live->first_active;
-  for (int32_t match_len = num_active; goes_on && match_len > 0; --match_len) {
-    if (match_len <= longest) {
-      goes_on = consider({state.text.home_[position], match_len}, match_len);
-    }
-    if (match_len > 1) {
-      position = state.text.advance(position, 1);
+  } else {
+    for (int32_t match_len = num_matches; match_len > 0; --match_len) {
+      consider(match_len);
     }
   }
 

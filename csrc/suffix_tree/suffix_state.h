@@ -44,6 +44,10 @@ struct Sequence {
   int16_t is_live;  // tokens may be appended
   int16_t is_removed;
   int16_t unused;
+  // How far the longest match reached back beyond the sequence when it was last drafted for: where the
+  // search begins, no more. Readers write it.
+  mutable int32_t reach;
+  int32_t unused2;
 };
 
 struct SuffixTree::State {

@@ -548,7 +548,11 @@ int64_t SuffixTree::num_used_bytes() const {
 }
 
 int64_t SuffixTree::length(int32_t sequence) const {
-  return state_->sequences[static_cast<size_t>(sequence)].length;
+  const bool is_handle = sequence >= 0 &&
+                         sequence < static_cast<int64_t>(state_->sequences.size()) &&
+                         state_->sequences[static_cast<size_t>(sequence)].in_use &&
+                         !state_->sequences[static_cast<size_t>(sequence)].is_removed;
+  return is_handle ? state_->sequences[static_cast<size_t>(sequence)].length : -1;
 }
 
 std::string SuffixTree::check_integrity() const { return state_->check_integrity(); }

@@ -89,9 +89,9 @@ class SuffixTree {
   int64_t num_tokens() const;          // in sequences that were not removed
   int64_t num_pending_tokens() const;  // of removed ones, to be given back by `reclaim`
   int64_t num_nodes() const;
-  int64_t num_bytes() const;       // taken from the system
-  int64_t num_used_bytes() const;  // without what is free to be used again
-  int64_t length(int32_t sequence) const;
+  int64_t num_bytes() const;               // taken from the system
+  int64_t num_used_bytes() const;          // without what is free to be used again
+  int64_t length(int32_t sequence) const;  // -1: no such sequence
 
   // Checks every invariant (suffix_state.h lists them); returns what is wrong, or "". Changes nothing.
   std::string check_integrity() const;

@@ -81,6 +81,44 @@ class TokenBlocks {
     return text_[static_cast<int64_t>(block) * kBlockTokens + offset];
   }
 
+  // Whether the text from k behind `position` on is that of the tokens.
+  bool equals(int32_t position, int32_t k, const int32_t* tokens, int32_t size) const {
+    int32_t block = position >> kBlockBits;
+    int32_t offset = (position & (kBlockTokens - 1)) + k;
+    for (int32_t i = 0; i < size;) {
+      while (offset >= kBlockTokens) {
+        block = blocks_[block].next;
+        if (block < 0) {
+          return false;
+        }
+        offset -= kBlockTokens;
+      }
+      const int32_t* const text = &text_[static_cast<int64_t>(block) * kBlockTokens];
+      for (; i < size && offset < kBlockTokens; ++i, ++offset) {
+        if (text[offset] != tokens[i]) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  // Copies what follows k behind `position`, which must be there.
+  void copy(int32_t position, int32_t k, int32_t* tokens, int32_t size) const {
+    int32_t block = position >> kBlockBits;
+    int32_t offset = (position & (kBlockTokens - 1)) + k;
+    for (int32_t i = 0; i < size;) {
+      while (offset >= kBlockTokens) {
+        block = blocks_[block].next;
+        offset -= kBlockTokens;
+      }
+      const int32_t* const text = &text_[static_cast<int64_t>(block) * kBlockTokens];
+      for (; i < size && offset < kBlockTokens; ++i, ++offset) {
+        tokens[i] = text[offset];
+      }
+    }
+  }
+
   // The position k behind `position`, which must be there.
   int32_t advance(int32_t position, int32_t k) const {
     int32_t block = position >> kBlockBits;
