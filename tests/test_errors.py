@@ -384,6 +384,13 @@ def ngram_propose() -> dict[str, Any]:
         "max_draft_tokens": ints(2, 2),
         "min_ngram_size": ints(1, 1),
         "max_ngram_size": ints(3, 3),
+        "leftmost": ints(0, 1),
+        "num_given_drafts": ints(0, 2),
+        "max_total_draft_tokens": 9,
+        "table": torch.zeros(2, 64, dtype=torch.int32),
+        "state": torch.zeros(2, 2, dtype=torch.int32),
+        "scan_tokens": 1,
+        "index_tokens": 8,
         "draft_token_ids": torch.zeros(2, 4, dtype=torch.int32),
         "num_draft_tokens": ints(0, 0),
     }
@@ -465,6 +472,7 @@ def test_the_good_calls_are_good(name: str) -> None:
             together = name in ("prepare_batch", "advance_draft_batch") or argument.startswith(
                 ("prefix_", "draft_prob")
             )
+            together |= name == "ngram_propose" and argument in ("table", "state")
             needed = {"temperature", "seeds", "accept_rates", "positions", "output_indptr"}
             needed |= {"draft_token_ids"} if name == "top_logprobs" else set()
             needed |= NEEDED_IN_COMMIT if name == "commit" else set()

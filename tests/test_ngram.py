@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """N-gram drafting against a brute-force search, on histories full of repetition."""
 
+from typing import Any
+
 import pytest
 import specops
 import torch
@@ -8,9 +10,14 @@ from conftest import expect_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from specops import ngram, reference
+from specops.ngram import NgramIndex
 from torch import Tensor
 
 POISON = 1_000_003
+
+
+def ints(values: list[int], device: str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def propose(
@@ -20,6 +27,11 @@ def propose(
     sizes: tuple[int | Tensor, int | Tensor],
     device: str,
     max_len: int | None = None,
+    *,
+    leftmost: bool | Tensor = False,
+    given: list[list[int]] | None = None,
+    total: int | None = None,
+    index: NgramIndex | None = None,
 ) -> tuple[list[list[int]], list[int]]:
     """Runs the op on poisoned, strided rows, checks the canaries, and checks the reference too."""
     width = max_len or max([len(row) for row in rows], default=0) + 3
@@ -27,23 +39,38 @@ def propose(
     for b, row in enumerate(rows):
         wide[b, : len(row)] = torch.tensor(row, dtype=torch.int32)
     token_ids = wide.to(device)[:, :width]
-    lens = torch.tensor([len(row) for row in rows], dtype=torch.int32, device=device)
-    max_draft_tokens = torch.tensor(limits, dtype=torch.int32, device=device)
+    lens = ints([len(row) for row in rows], device)
     canary = torch.full((len(rows) + 1, k), 77, dtype=torch.int32, device=device)
+    for b, first in enumerate(given or []):
+        canary[b, : len(first)] = ints(first, device)
+    options: dict[str, Any] = {
+        "min_ngram_size": sizes[0],
+        "max_ngram_size": sizes[1],
+        "leftmost": leftmost,
+        "num_given_drafts": ints([len(first) for first in given], device) if given else None,
+        "max_total_draft_tokens": total,
+    }
+    want = reference.ngram_propose(
+        token_ids, lens, ints(limits, device), k=k, given_token_ids=canary.clone(), **options
+    )
     drafts, counts = ngram.ngram_propose(
         token_ids,
         lens,
-        max_draft_tokens,
-        min_ngram_size=sizes[0],
-        max_ngram_size=sizes[1],
+        ints(limits, device),
         draft_token_ids=canary[:-1],
+        index=index,
+        **options,
     )
     assert bool((canary[-1] == 77).all())
-    want = reference.ngram_propose(
-        token_ids, lens, max_draft_tokens, k=k, min_ngram_size=sizes[0], max_ngram_size=sizes[1]
-    )
     assert torch.equal(drafts.cpu(), want[0]) and torch.equal(counts.cpu(), want[1])
     return drafts.tolist(), counts.tolist()
+
+
+def poisoned_index(batch: int, entries: int, device: str, **options: Any) -> NgramIndex:
+    """Through which everything goes that it has room for; what it holds at first is anything."""
+    table = torch.full((batch, entries), POISON, dtype=torch.int32, device=device)
+    state = torch.zeros(batch, 2, dtype=torch.int32, device=device)
+    return NgramIndex(table, state, **{"scan_tokens": 0, "index_tokens": 1 << 20, **options})
 
 
 @pytest.mark.parametrize(
@@ -86,7 +113,92 @@ def test_sizes_per_request(device: str, isa: str) -> None:
     assert propose([row, row], [1] * 2, 1, (torch.ones_like(low[:2]), 2), device)[0] == [[4], [4]]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize(
+    "row,sizes,want",
+    [
+        ([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], (1, 3), [4, 9, 1, 2]),  # the longer one, which is later
+        ([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], (1, 2), [3, 9, 1, 2]),
+        ([8, 8, 8, 8, 8], (1, 2), [8, 8, 8]),
+        ([7, 7], (1, 5), [7]),
+        ([7], (1, 5), []),
+    ],
+)
+def test_examples_of_leftmost(
+    device: str, isa: str, row: list[int], sizes: tuple[int, int], want: list[int]
+) -> None:
+    drafts, counts = propose([row], [10], 4, sizes, device, leftmost=True)
+    assert drafts == [want + [-1] * (4 - len(want))] and counts == [len(want)]
+    both = propose([row, row], [10] * 2, 4, sizes, device, leftmost=ints([1, 0], device))
+    assert both[0][0] == drafts[0]
+    assert both[0][1] == propose([row], [10], 4, sizes, device)[0][0]
+
+
+def test_given_drafts_are_the_last_tokens(device: str, isa: str) -> None:
+    row = [1, 2, 3, 4, 5, 6, 1]
+    drafts, counts = propose(
+        [row] * 6,
+        [5, 5, 2, 1, 9, 4],
+        5,
+        (1, 4),
+        device,
+        given=[[], [2], [2, 3], [2, 3], [2, 3, 2, 3, 2], [9, 9]],
+    )
+    assert drafts[:3] == [[2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [2, 3, -1, -1, -1]]
+    assert drafts[3:] == [[2, 3, -1, -1, -1], [2, 3, 2, 3, 2], [9, 9, 9, -1, -1]]
+    assert counts == [5, 5, 2, 2, 5, 3]
+    assert propose([[], [4]], [3, 3], 3, (1, 2), device, given=[[6, 6], [4]]) == (
+        [[6, 6, 6], [4, 4, -1]],
+        [3, 2],
+    )
+
+
+@pytest.mark.parametrize(
+    "total,want",
+    [
+        (None, [6, 1, 4, 0, 6]),
+        (17, [6, 1, 4, 0, 6]),
+        (16, [6, 1, 4, 0, 5]),
+        (13, [4, 1, 4, 0, 4]),
+        (12, [4, 1, 4, 0, 3]),
+        (11, [4, 1, 3, 0, 3]),
+        (4, [1, 1, 1, 0, 1]),
+        (3, [1, 1, 1, 0, 0]),
+        (0, [0, 0, 0, 0, 0]),
+    ],
+)
+def test_shares_of_a_total(device: str, isa: str, total: int | None, want: list[int]) -> None:
+    row = [1, 2, 3, 4, 5, 6, 1, 2]
+    rows = [row, row, row, [1, 2, 3], row]
+    _, counts = propose(rows, [6, 1, 4, 6, 6], 6, (1, 2), device, total=total)
+    assert counts == want
+
+
+def test_shares_never_cut_given_drafts(device: str, isa: str) -> None:
+    row = [1, 2, 3, 4, 5, 6, 1]
+    given = [[2, 3, 4], [], [2], []]
+    for total, want in [(20, [6, 6, 6, 0]), (12, [4, 4, 4, 0]), (9, [3, 3, 3, 0])]:
+        rows = [row, row, row, [5]]
+        assert propose(rows, [9] * 4, 6, (1, 3), device, given=given, total=total)[1] == want
+    for total, want in [(6, [3, 2, 1, 0]), (4, [3, 0, 1, 0]), (1, [3, 0, 1, 0])]:
+        assert propose(rows, [9] * 4, 6, (1, 3), device, given=given, total=total)[1] == want
+    assert propose([], [], 3, (1, 2), device, total=5) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "batch", [40, pytest.param(1500, marks=pytest.mark.prove, id="more than threads")]
+)
+def test_shares_among_many(device: str, batch: int) -> None:
+    """What is left over goes one each to the first that were cut."""
+    rows = [[1, 2, 3, 4, 5, 1] if b % 3 else [1, 2] for b in range(batch)]
+    wanting = sum(b % 3 > 0 for b in range(batch))
+    total = 2 * wanting + wanting // 3
+    _, counts = propose(rows, [4] * batch, 4, (1, 1), device, total=total)
+    assert sum(counts) == total
+    want = [3] * (wanting // 3) + [2] * (wanting - wanting // 3)
+    assert [count for b, count in enumerate(counts) if b % 3] == want
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_history(device: str, on_cuda: bool, data: st.DataObject) -> None:
     alphabet = data.draw(st.integers(1, 5))
@@ -96,9 +208,143 @@ def test_any_history(device: str, on_cuda: bool, data: st.DataObject) -> None:
     low = data.draw(st.integers(1, 6))
     high = data.draw(st.integers(low, 12))
     k = data.draw(st.integers(0, 8))
+    few = st.lists(st.integers(0, alphabet), max_size=k)
+    options: dict[str, Any] = {
+        "leftmost": data.draw(st.booleans()),
+        "given": [data.draw(few) for _ in rows] if data.draw(st.booleans()) else None,
+        "total": data.draw(st.none() | st.integers(0, 20)),
+    }
+    entries = data.draw(st.none() | st.integers(0, 3000))
     for isa in specops.supported_isas()[: 1 if on_cuda else None]:
         specops.set_isa(isa)
-        propose(rows, limits, k, (low, high), device)
+        index = None if entries is None else poisoned_index(len(rows), entries, device)
+        propose(rows, limits, k, (low, high), device, index=index, **options)
+        if index is not None:  # now with what it has noted
+            propose(rows, limits, k, (low, high), device, index=index, **options)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_an_index_changes_no_draft_of_a_growing_history(
+    device: str, on_cuda: bool, data: st.DataObject
+) -> None:
+    """Step by step, rows of their own pace, some given to others, cut or left out for a while."""
+    alphabet = data.draw(st.sampled_from([1, 3, 20]))
+    token = st.integers(0, alphabet)
+    rows = [data.draw(st.lists(token, max_size=60)) for _ in range(data.draw(st.integers(1, 3)))]
+    low = data.draw(st.integers(1, 3))
+    sizes = (low, low + data.draw(st.integers(0, 4)))
+    leftmost = data.draw(st.booleans())
+    index = poisoned_index(
+        len(rows),
+        data.draw(st.sampled_from([1, 7, 64, 200, 2000])),
+        device,
+        scan_tokens=data.draw(st.sampled_from([0, 1, 10, None])),
+        index_tokens=data.draw(st.sampled_from([1, 5, 33, None])),
+    )
+    isa = specops.get_isa()
+    for _ in range(data.draw(st.integers(1, 4 if on_cuda else 12))):
+        event = data.draw(st.sampled_from(["grow", "grow", "grow", "replace", "cut", "sizes"]))
+        b = data.draw(st.integers(0, len(rows) - 1))
+        if event == "replace":  # the slot of another request
+            rows[b] = data.draw(st.lists(token, max_size=60))
+            index.reset(b)
+        elif event == "cut":  # noticed by itself, as long as nothing is put in its place
+            rows[b] = rows[b][: data.draw(st.integers(0, len(rows[b])))]
+            index.reset(b)
+        elif event == "sizes":
+            sizes = (sizes[0], sizes[1] + 1)
+        for row in rows:
+            row.extend(data.draw(st.lists(token, max_size=data.draw(st.sampled_from([1, 4, 40])))))
+        limits = [data.draw(st.sampled_from([0, 4, 4, 4])) for _ in rows]
+        propose(rows, limits, 4, sizes, device, 1000, leftmost=leftmost, index=index)
+    specops.set_isa(isa)
+
+
+@pytest.mark.parametrize("leftmost", [False, True])
+def test_every_prefix_has_the_drafts_of_a_scan(device: str, isa: str, leftmost: bool) -> None:
+    """One token a step from nothing on, and from any number of tokens at once."""
+    row = torch.randint(0, 4, (90,)).tolist()
+    options: dict[str, Any] = {"leftmost": leftmost}
+    from_nothing = poisoned_index(1, 800, device)
+    for count in range(len(row) + 1):
+        grown = propose([row[:count]], [5], 5, (2, 5), device, 100, index=from_nothing, **options)
+        at_once = poisoned_index(1, 800, device)
+        for _ in range(2):
+            fresh = propose([row[:count]], [5], 5, (2, 5), device, 100, index=at_once, **options)
+            assert grown == fresh
+    assert from_nothing.state.tolist()[0][0] == len(row) - 1  # nothing was left to scan
+
+
+def test_a_row_that_became_shorter_is_noticed(device: str, isa: str) -> None:
+    index = poisoned_index(1, 400, device)
+    propose([[1, 2, 3, 1, 2, 4, 1, 2]], [3], 3, (1, 2), device, 40, index=index)
+    assert propose([[9, 2, 9]], [3], 3, (1, 2), device, 40, index=index) == ([[2, 9, -1]], [2])
+
+
+def test_a_reset_forgets(device: str, isa: str) -> None:
+    """What the table still holds of another text is neither found nor in the way."""
+    index = poisoned_index(2, 400, device)
+    old = [1, 2, 3, 4, 5, 6, 7, 8] * 4
+    propose([old, old], [3, 3], 3, (2, 4), device, 40, index=index)
+    index.reset(0)
+    new = [5, 6, 1, 1, 2, 9, 1, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 3, 2, 9, 9, 8, 8, 8, 8, 8, 8, 8, 7]
+    for count in range(4, len(new) + 1):
+        rows = [new[:count], [*old, 1, 2]]
+        propose(rows, [3, 3], 3, (2, 4), device, 40, index=index)
+
+
+def test_a_full_table_goes_on_scanning(device: str, isa: str) -> None:
+    """Of 300 different tokens a table of 64 entries knows a few; the rest is scanned for ever."""
+    index = poisoned_index(1, 64, device)
+    row = list(range(300))
+    for extra in ([0, 1], [299, 0, 1, 2], [7, 7, 3]):
+        row = row + extra
+        propose([row], [4], 4, (1, 2), device, 400, index=index)
+        known = -1 - index.state.tolist()[0][0]
+        assert 20 <= known < 64
+    for leftmost in (False, True):
+        index = poisoned_index(1, 80, device)
+        for tail in ([5], [5, 6, 7], [200, 201], [80, 80, 200]):
+            for _ in range(2):
+                propose([row + tail], [4], 4, (1, 2), device, 400, leftmost=leftmost, index=index)
+
+
+def colliding(token: int, before: int, other: int) -> int:
+    """What must stand before `other` for the hash of the two to be that of (before, token)."""
+
+    def mixed(value: int) -> int:
+        value = value * 0x9E3779B1 % 2**32
+        return value ^ (value >> 15)
+
+    found = mixed(token) ^ mixed(other) ^ before
+    return found - 2**32 if found >= 2**31 else found
+
+
+@pytest.mark.parametrize("leftmost", [False, True])
+def test_equal_hashes_change_no_draft(device: str, isa: str, leftmost: bool) -> None:
+    """Bigrams of one hash all over the row: each has its own entry, and the text decides."""
+    twins = [(colliding(5, 4, other), other) for other in range(100, 140)]
+    filler = iter(range(1000, 4000))
+    row: list[int] = []
+    for pair in [(4, 5), *twins[:30]]:
+        row += [*pair, next(filler), next(filler)]
+    index = poisoned_index(1, 4000, device)
+    options: dict[str, Any] = {"leftmost": leftmost, "index": index}
+    for pair in [(4, 5), twins[29], twins[33], twins[0], twins[0], (4, 5), twins[33]]:
+        row += [*pair]
+        counts = propose([row], [2], 2, (2, 2), device, 400, **options)[1]
+        assert counts == [0 if pair == twins[33] and row.count(pair[1]) == 1 else 2]
+        row += [next(filler), next(filler)]
+    assert index.state.tolist()[0][0] > 100
+    # More of them than may stand behind one another: the table is full, the drafts are the same.
+    twins = [(colliding(5, 4, other), other) for other in range(5000, 5100)]
+    row = [token for pair in twins for token in (*pair, next(filler))]
+    index = poisoned_index(1, 4000, device)
+    for pair in (twins[70], twins[3], twins[99]):
+        for _ in range(2):
+            propose([[*row, *pair]], [2], 2, (2, 2), device, 400, leftmost=leftmost, index=index)
+    assert index.state.tolist()[0][0] < 0
 
 
 @pytest.mark.parametrize("vocab", [3, 30, 3000])
@@ -110,6 +356,9 @@ def test_long_rows_of_many_requests(device: str, on_cuda: bool, isa: str, vocab:
         specops.set_num_threads(num_threads)
         results.append(propose(rows, limits, 5, (1, 4), device))
         assert results[0] == results[-1]
+    index = NgramIndex.empty(60, 3003, device=device, scan_tokens=100)
+    for _ in range(2 if on_cuda else 14):  # until all is known
+        assert propose(rows, limits, 5, (1, 4), device, 3003, index=index) == results[0]
     assert sum(results[0][1]) > 0
     for b in (0, 17, 59):  # alone as in the batch, whatever the width of the buffer
         alone = propose([rows[b]], [limits[b]], 5, (1, 4), device, max_len=4000)
@@ -144,6 +393,11 @@ def test_a_match_at_every_distance_from_a_block(
         ({"max_ngram_size": [2]}, r"max_ngram_size must be int32 \[batch=2\], got int32 \[1\]"),
         ({"min_ngram_size": None}, r"min_ngram_size must be an int or int32 \[batch\], got None"),
         ({"max_ngram_size": 2.5}, r"max_ngram_size must be an int or int32 \[batch\], got float"),
+        ({"leftmost": 2}, r"leftmost must be 0 or 1, got 2"),
+        ({"leftmost": [0, -1]}, r"leftmost\[1\] must be 0 or 1, got -1"),
+        ({"num_given_drafts": [0, 4]}, r"num_given_drafts\[1\] must be in 0 \.\. k = 3, got 4"),
+        ({"num_given_drafts": [0, -1]}, r"num_given_drafts\[1\] must be in 0 \.\. k = 3, got -1"),
+        ({"max_total_draft_tokens": -2}, r"max_total_draft_tokens must be at least 0, .* got -2"),
     ],
 )
 def test_refusals_leave_out_untouched(

@@ -15,6 +15,7 @@ import torch
 from specops import _C, batching, dense, ngram, sampling, torch_ops
 from specops.batching import BatchIndices, OutputMode
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
+from specops.ngram import NgramIndex
 from test_errors import FIELDS, GOOD_CALLS, OPS, TENSOR_OPS, ints
 from torch import Tensor
 
@@ -31,11 +32,14 @@ def good_arguments(op: Any) -> list[Any]:
     """The good call of the op, one whose types are those of this overload."""
     arguments = GOOD_CALLS[op._schema.name.split("::")[1]]()
     for argument in op._schema.arguments:
-        if isinstance(arguments[argument.name], Tensor) and str(argument.type) == "int":
-            arguments[argument.name] = int(arguments[argument.name][0])
+        kind = {"int": int, "bool": bool}.get(str(argument.type))
+        if isinstance(arguments[argument.name], Tensor) and kind is not None:
+            arguments[argument.name] = kind(arguments[argument.name][0])
     return list(arguments.values())
 
 
+# What of their tables these write depends on the numbers there.
+KEEPERS = ("specops::commit", "specops::advance_draft_batch", "specops::ngram_propose")
 EVERY_OVERLOAD = [op for name in NAMES for op in overloads(name)]
 
 
@@ -48,7 +52,7 @@ def test_every_op_has_a_schema_of_its_own_arguments(name: str) -> None:
         assert not op._schema.returns
         for argument in arguments:
             # Of `int | Tensor`, each overload is one side.
-            if OPS[name][argument.name] != "int | Tensor":
+            if OPS[name][argument.name] not in ("int | Tensor", "bool | Tensor"):
                 kind = str(argument.type).replace("Optional[Tensor]", "Tensor | None")
                 kind = kind.replace("List[Tensor | None]", FIELDS)
                 assert kind == OPS[name][argument.name] or "Tensor" not in kind, argument.name
@@ -72,9 +76,7 @@ def test_what_an_op_writes_is_what_its_schema_says(op: Any) -> None:
     for argument, value in zip(op._schema.arguments, poisoned, strict=True):
         mark = argument.alias_info is not None and argument.alias_info.is_write
         kept = "cache" in argument.name or argument.name in ("residual", "workspace", "kept")
-        # What of their tables they write depends on the numbers.
-        in_part = op._schema.name in ("specops::commit", "specops::advance_draft_batch")
-        if mark and not kept and not in_part:
+        if mark and not kept and op._schema.name not in KEEPERS:
             value.fill_(77)
     before = [v.clone() if isinstance(v, Tensor) else v for v in poisoned]
     op(*poisoned)
@@ -149,11 +151,15 @@ def test_the_compiled_module_traces_as_the_op(name: str) -> None:
 
 @pytest.mark.parametrize("low", [1, "tensor"])
 @pytest.mark.parametrize("high", [3, "tensor"])
-def test_ngram_sizes_of_either_kind(low: Any, high: Any) -> None:
+@pytest.mark.parametrize("leftmost", [True, "tensor"])
+def test_ngram_sizes_of_either_kind(low: Any, high: Any, leftmost: Any) -> None:
     tokens = torch.randint(0, 4, (3, 40), dtype=torch.int32)
     options = {
         "min_ngram_size": ints(1, 2, 1) if low == "tensor" else low,
         "max_ngram_size": ints(3, 2, 5) if high == "tensor" else high,
+        "leftmost": ints(0, 1, 1) if leftmost == "tensor" else leftmost,
+        "index": NgramIndex.empty(3, 40, scan_tokens=5),
+        "max_total_draft_tokens": 5,
     }
 
     def propose() -> tuple[Tensor, Tensor]:

@@ -190,6 +190,10 @@ const char* error_sentence(int32_t code) {
       return "ngram_propose: min_ngram_size must be at least 1, got a size below";
     case ErrorCode::kNgramMaxSize:
       return "ngram_propose: max_ngram_size must be at least min_ngram_size, got a size below";
+    case ErrorCode::kNgramLeftmost:
+      return "ngram_propose: leftmost must be 0 or 1, got another number";
+    case ErrorCode::kNgramNumGivenDrafts:
+      return "ngram_propose: num_given_drafts must be in 0 .. k, got a number outside";
   }
   return nullptr;
 }

@@ -92,6 +92,8 @@ enum class ErrorCode : int32_t {
   kNgramMaxDraftTokens = 41,
   kNgramMinSize = 42,
   kNgramMaxSize = 43,
+  kNgramLeftmost = 44,
+  kNgramNumGivenDrafts = 45,
 };
 
 struct ErrorFlag {

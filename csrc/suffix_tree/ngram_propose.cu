@@ -8,9 +8,11 @@ void ngram_propose_cuda(const NgramProposeParams& params, CudaStream stream) {
   launch(ngram_propose_kernel,
          dim3(static_cast<unsigned>(params.batch)),
          kNgramThreads,
-         kNgramSmemBytes,
+         sizeof(NgramShared),
          stream,
          params);
+  if (params.max_total_draft_tokens < 0 || params.batch == 0) return;
+  launch(ngram_share_kernel, 1, kNgramThreads, kNgramWarps * sizeof(int64_t), stream, params);
 }
 
 }  // namespace specops

@@ -2,118 +2,305 @@
 #pragma once
 
 #include "common/device.cuh"
+#include "suffix_tree/ngram_index.h"
 #include "suffix_tree/ngram_propose.h"
+#include "suffix_tree/ngram_share.h"
 
 namespace specops {
 
 constexpr int kNgramThreads = 1024;
+constexpr int kNgramWarps = kNgramThreads / kWarpSize;
 constexpr int kNgramTokens = 8;  // a thread's loads in flight
-constexpr int kNgramSmemBytes = kNgramThreads / kWarpSize * sizeof(uint64_t);
 
-// A request after its checks; a wrong one wants no drafts.
-struct NgramRequest {
-  int32_t len = 0;
-  int32_t limit = 0;
-  int32_t min_size = 1;
-  int32_t max_size = 1;
+struct NgramShared {
+  uint64_t warp_best[kNgramWarps];     // of the scan; see match_key
+  uint64_t indexed_best[kNgramWarps];  // of the index, by size
+  int32_t num_indexed[kNgramWarps];    // by size, how many ends found room
 };
 
-__device__ inline NgramRequest load_request(const NgramProposeParams& params, int64_t batch_idx) {
-  NgramRequest out{
-      .len = params.lens[batch_idx],
-      .limit = params.max_draft_tokens[batch_idx],
-      .min_size = params.min_sizes ? params.min_sizes[batch_idx] : params.min_size,
-      .max_size = params.max_sizes ? params.max_sizes[batch_idx] : params.max_size,
-  };
-  ErrorCode code = ErrorCode::kNone;
-  if (out.len < 0 || out.len > params.max_len) {
-    code = ErrorCode::kNgramLens;
-  } else if (out.limit < 0) {
-    code = ErrorCode::kNgramMaxDraftTokens;
-  } else if (out.min_size < 1) {
-    code = ErrorCode::kNgramMinSize;
-  } else if (out.max_size < out.min_size) {
-    code = ErrorCode::kNgramMaxSize;
-  }
-  if (code != ErrorCode::kNone) {
-    if (threadIdx.x == 0) report_error(params.error, code);
-    return {};
-  }
-  if (out.limit > params.capacity) out.limit = static_cast<int32_t>(params.capacity);
-  return out;
+// Of two matches the one with the greater key is wanted; 0 is none.
+__device__ inline uint64_t match_key(const NgramRequest& request, int32_t size, int32_t end) {
+  uint32_t place = static_cast<uint32_t>(end + 1);
+  return (static_cast<uint64_t>(size) << 32) | (request.is_leftmost ? ~place : place);
 }
 
-// drafts = the tokens behind the most recent earlier occurrence of the longest matching suffix.
-// Grid:    x = requests (unbounded).
-// Block:   1024 threads; a thread owns every 1024th end of a match, from the last one backwards.
-// Smem:    the best match of each warp: 256 bytes.
-// Cost:    one backward scan of a row in pieces of 8,192 tokens, 4 bytes read per token, ended by a
-//          match of max_size; bound by the latency of a piece, then by one SM's share of bandwidth.
-// Assumes: shapes checked by ops.cpp.
-// Order:   integers only; the largest (size, end) of all matches, whoever finds it.
-// Source:  Saxena 2023, prompt lookup decoding; FastDeploy's ngram_match.
-__global__ void __launch_bounds__(kNgramThreads, 2)
-    ngram_propose_kernel(NgramProposeParams params) {
-  auto* warp_best = reinterpret_cast<uint64_t*>(shared_memory());
-  int64_t batch_idx = blockIdx.x;
-  int thread = static_cast<int>(threadIdx.x);
-  NgramRequest request = load_request(params, batch_idx);
-  const int32_t* tokens = params.token_ids + batch_idx * params.stride;
-  const int32_t* tail = tokens + request.len - 1;
+// The end of a match with this key.
+__device__ inline int32_t match_end(const NgramRequest& request, uint64_t key) {
+  auto place = static_cast<uint32_t>(key);
+  return static_cast<int32_t>(request.is_leftmost ? ~place : place) - 1;
+}
 
-  // The best match of this thread: its size, and the index of its last token. Only longer ones are
-  // of interest: the token `size` before the end of such a match is tail[-size].
+__device__ inline int32_t nth_entry(int32_t first, int32_t n, int32_t num_entries) {
+  int32_t idx = first + n;
+  return idx < num_entries ? idx : idx - num_entries;
+}
+
+// What the table of a size knows of the text's last tokens, by the whole warp: its key, or 0.
+__device__ inline uint64_t find_indexed(const NgramRequest& request,
+                                        const NgramPlan& plan,
+                                        const uint32_t* table,
+                                        int32_t size) {
+  int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  int32_t last = text_len(request) - 1;
+  if (plan.num_indexed == 0 || size > last) return 0;
+  uint32_t hash = ngram_hash_at(request, last, size);
+  int32_t first = first_entry(hash, plan.num_entries);
+  int32_t probes = plan.num_entries < kNgramProbes ? plan.num_entries : kNgramProbes;
+  for (int32_t begin = 0; begin < probes; begin += kWarpSize) {
+    bool is_probe = begin + lane < probes;
+    uint32_t entry = is_probe ? table[nth_entry(first, begin + lane, plan.num_entries)] : 0;
+    unsigned empty = __ballot_sync(kFullMask, entry == 0);
+    int32_t end = entry_end(entry, hash);
+    bool is_found = entry != 0 && end >= size - 1 && end < plan.num_indexed &&
+                    match_size(request, end, size) == size;
+    unsigned found = __ballot_sync(kFullMask, is_found);
+    if (empty != 0) found &= (empty & (0u - empty)) - 1;  // only those before the first empty one
+    if (found != 0) {
+      end = __shfl_sync(kFullMask, end, __ffs(static_cast<int>(found)) - 1);
+      return match_key(request, size, end);
+    }
+    if (empty != 0) return 0;
+  }
+  return 0;
+}
+
+// Adds the plan's ends to the table of a size, 32 at a time; returns how many ends it knows then.
+__device__ inline int32_t extend_index(const NgramRequest& request,
+                                       const NgramPlan& plan,
+                                       uint32_t* table,
+                                       int32_t size) {
+  int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  int32_t stop = plan.num_indexed + plan.num_new;
+  int32_t probes = plan.num_entries < kNgramProbes ? plan.num_entries : kNgramProbes;
+  for (int32_t begin = plan.num_indexed; begin < stop; begin += kWarpSize) {
+    int32_t end = begin + lane;
+    bool is_waiting = end < stop && end >= size - 1;
+    uint32_t hash = is_waiting ? ngram_hash_at(request, end, size) : 0;
+    int32_t first = first_entry(hash, plan.num_entries);
+    int32_t probe = 0;
+    bool is_refused = false;
+    while (__any_sync(kFullMask, is_waiting)) {
+      bool is_writing = false;
+      int32_t idx = 0;
+      for (; is_waiting && !is_writing && probe < probes;) {
+        idx = nth_entry(first, probe, plan.num_entries);
+        uint32_t entry = table[idx];
+        int32_t other = entry_end(entry, hash);
+        if (entry == 0) {
+          is_writing = true;
+        } else if (other >= size - 1 && other < stop &&
+                   same_ngram(request.tokens, other, end, size)) {
+          is_writing = request.is_leftmost ? end < other : end > other;
+          is_waiting = is_writing;
+        } else {
+          ++probe;
+        }
+      }
+      if (is_waiting && !is_writing) {
+        is_refused = true;
+        is_waiting = false;
+      }
+      // Of the lanes that would write an entry one does, the others look again. Of lanes with the
+      // same n-gram that is the one whose end is wanted, so none of the others has to.
+      unsigned place = is_writing ? static_cast<unsigned>(idx) : 0x80000000u | lane;
+      unsigned rivals = __match_any_sync(kFullMask, place);
+      int writer = request.is_leftmost ? __ffs(static_cast<int>(rivals)) - 1
+                                       : 31 - __clz(static_cast<int>(rivals));
+      __syncwarp(kFullMask);  // every lane has read
+      if (is_writing && writer == lane) {
+        table[idx] = make_entry(hash, end);
+        is_waiting = false;
+      }
+      __syncwarp(kFullMask);
+    }
+    unsigned refused = __ballot_sync(kFullMask, is_refused);
+    if (refused != 0) return begin + __ffs(static_cast<int>(refused)) - 1;
+  }
+  return stop;
+}
+
+// This thread's part of a scan of all ends from `low` on: its best match, as a key. The warps vote
+// after each piece whether any thread has a match that no further one can beat.
+__device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
+  int thread = static_cast<int>(threadIdx.x);
+  int32_t last = text_len(request) - 1;
   int32_t size = request.min_size - 1;
-  int32_t best_end = -1;
-  constexpr int32_t kPiece = kNgramThreads * kNgramTokens;
-  int32_t last = request.limit > 0 ? request.len - 2 : -1;  // of the piece; no match ends later
-  while (last >= request.min_size - 1) {
+  uint64_t best = 0;
+  if (low < size) low = size;
+  if (request.room <= 0) low = last;
+  int32_t count = last - low;  // ends to look at, the most wanted one first
+  if (count <= 0) return 0;
+  int32_t last_token = token_at(request, last);
+  for (int32_t done = 0; done < count; done += kNgramThreads * kNgramTokens) {
+    auto end_of = [&](int i) {
+      int32_t nth = done + i * kNgramThreads + thread;
+      return request.is_leftmost ? low + nth : last - 1 - nth;
+    };
     int32_t ends[kNgramTokens];
     for (int i = 0; i < kNgramTokens; ++i) {
-      int32_t end = last - i * kNgramThreads - thread;
-      ends[i] = tokens[end > 0 ? end : 0];
+      bool is_there = done + i * kNgramThreads + thread < count;
+      ends[i] = token_at(request, is_there ? end_of(i) : low);
     }
-    uint32_t hits = 0;  // bit i: ends[i] is the last token of the row
-    for (int i = 0; i < kNgramTokens; ++i) hits |= uint32_t{ends[i] == tail[0]} << i;
+    uint32_t hits = 0;  // bit i: ends[i] is the last token of the text
+    for (int i = 0; i < kNgramTokens; ++i) hits |= uint32_t{ends[i] == last_token} << i;
     for (; hits != 0 && size < request.max_size; hits &= hits - 1) {
-      int32_t end = last - (__ffs(static_cast<int>(hits)) - 1) * kNgramThreads - thread;
-      if (end < size || tokens[end - size] != tail[-size]) continue;
-      int32_t match = 1;
-      while (match < request.max_size && match <= end && tokens[end - match] == tail[-match]) {
-        ++match;
-      }
+      int i = __ffs(static_cast<int>(hits)) - 1;
+      if (done + i * kNgramThreads + thread >= count) break;
+      int32_t end = end_of(i);
+      // Only a longer match is of interest.
+      if (end < size || token_at(request, end - size) != token_at(request, last - size)) continue;
+      int32_t match = match_size(request, end, request.max_size);
       if (match <= size) continue;
       size = match;
-      best_end = end;
+      best = match_key(request, size, end);
     }
-    last -= kPiece;
-    // The pieces before hold older matches, which are no longer either.
-    if (__syncthreads_or(best_end >= 0 && size == request.max_size)) break;
+    if (__syncthreads_or(best != 0 && size == request.max_size)) break;
   }
+  return best;
+}
 
-  // The longest match of the block, and among the longest the most recent.
-  uint64_t best = 0;
-  if (best_end >= 0) {
-    best = (static_cast<uint64_t>(size) << 32) | static_cast<uint32_t>(best_end + 1);
+// drafts = the tokens behind the best earlier occurrence of the longest matching suffix.
+// Grid:    x = requests (unbounded).
+// Block:   1024 threads; a thread scans every 1024th end of a match, in the order of preference; and
+//          a warp per size looks up the index and adds to it.
+// Smem:    the best match of each warp and size, and how far each size is indexed: 640 bytes.
+// Cost:    without an index a scan of a row in pieces of 8,192 tokens, 4 bytes read per token, ended
+//          by a match of max_size; bound by the latency of a piece, then by one SM's share of
+//          bandwidth. With one, one piece, about five dependent reads for the look-up, and as many
+//          for 32 new tokens.
+// Assumes: shapes checked by ops.cpp.
+// Order:   integers only; the greatest key of all matches, whoever finds it. Lanes that want the same
+//          entry of a table take turns in an order that their numbers decide.
+// Source:  Saxena 2023, prompt lookup decoding; FastDeploy's ngram_match.
+__global__ void __launch_bounds__(kNgramThreads, 1)
+    ngram_propose_kernel(NgramProposeParams params) {
+  auto* shared = reinterpret_cast<NgramShared*>(shared_memory());
+  int64_t batch_idx = blockIdx.x;
+  int thread = static_cast<int>(threadIdx.x);
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  ErrorCode fault;
+  NgramRequest request = load_request(params, batch_idx, &fault);
+  if (fault != ErrorCode::kNone && thread == 0) report_error(params.error, fault);
+  int32_t* state = params.state + 2 * batch_idx;
+  NgramPlan plan = plan_index(params, request, state);
+  uint32_t* table = params.table + batch_idx * params.table_entries;
+  if (plan.num_new > 0 && plan.num_indexed == 0) {
+    int64_t used = int64_t{plan.num_sizes} * plan.num_entries;
+    for (int64_t i = thread; i < used; i += kNgramThreads) table[i] = 0;
   }
+  __syncthreads();  // the state has been read, and the table is clear
+
+  if (warp < plan.num_sizes) {
+    uint32_t* of_size = table + int64_t{warp} * plan.num_entries;
+    int32_t size = request.min_size + warp;
+    uint64_t indexed = find_indexed(request, plan, of_size, size);
+    int32_t num_indexed = extend_index(request, plan, of_size, size);
+    if (lane == 0) {
+      shared->indexed_best[warp] = indexed;
+      shared->num_indexed[warp] = num_indexed;
+    }
+  }
+  uint64_t best = scan(request, plan.num_indexed);
+
+  // The best match of the block.
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
     uint64_t other = __shfl_xor_sync(kFullMask, best, distance);
     if (other > best) best = other;
   }
-  if (thread % kWarpSize == 0) warp_best[thread / kWarpSize] = best;
+  if (lane == 0) shared->warp_best[warp] = best;
   __syncthreads();
-  for (int warp = 0; warp < kNgramThreads / kWarpSize; ++warp) {
-    if (warp_best[warp] > best) best = warp_best[warp];
+  for (int i = 0; i < kNgramWarps; ++i) {
+    if (shared->warp_best[i] > best) best = shared->warp_best[i];
+  }
+  int32_t num_indexed = plan.num_indexed + plan.num_new;
+  for (int i = 0; i < plan.num_sizes; ++i) {
+    if (shared->indexed_best[i] > best) best = shared->indexed_best[i];
+    if (shared->num_indexed[i] < num_indexed) num_indexed = shared->num_indexed[i];
   }
 
-  auto match = static_cast<int32_t>(best & 0xffffffffu);
-  int32_t count = match > 0 ? request.len - match : 0;
-  if (count > request.limit) count = request.limit;
+  int32_t end = best != 0 ? match_end(request, best) : text_len(request) - 1;
+  int32_t count = text_len(request) - 1 - end;
+  if (count > request.room) count = request.room;
+  if (count < 0) count = 0;
   int32_t* drafts = params.draft_token_ids + batch_idx * params.capacity;
-  for (int64_t i = thread; i < params.capacity; i += kNgramThreads) {
-    drafts[i] = i < count ? tokens[match + i] : -1;
+  for (int64_t i = request.num_given + thread; i < params.capacity; i += kNgramThreads) {
+    int64_t nth = i - request.num_given;
+    drafts[i] = nth < count ? token_at(request, end + 1 + static_cast<int32_t>(nth)) : -1;
   }
-  if (thread == 0) params.num_draft_tokens[batch_idx] = static_cast<int32_t>(count);
+  if (thread == 0) {
+    params.num_draft_tokens[batch_idx] = request.num_given + count;
+    keep_state(plan, num_indexed, state);
+  }
+}
+
+// Sums a number over the block; every thread gets the sum. `sums` has room for one per warp.
+__device__ inline int64_t block_sum(int64_t value, int64_t* sums) {
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kFullMask, value, distance);
+  }
+  __syncthreads();  // the sums before have been read
+  if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  int64_t sum = 0;
+  for (int warp = 0; warp < kNgramWarps; ++warp) sum += sums[warp];
+  return sum;
+}
+
+// num_draft_tokens = its share of max_total_draft_tokens; see ngram_share.h.
+// Grid:    one block.
+// Block:   1024 threads; a thread has every 1024th request.
+// Smem:    a sum per warp: 256 bytes.
+// Cost:    1 + log2(capacity) passes over 8 bytes per request, and a last one; latency.
+// Assumes: what ngram_propose_kernel has left.
+// Order:   integers only; the rest goes to requests in order.
+// Source:  max-min fairness by water-filling.
+__global__ void __launch_bounds__(kNgramThreads, 1) ngram_share_kernel(NgramProposeParams params) {
+  auto* sums = reinterpret_cast<int64_t*>(shared_memory());
+  int thread = static_cast<int>(threadIdx.x);
+  auto given_of = [&](int64_t idx, int32_t count) {
+    // A wrong request has none.
+    int32_t given = params.num_given_drafts ? params.num_given_drafts[idx] : 0;
+    return given < count ? given : count;
+  };
+  auto total = [&](int32_t cap) {
+    int64_t sum = 0;
+    for (int64_t i = thread; i < params.batch; i += kNgramThreads) {
+      int32_t count = params.num_draft_tokens[i];
+      sum += capped(count, given_of(i, count), cap);
+    }
+    return block_sum(sum, sums);
+  };
+  auto low = int32_t{0}, high = static_cast<int32_t>(params.capacity);
+  if (total(high) <= params.max_total_draft_tokens) return;
+  while (low + 1 < high) {  // too many at `high`; and at `low`, if it is 0
+    int32_t cap = low + (high - low) / 2;
+    (total(cap) <= params.max_total_draft_tokens ? low : high) = cap;
+  }
+  int64_t rest = params.max_total_draft_tokens - total(low);
+  for (int64_t begin = 0; begin < params.batch; begin += kNgramThreads) {
+    int64_t idx = begin + thread;
+    bool is_there = idx < params.batch;
+    int32_t count = is_there ? params.num_draft_tokens[idx] : 0;
+    int32_t given = is_there ? given_of(idx, count) : 0;
+    bool wants = is_there && is_cut(count, given, low);
+    unsigned wanting = __ballot_sync(kFullMask, wants);
+    int lane = thread % kWarpSize, warp = thread / kWarpSize;
+    __syncthreads();  // the sums before have been read
+    if (lane == 0) sums[warp] = __popc(wanting);
+    __syncthreads();
+    int64_t before = __popc(wanting & ((1u << lane) - 1)), all = 0;
+    for (int i = 0; i < kNgramWarps; ++i) {
+      if (i < warp) before += sums[i];
+      all += sums[i];
+    }
+    if (is_there) {
+      int32_t kept = capped(count, given, low) + (wants && before < rest ? 1 : 0);
+      int32_t* drafts = params.draft_token_ids + idx * params.capacity;
+      for (int32_t i = kept; i < count; ++i) drafts[i] = -1;
+      params.num_draft_tokens[idx] = kept;
+    }
+    rest -= all;
+  }
 }
 
 }  // namespace specops

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
+#include "suffix_tree/ngram_index.h"
 #include "suffix_tree/ngram_propose.h"
+#include "suffix_tree/ngram_share.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int64_t kBlock = 64;
+constexpr int32_t kBlock = 64;
+constexpr int32_t kGroup = 8;  // ends whose entries are on their way at once
 
 // True when one of kBlock tokens equals `last` and the one `distance` before it equals `first`.
 inline bool block_has(const int32_t* tokens, int64_t distance, int32_t last, int32_t first) {
@@ -16,66 +19,270 @@ inline bool block_has(const int32_t* tokens, int64_t distance, int32_t last, int
   return any != 0;
 }
 
-// The index after the best earlier occurrence of a suffix of tokens[0, len), or -1: the longest of
-// min_size..max_size tokens, and among the longest the most recent.
-int64_t best_match(const int32_t* tokens, int64_t len, int64_t min_size, int64_t max_size) {
-  const int32_t* tail = tokens + len - 1;
-  int64_t best_end = -1;
-  // Only a match longer than `size` tokens is of interest: its last token is tail[0] and the token
-  // `size` before it is tail[-size]. Hence a candidate that verifies always improves.
-  int64_t size = min_size - 1;
-  int64_t end = len - 2;  // last token of the candidate, going backwards
-  while (end >= size) {
-    // The last block reaches back over tokens already seen, which can only cost a closer look.
-    int64_t start = end - size >= kBlock ? end - kBlock + 1 : size;
-    if (start + kBlock < len && !block_has(tokens + start, size, tail[0], tail[-size])) {
-      end = start - 1;
-      continue;
+// The best of `size` < tokens .. max_size among the ends low .. high, all of them ends of tokens of
+// the row: the longest, and among the longest the rightmost or the leftmost.
+template <bool kLeftmost>
+NgramMatch scan_row(const NgramRequest& request, int32_t low, int32_t high, int32_t size) {
+  const int32_t* tokens = request.tokens;
+  int32_t last_idx = text_len(request) - 1;
+  int32_t row_end = high;
+  int32_t last = token_at(request, last_idx);
+  NgramMatch best{.size = size, .end = -1};
+  // Only a match longer than `size` tokens is of interest: its last token is `last`, and the one
+  // `size` before it that of the text. Hence a candidate that verifies always improves.
+  while (true) {
+    if (low < best.size) low = best.size;
+    if (low > high) return best;
+    int32_t first = token_at(request, last_idx - best.size);
+    int32_t count = high - low + 1 < kBlock ? high - low + 1 : kBlock;
+    int32_t from = kLeftmost ? low : high - count + 1;
+    // The last block takes in ends already seen, which can only cost a closer look.
+    int32_t probe = kLeftmost ? from + count - kBlock : from;
+    bool is_block = probe >= best.size && probe + kBlock - 1 <= row_end;
+    if (!is_block || block_has(tokens + probe, best.size, last, first)) {
+      for (int32_t i = 0; i < count; ++i) {
+        int32_t end = kLeftmost ? from + i : from + count - 1 - i;
+        if (end < best.size || tokens[end] != last || tokens[end - best.size] != first) continue;
+        int32_t match = match_size(request, end, request.max_size);
+        if (match <= best.size) continue;
+        best = {.size = match, .end = end};
+        if (match == request.max_size) return best;
+        first = token_at(request, last_idx - match);
+      }
     }
-    int64_t stop = end - kBlock < -1 ? -1 : end - kBlock;
-    for (; end > stop && end >= size; --end) {
-      const int32_t* candidate = tokens + end;
-      if (candidate[0] != tail[0] || candidate[-size] != tail[-size]) continue;
-      int64_t match = 1;
-      while (match < max_size && match <= end && candidate[-match] == tail[-match]) ++match;
-      if (match <= size) continue;
-      best_end = end + 1;
-      if (match == max_size) return best_end;
-      size = match;
+    (kLeftmost ? low : high) = kLeftmost ? low + count : high - count;
+  }
+}
+
+// The same for all ends from `low` on: those among the given drafts are few.
+template <bool kLeftmost>
+NgramMatch scan(const NgramRequest& request, int32_t low, int32_t size) {
+  int32_t last_end = text_len(request) - 2;
+  int32_t row_end = last_end < request.len - 1 ? last_end : request.len - 1;
+  auto scan_given = [&](NgramMatch best) {
+    int32_t count = last_end - row_end;
+    for (int32_t i = 0; i < count && best.size < request.max_size; ++i) {
+      int32_t end = kLeftmost ? row_end + 1 + i : last_end - i;
+      int32_t match = match_size(request, end, request.max_size);
+      if (match > best.size) best = {.size = match, .end = end};
+    }
+    return best;
+  };
+  NgramMatch best{.size = size, .end = -1};
+  if (last_end < size) return best;
+  if constexpr (kLeftmost) {
+    best = scan_row<true>(request, low, row_end, size);
+    return scan_given(best.end < 0 ? NgramMatch{.size = size, .end = -1} : best);
+  } else {
+    best = scan_given(best);
+    if (best.size == request.max_size) return best;
+    NgramMatch older = scan_row<false>(request, low, row_end, best.size);
+    return older.end < 0 ? best : older;
+  }
+}
+
+inline int32_t num_probes(const NgramPlan& plan) {
+  return plan.num_entries < kNgramProbes ? plan.num_entries : kNgramProbes;
+}
+
+inline int32_t next_entry(int32_t idx, int32_t num_entries) {
+  return idx + 1 == num_entries ? 0 : idx + 1;
+}
+
+// The hashes of the n-grams that end somewhere, from min_size on.
+struct Hashes {
+  uint32_t of_size[kNgramMaxSizes];
+};
+
+// A row with its tables, one per size and one behind the other, and what is known of it early enough
+// for the entries to be there when they are needed.
+struct Row {
+  NgramRequest request;
+  NgramPlan plan;
+  int32_t* state;
+  uint32_t* tables;
+  Hashes last;           // of the text's last tokens
+  Hashes first[kGroup];  // of the first ends to add
+
+  uint32_t* table(int32_t idx) const { return tables + int64_t{idx} * plan.num_entries; }
+
+  // How many n-grams end there.
+  int32_t num_sizes_at(int32_t end) const {
+    int32_t count = end + 2 - request.min_size;
+    return count < plan.num_sizes ? count : plan.num_sizes;
+  }
+};
+
+// Has the entries of the n-grams that end at `end` fetched.
+void fetch(const Row& row, int32_t end, Hashes& hashes) {
+  int32_t num_sizes = row.num_sizes_at(end);
+  if (num_sizes <= 0) return;
+  uint32_t hash = ngram_hash_at(row.request, end, row.request.min_size - 1);
+  for (int32_t i = 0; i < num_sizes; ++i) {
+    hash = ngram_hash(hash, token_at(row.request, end - (row.request.min_size - 1 + i)));
+    hashes.of_size[i] = hash;
+    __builtin_prefetch(row.table(i) + first_entry(hash, row.plan.num_entries));
+  }
+}
+
+void fetch_ends(const Row& row, int32_t begin, int32_t stop, Hashes (&hashes)[kGroup]) {
+  for (int32_t i = 0; i < kGroup && begin + i < stop; ++i) fetch(row, begin + i, hashes[i]);
+}
+
+void prepare(const NgramProposeParams& params, int64_t batch_idx, Row& row) {
+  ErrorCode fault;
+  bool has_index = params.table != nullptr;
+  row.request = load_request(params, batch_idx, &fault);
+  row.state = has_index ? params.state + 2 * batch_idx : nullptr;
+  row.tables = has_index ? params.table + batch_idx * params.table_entries : nullptr;
+  row.plan = plan_index(params, row.request, row.state);
+  const NgramPlan& plan = row.plan;
+  if (plan.num_indexed == 0) return;
+  fetch(row, text_len(row.request) - 1, row.last);
+  fetch_ends(row, plan.num_indexed, plan.num_indexed + plan.num_new, row.first);
+}
+
+// The longest of the suffixes of more than `size` tokens that the tables know.
+NgramMatch find_indexed(const Row& row, int32_t size) {
+  int32_t last = text_len(row.request) - 1;
+  for (int32_t i = row.num_sizes_at(last - 1) - 1; i > size - row.request.min_size; --i) {
+    int32_t wanted = row.request.min_size + i;
+    uint32_t hash = row.last.of_size[i];
+    const uint32_t* table = row.table(i);
+    int32_t idx = first_entry(hash, row.plan.num_entries);
+    for (int32_t probe = 0; probe < num_probes(row.plan) && table[idx] != 0; ++probe) {
+      int32_t end = entry_end(table[idx], hash);
+      if (end >= wanted - 1 && end < row.plan.num_indexed &&
+          match_size(row.request, end, wanted) == wanted) {
+        return {.size = wanted, .end = end};
+      }
+      idx = next_entry(idx, row.plan.num_entries);
     }
   }
-  return best_end;
+  return {.size = size, .end = -1};
+}
+
+// Adds an n-gram; false if it found no room.
+bool insert(const Row& row, uint32_t* table, uint32_t hash, int32_t end, int32_t size) {
+  int32_t idx = first_entry(hash, row.plan.num_entries);
+  for (int32_t i = 0; i < num_probes(row.plan); ++i) {
+    int32_t other = entry_end(table[idx], hash);
+    bool is_own = table[idx] != 0 && other >= size - 1 && other < end &&
+                  same_ngram(row.request.tokens, other, end, size);
+    if (table[idx] == 0 || is_own) {
+      if (!is_own || !row.request.is_leftmost) table[idx] = make_entry(hash, end);
+      return true;
+    }
+    idx = next_entry(idx, row.plan.num_entries);
+  }
+  return false;
+}
+
+// Adds the ends of the plan, in order; returns how many the tables know then.
+int32_t extend(const Row& row) {
+  int32_t begin = row.plan.num_indexed, stop = begin + row.plan.num_new;
+  Hashes hashes[2][kGroup];
+  if (begin == 0) {
+    int64_t count = int64_t{row.plan.num_sizes} * row.plan.num_entries;
+    for (int64_t i = 0; i < count; ++i) row.tables[i] = 0;
+    fetch_ends(row, begin, stop, hashes[0]);
+  }
+  const Hashes* now = begin == 0 ? hashes[0] : row.first;
+  for (int32_t group = 1; begin < stop; ++group, begin += kGroup) {
+    Hashes(&next)[kGroup] = hashes[group % 2];
+    fetch_ends(row, begin + kGroup, stop, next);
+    for (int32_t end = begin; end < begin + kGroup && end < stop; ++end) {
+      for (int32_t i = 0; i < row.num_sizes_at(end); ++i) {
+        uint32_t hash = now[end - begin].of_size[i];
+        if (!insert(row, row.table(i), hash, end, row.request.min_size + i)) return end;
+      }
+    }
+    now = next;
+  }
+  return stop;
+}
+
+NgramMatch best_match(const Row& row) {
+  int32_t low = row.plan.num_indexed;
+  int32_t size = row.request.min_size - 1;
+  if (row.request.is_leftmost) {
+    NgramMatch indexed = low > 0 ? find_indexed(row, size) : NgramMatch{size};
+    if (indexed.size == row.request.max_size) return indexed;
+    NgramMatch scanned = scan<true>(row.request, low, indexed.size);
+    return scanned.end < 0 ? indexed : scanned;
+  }
+  NgramMatch scanned = scan<false>(row.request, low, size);
+  if (low == 0 || scanned.size == row.request.max_size) return scanned;
+  NgramMatch indexed = find_indexed(row, scanned.size);
+  return indexed.end < 0 ? scanned : indexed;
+}
+
+// Cuts the drafts of the batch to max_total_draft_tokens; see ngram_share.h.
+void share_drafts(const NgramProposeParams& params) {
+  auto num_given = [&](int64_t idx) {
+    return params.num_given_drafts ? params.num_given_drafts[idx] : 0;
+  };
+  auto total = [&](int32_t cap) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < params.batch; ++i) {
+      sum += capped(params.num_draft_tokens[i], num_given(i), cap);
+    }
+    return sum;
+  };
+  auto low = int32_t{0}, high = static_cast<int32_t>(params.capacity);
+  if (total(high) <= params.max_total_draft_tokens) return;
+  while (low + 1 < high) {  // too many at `high`; and at `low`, if it is 0
+    int32_t cap = low + (high - low) / 2;
+    (total(cap) <= params.max_total_draft_tokens ? low : high) = cap;
+  }
+  int64_t rest = params.max_total_draft_tokens - total(low);
+  for (int64_t i = 0; i < params.batch; ++i) {
+    int32_t count = params.num_draft_tokens[i];
+    int32_t kept = capped(count, num_given(i), low);
+    if (is_cut(count, num_given(i), low) && rest-- > 0) ++kept;
+    for (int32_t j = kept; j < count; ++j) params.draft_token_ids[i * params.capacity + j] = -1;
+    params.num_draft_tokens[i] = kept;
+  }
 }
 
 }  // namespace
 
-// drafts = the tokens behind the most recent earlier occurrence of the longest matching suffix.
-// Cost:    one backward scan of a row, 8 bytes read per token, ended by a match of max_size.
+// drafts = the tokens behind the best earlier occurrence of the longest matching suffix.
+// Cost:    without an index one scan of a row, 8 bytes read per token, ended by a match of max_size;
+//          with one a scan of the tokens that it does not know, a few random reads per size, and as
+//          many per size and new token.
 // Assumes: lens, limits and sizes checked by ops.cpp; 1 <= min size <= max size.
-// Order:   integers only; longest first, then most recent.
+// Order:   integers only; longest first, then most recent or leftmost.
 // Source:  Saxena 2023, prompt lookup decoding; FastDeploy's ngram_match.
-// Threads: rows, in pieces of about 32,768 tokens; fewer are not worth waking a thread for.
+// Threads: rows, in pieces of about 32,768 scanned tokens; fewer are not worth waking a thread for.
 void ngram_propose_cpu(const NgramProposeParams& params) {
   constexpr int64_t kTokensWorthAThread = 32 * 1024;
-  int64_t chunks = params.total_tokens / kTokensWorthAThread + 1;
+  int64_t chunks = params.work / kTokensWorthAThread + 1;
   int64_t grain = (params.batch + chunks - 1) / chunks;
   parallel_for(params.batch, grain, [&](int64_t begin, int64_t end) {
+    Row rows[2];
+    prepare(params, begin, rows[begin % 2]);
     for (int64_t batch_idx = begin; batch_idx < end; ++batch_idx) {
-      const int32_t* tokens = params.token_ids + batch_idx * params.stride;
+      if (batch_idx + 1 < end) prepare(params, batch_idx + 1, rows[(batch_idx + 1) % 2]);
+      const Row& row = rows[batch_idx % 2];
+      const NgramRequest& request = row.request;
       int32_t* drafts = params.draft_token_ids + batch_idx * params.capacity;
-      int64_t len = params.lens[batch_idx];
-      int64_t limit = params.max_draft_tokens[batch_idx];
-      if (limit > params.capacity) limit = params.capacity;
-      int64_t min_size = params.min_sizes ? params.min_sizes[batch_idx] : params.min_size;
-      int64_t max_size = params.max_sizes ? params.max_sizes[batch_idx] : params.max_size;
-      int64_t match = limit > 0 ? best_match(tokens, len, min_size, max_size) : -1;
-      int64_t count = match < 0 ? 0 : len - match;
-      if (count > limit) count = limit;
-      for (int64_t i = 0; i < count; ++i) drafts[i] = tokens[match + i];
+      int32_t count = 0;
+      if (request.room > 0) {
+        NgramMatch match = best_match(row);
+        if (match.end >= 0) count = text_len(request) - 1 - match.end;
+        if (count > request.room) count = request.room;
+        for (int32_t i = 0; i < count; ++i) {
+          drafts[request.num_given + i] = token_at(request, match.end + 1 + i);
+        }
+        if (row.plan.num_new > 0) keep_state(row.plan, extend(row), row.state);
+      }
+      count += request.num_given;
       for (int64_t i = count; i < params.capacity; ++i) drafts[i] = -1;
-      params.num_draft_tokens[batch_idx] = static_cast<int32_t>(count);
+      params.num_draft_tokens[batch_idx] = count;
     }
   });
+  if (params.max_total_draft_tokens >= 0) share_drafts(params);
 }
 
 }  // namespace specops::SPECOPS_ISA

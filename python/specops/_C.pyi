@@ -317,6 +317,13 @@ def ngram_propose(
     max_draft_tokens: Tensor,
     min_ngram_size: int | Tensor,
     max_ngram_size: int | Tensor,
+    leftmost: bool | Tensor,
+    num_given_drafts: Tensor | None,
+    max_total_draft_tokens: int,
+    table: Tensor | None,
+    state: Tensor | None,
+    scan_tokens: int,
+    index_tokens: int,
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor,
 ) -> None: ...

@@ -1,11 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts found in a request's own tokens: what followed earlier where its last tokens stood."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from specops import _C
 from specops._wrong import unless_wrong
+
+
+@dataclass(frozen=True)
+class NgramIndex:
+    """What `ngram_propose` notes of rows, so that it need not read them again in every step.
+
+    With it a call costs as much as there are new tokens, however long the rows are; the drafts are
+    those without it. It belongs to the rows of one `token_ids`, which only grow at their ends:
+    `reset` a row that is given to another request, or rewritten. A row that comes back shorter than
+    what is noted of it, or with other n-gram sizes, or with another side, starts anew by itself.
+
+    A row's last `scan_tokens` tokens are scanned rather than noted: short rows cost nothing more.
+    At most `index_tokens` are noted in a call; until a long prompt is, the rest of it is scanned. A
+    row needs an entry for each of its different n-grams, of each size, and the sizes share its
+    entries evenly; what has no room is scanned, and so are rows of more than 16 sizes.
+
+    Attributes:
+        table: [batch, entries], int32. Any content; a row of it is cleared when first used.
+        state: [batch, 2], int32. Zeros in the beginning.
+        scan_tokens: None: 2,048 on the CPU, 8,192 on CUDA, where a scan costs as much as a look-up.
+        index_tokens: None: 256.
+    """
+
+    table: Tensor
+    state: Tensor
+    scan_tokens: int | None = None
+    index_tokens: int | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        max_len: int,
+        *,
+        num_sizes: int = 4,
+        device: torch.device | str = "cpu",
+        scan_tokens: int | None = None,
+        index_tokens: int | None = None,
+    ) -> "NgramIndex":
+        """Makes an index with 4 bytes per size and token.
+
+        Args:
+            batch: rows.
+            max_len: tokens of a row.
+            num_sizes: of n-grams that are looked for: max_ngram_size - min_ngram_size + 1.
+            device: where the rows are.
+            scan_tokens: as the attribute.
+            index_tokens: as the attribute.
+        """
+        table = torch.empty((batch, num_sizes * max_len), dtype=torch.int32, device=device)
+        state = torch.zeros((batch, 2), dtype=torch.int32, device=device)
+        return cls(table, state, scan_tokens, index_tokens)
+
+    def reset(self, row: int) -> None:
+        """Forgets a row. Nothing waits for the device."""
+        self.state[row] = 0
 
 
 def ngram_propose(
@@ -15,21 +73,32 @@ def ngram_propose(
     *,
     min_ngram_size: int | Tensor,
     max_ngram_size: int | Tensor,
+    leftmost: bool | Tensor = False,
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor | None = None,
+    num_given_drafts: Tensor | None = None,
+    max_total_draft_tokens: int | None = None,
+    index: NgramIndex | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Drafts the tokens that followed an earlier occurrence of each request's last tokens.
 
     Same as `reference.ngram_propose`. For each request, with t = token_ids[b, :lens[b]]:
 
         for n = max_ngram_size down to min_ngram_size:
-            for start = lens[b] - n - 1 down to 0:
+            for start = lens[b] - n - 1 down to 0, or up from 0 to it where leftmost:
                 if t[start : start + n] == t[-n:]:
                     the drafts are t[start + n :], at most min(max_draft_tokens[b], k) of them
 
-    so the longest match wins, and among the longest the most recent one. A row holds prompt and
-    output in one piece, and a match may span both; it may overlap the last tokens, too. Drafts end
-    where the row ends.
+    so the longest match wins, and among the longest the most recent one, or the leftmost. A row
+    holds prompt and output in one piece, and a match may span both; it may overlap the last tokens,
+    too. Drafts end where the row ends.
+
+    Drafts that another drafter has put into `draft_token_ids` count as the last tokens of t: what
+    is found is written behind them. They count towards every limit, and no limit cuts them.
+
+    With `max_total_draft_tokens` the requests share what they found: each is cut to the largest
+    equal cap under which all together keep within the total, and what is left over then goes one
+    each to the first requests that the cap has cut.
 
     Args:
         token_ids: [batch, max_len], int32. Prompt and output of each request; rows may be strided.
@@ -38,8 +107,13 @@ def ngram_propose(
         max_draft_tokens: [batch], int32. Most drafts each request wants; 0 turns it off.
         min_ngram_size: at least 1; one int, or int32 [batch].
         max_ngram_size: at least min_ngram_size; one int, or int32 [batch].
-        draft_token_ids: [batch, k], int32. Written: the drafts, then -1.
-        num_draft_tokens: [batch], int32. Written: how many drafts. Allocated when absent.
+        leftmost: one bool, or int32 [batch] of 0 and 1.
+        draft_token_ids: [batch, k], int32. Written: the drafts, then -1. The given drafts stay.
+        num_draft_tokens: [batch], int32. Written: how many drafts, given ones included. Allocated
+            when absent.
+        num_given_drafts: [batch], int32. How many of each request are there already. None: none.
+        max_total_draft_tokens: most drafts of all requests together. None: no limit.
+        index: of these rows; changed. None reads every row from its end to the match.
 
     Returns:
         `draft_token_ids` and `num_draft_tokens`.
@@ -51,8 +125,10 @@ def ngram_propose(
             request has no drafts.
 
     Note:
-        Deterministic. One backward scan per request, whatever the sizes; it ends at the first match
-        of max_ngram_size tokens.
+        Deterministic, and equal with and without an index, on every device. Without one: one scan
+        per request, whatever the sizes, which ends at the first match of max_ngram_size tokens.
+        With one: a scan of scan_tokens, and a look-up per size and new token. No host read: it may
+        be captured in a CUDA graph.
 
     Source: Saxena 2023, "Prompt Lookup Decoding"; FastDeploy's ngram_match.
     """
@@ -60,12 +136,23 @@ def ngram_propose(
         num_draft_tokens = unless_wrong(
             lambda: torch.empty(lens.numel(), dtype=torch.int32, device=lens.device)
         )
+    table = state = scan_tokens = index_tokens = None
+    if index is not None:
+        table, state = index.table, index.state
+        scan_tokens, index_tokens = index.scan_tokens, index.index_tokens
     _C.ngram_propose(
         token_ids,
         lens,
         max_draft_tokens,
         min_ngram_size,
         max_ngram_size,
+        leftmost,
+        num_given_drafts,
+        -1 if max_total_draft_tokens is None else max_total_draft_tokens,
+        table,
+        state,
+        -1 if scan_tokens is None else scan_tokens,
+        -1 if index_tokens is None else index_tokens,
         draft_token_ids,
         num_draft_tokens,
     )

@@ -1188,26 +1188,55 @@ def ngram_propose(
     k: int,
     min_ngram_size: int | Tensor,
     max_ngram_size: int | Tensor,
+    leftmost: bool | Tensor = False,
+    given_token_ids: Tensor | None = None,
+    num_given_drafts: Tensor | None = None,
+    max_total_draft_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Every size, longest first, against every earlier start, latest first."""
+    """Every size, longest first, against every earlier start, latest (or leftmost) first.
+
+    `given_token_ids` [batch, k] holds the given drafts.
+    """
+
+    def of(value: int | Tensor, b: int) -> int:
+        return int(value[b] if isinstance(value, Tensor) else value)
+
     batch = len(token_ids)
-    draft_token_ids = torch.full((batch, k), -1, dtype=torch.int32)
-    num_draft_tokens = torch.zeros(batch, dtype=torch.int32)
+    rows, given = [], []
     for b in range(batch):
-        tokens = token_ids[b, : int(lens[b])].tolist()
-        low = int(min_ngram_size[b] if isinstance(min_ngram_size, Tensor) else min_ngram_size)
-        high = int(max_ngram_size[b] if isinstance(max_ngram_size, Tensor) else max_ngram_size)
+        num_given = 0 if num_given_drafts is None else int(num_given_drafts[b])
+        first = [] if given_token_ids is None else given_token_ids[b, :num_given].tolist()
+        tokens = token_ids[b, : int(lens[b])].tolist() + first
+        step = 1 if of(leftmost, b) else -1
         matches = (
             start + size
-            for size in range(high, low - 1, -1)
-            for start in range(len(tokens) - size - 1, -1, -1)
-            if tokens[start : start + size] == tokens[-size:]
+            for size in range(of(max_ngram_size, b), of(min_ngram_size, b) - 1, -1)
+            for start in range(max(len(tokens) - size, 0))[::step]
+            if tokens[start : start + size] == tokens[len(tokens) - size :]
         )
         end = next(matches, len(tokens))
-        drafts = tokens[end : end + min(int(max_draft_tokens[b]), k)]
-        draft_token_ids[b, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
-        num_draft_tokens[b] = len(drafts)
-    return draft_token_ids, num_draft_tokens
+        room = max(min(int(max_draft_tokens[b]), k) - num_given, 0)
+        rows.append(first + tokens[end : end + room])
+        given.append(num_given)
+    counts = [len(row) for row in rows]
+    if max_total_draft_tokens is not None:
+        counts = _shares(counts, given, max_total_draft_tokens)
+    draft_token_ids = torch.full((batch, k), -1, dtype=torch.int32)
+    for b, count in enumerate(counts):
+        draft_token_ids[b, :count] = torch.tensor(rows[b][:count], dtype=torch.int32)
+    return draft_token_ids, torch.tensor(counts, dtype=torch.int32)
+
+
+def _shares(counts: list[int], given: list[int], total: int) -> list[int]:
+    """One draft each to all that can have one more, again and again, until nothing is left."""
+    shares = list(given)
+    left = total - sum(shares)
+    for cap in range(1, max(counts, default=0) + 1):
+        wanting = [b for b, count in enumerate(counts) if count >= cap > shares[b]]
+        for b in wanting[: max(left, 0)]:
+            shares[b] += 1
+        left -= len(wanting)
+    return shares
 
 
 class _Sequence:

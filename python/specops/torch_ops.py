@@ -98,10 +98,14 @@ _SCHEMAS = (
     "Tensor(k!)? num_committed_tokens) -> ()",
     # suffix_tree; its sizes are ints, or one per request
     "ngram_propose(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, int min_ngram_size, "
-    "int max_ngram_size, Tensor(a!) draft_token_ids, Tensor(b!) num_draft_tokens) -> ()",
+    "int max_ngram_size, bool leftmost, Tensor? num_given_drafts, int max_total_draft_tokens, "
+    "Tensor(a!)? table, Tensor(b!)? state, int scan_tokens, int index_tokens, "
+    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens) -> ()",
     "ngram_propose.per_request(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, "
-    "Tensor min_ngram_size, Tensor max_ngram_size, Tensor(a!) draft_token_ids, "
-    "Tensor(b!) num_draft_tokens) -> ()",
+    "Tensor min_ngram_size, Tensor max_ngram_size, Tensor leftmost, "
+    "Tensor? num_given_drafts, int max_total_draft_tokens, Tensor(a!)? table, "
+    "Tensor(b!)? state, int scan_tokens, int index_tokens, "
+    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens) -> ()",
 )
 
 _LIBRARY: Any = torch.library.Library("specops", "DEF")  # type: ignore[no-untyped-call]
@@ -148,22 +152,18 @@ def _ngram_propose(
     max_draft_tokens: Tensor,
     min_ngram_size: int | Tensor,
     max_ngram_size: int | Tensor,
-    draft_token_ids: Tensor,
-    num_draft_tokens: Tensor,
+    leftmost: bool | Tensor,
+    *rest: Any,
 ) -> None:
-    outputs = (draft_token_ids, num_draft_tokens)
-    if isinstance(min_ngram_size, int) and isinstance(max_ngram_size, int):
-        OPS["ngram_propose"](
-            token_ids, lens, max_draft_tokens, min_ngram_size, max_ngram_size, *outputs
-        )
+    choices = (min_ngram_size, max_ngram_size, leftmost)
+    if not any(isinstance(choice, Tensor) for choice in choices):
+        OPS["ngram_propose"](token_ids, lens, max_draft_tokens, *choices, *rest)
         return
-    if isinstance(min_ngram_size, int):
-        min_ngram_size = torch.full_like(lens, min_ngram_size)
-    if isinstance(max_ngram_size, int):
-        max_ngram_size = torch.full_like(lens, max_ngram_size)
-    OPS["ngram_propose.per_request"](
-        token_ids, lens, max_draft_tokens, min_ngram_size, max_ngram_size, *outputs
-    )
+    each = [
+        choice if isinstance(choice, Tensor) else torch.full_like(lens, choice)
+        for choice in choices
+    ]
+    OPS["ngram_propose.per_request"](token_ids, lens, max_draft_tokens, *each, *rest)
 
 
 @_trace_as(_C.sampling_workspace_bytes)  # type: ignore[arg-type]

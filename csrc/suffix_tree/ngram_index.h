@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CPU's and the CUDA kernels of ngram_propose share: a request's text, and its index.
+//
+// The index of a row is a hash table per size, min_size .. max_size, which share the row of
+// `table` evenly: by n-gram, the end of its youngest occurrence, or of its first one where the
+// leftmost match is wanted. An n-gram's entry is the first empty one, or its own, of the kProbes
+// after its hash. Nothing is ever taken out, so an empty entry ends a search.
+//
+// It need not hold everything: `num_indexed` says how many ends it knows, and those behind are
+// scanned. So a row shorter than the scan has no index, a long prompt enters it a piece a call, and
+// one whose table is full goes on being right, if slower. What an entry says is believed only where
+// the text says so too.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "suffix_tree/ngram_propose.h"
+
+namespace specops {
+
+constexpr int32_t kNgramMaxSizes = 16;            // a request with more of them is scanned
+constexpr int32_t kNgramMaxMinSize = 1 << 20;     // likewise
+constexpr int32_t kNgramProbes = 64;              // entries an n-gram may be in
+constexpr uint32_t kNgramEndBits = 24;            // of an entry: 1 + the end; above it, of the hash
+constexpr int32_t kNgramMaxEnds = (1 << 24) - 1;  // those further on are scanned
+
+// A request after its checks; one without room for drafts wants none.
+struct NgramRequest {
+  const int32_t* tokens;
+  const int32_t* given;  // drafts that follow the tokens
+  int32_t len;
+  int32_t num_given;
+  int32_t room;  // for drafts behind the given ones
+  int32_t min_size;
+  int32_t max_size;
+  bool is_leftmost;
+};
+
+// Where a suffix occurs: how many tokens, and the index of the last of them. Size 0: nowhere.
+struct NgramMatch {
+  int32_t size = 0;
+  int32_t end = -1;
+};
+
+// What to do about a row's index in this call.
+struct NgramPlan {
+  int32_t num_sizes = 0;    // 0: there is no index
+  int32_t num_entries = 0;  // of each size
+  int32_t num_indexed = 0;  // ends it knows
+  int32_t num_new = 0;      // ends to add; the table must be cleared first if it knows none
+  int32_t key = 0;          // for the state
+};
+
+// A wrong request wants no drafts and has none.
+SPECOPS_HOST_DEVICE NgramRequest load_request(const NgramProposeParams& params,
+                                              int64_t batch_idx,
+                                              ErrorCode* fault) {
+  int32_t limit = params.max_draft_tokens[batch_idx];
+  int32_t leftmost = params.leftmost ? params.leftmost[batch_idx] : params.is_leftmost;
+  int32_t num_given = params.num_given_drafts ? params.num_given_drafts[batch_idx] : 0;
+  NgramRequest out{
+      .tokens = params.token_ids + batch_idx * params.stride,
+      .given = params.draft_token_ids + batch_idx * params.capacity,
+      .len = params.lens[batch_idx],
+      .num_given = num_given,
+      .room = (limit < params.capacity ? limit : static_cast<int32_t>(params.capacity)) - num_given,
+      .min_size = params.min_sizes ? params.min_sizes[batch_idx] : params.min_size,
+      .max_size = params.max_sizes ? params.max_sizes[batch_idx] : params.max_size,
+      .is_leftmost = leftmost != 0,
+  };
+  *fault = ErrorCode::kNone;
+  if (out.len < 0 || out.len > params.max_len) {
+    *fault = ErrorCode::kNgramLens;
+  } else if (limit < 0) {
+    *fault = ErrorCode::kNgramMaxDraftTokens;
+  } else if (out.min_size < 1) {
+    *fault = ErrorCode::kNgramMinSize;
+  } else if (out.max_size < out.min_size) {
+    *fault = ErrorCode::kNgramMaxSize;
+  } else if (leftmost != 0 && leftmost != 1) {
+    *fault = ErrorCode::kNgramLeftmost;
+  } else if (num_given < 0 || num_given > params.capacity) {
+    *fault = ErrorCode::kNgramNumGivenDrafts;
+  }
+  if (*fault != ErrorCode::kNone) out.len = out.num_given = out.room = 0;
+  return out;
+}
+
+SPECOPS_HOST_DEVICE int32_t text_len(const NgramRequest& request) {
+  return request.len + request.num_given;
+}
+
+SPECOPS_HOST_DEVICE int32_t token_at(const NgramRequest& request, int32_t idx) {
+  return idx < request.len ? request.tokens[idx] : request.given[idx - request.len];
+}
+
+// How many tokens up to `end` equal the text's last ones; at most `most`.
+SPECOPS_HOST_DEVICE int32_t match_size(const NgramRequest& request, int32_t end, int32_t most) {
+  int32_t last = text_len(request) - 1;
+  int32_t size = 0;
+  while (size < most && size <= end &&
+         token_at(request, end - size) == token_at(request, last - size)) {
+    ++size;
+  }
+  return size;
+}
+
+// An n-gram's hash takes its tokens from the last to the first.
+SPECOPS_HOST_DEVICE uint32_t ngram_hash(uint32_t hash, int32_t token) {
+  hash = (hash ^ static_cast<uint32_t>(token)) * 0x9e3779b1u;
+  return hash ^ (hash >> 15);
+}
+
+SPECOPS_HOST_DEVICE uint32_t ngram_hash_at(const NgramRequest& request, int32_t end, int32_t size) {
+  uint32_t hash = 0;
+  for (int32_t i = 0; i < size; ++i) hash = ngram_hash(hash, token_at(request, end - i));
+  return hash;
+}
+
+// The first of the entries that an n-gram may be in.
+SPECOPS_HOST_DEVICE int32_t first_entry(uint32_t hash, int32_t num_entries) {
+  return static_cast<int32_t>((static_cast<uint64_t>(hash) * static_cast<uint32_t>(num_entries)) >>
+                              32);
+}
+
+SPECOPS_HOST_DEVICE uint32_t make_entry(uint32_t hash, int32_t end) {
+  return (hash << kNgramEndBits) | static_cast<uint32_t>(end + 1);
+}
+
+// The end that an entry speaks of if it may be that of an n-gram with this hash; else negative.
+SPECOPS_HOST_DEVICE int32_t entry_end(uint32_t entry, uint32_t hash) {
+  constexpr uint32_t kMask = (1u << kNgramEndBits) - 1;
+  if (((entry ^ (hash << kNgramEndBits)) & ~kMask) != 0) return -1;
+  return static_cast<int32_t>(entry & kMask) - 1;
+}
+
+SPECOPS_HOST_DEVICE bool same_ngram(const int32_t* tokens, int32_t a, int32_t b, int32_t size) {
+  for (int32_t i = 0; i < size; ++i) {
+    if (tokens[a - i] != tokens[b - i]) return false;
+  }
+  return true;
+}
+
+// State of a row: how many ends its table knows, as -1 - ends once it is full; and for which sizes.
+// Zeros: none. A row that became shorter, or is asked for other sizes, starts anew.
+SPECOPS_HOST_DEVICE NgramPlan plan_index(const NgramProposeParams& params,
+                                         const NgramRequest& request,
+                                         const int32_t* state) {
+  NgramPlan plan;
+  if (params.table == nullptr || request.room <= 0) return plan;
+  int32_t num_sizes = request.max_size - request.min_size + 1;
+  if (num_sizes > kNgramMaxSizes || request.min_size > kNgramMaxMinSize) return plan;
+  int64_t num_entries = params.table_entries / num_sizes;
+  if (num_entries == 0) return plan;
+  if (num_entries > kNgramMaxEnds * 4) num_entries = kNgramMaxEnds * 4;
+  plan.num_sizes = num_sizes;
+  plan.num_entries = static_cast<int32_t>(num_entries);
+  plan.key = 1 + ((request.min_size * kNgramMaxSizes + num_sizes - 1) * 2 + request.is_leftmost);
+  bool is_full = state[0] < 0;
+  plan.num_indexed = is_full ? -1 - state[0] : state[0];
+  if (state[1] != plan.key || plan.num_indexed >= request.len) {
+    is_full = false;
+    plan.num_indexed = 0;
+  }
+  if (is_full) return plan;
+  int64_t stop = int64_t{request.len} - 1 - params.scan_tokens;
+  if (stop > kNgramMaxEnds) stop = kNgramMaxEnds;
+  if (stop > plan.num_indexed + params.index_tokens) stop = plan.num_indexed + params.index_tokens;
+  if (stop > plan.num_indexed) plan.num_new = static_cast<int32_t>(stop) - plan.num_indexed;
+  return plan;
+}
+
+// Notes what has been added: all ends before `num_indexed`, or as many as there was room for.
+SPECOPS_HOST_DEVICE void keep_state(const NgramPlan& plan, int32_t num_indexed, int32_t* state) {
+  if (plan.num_new == 0) return;
+  bool is_full = num_indexed < plan.num_indexed + plan.num_new;
+  state[0] = is_full ? -1 - num_indexed : num_indexed;
+  state[1] = plan.key;
+}
+
+}  // namespace specops
