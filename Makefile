@@ -13,6 +13,7 @@ ONLY ?=
 PART ?=
 BUDGET ?=
 OUT ?=
+SOAK_SECONDS ?= 1800
 # auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py says how it chooses).
 SPECOPS_CUDA ?= auto
 export SPECOPS_CUDA
@@ -22,8 +23,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup serve simt simt-race simt-asan test-race test-asan gates test prove bench bench-peers
-.PHONY: gpu-check lint format clean
+.PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize gates test prove soak
+.PHONY: bench bench-peers gpu-check lint format clean
 
 setup: $(VENV)/built
 
@@ -103,6 +104,15 @@ test: setup simt simt-race simt-asan $(VENV)/test-deps
 # Longer proofs, run before a release; CI does not.
 prove: setup simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m prove
+
+# The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
+# under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.
+test-sanitize: $(VENV)/test-deps
+	$(BIN)/python -m pytest -m sanitize tests/test_suffix_programs.py
+
+# A full suffix cache under churn: flat memory, no long call, nothing broken.
+soak: setup
+	$(BIN)/python tests/suffix_soak.py --seconds $(SOAK_SECONDS)
 
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))

@@ -1270,13 +1270,13 @@ def _float32(x: float) -> float:
 
 
 class SuffixCache:
-    """`specops.SuffixCache` by brute force: lists of tokens, all of them looked at for every answer.
+    """`specops.SuffixCache` by brute force: lists of tokens, all looked at for every answer.
 
     Two trees, that is two sets of sequences, answer: the request's own (prompt and response in one
     sequence) and the shared one (responses, in the order in which their requests were started).
-    What is taken out of the shared tree leaves it at once, unless it is the oldest there: then it is
-    given back from its first token on, two tokens for each one that a call adds, and until then the
-    rest is found as before.
+    What is taken out of the shared tree leaves it at once, unless it is the oldest there: then it
+    is given back from its first token on, two tokens for each one that a call adds, and until then
+    the rest is found as before.
 
     Differences: a batch of `step` is a list, budgets in bytes are not kept, nothing is saved.
     """

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suffix tree and its cache without Python: fuzzed, called from several threads, and both again
+under sanitizers (`make test-sanitize`)."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = [
+    *sorted(set(ROOT.glob("csrc/suffix_tree/suffix_*.cpp")) - set(ROOT.glob("csrc/*/*_ops.cpp"))),
+    ROOT / "csrc" / "common" / "parallel.cpp",
+]
+FLAGS = [
+    "-std=c++20",
+    "-g",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-pthread",
+    "-ffp-contract=off",
+    "-Icsrc",
+    "-Itests",
+]
+ADDRESS = "-O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+THREAD = "-O1 -fno-omit-frame-pointer -fsanitize=thread"
+
+
+def build(folder: Path, program: str, flags: str) -> Path:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    path = folder / program
+    command = [compiler, *FLAGS, *flags.split(), f"tests/{program}.cpp", *map(str, SOURCES)]
+    done = subprocess.run(
+        [*command, "-o", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if "cannot find" in done.stderr and "san" in done.stderr:
+        pytest.skip("the compiler has no sanitizers here")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return path
+
+
+def run(program: Path, *args: object) -> str:
+    """What it prints, and that it ends well."""
+    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "LD_PRELOAD": ""}
+    done = subprocess.run(
+        [str(program), *map(str, args)], capture_output=True, text=True, timeout=600, env=env
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+def fuzz(program: Path, seconds: float) -> None:
+    """Prints the seed, which a failure can be repeated with; a few thousand inputs at least."""
+    seconds = float(os.environ.get("FUZZ_SECONDS", seconds))
+    out = run(program, seconds)
+    found = re.search(r"(\d+) inputs, nothing wrong", out)
+    assert found is not None and int(found.group(1)) > 50 * seconds, out
+
+
+def test_fuzz(tmp_path: Path) -> None:
+    fuzz(build(tmp_path, "fuzz_suffix_tree", "-O1"), seconds=10)
+
+
+@pytest.mark.prove
+@pytest.mark.sanitize
+def test_fuzz_under_address_sanitizer(tmp_path: Path) -> None:
+    fuzz(build(tmp_path, "fuzz_suffix_tree", ADDRESS), seconds=60)
+
+
+@pytest.mark.prove
+@pytest.mark.sanitize
+def test_threads_under_address_sanitizer(tmp_path: Path) -> None:
+    run(build(tmp_path, "suffix_threads", ADDRESS), 15)
+
+
+@pytest.mark.prove
+@pytest.mark.sanitize
+def test_threads_under_thread_sanitizer(tmp_path: Path) -> None:
+    run(build(tmp_path, "suffix_threads", THREAD), 30)
