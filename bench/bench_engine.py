@@ -32,7 +32,7 @@ NAMES = {
 }
 DRAFTS = 4
 MAX_TOKENS = 128
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_draft_length": False}
 
 
 def run_qwen06(bench: Bench) -> None:

@@ -31,7 +31,8 @@ def run_lossless(bench: Bench) -> None:
         kind: prompt_token_ids(engine, kind)[:NUM_PROMPTS] for kind in ("edits", "completions")
     }
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    configs = ({"method": "naive"}, {"method": "ngram", "num_speculative_tokens": DRAFTS})
+    drafting = {"method": "ngram", "num_speculative_tokens": DRAFTS, "adaptive_draft_length": False}
+    configs = ({"method": "naive"}, drafting)
     for kind, token_ids in prompts.items():
         plain, drafted = (
             [

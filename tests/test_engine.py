@@ -30,7 +30,9 @@ def make(model_dir: Path, **config: Any) -> Engine:
     return Engine(EngineConfig(model=str(model_dir), dtype="float32", device="cpu", **config))
 
 
-NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, min_ngram_size=1)
+NGRAM = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=3, min_ngram_size=1, adaptive_draft_length=False
+)
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 
 

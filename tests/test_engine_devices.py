@@ -35,7 +35,9 @@ from twin_device import OP_MODULES, TwinDevice
 
 BENCH_PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
 NAIVE = SpeculativeConfig(method="naive")
-NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+NGRAM = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=4, min_ngram_size=1, adaptive_draft_length=False
+)
 needs_gpu = pytest.mark.skipif(
     not (specops.has_cuda() and torch.cuda.is_available()),
     reason="needs an NVIDIA GPU and a build with CUDA kernels: make gpu-check",

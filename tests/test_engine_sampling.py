@@ -20,7 +20,9 @@ from torch import Tensor
 VOCAB_SIZE = 160
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 NAIVE = SpeculativeConfig(method="naive")
-NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, min_ngram_size=1)
+NGRAM = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=3, min_ngram_size=1, adaptive_draft_length=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +340,12 @@ def test_thinking_that_ends_by_itself(model_dir: Path) -> None:
 @pytest.mark.parametrize("strategy", ["greedy", "target_match", "rejection", "block", "topp"])
 def test_a_strategy_is_a_function_of_the_request(model_dir: Path, strategy: str) -> None:
     """Seeded text is the same alone and among others, whatever the strategy."""
-    own = {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    own = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "min_ngram_size": 1,
+        "adaptive_draft_length": False,
+    }
     own["verify_strategy"] = strategy
     each = [
         SamplingParams(max_tokens=40, temperature=0.4, seed=i, ignore_eos=True, logprobs=1, top_k=9)

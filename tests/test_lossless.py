@@ -10,6 +10,7 @@ import dataclasses
 import json
 import random
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.draft_length import DraftLengths, DraftState
 from specops.engine.drafters import DraftBatch
 from specops.engine.request import Request
 from specops.engine.tokenizer import Tokenizer
@@ -50,9 +52,15 @@ def run(
     method: str, temperature: float, order: list[int], **config: Any
 ) -> tuple[dict[int, Completion], Engine]:
     # Greedy text repeats itself: there, more and bolder drafts, so that plenty of them are wrong.
-    drafting = {"num_speculative_tokens": 4} if method != "naive" else {}
+    drafting = (
+        {"num_speculative_tokens": 4, "adaptive_draft_length": False} if method != "naive" else {}
+    )
     if drafting and temperature == 0:
-        drafting = {"num_speculative_tokens": 6, "min_ngram_size": 1}
+        drafting = {
+            "num_speculative_tokens": 6,
+            "min_ngram_size": 1,
+            "adaptive_draft_length": False,
+        }
     engine = Engine(
         EngineConfig(
             device="cpu",
@@ -141,7 +149,12 @@ def test_a_request_may_choose_its_own_method_and_greedy_strategy() -> None:
     speculative = SpeculativeConfig(method="naive")
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
     order = list(range(8))
-    own = {"method": "ngram", "num_speculative_tokens": 9, "verify_strategy": "greedy"}
+    own = {
+        "method": "ngram",
+        "num_speculative_tokens": 9,
+        "verify_strategy": "greedy",
+        "adaptive_draft_length": False,
+    }
     done = engine.generate(
         [prompts()[i] for i in order], [params(i, 0.8) for i in order], speculative_config=own
     )
@@ -163,7 +176,11 @@ def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dt
         ("ngram", {"max_num_seqs": 10, "num_threads": 2, "max_num_batched_tokens": 48}),
         ("ngram", {"max_num_seqs": 4, "num_threads": 3, "page_size": 64}),
     ):
-        drafting = {"num_speculative_tokens": 5} if method == "ngram" else {}
+        drafting = (
+            {"num_speculative_tokens": 5, "adaptive_draft_length": False}
+            if method == "ngram"
+            else {}
+        )
         speculative = SpeculativeConfig(method=method, **drafting)
         engine = Engine(
             EngineConfig(device="cpu", speculative_config=speculative, dtype=dtype, **config)
@@ -320,7 +337,9 @@ def test_all_parameters_mixed_change_nothing(
     if drafter == "scripted":
         truth = {one.seed % 2**64: one for one in expected}
         monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=k)
+    speculative = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=k, adaptive_draft_length=False
+    )
     limits: dict[str, Any] = {
         1: {"max_num_seqs": 32},
         3: {"max_num_seqs": 8, "max_num_batched_tokens": 40, "page_size": 32},
@@ -337,13 +356,63 @@ def test_all_parameters_mixed_change_nothing(
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
 
 
+class RandomLengths(DraftLengths):
+    """Drafts of any length, and rests at any time: whatever a clock could ever lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = random.Random(5)
+
+    def limit(self, state: DraftState) -> int:
+        return self._random.choice([0, state.most, self._random.randint(0, state.most)])
+
+    def allocate(
+        self, states: Sequence[DraftState | None], proposed: Sequence[int], room: int
+    ) -> list[int]:
+        counts = []
+        for drafts in proposed:
+            counts.append(min(self._random.randint(0, drafts), room))
+            room -= counts[-1]
+        return counts
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "scripted"])
+def test_lengths_at_random_change_nothing(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = mixed_plain()
+    if drafter == "scripted":
+        truth = {one.seed % 2**64: one for one in expected}
+        monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
+    monkeypatch.setattr("specops.engine.runner.DraftLengths", RandomLengths)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=6, min_ngram_size=1)
+    limits = {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024}
+    engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **limits))
+    agree(run_mixed(engine), expected)
+    spec = engine.stats.speculative
+    assert 0.1 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.9
+    assert min(spec.num_steps_per_length[:7]) > 0
+    assert spec.num_suspended_steps > 0
+    assert engine.stats.num_preemptions > 0
+
+
+def test_lengths_that_adapt_change_nothing() -> None:
+    """With a clock of this machine, which makes every run another."""
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=6)
+    engine = Engine(
+        EngineConfig(device="cpu", speculative_config=speculative, max_num_seqs=12, num_pages=160)
+    )
+    agree(run_mixed(engine), mixed_plain())
+    assert sum(engine.stats.speculative.num_steps_per_length) > 0
+
+
 @pytest.mark.prove
 def test_all_parameters_on_every_instruction_set(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(speculative: SpeculativeConfig, **config: Any) -> Engine:
         return Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))
 
     expected = run_mixed(engine(SpeculativeConfig(method="naive"), max_num_seqs=1), 40)
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
+    speculative = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=5, adaptive_draft_length=False
+    )
     agree(run_mixed(engine(speculative, max_num_seqs=10, num_threads=3), 40), expected)
     truth = {one.seed % 2**64: one for one in expected}
     monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))

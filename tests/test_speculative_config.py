@@ -64,7 +64,7 @@ def test_the_request_fields_in_the_docs() -> None:
 
 def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
     accepted = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    own = {"synthetic_acceptance_rates"}
+    own = {"synthetic_acceptance_rates", "adaptive_draft_length"}
     assert accepted - own | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
     assert not accepted & set(REFUSED_FIELDS)
 

@@ -4,7 +4,7 @@
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import specops
@@ -14,11 +14,16 @@ from specops.engine.drafters import RUNNABLE_METHODS
 from specops.engine.errors import ContextOverflow, ModelError, QueueFull
 from specops.engine.kv_cache import PagePool
 from specops.engine.models import load_model
-from specops.engine.outputs import Completion, RequestOutput, SpeculativeStats
+from specops.engine.outputs import (
+    MAX_COUNTED_LENGTH,
+    Completion,
+    RequestOutput,
+    SpeculativeStats,
+)
 from specops.engine.request import Feature, Request
 from specops.engine.runner import Emitted, Runner
 from specops.engine.sampling_params import SamplingParams, check_sequences
-from specops.engine.scheduler import Scheduler
+from specops.engine.scheduler import Scheduled, Scheduler
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.tokenizer import TextStream, Tokenizer
 from specops.sampling import FinishReason
@@ -48,14 +53,21 @@ class Engine:
 
     Args:
         config: how it is set up; the default serves the bundled model.
+        clock: seconds, from which adaptive draft lengths learn what steps cost.
 
     Raises:
         ModelError: the model cannot be loaded.
         ValueError: the configuration contradicts itself or the model.
     """
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.config = config = config or EngineConfig()
+        self._clock = clock
         config.speculative_for(None, RUNNABLE_METHODS)
         if config.num_threads is not None:
             specops.set_num_threads(config.num_threads)
@@ -92,6 +104,7 @@ class Engine:
             slots=config.max_num_seqs,
             max_rows=config.max_num_batched_tokens,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
+            clock=clock,
         )
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
@@ -226,6 +239,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Drafts, verifies, accepts and commits once; returns what it added to each request."""
+        begun = self._clock()
         before = self._scheduler.num_preemptions
         plan = self._scheduler.schedule(
             self._runner.num_drafts, on_start=self._start, on_stop=self._runner.stop
@@ -247,6 +261,7 @@ class Engine:
             self._scheduler.register_full_pages(request)
             if request.finish_reason is not None:
                 self._leave(request)
+        self._learn(plan, emitted, begun)
         return outputs
 
     def completion(self, request_id: str) -> Completion:
@@ -390,6 +405,8 @@ class Engine:
         return think_end, (think_end,) if inject is None else inject
 
     def _count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        state = request.drafting
+        is_suspended = state is not None and self._runner.lengths.limit(state) == 0
         for stats in (request.stats, self.stats.speculative):
             stats.num_steps += 1
             if num_drafts:
@@ -400,6 +417,29 @@ class Engine:
                 per_pos.extend([0] * (num_drafts - len(per_pos)))
                 for position in range(num_accepted):
                     per_pos[position] += 1
+            if state is not None:
+                stats.num_steps_per_length[min(num_drafts, MAX_COUNTED_LENGTH)] += 1
+                stats.num_suspended_steps += is_suspended
+
+    def _learn(self, plan: Sequence[Scheduled], emitted: Sequence[Emitted], begun: float) -> None:
+        """Lets the draft lengths know what came of a step."""
+        states, drafts, accepted = [], [], []
+        for part, result in zip(plan, emitted, strict=True):
+            if part.emits:
+                states.append(part.request.drafting)
+                drafts.append(part.num_drafts)
+                accepted.append(result.num_accepted)
+        if any(states):
+            runner = self._runner
+            seconds = self._clock() - begun if runner.was_ordinary else None
+            runner.lengths.observe(
+                states,
+                drafts,
+                accepted,
+                seconds=seconds,
+                drafting=runner.was_drafting,
+                draft_seconds=runner.draft_seconds,
+            )
 
     def _start(self, request: Request) -> None:
         self._runner.start(request)

@@ -180,7 +180,11 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
             engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)
         ]
         for method in args.method:
-            own = {"method": method, "num_speculative_tokens": args.num_speculative_tokens}
+            own = {
+                "method": method,
+                "num_speculative_tokens": args.num_speculative_tokens,
+                "adaptive_draft_length": False,  # where drafts gain nothing, they are compared too
+            }
             drafted = engine.generate(prompts, params, speculative_config=own)
             comparison = Comparison(method, args.num_speculative_tokens, temperature)
             print(f"\n{method}, temperature {temperature:g}")

@@ -8,7 +8,12 @@ scrape cannot read back, the distributions of times and lengths, is observed as 
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from specops.engine.engine import Engine
@@ -32,6 +37,7 @@ _SECONDS = (
     60.0,
 )
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 _LABELS = ("model_name",)
 
 
@@ -156,10 +162,16 @@ class _EngineCollector(Collector):
                 "Draft tokens accepted",
                 speculative.num_accepted_tokens,
             ),
+            (
+                "spec_decode_num_suspended_steps",
+                "Steps without a drafter, per choice with adaptive draft lengths",
+                speculative.num_suspended_steps,
+            ),
         ):
             counter = CounterMetricFamily(f"specops:{name}", text, labels=_LABELS)
             counter.add_metric([engine.model_name], count)
             yield counter
+        yield self._draft_lengths()
         per_pos = CounterMetricFamily(
             "specops:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted at each position of a draft",
@@ -168,3 +180,21 @@ class _EngineCollector(Collector):
         for position, count in enumerate(list(speculative.num_accepted_tokens_per_pos)):
             per_pos.add_metric([engine.model_name, str(position)], count)
         yield per_pos
+
+    def _draft_lengths(self) -> Metric:
+        """How many drafts were verified, over the steps of choices with adaptive lengths."""
+        counts = self._engine.stats.speculative.num_steps_per_length
+        total, buckets = 0, []
+        for length, count in enumerate(counts):
+            total += count
+            if length in _LENGTHS:
+                buckets.append((str(float(length)), total))
+        buckets.append(("+Inf", total))
+        histogram = HistogramMetricFamily(
+            "specops:spec_decode_draft_length",
+            "Drafts verified in a step, per choice with adaptive draft lengths",
+            labels=_LABELS,
+        )
+        weighed = sum(length * count for length, count in enumerate(counts))
+        histogram.add_metric([self._engine.model_name], buckets, weighed)
+        return histogram

@@ -4,6 +4,7 @@
 from array import array
 from dataclasses import dataclass, field
 
+from specops.engine.draft_length import DraftState
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
@@ -51,6 +52,7 @@ class Request:
     thinking_state: int = -1  # as `sampling.commit` has it
     added_at: float = 0.0  # time.perf_counter() when it came
     queue_seconds: float = 0.0  # until it got its first slot
+    drafting: DraftState | None = None  # where the engine decides how many drafts it verifies
     slot: int = -1  # row of the engine's per-request arrays while running
     pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array copies at once
     num_registered_pages: int = 0  # leading pages that the prefix cache knows

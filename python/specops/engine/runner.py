@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs planned steps: fills a step's arrays, has it run, and reads what came of it."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from specops.batching import OutputMode
 from specops.engine.device import Device
+from specops.engine.draft_length import DraftLengths
 from specops.engine.drafters import Drafter, make_drafter
 from specops.engine.errors import EngineError
 from specops.engine.models import Transformer
@@ -70,6 +72,7 @@ class Runner:
         slots: requests that run at once.
         max_rows: rows of a step.
         processed_logprobs: logprobs are those of what was drawn from, not of the raw logits.
+        clock: seconds.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Runner:
         slots: int,
         max_rows: int,
         processed_logprobs: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self._device = device
@@ -91,13 +95,18 @@ class Runner:
         model.reserve(max_rows)
         pages = slots * -(-model.max_model_len // page_size)
         self._memory = StepMemory(
-            device, most=StepShape(slots, max_rows, max_rows, max_rows - 1, pages, 0, ())
+            device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages, 0, ()), clock
         )
         # By slot, gathered into every step.
         self._params: NDArray[np.int32] = np.zeros((8, slots), dtype=np.int32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._state: NDArray[np.int32] = np.zeros((6, slots), dtype=np.int32)
         self._rates: dict[int, list[float]] = {}
+        self.lengths = DraftLengths()
+        # Of the last step: whether its time tells what others like it take; if a drafter ran, and
+        # for how long where that is known.
+        self.was_ordinary = self.was_drafting = False
+        self.draft_seconds: float | None = None
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
         # There once a request drafts.
         self._drafters: dict[str, Drafter] = {}
@@ -140,6 +149,8 @@ class Runner:
         width = max(self._widths.get(config.method, 1), config.num_speculative_tokens)
         self._widths[config.method] = width
         self._drafters[config.method].start(request)
+        if config.has_adaptive_lengths and request.drafting is None:
+            request.drafting = self.lengths.start(config.method, config.num_speculative_tokens)
 
     def stop(self, request: Request) -> None:
         """Forgets a request that loses its slot."""
@@ -147,7 +158,17 @@ class Runner:
         if request.speculative.method in self._drafters:
             self._drafters[request.speculative.method].stop(request)
 
-    def num_drafts(self, request: Request) -> int:
+    def num_drafts(self, requests: Sequence[Request], room: int) -> list[int]:
+        """How many drafts each of the requests verifies in the next step.
+
+        Args:
+            requests: all that decode.
+            room: rows of the step beside one for each.
+        """
+        states = [request.drafting for request in requests]
+        return self.lengths.allocate(states, list(map(self._num_proposed, requests)), room)
+
+    def _num_proposed(self, request: Request) -> int:
         """How many drafts the last step proposed for a request, as far as they could be emitted."""
         counts = self._counts.get(request.speculative.method)
         if counts is None:
@@ -162,10 +183,13 @@ class Runner:
         """
         step = self._step_of(plan)
         num_pages = self._fill(step, plan)
+        captures = self._memory.num_captures
         try:
             step.run(num_pages)
         except ValueError as error:
             raise EngineError(f"a step failed: {error}") from error
+        self.draft_seconds = step.draft_seconds
+        self.was_ordinary &= self._memory.num_captures == captures
         # Copies: the next step's inputs may lie where these do.
         self._counts = {name: counts.copy() for name, counts in step.counts.items()}
         self._drafts = {name: drafts.copy() for name, drafts in step.drafts.items()}
@@ -186,6 +210,7 @@ class Runner:
         rows = outputs = width = pages = 0
         logprobs = -1
         features = 0
+        methods = set()  # that draft for the next step
         for part in plan:
             rows += part.num_rows
             pages += len(part.request.pages)
@@ -193,10 +218,12 @@ class Runner:
                 outputs += 1 + part.num_drafts
                 width = max(width, part.num_drafts)
                 features |= part.request.features
+                if self._draft_limit(part.request) > 0:
+                    methods.add(part.request.speculative.method)
                 wanted = part.request.params.logprobs
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
-        drafting = tuple(self._widths.items()) if outputs else ()
+        drafting = tuple((name, self._widths[name]) for name in self._widths if name in methods)
         shape = StepShape(len(plan), rows, outputs, width, pages, logprobs, drafting, features)
         repeats = rows == outputs
         most = self._memory.most
@@ -205,6 +232,8 @@ class Runner:
         else:
             shape = shape._replace(pages=page_capacity(pages, most.pages))
         step = self._memory.find(shape)
+        self.was_ordinary = step is not None and rows == outputs
+        self.was_drafting = bool(drafting)
         if step is None:
             step = Step(
                 shape,
@@ -247,10 +276,7 @@ class Runner:
             if part.emits:
                 mode = _ALL if part.num_drafts else _LAST
                 if method in step.max_drafts:
-                    # This step emits a token at least, and so will the one that verifies.
-                    wanted = request.speculative.num_speculative_tokens
-                    limit = min(wanted, request.draft_limit - 1)
-                    step.max_drafts[method][request.slot] = max(limit, 0)
+                    step.max_drafts[method][request.slot] = self._draft_limit(request)
             slot = request.slot
             changes = slot if request.features & Feature.PROCESSORS else -1
             columns.append((count, begin + count, mode, len(known), slot, changes))
@@ -274,6 +300,14 @@ class Runner:
             ints[PROCESSOR_SLOT, batch:] = -1
             step.kv_indptr[batch + 1 :] = page
         return page
+
+    def _draft_limit(self, request: Request) -> int:
+        """Most drafts to propose at the end of a step for the one after it."""
+        wanted = request.speculative.num_speculative_tokens
+        if request.drafting is not None:
+            wanted = self.lengths.limit(request.drafting)
+        # This step emits a token at least, and so will the one that verifies.
+        return max(min(wanted, request.draft_limit - 1), 0)
 
     def _fill_features(self, step: Step, plan: Sequence[Scheduled]) -> None:
         """Writes what only some requests ask for."""

@@ -6,7 +6,7 @@ Scheduling can never change a result, because every op is row-identical; it only
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specops.engine.kv_cache import PagePool
@@ -38,14 +38,15 @@ class Scheduler:
 
     def schedule(
         self,
-        num_drafts: Callable[[Request], int],
+        num_drafts: Callable[[Sequence[Request], int], Sequence[int]],
         on_start: Callable[[Request], None],
         on_stop: Callable[[Request], None],
     ) -> list[Scheduled]:
         """Plans one step.
 
         Args:
-            num_drafts: drafts proposed for a decoding request.
+            num_drafts: how many drafts each of the decoding requests is to verify, given how many
+                rows there are beside one for each.
             on_start: called when a request gets a slot.
             on_stop: called when a request loses its slot to preemption, before it does.
         """
@@ -54,12 +55,10 @@ class Scheduler:
         budget = self._max_rows
         # Verification rows first, in order of arrival, so that prefill never delays them.
         decoding = [request for request in self.running if request.is_decoding]
-        # One row each is certain; the rest of the step's rows is shared evenly among them.
-        room = (budget - len(decoding)) // len(decoding) if decoding else 0
-        for request in decoding:
+        wanted = num_drafts(decoding, budget - len(decoding)) if decoding else ()
+        for request, drafts in zip(decoding, wanted, strict=True):
             if request.slot < 0:
                 continue  # preempted by an earlier one in this very loop
-            drafts = min(num_drafts(request), room)
             if not self._has_pages(request, 1 + drafts):
                 drafts = 0  # rather no drafts than another's preemption
             if self._make_room(request, 1):

@@ -111,6 +111,7 @@ class RequestSpeculativeConfig:
         synthetic_acceptance_rates: of accept_policy "synthetic".
         min_ngram_size: shortest match of n-gram drafting.
         max_ngram_size: longest match of n-gram drafting.
+        adaptive_draft_length: verify fewer drafts, or none, where that is faster.
     """
 
     method: str | None = None
@@ -121,6 +122,7 @@ class RequestSpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     min_ngram_size: int | None = None
     max_ngram_size: int | None = None
+    adaptive_draft_length: bool | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RequestSpeculativeConfig":
@@ -172,6 +174,10 @@ class SpeculativeConfig:
         suffix_decoding_max_spec_factor: drafts per matched token.
         suffix_decoding_min_token_prob: least estimated probability of a drafted path.
         model: path of the drafting model's weights. None takes them from the target's checkpoint.
+        adaptive_draft_length: num_speculative_tokens is the most; how many of them are verified,
+            and whether the drafter runs, follows from what steps cost and drafts gain. Only where
+            that cannot change a token: with verify_strategy "target_match" or "greedy", and
+            accept_policy "normal". Elsewhere, and when False, all drafts are verified.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
@@ -191,6 +197,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     model: str | None = None
+    adaptive_draft_length: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", _method(self.method))
@@ -218,6 +225,10 @@ class SpeculativeConfig:
         _number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ValueError(f"model must be a path or null, got {self.model!r}")
+        if not isinstance(self.adaptive_draft_length, bool):
+            raise ValueError(
+                f"adaptive_draft_length must be true or false, got {self.adaptive_draft_length!r}"
+            )
 
     def _resolve_lengths(self) -> None:
         tokens, steps = self.num_speculative_tokens, self.num_model_steps
@@ -264,6 +275,15 @@ class SpeculativeConfig:
                 raise ValueError(f"{name} must not rise, got {rate!r} after {highest!r}")
             highest = rate
         object.__setattr__(self, name, tuple(map(float, rates)))
+
+    @property
+    def has_adaptive_lengths(self) -> bool:
+        """Whether the engine decides how many drafts are verified: no token depends on it then."""
+        return (
+            self.adaptive_draft_length
+            and self.verify_strategy in ("target_match", "greedy")
+            and self.accept_policy == "normal"
+        )
 
     def conditional_acceptance_rates(self) -> list[float]:
         """Per draft, how often it is emitted where all before it were; empty without rates."""

@@ -6,7 +6,7 @@ there before allocates nothing and can be replayed. Where steps are captured, sh
 to a few; a padding request has no rows, and a padding row belongs to no request.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,10 +122,12 @@ class StepMemory:
     Args:
         device: where the blocks live.
         most: the largest step there is.
+        clock: seconds.
     """
 
-    def __init__(self, device: Device, most: StepShape) -> None:
+    def __init__(self, device: Device, most: StepShape, clock: Callable[[], float]) -> None:
         self.device = device
+        self.clock = clock
         self.most = most
         self.num_captures = 0
         self._blocks: dict[str, tuple[Tensor, Tensor]] = {}  # host and device; the same on the CPU
@@ -204,6 +206,7 @@ class Step:
         top_logprobs: [outputs, alternatives], float32.
         counts: by method, [slots], int32. Drafts for the next step.
         drafts: by method, [slots, their width], int32.
+        draft_seconds: what the drafters took; None where the device works on its own.
     """
 
     def __init__(
@@ -222,6 +225,7 @@ class Step:
         self._memory = memory
         self._model = model
         self._cache = cache
+        self.draft_seconds: float | None = None
         self._replay: Any = None
         self._runs = 0
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
@@ -493,7 +497,11 @@ class Step:
             if shape.logprobs > 0:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             sampling.commit(**self._commit_args)
+            clock = self._memory.clock
+            begun = clock()
             for drafter, batch in self._drafts:
                 drafter.propose(batch)
+            if not self._memory.device.is_async:
+                self.draft_seconds = clock() - begun
         if self._memory.device.is_async:
             specops.take_error(self._error_out)

@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many drafts are verified: the choice against brute force, what is learnt, rests and trials.
+
+Time is made up in all of these: a step takes what a formula says, whatever the machine.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint, write_tokenizer
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.draft_length import DraftLengths, DraftState, _choose, _choose_by_arrays
+from specops.engine.drafters import DraftBatch, NgramDrafter
+from specops.engine.metrics import Metrics
+from specops.engine.request import Request
+from specops.engine.step_costs import StepCosts
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 6, "min_ngram_size": 1}
+PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
+
+
+# ---- the choice ----
+
+
+def best_rate(
+    first: Sequence[float], following: Sequence[float], most: Sequence[int], seconds: Any
+) -> float:
+    """The most tokens per second of all choices there are."""
+    rates = []
+    for counts in itertools.product(*(range(limit + 1) for limit in most)):
+        if sum(counts) < len(seconds):
+            rates.append(rate_of(counts, first, following, seconds))
+    return max(rates)
+
+
+def rate_of(
+    counts: Sequence[int], first: Sequence[float], following: Sequence[float], seconds: Any
+) -> float:
+    gains = [f * a**j for n, f, a in zip(counts, first, following, strict=True) for j in range(n)]
+    return float((len(counts) + sum(gains)) / seconds[sum(counts)])
+
+
+@pytest.mark.parametrize("choose", [_choose, _choose_by_arrays])
+def test_the_choice_is_the_best_there_is(choose: Callable[..., Any]) -> None:
+    rng = random.Random(1)
+    num_drafting = 0
+    for _ in range(300):
+        batch = rng.randint(1, 4)
+        # Few values, so that there are ties.
+        first = [rng.choice([0.0, 0.2, 0.5, 0.5, 0.9, 1.0]) for _ in range(batch)]
+        following = [rng.choice([0.3, 0.8, 1.0]) for _ in range(batch)]
+        most = [rng.randint(1, 4) for _ in range(batch)]
+        room = rng.randint(1, sum(most))
+        # Of any shape: stairs, straight lines, falling too.
+        seconds = np.cumsum([1.0] + [rng.choice([0.0, 0.05, 0.2, 0.5]) for _ in range(room)])
+        chosen, gained = choose(first, following, most, seconds, float(batch))
+        assert all(0 <= n <= limit for n, limit in zip(chosen, most, strict=True))
+        assert sum(chosen) <= room
+        rate = rate_of(chosen, first, following, seconds)
+        assert rate == pytest.approx(best_rate(first, following, most, seconds))
+        for n, f, a, gain in zip(chosen, first, following, gained, strict=True):
+            assert gain == pytest.approx(sum(f * a**j for j in range(n)))
+        num_drafting += sum(chosen) > 0
+    assert 100 < num_drafting < 300
+
+
+def test_both_ways_to_choose_are_one() -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        batch = rng.randint(1, 40)
+        first = [rng.random() for _ in range(batch)]
+        following = [rng.random() for _ in range(batch)]
+        most = [rng.randint(1, 9) for _ in range(batch)]
+        room = rng.randint(1, sum(most))
+        seconds = 1 + np.arange(room + 1) * rng.choice([0.001, 0.01, 0.1])
+        arguments = first, following, most, seconds, float(batch)
+        for one, other in zip(_choose(*arguments), _choose_by_arrays(*arguments), strict=True):
+            assert one == pytest.approx(other)
+
+
+# ---- what steps cost ----
+
+
+def step_seconds(batch: int, drafts: int) -> float:
+    """A step that is bound by memory at first, and then by its rows."""
+    return 1e-3 * (0.3 + 0.05 * batch + max(0.0, 0.04 * (batch + drafts) - 0.1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_costs_are_learnt_through_noise_and_outliers(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = StepCosts()
+    for step in range(3000):
+        batch = rng.choice([4, 16])
+        drafts = rng.choice([0, 1, 2, batch, 2 * batch])
+        slower = 1.0 if step < 1500 else 2.0  # the machine gets busy
+        seconds = slower * step_seconds(batch, drafts) * rng.uniform(0.9, 1.1)
+        if rng.random() < 0.05:
+            seconds *= rng.uniform(3, 30)
+        costs.observe(batch, drafts, seconds, drafting=True)
+    for batch in (4, 16):
+        table = costs.seconds(batch, 3 * batch)
+        assert (np.diff(table) >= 0).all()
+        for drafts in (1, 2, batch, 3 * batch // 2, 2 * batch, 3 * batch):
+            got = table[drafts] / table[0]
+            assert got == pytest.approx(
+                step_seconds(batch, drafts) / step_seconds(batch, 0), rel=0.1
+            )
+
+
+def test_costs_of_a_new_number_of_requests_come_from_the_nearest() -> None:
+    costs = StepCosts()
+    for _ in range(50):
+        for drafts in (0, 8, 16):
+            costs.observe(16, drafts, 1.0 + 0.01 * drafts, drafting=True)
+    costs.observe(12, 0, 0.8, drafting=True)
+    table = costs.seconds(12, 20)
+    assert table[20] - table[0] == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_single_outlier_does_not_stay() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.observe(1, 0, 1.0, drafting=True)
+        costs.observe(1, 4, 1.2, drafting=True)
+    costs.observe(1, 2, 50.0, drafting=True)
+    table = costs.seconds(1, 4)
+    assert table[2] / table[0] < 1.3
+    assert table[4] / table[0] == pytest.approx(1.2, rel=0.05)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_drafters_part_is_learnt(is_told: bool) -> None:
+    rng = random.Random(0)
+    costs = StepCosts()
+    for step in range(400):
+        drafting = step % 3 > 0
+        told = 0.25 * rng.uniform(0.9, 1.1) if is_told and drafting else None
+        seconds = (1.25 if drafting else 1.0) * rng.uniform(0.95, 1.05)
+        costs.observe(8, 0, seconds, drafting=drafting, draft_seconds=told)
+    assert costs.drafter_share(8) == pytest.approx(0.2, abs=0.02)
+    assert costs.drafter_share(9) == pytest.approx(0.2, abs=0.03)
+
+
+# ---- lengths over time ----
+
+
+@dataclass
+class Load:
+    """Requests whose drafts are right with given chances, on a machine that takes given times.
+
+    Attributes:
+        chances: per request: that its first draft is right, and each next one.
+        seconds: of a step, by its requests and drafts.
+        drafter: seconds that the drafter takes when it runs.
+        available: how often a drafter that runs finds something.
+    """
+
+    chances: list[tuple[float, float]]
+    seconds: Callable[[int, int], float] = step_seconds
+    drafter: float = 0.0
+    available: float = 1.0
+    most: int = 6
+    seed: int = 0
+    lengths: DraftLengths = field(default_factory=DraftLengths)
+    states: list[DraftState] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.states = [self.lengths.start("x", self.most) for _ in self.chances]
+        self.proposed = [0] * len(self.states)
+        self.tokens, self.time = 0, 0.0
+
+    def run(self, steps: int) -> list[list[int]]:
+        """Steps, and returns the lengths of each; `tokens` and `time` are those of this run."""
+        self.tokens, self.time = 0, 0.0
+        history = []
+        for _ in range(steps):
+            counts = self.lengths.allocate(self.states, self.proposed, 512)
+            assert all(n <= limit for n, limit in zip(counts, self.proposed, strict=True))
+            accepted = [self._accept(*pair) for pair in zip(counts, self.chances, strict=True)]
+            limits = [self.lengths.limit(state) for state in self.states]
+            is_found = [self.rng.random() < self.available for _ in limits]
+            self.proposed = [n * found for n, found in zip(limits, is_found, strict=True)]
+            seconds = self.seconds(len(counts), sum(counts))
+            seconds += self.drafter * any(limits)
+            self.tokens += len(counts) + sum(accepted)
+            self.time += seconds
+            told = self.drafter if any(limits) else None
+            self.lengths.observe(
+                self.states,
+                counts,
+                accepted,
+                seconds=seconds * self.rng.uniform(0.95, 1.05),
+                drafting=any(limits),
+                draft_seconds=told,
+            )
+            history.append(counts)
+        return history
+
+    def _accept(self, drafts: int, chances: tuple[float, float]) -> int:
+        accepted = 0
+        while accepted < drafts and self.rng.random() < chances[accepted > 0]:
+            accepted += 1
+        return accepted
+
+    def gain(self, steps: int) -> float:
+        """Tokens per second over those without drafts and drafter."""
+        self.run(steps)
+        plain = len(self.chances) / self.seconds(len(self.chances), 0)
+        return self.tokens / self.time / plain
+
+    def best_gain(self) -> float:
+        """The same of the best length for all."""
+        batch = len(self.chances)
+        gains = []
+        for n in range(self.most + 1):
+            tokens = sum(1 + sum(f * a**j for j in range(n)) for f, a in self.chances)
+            gains.append(tokens / (self.seconds(batch, n * batch) + self.drafter * (n > 0)))
+        return max(gains) * self.seconds(batch, 0) / batch
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize("chances", [(0.95, 0.95), (0.8, 0.8), (0.6, 0.5), (0.3, 0.3)])
+def test_the_best_length_is_found(batch: int, chances: tuple[float, float]) -> None:
+    load = Load([chances] * batch, seed=batch)
+    load.run(200)
+    got, best = load.gain(1500), load.best_gain()
+    assert got >= 0.95 * best, (got, best)
+
+
+def test_a_step_of_any_shape_is_used_up() -> None:
+    """Steps of up to 4 rows cost the same, the fifth doubles: 3 drafts, whatever their chance."""
+    load = Load([(0.9, 0.9)], seconds=lambda batch, drafts: 1e-3 * (1 + (batch + drafts > 4)))
+    load.run(300)
+    lengths = [counts[0] for counts in load.run(500)]
+    assert sum(length == 3 for length in lengths) > 450
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
+def test_what_gains_nothing_is_turned_down(batch: int, share: float) -> None:
+    """Drafts that are never right, with a drafter of any cost: at most 4 % are lost."""
+    plain = step_seconds(batch, 0)
+    load = Load([(0.0, 0.0)] * batch, drafter=share * plain, seed=batch)
+    load.run(300)
+    assert load.gain(3000) > 0.96
+
+
+def test_what_gains_nothing_is_turned_down_soon() -> None:
+    """From the first step on, and with nothing known: a short text hardly suffers."""
+    for batch in (1, 16, 64):
+        load = Load([(0.1, 0.1)] * batch, drafter=0.05 * step_seconds(batch, 0))
+        assert load.gain(128) > 0.93, batch
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_text_that_begins_to_draft_well_is_noticed(batch: int) -> None:
+    load = Load([(0.0, 0.0)] * batch, drafter=0.1 * step_seconds(batch, 0))
+    load.run(2000)
+    load.chances = [(0.9, 0.9)] * batch
+    history = load.run(400)
+    assert all(any(counts) for counts in history[-50:])
+    load.run(200)
+    assert load.gain(500) > 0.95 * load.best_gain()
+    # And back.
+    load.chances = [(0.0, 0.0)] * batch
+    load.run(300)
+    assert load.gain(2000) > 0.96
+
+
+def test_requests_are_judged_each_by_itself() -> None:
+    load = Load([(0.95, 0.95)] * 4 + [(0.02, 0.02)] * 12)
+    load.run(400)
+    history = np.array(load.run(500))
+    assert history[:, :4].mean() > 2
+    assert history[:, 4:].mean() < 0.1
+    # None is given up for good: poor ones are tried now and then.
+    assert (history[:, 4:].sum(axis=0) > 0).sum() >= 6
+
+
+def test_nobody_starves() -> None:
+    """A request that drafts well gets drafts again, however many others do, in little room."""
+    lengths = DraftLengths()
+    states = [lengths.start("x", 4) for _ in range(8)]
+    total = np.zeros(8)
+    for _ in range(600):
+        counts = lengths.allocate(states, [4] * 8, 8)
+        assert sum(counts) <= 8
+        total += counts
+        lengths.observe(states, counts, [int(n > 0) for n in counts], seconds=1.0, drafting=True)
+    assert total.min() > 0
+
+
+def test_requests_without_a_state_keep_their_drafts() -> None:
+    lengths = DraftLengths()
+    for _ in range(300):
+        lengths.observe([None] * 4, [3] * 4, [0] * 4, seconds=1.0, drafting=True)
+    assert lengths.allocate([None] * 4, [3, 0, 2, 3], 100) == [3, 0, 2, 3]
+    # Where rows lack they share evenly.
+    assert lengths.allocate([None] * 4, [3, 0, 2, 3], 5) == [1, 0, 1, 1]
+    state = lengths.start("x", 4)
+    counts = lengths.allocate([None, state, None], [3, 4, 3], 9)
+    assert counts[0] == counts[2] == 3
+    assert counts[1] <= 3
+
+
+# ---- in the engine ----
+
+
+class Clock:
+    """Every step takes what it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def rule(self, engine: Engine, seconds: Callable[[int, int], float]) -> None:
+        """From now on steps take `seconds(requests, drafts)`."""
+        execute = engine._runner.execute
+
+        def timed(plan: Any) -> Any:
+            emitted = execute(plan)
+            self.now += seconds(len(plan), sum(part.num_drafts for part in plan))
+            return emitted
+
+        engine._runner.execute = timed  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "Qwen3", num_hidden_layers=2)
+    write_tokenizer(directory)
+    return directory
+
+
+def make(model_dir: Path, clock: Clock | None = None, **config: Any) -> Engine:
+    config.setdefault("speculative_config", SpeculativeConfig(**NGRAM))
+    engine_config = EngineConfig(model=str(model_dir), dtype="float32", device="cpu", **config)
+    return Engine(engine_config, clock=clock or Clock())
+
+
+def greedy(tokens: int = 60) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+def test_where_rows_cost_much_the_drafter_rests(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [0]
+    propose = NgramDrafter.propose
+
+    def counted(self: NgramDrafter, batch: DraftBatch) -> None:
+        calls[0] += 1
+        propose(self, batch)
+
+    monkeypatch.setattr(NgramDrafter, "propose", counted)
+    clock = Clock()
+    engine = make(model_dir, clock)
+    clock.rule(engine, lambda batch, drafts: batch + 5.0 * drafts)
+    engine.generate([PROMPT] * 4, greedy(100))
+    engine.generate([PROMPT] * 4, greedy(100))
+    speculative = engine.stats.speculative
+    assert speculative.num_draft_tokens < 0.1 * engine.stats.generation_tokens
+    assert speculative.num_suspended_steps > 0
+    assert calls[0] < engine.stats.num_steps
+
+
+def test_where_rows_cost_nothing_all_are_verified(model_dir: Path) -> None:
+    clock = Clock()
+    engine = make(model_dir, clock)
+    clock.rule(engine, lambda batch, drafts: 1.0)
+    engine.generate([PROMPT] * 4, greedy(200))
+    fixed = make(model_dir)
+    fixed.generate([PROMPT] * 4, greedy(200), speculative_config={"adaptive_draft_length": False})
+    wanted, got = fixed.stats.speculative, engine.stats.speculative
+    assert wanted.num_accepted_tokens > 100, "the model repeats itself"
+    assert got.num_accepted_tokens > 0.8 * wanted.num_accepted_tokens
+    assert sum(wanted.num_steps_per_length) == 0
+    assert sum(got.num_steps_per_length) == got.num_steps
+
+
+def test_lengths_follow_from_the_clock_alone(model_dir: Path) -> None:
+    counts = []
+    for _ in range(2):
+        clock = Clock()
+        engine = make(model_dir, clock)
+        clock.rule(engine, lambda batch, drafts: 1 + 0.1 * (batch + drafts))
+        engine.generate([PROMPT, PROMPT[3:], PROMPT * 2], greedy(120))
+        counts.append(engine.stats.speculative)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"verify_strategy": "rejection"},
+        {"verify_strategy": "block"},
+        {"verify_strategy": "topp"},
+        {"accept_policy": "reject_all"},
+        {"accept_policy": "accept_all"},
+        {"accept_policy": "synthetic", "synthetic_acceptance_rates": [0.5]},
+        {"adaptive_draft_length": False},
+    ],
+    ids=lambda own: "-".join(map(str, own.values()))[:20],
+)
+def test_some_requests_keep_their_lengths(model_dir: Path, own: dict[str, Any]) -> None:
+    """Whatever the clock says, beside others that adapt, their seeded text is the same."""
+    texts = []
+    for seconds in (lambda b, n: 1.0, lambda b, n: 1 + 50.0 * n):
+        clock = Clock()
+        engine = make(model_dir, clock)
+        clock.rule(engine, seconds)
+        params = SamplingParams(max_tokens=80, temperature=0.7, seed=3, ignore_eos=True)
+        names = [
+            engine.add_request(PROMPT, params, speculative_config=config)
+            for config in (own, {}, own | {"num_speculative_tokens": 3})
+        ]
+        while engine.has_unfinished():
+            engine.step()
+        done = [engine.completion(name) for name in names]
+        assert sum(done[0].stats.num_steps_per_length) == 0
+        assert done[0].stats.num_suspended_steps == 0
+        texts.append([(done[i].token_ids, done[i].stats) for i in (0, 2)])
+        assert done[0].stats.num_draft_tokens > 0
+    assert texts[0] == texts[1]
+
+
+def test_what_was_learnt_survives_a_preemption(model_dir: Path) -> None:
+    clock = Clock()
+    engine = make(model_dir, clock, max_num_seqs=4, num_pages=20, max_model_len=256)
+    clock.rule(engine, lambda batch, drafts: 1 + 0.02 * (batch + drafts))
+    prompts = [[10 + i, *PROMPT, *PROMPT] for i in range(4)]  # which share no page
+    names = [engine.add_request(prompt, greedy(150)) for prompt in prompts]
+    requests = [engine._requests[name] for name in names]
+    states: dict[str, DraftState] = {}
+    while engine.has_unfinished():
+        engine.step()
+        for request in requests:
+            if request.drafting is not None:
+                assert states.setdefault(request.request_id, request.drafting) is request.drafting
+    assert engine.stats.num_preemptions > 0
+    assert any(request.was_preempted and request.stats.num_drafts for request in requests)
+    plain = make(model_dir).generate(prompts, greedy(150), speculative_config={"method": "naive"})
+    for name, expected in zip(names, plain, strict=True):
+        assert engine.completion(name).token_ids == expected.token_ids
+
+
+def test_metrics_tell_the_lengths(model_dir: Path) -> None:
+    clock = Clock()
+    engine = make(model_dir, clock)
+    clock.rule(engine, lambda batch, drafts: batch + 0.3 * drafts)
+    engine.generate([PROMPT] * 3, greedy(100))
+    lines = Metrics(engine).render().decode().splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("specops:spec_decode"))
+    speculative = engine.stats.speculative
+    label = f'model_name="{engine.model_name}"'
+    name = "specops:spec_decode_draft_length"
+    assert float(found[f"{name}_count{{{label}}}"]) == speculative.num_steps
+    assert float(found[f"{name}_sum{{{label}}}"]) == speculative.num_draft_tokens
+    at_most_0 = found[f'{name}_bucket{{le="0.0",{label}}}']
+    assert float(at_most_0) == speculative.num_steps_per_length[0]
+    suspended = found[f"specops:spec_decode_num_suspended_steps_total{{{label}}}"]
+    assert float(suspended) == speculative.num_suspended_steps
+
+
+class Silent:
+    """A drafter that was found wanting; it must not be asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def start(self, request: Request) -> None:
+        """Keeps nothing."""
+
+    def stop(self, request: Request) -> None:
+        """Keeps nothing."""
+
+    def propose(self, batch: DraftBatch) -> None:
+        self.asked.append(int((batch.max_draft_tokens > 0).sum()))
+        batch.num_draft_tokens.fill_(0)
+
+
+def test_plain_requests_do_not_make_drafters_run(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = Silent()
+    monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: drafter)
+    engine = make(model_dir)
+    engine.generate([PROMPT], greedy(10))
+    assert drafter.asked
+    assert all(drafter.asked)
+    drafter.asked.clear()
+    engine.generate([PROMPT], greedy(10), speculative_config={"method": "naive"})
+    assert drafter.asked == []
