@@ -30,6 +30,7 @@ FAMILIES = {
     "server": "engine",
     "lossless": "lossless",
     "ngram": "engine",
+    "adaptive": "engine",
     "bundled": "engine",
     "qwen06": "engine",
 }
@@ -45,7 +46,7 @@ CUDA_FAMILIES = {
     "bundled": "engine",
     "qwen8": "engine",
 }
-GROUPS = {"engine": ("server", "lossless", "ngram", "bundled", "qwen06")}
+GROUPS = {"engine": ("server", "lossless", "ngram", "adaptive", "bundled", "qwen06")}
 BUDGET_MINUTES = 20
 
 

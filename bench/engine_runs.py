@@ -156,11 +156,40 @@ class Stepper:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One prompt's tokens and the seconds from the first of them to the last."""
+    """Tokens, and the seconds from the first of them to the last."""
 
     token_ids: list[int]
     seconds: float
     num_steps: int  # steps that emitted the tokens after the first
+    num_tokens: int = 0  # in that time
+
+
+def decode_together(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    speculative_config: Mapping[str, object],
+) -> Decoding:
+    """Generates all at once; timed from when the last prompt is computed until the last token.
+
+    The tokens are those of all prompts, one after the other; with those from before the timing.
+    """
+    names = [
+        engine.add_request(prompt, one, speculative_config=speculative_config)
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    waiting, first = set(names), 0
+    while waiting:
+        for output in engine.step():
+            waiting.discard(output.request_id)
+            first += len(output.token_ids)
+    begun, steps = time.perf_counter(), 0
+    while engine.has_unfinished():
+        engine.step()
+        steps += 1
+    seconds = time.perf_counter() - begun
+    tokens = [token for name in names for token in engine.completion(name).token_ids]
+    return Decoding(tokens, seconds, steps, len(tokens) - first)
 
 
 def decode(
