@@ -211,6 +211,14 @@ def test_memory_of_ids_is_bounded() -> None:
         cache.extend(5, [1])
 
 
+def test_the_documents_example() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
+    section = text.split("## Drafts from a suffix cache")[1]
+    code = "".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    assert code.count("assert") >= 4
+    exec(compile(code, "docs/ops.md", "exec"), {})
+
+
 # ---- budgets ----
 
 
@@ -608,9 +616,7 @@ def test_unknown_ids(request_id: Any) -> None:
             call()
         want = f"SuffixCache.{name}: request_id must be {running}, got {request_id!r}"
         assert str(caught.value) == want
-    with pytest.raises(
-        ValueError, match=r"evict: request_id must be that of a cached"
-    ):
+    with pytest.raises(ValueError, match=r"evict: request_id must be that of a cached"):
         cache.evict("no")
     assert contents(cache) == before
 
