@@ -161,18 +161,32 @@ class ChildTable {
 
   template <typename Function>
   void for_each(const Node& node, Function&& function) const {
+    any_of(node, [&](int32_t token, int32_t child) {
+      function(token, child);
+      return false;
+    });
+  }
+
+  // Stops at the first child of which the function says true.
+  template <typename Function>
+  bool any_of(const Node& node, Function&& function) const {
     if (node.kind == kOneChild) {
-      function(node.children, node.best);
-    } else if (node.kind >= kFirstList) {
-      const ChildSlot* const first = &slots_[node.children + (node.kind > kLastList ? 1 : 0)];
-      for (int32_t i = 0; i < num_slots(node.kind); ++i) {
-        if (first[i].token >= 0) {
-          function(first[i].token, first[i].child);
-        } else if (node.kind <= kLastList) {
-          return;
+      return function(node.children, node.best);
+    }
+    if (node.kind == kNoChild) {
+      return false;
+    }
+    const ChildSlot* const first = &slots_[node.children + (node.kind > kLastList ? 1 : 0)];
+    for (int32_t i = 0; i < num_slots(node.kind); ++i) {
+      if (first[i].token >= 0) {
+        if (function(first[i].token, first[i].child)) {
+          return true;
         }
+      } else if (node.kind <= kLastList) {
+        return false;
       }
     }
+    return false;
   }
 
   static int32_t num_slots(int16_t kind) { return int32_t{1} << (kind - 1); }

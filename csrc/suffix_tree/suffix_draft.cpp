@@ -250,6 +250,9 @@ void Drafter::push_continuations(Point point,
                                  int32_t wanted,
                                  int32_t& order,
                                  TreeScratch& scratch) const {
+  if (wanted <= 0) {
+    return;
+  }
   const auto push = [&](float child_prob, int32_t child, int32_t token) {
     scratch.heap.push_back({child_prob, order++, {child, point.depth + 1}, token, parent});
     std::push_heap(scratch.heap.begin(), scratch.heap.end(), is_less);
@@ -268,11 +271,29 @@ void Drafter::push_continuations(Point point,
   }
   const Node& at = node(point.child);
   const float whole = static_cast<float>(at.count);
+  const auto is_likely = [&](int32_t count) {
+    return prob * (static_cast<float>(count) / whole) >= options_.min_token_prob;
+  };
+  if (at.kind == ChildTable::kNoChild || !is_likely(at.best_count)) {
+    return;
+  }
   scratch.children.clear();
-  state_.table.for_each(at, [&](int32_t token, int32_t child) {
-    if (prob * (static_cast<float>(state_.count(child)) / whole) >= options_.min_token_prob) {
+  if (at.kind == ChildTable::kOneChild || wanted <= 1 || !is_likely(at.second)) {
+    // The best alone; of its token the text knows.
+    push(prob * (static_cast<float>(at.best_count) / whole),
+         at.best,
+         state_.text.token(state_.ref(at.best), point.depth));
+    return;
+  }
+  const bool are_leaves_likely = is_likely(1);
+  int32_t left = at.count;  // occurrences of children that were not looked at
+  state_.table.any_of(at, [&](int32_t token, int32_t child) {
+    const int32_t count = state_.count(child);
+    if (child >= 0 ? is_likely(count) : are_leaves_likely) {
       scratch.children.emplace_back(child, token);
     }
+    left -= count;
+    return !is_likely(left);
   });
   const auto is_before = [this](const auto& a, const auto& b) {
     const int32_t a_count = state_.count(a.first);

@@ -69,7 +69,17 @@ struct SuffixTree::State {
     return size < max_depth ? size : max_depth;
   }
 
+  // Asks for what extend_suffix reads of a child.
+  void prefetch_child(int32_t child) const {
+    if (child >= 0) {
+      __builtin_prefetch(&nodes[child]);
+    } else if (child != kNone) {
+      __builtin_prefetch(&text.home_[~child]);
+    }
+  }
+
   void push_token(int32_t handle, int32_t token);
+  bool slide(int32_t node, int32_t child);
   int32_t extend_suffix(int32_t node, int32_t child, int32_t start, int32_t token);
   bool adopt_leaf(int32_t node, int32_t start);
   int32_t new_node();

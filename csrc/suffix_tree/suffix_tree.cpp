@@ -119,6 +119,28 @@ bool SuffixTree::State::adopt_leaf(int32_t node, int32_t start) {
   return false;
 }
 
+// Most extensions of a copy: where only this suffix ended at `node`, and `child` is further off than one
+// token, the node moves along. Returns whether it did.
+inline bool SuffixTree::State::slide(int32_t node, int32_t child) {
+  Node& sliding = nodes[node];
+  const int32_t depth = sliding.depth + 1;
+  int32_t next = kEnd;
+  if (child >= 0) {
+    const Node& below = nodes[child];
+    if (sliding.count == below.count + 1 && below.depth > depth && node != kRoot) {
+      next = text.token(below.ref, depth);
+    }
+  } else if (sliding.count == 2 && depth < max_depth && node != kRoot) {
+    next = text.token(~child, depth);
+  }
+  if (next == kEnd) {
+    return false;
+  }
+  sliding.depth = static_cast<int16_t>(depth);
+  sliding.children = next;
+  return true;
+}
+
 // The suffix that ends at `node` goes on with the token, as `child` does; returns where it ends now.
 int32_t SuffixTree::State::extend_suffix(int32_t node,
                                          int32_t child,
@@ -126,7 +148,7 @@ int32_t SuffixTree::State::extend_suffix(int32_t node,
                                          int32_t token) {
   const int32_t depth = nodes[node].depth + 1;
   if (node != kRoot && nodes[node].count == count(child) + 1) {
-    // Only this suffix ended here.
+    // Only this suffix ended here: the node is the child now.
     if (child >= 0 && nodes[child].depth == depth) {
       ++nodes[child].count;
       if (is_younger(start, nodes[child].ref)) {
@@ -137,11 +159,7 @@ int32_t SuffixTree::State::extend_suffix(int32_t node,
       return child;
     }
     nodes[node].depth = static_cast<int16_t>(depth);
-    if (child >= 0) {
-      nodes[node].children = text.token(nodes[child].ref, depth);
-    } else {
-      adopt_leaf(node, ~child);
-    }
+    adopt_leaf(node, ~child);  // which ends here, or it would have been a slide
     return node;
   }
   if (child >= 0 && nodes[child].depth == depth) {
@@ -207,17 +225,15 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
     scratch.resize(static_cast<size_t>(num_suffixes) * 2);
   }
   Suffix* const suffixes = scratch.data();
-  int32_t start = sequence.first_active;
-  for (int32_t i = 0; i < num_suffixes; ++i) {
-    if (i + 1 == num_suffixes) {
-      start = position;
-    }
-    const int32_t node = i + 1 == num_suffixes ? kRoot : text.home_[start];
-    suffixes[i] = {start, node, table.find(nodes[node], token)};
-    if (i + 2 < num_suffixes) {
-      start = text.advance(start, 1);
-    }
+  // All are found before any is extended, and what is found is asked for: the waits overlap.
+  for (int32_t i = 0, start = sequence.first_active; i < num_suffixes - 1; ++i) {
+    const int32_t node = text.home_[start];
+    const int32_t child = table.find(nodes[node], token);
+    prefetch_child(child);
+    suffixes[i] = {start, node, child};
+    start = text.next(start);
   }
+  suffixes[num_suffixes - 1] = {position, kRoot, table.find(nodes[kRoot], token)};
   // Those that nothing goes on as become leaves: a longer one with every shorter.
   int32_t first = 0;
   while (first < num_suffixes && suffixes[first].child == kNone) {
@@ -229,8 +245,10 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
     sequence.first_active = suffixes[first].start;
   }
   for (int32_t i = num_suffixes - 1; i >= first; --i) {
-    const Suffix& suffix = suffixes[i];
-    text.home_[suffix.start] = extend_suffix(suffix.node, suffix.child, suffix.start, token);
+    const auto [start, node, child] = suffixes[i];
+    if (!slide(node, child)) {
+      text.home_[start] = extend_suffix(node, child, start, token);
+    }
   }
 }
 

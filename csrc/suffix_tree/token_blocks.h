@@ -69,8 +69,11 @@ class TokenBlocks {
 
   // The token k behind `position`, or kEnd.
   int32_t token(int32_t position, int32_t k) const {
-    int32_t block = position >> kBlockBits;
     int32_t offset = (position & (kBlockTokens - 1)) + k;
+    if (offset < kBlockTokens) {
+      return text_[position + k];
+    }
+    int32_t block = position >> kBlockBits;
     while (offset >= kBlockTokens) {
       block = blocks_[block].next;
       if (block < 0) {
@@ -128,6 +131,12 @@ class TokenBlocks {
       offset -= kBlockTokens;
     }
     return block * kBlockTokens + offset;
+  }
+
+  // The position behind `position`; anything if there is none.
+  int32_t next(int32_t position) const {
+    return (position + 1) % kBlockTokens != 0 ? position + 1
+                                              : blocks_[position >> kBlockBits].next * kBlockTokens;
   }
 
   // Orders all positions: the sequence's number in the order of starting, then the index in it.
