@@ -1077,6 +1077,48 @@ def test_many_threads() -> None:
     assert cache.running_requests == []
 
 
+def test_threads_that_want_the_same_id_or_slot() -> None:
+    """Slots change hands while the interpreter's lock is away."""
+    cache = SuffixCache(max_tree_depth=4, max_cached_requests=3)
+    tokens = np.arange(300, dtype=np.int32) % 11
+    faults: list[BaseException] = []
+
+    def start_and_stop(seed: int) -> None:
+        for turn in range(200):
+            try:
+                cache.start("shared", tokens)
+            except ValueError as fault:
+                if "that of no running request" not in str(fault):
+                    faults.append(fault)
+                continue
+            try:
+                cache.extend("shared", tokens)
+                cache.stop("shared")
+                name = (seed, turn)
+                cache.start(name, tokens)
+                cache.extend(name, [1])
+                cache.stop(name)
+            except BaseException as fault:
+                faults.append(fault)
+
+    def add(seed: int) -> None:
+        for _ in range(300):
+            try:
+                cache.add(tokens, seed)
+            except BaseException as fault:
+                faults.append(fault)
+
+    work = [start_and_stop, start_and_stop, add, add]
+    threads = [threading.Thread(target=run, args=(seed,)) for seed, run in enumerate(work)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    assert cache.running_requests == []
+    sound(cache)
+
+
 # ---- the compatible class ----
 
 

@@ -197,6 +197,12 @@ class CacheForPython {
     give_up_old(check, request_id);
     int64_t number = -1;
     run(tokens.size() >= kLongExtend, [&] { number = cache_.start(tokens.data(), tokens.size()); });
+    int64_t other = find(check, request_id.ptr());
+    if (other >= 0 && cache_.is_running(other)) {  // another thread was faster
+      cache_.stop(number);
+      evict_if_cached(number);
+      check.fail("request_id", "that of no running request", repr(request_id.ptr()));
+    }
     remember(request_id, number);
     return number;
   }
@@ -334,10 +340,9 @@ class CacheForPython {
   void evict(const py::object& request_id) {
     Checker check("SuffixCache.evict");
     int64_t number = find(check, request_id.ptr());
-    if (number < 0 || !cache_.is_cached(number)) {
+    if (number < 0 || !evict_if_cached(number)) {
       check.fail("request_id", "that of a cached response", repr(request_id.ptr()));
     }
-    run(true, [&] { cache_.evict(number); });
   }
 
   void add(const py::object& token_ids, const py::object& request_id) {
@@ -470,7 +475,17 @@ class CacheForPython {
     if (cache_.is_running(old)) {
       check.fail("request_id", "that of no running request", repr(request_id.ptr()));
     }
-    if (cache_.is_cached(old)) run(true, [&] { cache_.evict(old); });
+    evict_if_cached(old);
+  }
+
+  bool evict_if_cached(int64_t number) {
+    if (!cache_.is_cached(number)) return false;
+    try {
+      run(true, [&] { cache_.evict(number); });
+    } catch (const std::invalid_argument&) {
+      return false;  // it left meanwhile
+    }
+    return true;
   }
 
   // Slots are used again: what a slot's last request left behind is forgotten here.
@@ -478,6 +493,7 @@ class CacheForPython {
     auto slot = static_cast<size_t>(SuffixCache::slot(number));
     if (slot >= ids_.size()) ids_.resize(slot + 1);
     Owner& owner = ids_[slot];
+    if (owner.number > number) return;  // it left meanwhile, and another has its slot already
     if (owner.id && !owner.id.is_none()) {
       PyObject* last = PyDict_GetItemWithError(numbers_.ptr(), owner.id.ptr());
       if (last != nullptr && PyLong_AsLongLong(last) == owner.number) {

@@ -16,10 +16,14 @@ from specops.runtime import (
     supported_isas,
     take_error,
 )
+from specops.suffix_tree import SuffixCache, SuffixDecodingCache, SuffixDraft
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SuffixCache",
+    "SuffixDecodingCache",
+    "SuffixDraft",
     "check_errors",
     "error_sentence",
     "get_isa",
