@@ -303,8 +303,9 @@ def test_requests_without_a_state_keep_their_drafts() -> None:
     for _ in range(300):
         lengths.observe([None] * 4, [3] * 4, [0] * 4, seconds=1.0, drafting=True)
     assert lengths.allocate([None] * 4, [3, 0, 2, 3], 100) == [3, 0, 2, 3]
-    # Where rows lack they share evenly.
-    assert lengths.allocate([None] * 4, [3, 0, 2, 3], 5) == [1, 0, 1, 1]
+    # Where rows lack they share evenly; what is left over goes to the first.
+    assert lengths.allocate([None] * 4, [3, 0, 2, 3], 5) == [2, 0, 2, 1]
+    assert lengths.allocate([None] * 4, [3, 0, 2, 3], 3) == [1, 0, 1, 1]
     state = lengths.start("x", 4)
     counts = lengths.allocate([None, state, None], [3, 4, 3], 9)
     assert counts[0] == counts[2] == 3

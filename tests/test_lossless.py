@@ -11,9 +11,10 @@ import json
 import random
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from specops.engine.draft_length import DraftLengths, DraftState
 from specops.engine.drafters import DraftBatch
 from specops.engine.request import Request
 from specops.engine.tokenizer import Tokenizer
+from specops.ngram import NgramIndex
 
 PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
 NUM_PROMPTS, NUM_TOKENS = 50, 128
@@ -131,6 +133,45 @@ def test_ngram_gives_what_naive_gives(temperature: float, config: dict[str, Any]
     assert 0.2 <= accepted <= 0.8, f"acceptance {accepted:.2f}"
     if "num_pages" in config:
         assert engine.stats.num_preemptions >= 1
+
+
+@pytest.mark.parametrize(
+    "own,config",
+    [
+        ({"ngram_match": "leftmost"}, {"max_num_seqs": 16, "num_pages": 96}),
+        ({"ngram_match": "leftmost", "max_total_draft_tokens": 7}, {"max_num_seqs": 9}),
+        ({"max_total_draft_tokens": 0}, {"max_num_seqs": 3}),
+    ],
+    ids=["leftmost, preempted", "seven drafts a step", "none"],
+)
+def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str, Any]) -> None:
+    """Rows are indexed from their first token on here, and again after a preemption."""
+    order = shuffled(5)[:24]
+    speculative = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=6,
+        min_ngram_size=1,
+        adaptive_draft_length=False,
+        **own,
+    )
+    engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))
+    steps: list[int] = []
+    execute = engine._runner.execute
+
+    def counting(plan: Any) -> Any:
+        steps.append(sum(part.num_drafts for part in plan))
+        return execute(plan)
+
+    indexed = partial(NgramIndex.empty, scan_tokens=0, index_tokens=50)
+    with (
+        mock.patch.object(engine._runner, "execute", counting),
+        mock.patch.object(NgramIndex, "empty", indexed),
+    ):
+        done = engine.generate([prompts()[i] for i in order], [params(i, 0.0) for i in order])
+    assert [bits(c) for c in done] == [bits(plain(0.0)[i]) for i in order]
+    total = own.get("max_total_draft_tokens")
+    assert max(steps) == total if total is not None else max(steps) > 12
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in config)
 
 
 def test_rejecting_everything_changes_nothing() -> None:

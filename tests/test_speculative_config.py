@@ -64,7 +64,8 @@ def test_the_request_fields_in_the_docs() -> None:
 
 def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
     accepted = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    own = {"synthetic_acceptance_rates", "adaptive_draft_length"}
+    own = {"synthetic_acceptance_rates", "ngram_match", "max_total_draft_tokens"}
+    own |= {"adaptive_draft_length"}
     assert accepted - own | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
     assert not accepted & set(REFUSED_FIELDS)
 
@@ -137,6 +138,9 @@ def test_method_names(name: str) -> None:
         ),
         ({"min_ngram_size": 0}, r"min_ngram_size must be at least 1 .* got 0"),
         ({"max_ngram_size": 1}, r"max_ngram_size must be at least min_ngram_size = 2, got 1"),
+        ({"ngram_match": "rightmost"}, r"one of most_recent, leftmost; got 'rightmost'"),
+        ({"max_total_draft_tokens": -1}, r"max_total_draft_tokens must be at least 0 .* got -1"),
+        ({"max_total_draft_tokens": 0.5}, r"max_total_draft_tokens must be an integer, got 0\.5"),
         ({"max_ngram_size": 2**31}, r"max_ngram_size must .* fit 32 bits, got 2147483648"),
         ({"suffix_decoding_max_tree_depth": 0}, r"max_tree_depth must be at least 1 .* got 0"),
         ({"suffix_decoding_max_cached_requests": -2}, r"cached_requests must be at least -1.* -2"),
@@ -214,6 +218,7 @@ def test_it_cannot_change_once_made() -> None:
             {"synthetic_acceptance_rates": (0.5,)},
         ),
         ({"min_ngram_size": 4}, {"min_ngram_size": 4, "max_ngram_size": 7}),
+        ({"ngram_match": "leftmost"}, {"ngram_match": "leftmost", "max_ngram_size": 7}),
     ],
 )
 def test_a_request_may_choose(request_values: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -139,6 +139,29 @@ class DraftState:
 _COLD = Acceptance(memory=1.0, strength=0.0, first=0.6, following=0.8)
 
 
+def share_out(wanted: Sequence[int], total: int) -> list[int]:
+    """Cuts numbers to the largest equal cap under which their sum keeps within a total.
+
+    What is left over goes one each to the first that were cut.
+    """
+    if sum(wanted) <= total:
+        return list(wanted)
+    low, high = 0, max(wanted)
+    while low + 1 < high:
+        cap = (low + high) // 2
+        if sum(min(number, cap) for number in wanted) <= total:
+            low = cap
+        else:
+            high = cap
+    shares = [min(number, low) for number in wanted]
+    left = total - sum(shares)
+    for index, number in enumerate(wanted):
+        if number > low and left > 0:
+            shares[index] += 1
+            left -= 1
+    return shares
+
+
 class DraftLengths:
     """Decides how many drafts requests verify, and whether their drafters run.
 
@@ -197,10 +220,10 @@ class DraftLengths:
             return counts
         fixed = 0
         if None in states:
-            even = room // len(states)
+            even = share_out(proposed, room)
             for index, state in enumerate(states):
                 if state is None:
-                    counts[index] = min(proposed[index], even)
+                    counts[index] = even[index]
                     fixed += counts[index]
             room -= fixed
         drafting = [

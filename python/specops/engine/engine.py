@@ -95,6 +95,7 @@ class Engine:
             self._pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_total_draft_tokens=config.speculative_config.max_total_draft_tokens,
         )
         self._runner = Runner(
             model,
@@ -103,6 +104,7 @@ class Engine:
             page_size=config.page_size,
             slots=config.max_num_seqs,
             max_rows=config.max_num_batched_tokens,
+            speculative=config.speculative_config,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             clock=clock,
         )

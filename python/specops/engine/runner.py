@@ -18,6 +18,7 @@ from specops.engine.outputs import TokenLogprob
 from specops.engine.request import Feature, Request
 from specops.engine.scheduler import Scheduled
 from specops.engine.slot_tables import SlotTables
+from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.step import (
     CHOICE,
     FINISH_REASON,
@@ -71,6 +72,7 @@ class Runner:
         page_size: tokens of a page.
         slots: requests that run at once.
         max_rows: rows of a step.
+        speculative: of the server.
         processed_logprobs: logprobs are those of what was drawn from, not of the raw logits.
         clock: seconds.
     """
@@ -84,12 +86,14 @@ class Runner:
         page_size: int,
         slots: int,
         max_rows: int,
+        speculative: SpeculativeConfig,
         processed_logprobs: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self._device = device
         self._slots = slots
+        self._speculative = speculative
         self._processed_logprobs = processed_logprobs
         self._cache = model.new_kv_cache(num_pages, page_size)
         model.reserve(max_rows)
@@ -144,7 +148,13 @@ class Runner:
         if config.method == "naive":
             return
         if config.method not in self._drafters:
-            drafter = make_drafter(config.method, self._slots, self.model.device)
+            drafter = make_drafter(
+                config.method,
+                self._speculative,
+                self._slots,
+                self.model.max_model_len,
+                self.model.device,
+            )
             self._drafters[config.method] = drafter
         width = max(self._widths.get(config.method, 1), config.num_speculative_tokens)
         self._widths[config.method] = width

@@ -26,12 +26,22 @@ class Scheduled:
 class Scheduler:
     """Holds the waiting and the running requests and hands out slots and pages."""
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_total_draft_tokens: int | None = None,
+    ) -> None:
         self.pool = pool
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
         self.num_preemptions = 0
         self._max_rows = max_num_batched_tokens
+        self._max_drafts = max_num_batched_tokens
+        if max_total_draft_tokens is not None:
+            self._max_drafts = min(self._max_drafts, max_total_draft_tokens)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._plan: list[Scheduled] = []  # of the step being planned
         self._on_stop: Callable[[Request], None] = lambda request: None
@@ -55,7 +65,8 @@ class Scheduler:
         budget = self._max_rows
         # Verification rows first, in order of arrival, so that prefill never delays them.
         decoding = [request for request in self.running if request.is_decoding]
-        wanted = num_drafts(decoding, budget - len(decoding)) if decoding else ()
+        room = min(budget - len(decoding), self._max_drafts)
+        wanted = num_drafts(decoding, room) if decoding else ()
         for request, drafts in zip(decoding, wanted, strict=True):
             if request.slot < 0:
                 continue  # preempted by an earlier one in this very loop

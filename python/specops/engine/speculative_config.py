@@ -14,6 +14,7 @@ from typing import Any, cast
 METHODS = ("naive", "ngram", "suffix", "mtp")
 METHOD_ALIASES = {"ngram_match": "ngram"}
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
+NGRAM_MATCHES = ("most_recent", "leftmost")
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "block", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
 
@@ -111,6 +112,7 @@ class RequestSpeculativeConfig:
         synthetic_acceptance_rates: of accept_policy "synthetic".
         min_ngram_size: shortest match of n-gram drafting.
         max_ngram_size: longest match of n-gram drafting.
+        ngram_match: which of the longest matches n-gram drafting takes.
         adaptive_draft_length: verify fewer drafts, or none, where that is faster.
     """
 
@@ -122,6 +124,7 @@ class RequestSpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     min_ngram_size: int | None = None
     max_ngram_size: int | None = None
+    ngram_match: str | None = None
     adaptive_draft_length: bool | None = None
 
     @classmethod
@@ -168,6 +171,9 @@ class SpeculativeConfig:
             Drafts beyond the last rate are never emitted.
         min_ngram_size: shortest match that n-gram drafting uses.
         max_ngram_size: longest match that n-gram drafting looks for.
+        ngram_match: which of the longest matches it takes: "most_recent" or "leftmost".
+        max_total_draft_tokens: most drafts of a step, those of all requests together, which share
+            them evenly. None sets no limit.
         suffix_decoding_max_tree_depth: longest context the suffix tree holds.
         suffix_decoding_max_cached_requests: finished requests kept in the shared tree; 0 keeps
             none, -1 all.
@@ -192,6 +198,8 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     min_ngram_size: int = 2
     max_ngram_size: int = 5
+    ngram_match: str = "most_recent"
+    max_total_draft_tokens: int | None = None
     suffix_decoding_max_tree_depth: int = 64
     suffix_decoding_max_cached_requests: int = -1
     suffix_decoding_max_spec_factor: float = 1.0
@@ -217,6 +225,9 @@ class SpeculativeConfig:
                 f"max_ngram_size must be at least min_ngram_size = {self.min_ngram_size}, "
                 f"got {self.max_ngram_size}"
             )
+        _choice("ngram_match", self.ngram_match, NGRAM_MATCHES)
+        if self.max_total_draft_tokens is not None:
+            _integer("max_total_draft_tokens", self.max_total_draft_tokens, 0)
         _integer("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1)
         _integer(
             "suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, -1
