@@ -27,6 +27,7 @@ FAMILIES = {
     "attention": "attention",
     "sampling": "sampling",
     "suffix_tree": "suffix_tree",
+    "ngram_propose": "ngram",
     "server": "engine",
     "lossless": "lossless",
     "ngram": "engine",

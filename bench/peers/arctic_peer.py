@@ -49,6 +49,9 @@ class Arctic(Side):
         if count != 1:
             raise ValueError("it has no threads")
 
+    def wake(self) -> None:
+        pass
+
     def save(self, path: str) -> None:
         raise ValueError("it has no file")
 

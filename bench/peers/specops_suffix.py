@@ -11,6 +11,7 @@ from typing import Any
 
 import specops
 import torch
+from specops.dense import silu_mul
 from specops.suffix_tree import SuffixCache
 from suffix_replay import Batch, Call, Side, Tokens, serve_side
 
@@ -29,6 +30,7 @@ class Specops(Side):
             "read_on": read_on,
         }
         self._depth = depth
+        self._some = torch.zeros(64, 4096, dtype=torch.bfloat16)
         self._cache = SuffixCache(**self._options)
 
     def start(self, request: int, prompt: Tokens) -> Call:
@@ -56,6 +58,9 @@ class Specops(Side):
 
     def threads(self, count: int) -> None:
         specops.set_num_threads(count)
+
+    def wake(self) -> None:
+        silu_mul(self._some)
 
     def save(self, path: str) -> None:
         self._cache.save(path)

@@ -81,6 +81,10 @@ class Side(Protocol):
         """How many threads a batch may use."""
 
     @abstractmethod
+    def wake(self) -> None:
+        """Gives every thread something to do."""
+
+    @abstractmethod
     def save(self, path: str) -> None:
         """Writes what is cached to a file."""
 
@@ -181,10 +185,15 @@ class Replay:
         self._batch = self._side.batch(started)
         return {}
 
-    def steps(self, count: int, threads: int = 1) -> Answer:
-        """Steps of the batch, each row with what was right of its draft and one token more."""
+    def steps(self, count: int, threads: int | None = None) -> Answer:
+        """Steps of the batch, each row with what was right of its draft and one token more.
+
+        threads: for those that are awake at each step, as they are after a verification.
+        """
         assert self._batch is not None
-        self._set_threads(threads)
+        if threads:
+            os.sched_setaffinity(0, self._cpus[-threads:])
+            self._side.threads(threads)
         cpu, wall, tokens = [], [], 0
         for _ in range(count):
             contexts = [
@@ -193,6 +202,8 @@ class Replay:
             ]
             tokens += sum(map(len, self._fresh))
             self._batch.prepare(self._fresh, contexts)
+            if threads:
+                self._side.wake()
             begun, begun_cpu = _wall(), time.process_time_ns()
             self._batch.step()
             cpu.append(time.process_time_ns() - begun_cpu - self._clock_ns[_cpu])
@@ -204,7 +215,9 @@ class Replay:
                 fresh = text[position : position + 1 + _accepted(draft, text[position:])]
                 self._fresh.append(fresh)
                 self._rows[request] = (text, position + len(fresh))
-        self._set_threads(1)
+        if threads:
+            os.sched_setaffinity(0, self._cpus[-1:])
+            self._side.threads(1)
         return {"ns": cpu, "wall_ns": wall, "tokens": tokens}
 
     def end_batch(self, evict: bool = True) -> Answer:
@@ -296,10 +309,6 @@ class Replay:
         begun = _cpu()
         result = function(*arguments)
         return _cpu() - begun - self._clock_ns[_cpu], result
-
-    def _set_threads(self, count: int) -> None:
-        os.sched_setaffinity(0, self._cpus[-count:])
-        self._side.threads(count)
 
 
 def serve_side(side: Side) -> None:
