@@ -134,7 +134,7 @@ def poison_model(device: TwinDevice, engine: Engine) -> None:
     """The model's activations, too, are gone between steps."""
     device.scratch += [
         value
-        for value in vars(engine._runner.model._buffers).values()
+        for value in vars(engine._runner.model._activations._buffers).values()
         if isinstance(value, torch.Tensor)
     ]
 
