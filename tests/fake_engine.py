@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from specops.engine import (
     Completion,
@@ -76,6 +77,8 @@ class FakeEngine:
         self.vocab_size = 257
         self.runnable_methods = ("naive", "ngram")
         self.stats = EngineStats()
+        self.suffix_cache = SimpleNamespace(num_cached_requests=0, num_cached_tokens=0, num_bytes=0)
+        self.has_unsaved_suffixes = False
         self.num_pages = 1000
         self.step_seconds = step_seconds
         self.fail_next_step = False

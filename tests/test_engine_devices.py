@@ -38,6 +38,7 @@ NAIVE = SpeculativeConfig(method="naive")
 NGRAM = SpeculativeConfig(
     method="ngram", num_speculative_tokens=4, min_ngram_size=1, adaptive_draft_length=False
 )
+SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=6, adaptive_draft_length=False)
 needs_gpu = pytest.mark.skipif(
     not (specops.has_cuda() and torch.cuda.is_available()),
     reason="needs an NVIDIA GPU and a build with CUDA kernels: make gpu-check",
@@ -193,7 +194,7 @@ def test_padding_static_memory_and_replays_change_no_bit(
     model_dir: Path, twin: Callable[..., TwinDevice], captures: bool, poison: int
 ) -> None:
     expected = bits(run(make(model_dir, NAIVE, max_num_seqs=1)))
-    for speculative in (NAIVE, NGRAM):
+    for speculative in (NAIVE, NGRAM, SUFFIX):
         for limits in (
             {"max_num_seqs": 8},
             {"max_num_seqs": 3, "max_num_batched_tokens": 16},
@@ -206,7 +207,7 @@ def test_padding_static_memory_and_replays_change_no_bit(
             assert bits(run(engine)) == expected
             assert (engine.num_captures > 0) == captures == ("replay" in device.log)
             assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
-            if speculative is NGRAM:
+            if speculative is not NAIVE:
                 stats = engine.stats.speculative
                 assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
@@ -248,7 +249,7 @@ def test_tables_move_and_change_no_bit(
 
     expected = run_all(make(model_dir, NAIVE, max_num_seqs=1))
     assert len({reason for reason, _ in expected[-1]}) == 2
-    for speculative in (NAIVE, NGRAM):
+    for speculative in (NAIVE, NGRAM, SUFFIX):
         for limits in (
             {"max_num_seqs": 8},
             {"max_num_seqs": 5, "max_model_len": 96, "num_pages": 10},
@@ -262,11 +263,16 @@ def test_tables_move_and_change_no_bit(
     assert engine.stats.speculative.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize(
+    "speculative",
+    [NGRAM, dataclasses.replace(SUFFIX, num_speculative_tokens=2, num_model_steps=2)],
+    ids=["ngram", "suffix"],
+)
 def test_a_step_is_one_copy_each_way_and_one_wait(
-    model_dir: Path, twin: Callable[..., TwinDevice]
+    model_dir: Path, twin: Callable[..., TwinDevice], speculative: SpeculativeConfig
 ) -> None:
     device = twin()
-    engine = make(model_dir, NGRAM, max_num_seqs=4)
+    engine = make(model_dir, speculative, max_num_seqs=4)
     for index in range(3):
         engine.add_request([4 + index, 5] * 5, SamplingParams(max_tokens=90, temperature=0))
     for _ in range(12):
@@ -295,7 +301,7 @@ class TorchCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("speculative", [NAIVE, NGRAM], ids=["naive", "ngram"])
+@pytest.mark.parametrize("speculative", [NAIVE, NGRAM, SUFFIX], ids=["naive", "ngram", "suffix"])
 def test_a_steady_step_calls_no_torch_operator(
     model_dir: Path, speculative: SpeculativeConfig
 ) -> None:
@@ -374,16 +380,17 @@ def test_cuda_kernels_in_the_interpreter(
         (NAIVE, False, {"max_num_seqs": 1}),
         (NGRAM, True, {"max_num_seqs": 3}),
         (NGRAM, False, {"max_num_seqs": 2, "max_num_batched_tokens": 8, "page_size": 32}),
+        (SUFFIX, True, {"max_num_seqs": 3}),
     ):
         device = twin(captures=captures)
         engine = make(tiny_dir, speculative, **limits)
         poison_model(device, engine)
         results.append(bits(run(engine, count=2, max_tokens=12)))
         assert (engine.num_captures > 0) == captures
-        if speculative is NGRAM:
+        if speculative is not NAIVE:
             assert engine.stats.speculative.num_accepted_tokens > 0
-    assert results[1] == results[0]
-    assert results[2] == results[0]
+    for other in results[1:]:
+        assert other == results[0]
 
 
 def test_all_parameters_in_the_interpreter(
@@ -438,6 +445,7 @@ def test_cuda_kernels_under_any_rounding(
             (NGRAM, True, {"max_num_seqs": 5}),
             (NGRAM, True, {"max_num_seqs": 3, "max_num_batched_tokens": 12, "page_size": 64}),
             (NGRAM, False, {"max_num_seqs": 4, "num_pages": 7}),
+            (SUFFIX, True, {"max_num_seqs": 5}),
         ):
             device = twin(captures=captures, poison=0x7F)
             engine = make(tiny_dir, speculative, **limits)
@@ -615,8 +623,12 @@ def test_random_weights_need_no_checkpoint(model_dir: Path) -> None:
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_lossless_on_a_gpu(model_dir: Path, eager: bool) -> None:
     expected = bits(run(make(model_dir, NAIVE, max_num_seqs=1, device="cuda", enforce_eager=True)))
-    for limits in ({"max_num_seqs": 8}, {"max_num_seqs": 3, "max_num_batched_tokens": 16}):
-        engine = make(model_dir, NGRAM, device="cuda", enforce_eager=eager, **limits)
+    for speculative, limits in (
+        (NGRAM, {"max_num_seqs": 8}),
+        (NGRAM, {"max_num_seqs": 3, "max_num_batched_tokens": 16}),
+        (SUFFIX, {"max_num_seqs": 8}),
+    ):
+        engine = make(model_dir, speculative, device="cuda", enforce_eager=eager, **limits)
         assert bits(run(engine)) == expected
         assert (engine.num_captures > 0) != eager
         assert engine.stats.speculative.num_accepted_tokens > 0

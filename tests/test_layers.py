@@ -22,7 +22,7 @@ ENGINE_GROUPS = (
     {"device", "errors", "outputs", "sampling_params", "speculative_config", "tokenizer"},
     {"config", "draft_length", "step_costs"},
     {"request"},
-    {"kv_cache", "models", "drafters"},
+    {"kv_cache", "models", "drafters", "suffix_store"},
     {"slot_tables"},
     {"scheduler", "step", "runner"},
     {"engine"},

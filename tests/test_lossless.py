@@ -119,9 +119,12 @@ CONFIGS: list[dict[str, Any]] = [
     "config", CONFIGS, ids=["alone", "chunks of 16", "32 at once", "preempted"]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_ngram_gives_what_naive_gives(temperature: float, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafting_gives_what_naive_gives(
+    method: str, temperature: float, config: dict[str, Any]
+) -> None:
     expected = plain(temperature)
-    got, engine = run("ngram", temperature, shuffled(len(CONFIGS)), **config)
+    got, engine = run(method, temperature, shuffled(len(CONFIGS)), **config)
     different = [i for i in expected if got[i].token_ids != expected[i].token_ids]
     assert different == []
     different = [i for i in expected if bits(got[i]) != bits(expected[i])]
@@ -186,12 +189,76 @@ def test_rejecting_everything_changes_nothing() -> None:
     assert [bits(c) for c in done] == [bits(plain(0.8)[i]) for i in order]
 
 
-def test_a_request_may_choose_its_own_method_and_greedy_strategy() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_others_said_changes_nothing(temperature: float, tmp_path: Path) -> None:
+    """A cold cache, a warm one, one read from a file, and a corpus with the very answers in it."""
+    order = list(range(0, NUM_PROMPTS, 5))
+    texts, each = [prompts()[i] for i in order], [params(i, temperature) for i in order]
+    expected = [bits(plain(temperature)[i]) for i in order]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(plain(temperature)[i].text for i in order[:4]))
+    config = EngineConfig(
+        device="cpu",
+        speculative_config=SpeculativeConfig(
+            method="suffix", num_speculative_tokens=12, adaptive_draft_length=False
+        ),
+        suffix_cache=str(tmp_path / "cache"),
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+    )
+    engine = Engine(config)
+    steps = []
+
+    def decode() -> None:
+        before = engine.stats.num_steps
+        assert [bits(done) for done in engine.generate(texts, each)] == expected
+        steps.append(engine.stats.num_steps - before)
+
+    decode()
+    engine.save_suffix_cache()
+    decode()
+    engine = Engine(config)
+    decode()
+    engine = Engine(dataclasses.replace(config, suffix_cache=None, suffix_corpus=str(corpus)))
+    decode()
+    # The second and the third time, everything has been seen; the corpus knows some of it.
+    assert steps[2] == steps[1] < 0.6 * steps[0]
+    assert steps[3] < steps[0]
+
+
+def test_aborts_and_arrivals_in_the_middle_change_nothing() -> None:
+    """Requests that come and go among others, with drafts from those that were aborted."""
+    rng = random.Random(5)
+    speculative = SpeculativeConfig(
+        method="suffix", num_speculative_tokens=7, adaptive_draft_length=False
+    )
+    engine = Engine(
+        EngineConfig(device="cpu", speculative_config=speculative, max_num_seqs=5, num_pages=96)
+    )
+    left, alive, kept = shuffled(6)[:24], [], []
+    while left or engine.has_unfinished():
+        if left and rng.random() < 0.3:
+            index = left.pop()
+            alive.append((engine.add_request(prompts()[index], params(index, 0.8)), index))
+            if rng.random() < 0.5:
+                kept.append(alive.pop())
+        if alive and rng.random() < 0.1:
+            engine.abort(alive.pop(rng.randrange(len(alive)))[0])
+        engine.step()
+    assert len(kept) > 5
+    for name, index in kept:
+        assert bits(engine.completion(name)) == bits(plain(0.8)[index])
+    assert engine.stats.speculative.num_accepted_tokens > 100
+    assert engine.suffix_cache.running_requests == []
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_request_may_choose_its_own_method_and_greedy_strategy(method: str) -> None:
     speculative = SpeculativeConfig(method="naive")
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
     order = list(range(8))
     own = {
-        "method": "ngram",
+        "method": method,
         "num_speculative_tokens": 9,
         "verify_strategy": "greedy",
         "adaptive_draft_length": False,
@@ -215,11 +282,11 @@ def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dt
     for method, config in (
         ("naive", {"max_num_seqs": 1, "num_threads": 1, "max_num_batched_tokens": 1024}),
         ("ngram", {"max_num_seqs": 10, "num_threads": 2, "max_num_batched_tokens": 48}),
-        ("ngram", {"max_num_seqs": 4, "num_threads": 3, "page_size": 64}),
+        ("suffix", {"max_num_seqs": 4, "num_threads": 3, "page_size": 64}),
     ):
         drafting = (
             {"num_speculative_tokens": 5, "adaptive_draft_length": False}
-            if method == "ngram"
+            if method != "naive"
             else {}
         )
         speculative = SpeculativeConfig(method=method, **drafting)
@@ -369,7 +436,7 @@ def test_the_mixture_has_everything_in_it() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
-@pytest.mark.parametrize("drafter", ["ngram", "scripted"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "scripted"])
 def test_all_parameters_mixed_change_nothing(
     drafter: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,8 +445,9 @@ def test_all_parameters_mixed_change_nothing(
     if drafter == "scripted":
         truth = {one.seed % 2**64: one for one in expected}
         monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
+    method = "suffix" if drafter == "suffix" else "ngram"
     speculative = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=k, adaptive_draft_length=False
+        method=method, num_speculative_tokens=k, adaptive_draft_length=False
     )
     limits: dict[str, Any] = {
         1: {"max_num_seqs": 32},
@@ -455,6 +523,8 @@ def test_all_parameters_on_every_instruction_set(isa: str, monkeypatch: pytest.M
         method="ngram", num_speculative_tokens=5, adaptive_draft_length=False
     )
     agree(run_mixed(engine(speculative, max_num_seqs=10, num_threads=3), 40), expected)
+    by_suffix = SpeculativeConfig(method="suffix", num_speculative_tokens=6)
+    agree(run_mixed(engine(by_suffix, max_num_seqs=12, num_threads=2), 40), expected)
     truth = {one.seed % 2**64: one for one in expected}
     monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
     scripted = engine(speculative, max_num_seqs=16, num_threads=2, max_num_batched_tokens=64)

@@ -65,7 +65,8 @@ def test_the_request_fields_in_the_docs() -> None:
 def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
     accepted = {field.name for field in dataclasses.fields(SpeculativeConfig)}
     own = {"synthetic_acceptance_rates", "ngram_match", "max_total_draft_tokens"}
-    own |= {"adaptive_draft_length"}
+    own |= {"adaptive_draft_length", "suffix_decoding_read_on"}
+    own |= {f"suffix_decoding_max_cached_{budget}" for budget in ("tokens", "bytes")}
     assert accepted - own | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
     assert not accepted & set(REFUSED_FIELDS)
 
@@ -143,7 +144,15 @@ def test_method_names(name: str) -> None:
         ({"max_total_draft_tokens": 0.5}, r"max_total_draft_tokens must be an integer, got 0\.5"),
         ({"max_ngram_size": 2**31}, r"max_ngram_size must .* fit 32 bits, got 2147483648"),
         ({"suffix_decoding_max_tree_depth": 0}, r"max_tree_depth must be at least 1 .* got 0"),
+        ({"suffix_decoding_max_tree_depth": 32768}, r"tree_depth must be at most 32767, got 32768"),
         ({"suffix_decoding_max_cached_requests": -2}, r"cached_requests must be at least -1.* -2"),
+        ({"suffix_decoding_max_cached_tokens": -2}, r"cached_tokens must be at least -1 .* got -2"),
+        (
+            {"suffix_decoding_max_cached_bytes": 2**63},
+            r"cached_bytes must .* fit 64 bits, got 9223",
+        ),
+        ({"suffix_decoding_max_cached_bytes": 1.0}, r"cached_bytes must be an integer, got 1.0"),
+        ({"suffix_decoding_read_on": 1}, r"suffix_decoding_read_on must be true or false, got 1"),
         ({"suffix_decoding_max_spec_factor": float("nan")}, r"max_spec_factor must be in .* nan"),
         ({"suffix_decoding_min_token_prob": 1.5}, r"min_token_prob must be in \[0, 1\], got 1.5"),
         ({"suffix_decoding_min_token_prob": "x"}, r"min_token_prob must be a number, got 'x'"),

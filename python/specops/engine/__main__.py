@@ -82,6 +82,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"requests that may wait, further ones get 429 (default: {default.max_waiting})",
     )
+    add(
+        "--suffix-corpus",
+        metavar="PATH",
+        help="text file, or folder of them, that suffix decoding drafts from",
+    )
+    add(
+        "--suffix-cache",
+        metavar="FILE",
+        help="where suffix decoding keeps the responses it drafts from: loaded at the start if it "
+        "is there, saved at the end and every few minutes",
+    )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="(default: %(default)s)")
     add("--api-key", metavar="KEY", help="bearer token that requests below /v1 must carry")

@@ -53,6 +53,10 @@ class EngineConfig:
         num_threads: threads of the CPU kernels; all usable CPUs when absent.
         seed: seeds the seeds that requests without one are given; None draws from the system.
         max_waiting: requests that may wait before further ones are refused.
+        suffix_corpus: a text file, or a folder of them, whose texts suffix decoding drafts from as
+            from responses it has seen; see docs/engine.md.
+        suffix_cache: file that the responses suffix decoding drafts from are read from, if it is
+            there; `Engine.save_suffix_cache` writes it.
     """
 
     model: str | None = None
@@ -73,6 +77,8 @@ class EngineConfig:
     num_threads: int | None = None
     seed: int | None = None
     max_waiting: int = 256
+    suffix_corpus: str | None = None
+    suffix_cache: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.speculative_config, SpeculativeConfig):
@@ -85,7 +91,7 @@ class EngineConfig:
             if type(value) is not type(choices[0]) or value not in choices:
                 *most, last = map(str, choices)
                 raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
-        for name in ("model", "served_model_name", "device"):
+        for name in ("model", "served_model_name", "device", "suffix_corpus", "suffix_cache"):
             value = getattr(self, name)
             if (value is not None or name == "device") and not (isinstance(value, str) and value):
                 raise ValueError(f"{name} must be a non-empty text, got {value!r}")
@@ -110,12 +116,25 @@ class EngineConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs} "
                 f"(every running request needs a row), got {self.max_num_batched_tokens}"
             )
+        self._check_suffix_sources()
         drafts = self.speculative_config.num_speculative_tokens
         if drafts >= self.max_num_batched_tokens:
             raise ValueError(
                 f"num_speculative_tokens must be below max_num_batched_tokens="
                 f"{self.max_num_batched_tokens}, got {drafts}"
             )
+
+    def _check_suffix_sources(self) -> None:
+        """A corpus and a file need the shared tree, which a budget of 0 switches off."""
+        for budget in ("requests", "tokens", "bytes"):
+            field_name = f"suffix_decoding_max_cached_{budget}"
+            for name in ("suffix_corpus", "suffix_cache"):
+                is_off = getattr(self.speculative_config, field_name) == 0
+                if is_off and getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} must be absent where {field_name} is 0: nothing would be kept, "
+                        f"got {getattr(self, name)!r}"
+                    )
 
     def speculative_for(
         self, override: Mapping[str, object] | None, methods: Collection[str]

@@ -25,8 +25,10 @@ from specops.engine.runner import Emitted, Runner
 from specops.engine.sampling_params import SamplingParams, check_sequences
 from specops.engine.scheduler import Scheduled, Scheduler
 from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.suffix_store import SuffixStore
 from specops.engine.tokenizer import TextStream, Tokenizer
 from specops.sampling import FinishReason
+from specops.suffix_tree import SuffixCache
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,8 @@ class Engine:
 
     Raises:
         ModelError: the model cannot be loaded.
-        ValueError: the configuration contradicts itself or the model.
+        ValueError: the configuration contradicts itself or the model; `suffix_corpus` or
+            `suffix_cache` cannot be used.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Engine:
             raise ModelError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model {self.vocab_size}"
             )
+        self._suffix_store = SuffixStore(config, self.tokenizer, self.vocab_size)
         self.num_pages = self._choose_num_pages(model.kv_bytes_per_token())
         self._pool = PagePool(
             self.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching
@@ -105,6 +109,7 @@ class Engine:
             slots=config.max_num_seqs,
             max_rows=config.max_num_batched_tokens,
             speculative=config.speculative_config,
+            suffix_cache=self.suffix_cache,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             clock=clock,
         )
@@ -144,6 +149,27 @@ class Engine:
     def num_free_pages(self) -> int:
         """KV pages that no request holds."""
         return self._pool.num_available
+
+    @property
+    def suffix_cache(self) -> SuffixCache:
+        """What suffix decoding drafts from; other threads may use it, too."""
+        return self._suffix_store.cache
+
+    @property
+    def has_unsaved_suffixes(self) -> bool:
+        """Whether `save_suffix_cache` would write something that is not in the file."""
+        return self._suffix_store.is_unsaved
+
+    def save_suffix_cache(self) -> None:
+        """Writes the responses that suffix decoding drafts from to `config.suffix_cache`.
+
+        The next engine with this file drafts from them from its start. The file is replaced as a
+        whole or not at all.
+
+        Raises:
+            ValueError: there is none, or it cannot be written.
+        """
+        self._suffix_store.save()
 
     def add_request(
         self,
@@ -251,7 +277,8 @@ class Engine:
             return []
         emitted = self._runner.execute(plan)
         self.stats.num_steps += 1
-        outputs = []
+        outputs: list[RequestOutput] = []
+        finished: list[Request] = []
         for part, result in zip(plan, emitted, strict=True):
             request = part.request
             # What was accepted but not committed was computed from tokens that are not there.
@@ -262,7 +289,10 @@ class Engine:
                 outputs.append(self._commit(request, result))
             self._scheduler.register_full_pages(request)
             if request.finish_reason is not None:
-                self._leave(request)
+                finished.append(request)
+        self._runner.propose()
+        for request in finished:
+            self._leave(request)
         self._learn(plan, emitted, begun)
         return outputs
 
@@ -451,8 +481,7 @@ class Engine:
             self.stats.prefix_cache_hits += request.num_cached_tokens
 
     def _leave(self, request: Request) -> None:
-        if request.slot >= 0:
-            self._runner.stop(request)
+        self._runner.leave(request)
         self._scheduler.finish(request)
 
     def _prompt_token_ids(self, prompt: str | Sequence[int]) -> list[int]:

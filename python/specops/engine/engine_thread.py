@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Drawn seeds stay exact in JavaScript, so that a browser can send back the one it was told.
 _SEED_BITS = 53
+# Between two saves of the suffix cache, which wait for a moment without requests.
+_SAVE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class EngineThread:
         self._held: list[_Choice] = []  # ready to be added, but the engine's queue is full
         self._events: list[tuple[Job, ChoiceOutput | Exception | None]] = []
         self._num_requests = 0
+        self._saved_at = time.monotonic()  # the suffix cache, the last time
         seed = engine.config.seed
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -178,12 +181,33 @@ class EngineThread:
             self._deliver()
         self._give_up(JobFailed("the engine has stopped"))
         self._deliver()
+        if self._engine.has_unsaved_suffixes:
+            self._save_suffix_cache()
+
+    def _seconds_to_save(self) -> float | None:
+        """How long a thread with nothing to do waits before it saves; None if there is no need."""
+        if not self._engine.has_unsaved_suffixes:
+            return None
+        return max(self._saved_at + _SAVE_SECONDS - time.monotonic(), 0.0)
+
+    def _save_suffix_cache(self) -> None:
+        self._saved_at = time.monotonic()
+        try:
+            self._engine.save_suffix_cache()
+        except ValueError as error:
+            logger.error("%s", error)
+        except Exception:
+            logger.exception("the suffix cache could not be saved")
 
     def _take_commands(self) -> bool:
         """Carries out what is queued, waiting for it when there is nothing else to do."""
         wait = not self._engine.has_unfinished() and not self._held
         while wait or not self._commands.empty():
-            command, job = self._commands.get()
+            try:
+                command, job = self._commands.get(timeout=self._seconds_to_save())
+            except queue.Empty:
+                self._save_suffix_cache()
+                continue
             wait = False
             if job is None:
                 return False

@@ -114,7 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
-    add("--method", nargs="+", default=["ngram"], help="methods to compare (default: ngram)")
+    add(
+        "--method",
+        nargs="+",
+        default=["ngram", "suffix"],
+        help="methods to compare (default: ngram suffix)",
+    )
     add("--num-speculative-tokens", type=int, default=4, metavar="K", help="(default: 4)")
     add("--prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
     add(

@@ -135,11 +135,19 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
         stats, speculative = engine.stats, engine.stats.speculative
+        cache = engine.suffix_cache
         used = 1 - engine.num_free_pages / engine.num_pages
         for name, text, value in (
             ("num_requests_running", "Choices that run", engine.num_running),
             ("num_requests_waiting", "Choices that wait", self.num_waiting()),
             ("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1", used),
+            (
+                "suffix_cache_requests",
+                "Responses that suffix decoding drafts from",
+                cache.num_cached_requests,
+            ),
+            ("suffix_cache_tokens", "Tokens of these responses", cache.num_cached_tokens),
+            ("suffix_cache_bytes", "Memory that they take", cache.num_bytes),
         ):
             gauge = GaugeMetricFamily(f"specops:{name}", text, labels=_LABELS)
             gauge.add_metric([engine.model_name], value)

@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 from specops.batching import OutputMode
 from specops.engine.device import Device
 from specops.engine.draft_length import DraftLengths
-from specops.engine.drafters import Drafter, make_drafter
+from specops.engine.drafters import (
+    HOST_METHODS,
+    Drafter,
+    HostDrafts,
+    make_drafter,
+    make_host_drafter,
+)
 from specops.engine.errors import EngineError
 from specops.engine.models import Transformer
 from specops.engine.outputs import TokenLogprob
@@ -43,6 +49,7 @@ from specops.engine.step import (
     rounded,
 )
 from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
+from specops.suffix_tree import SuffixCache
 
 _STRATEGIES = {strategy.name.lower(): int(strategy) for strategy in VerifyStrategy}
 _POLICIES = {policy.name.lower(): int(policy) for policy in AcceptPolicy}
@@ -73,6 +80,7 @@ class Runner:
         slots: requests that run at once.
         max_rows: rows of a step.
         speculative: of the server.
+        suffix_cache: what suffix decoding drafts from.
         processed_logprobs: logprobs are those of what was drawn from, not of the raw logits.
         clock: seconds.
     """
@@ -87,6 +95,7 @@ class Runner:
         slots: int,
         max_rows: int,
         speculative: SpeculativeConfig,
+        suffix_cache: SuffixCache,
         processed_logprobs: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -118,6 +127,10 @@ class Runner:
         # What the last step proposed, by method.
         self._counts: dict[str, NDArray[np.int32]] = {}
         self._drafts: dict[str, NDArray[np.int32]] = {}
+        self._suffix_cache = suffix_cache
+        self._host_drafts = HostDrafts(slots)
+        self._executed: Step | None = None  # the last step, if it emitted anything
+        self._num_executed = 0  # requests in it
 
     @property
     def num_captures(self) -> int:
@@ -147,26 +160,38 @@ class Runner:
             self._memory.forget()
         if config.method == "naive":
             return
-        if config.method not in self._drafters:
-            drafter = make_drafter(
-                config.method,
-                self._speculative,
-                self._slots,
-                self.model.max_model_len,
-                self.model.device,
-            )
-            self._drafters[config.method] = drafter
-        width = max(self._widths.get(config.method, 1), config.num_speculative_tokens)
-        self._widths[config.method] = width
-        self._drafters[config.method].start(request)
+        if config.method in HOST_METHODS:
+            if config.method not in self._host_drafts:
+                host_drafter = make_host_drafter(config.method, self._slots, self._suffix_cache)
+                self._host_drafts.add(config.method, host_drafter)
+            self._host_drafts.start(request)
+        else:
+            if config.method not in self._drafters:
+                self._drafters[config.method] = make_drafter(
+                    config.method,
+                    self._speculative,
+                    self._slots,
+                    self.model.max_model_len,
+                    self.model.device,
+                )
+            width = max(self._widths.get(config.method, 1), config.num_speculative_tokens)
+            self._widths[config.method] = width
+            self._drafters[config.method].start(request)
         if config.has_adaptive_lengths and request.drafting is None:
             request.drafting = self.lengths.start(config.method, config.num_speculative_tokens)
 
     def stop(self, request: Request) -> None:
-        """Forgets a request that loses its slot."""
+        """Forgets a request that loses its slot; it may come back."""
         self._state[LEN, request.slot] = 0
         if request.speculative.method in self._drafters:
             self._drafters[request.speculative.method].stop(request)
+        self._host_drafts.stop(request)
+
+    def leave(self, request: Request) -> None:
+        """Forgets a request that finished or was aborted, with a slot or without."""
+        if request.slot >= 0:
+            self.stop(request)
+        self._host_drafts.leave(request)
 
     def num_drafts(self, requests: Sequence[Request], room: int) -> list[int]:
         """How many drafts each of the requests verifies in the next step.
@@ -180,10 +205,13 @@ class Runner:
 
     def _num_proposed(self, request: Request) -> int:
         """How many drafts the last step proposed for a request, as far as they could be emitted."""
-        counts = self._counts.get(request.speculative.method)
-        if counts is None:
-            return 0
-        return max(min(int(counts[request.slot]), request.draft_limit), 0)
+        method = request.speculative.method
+        if method in self._host_drafts:
+            count = self._host_drafts.num_drafts(request)
+        else:
+            counts = self._counts.get(method)
+            count = 0 if counts is None else int(counts[request.slot])
+        return max(min(count, request.draft_limit), 0)
 
     def execute(self, plan: Sequence[Scheduled]) -> list[Emitted]:
         """Computes the rows of a step and returns what each request emitted, in plan order.
@@ -191,6 +219,7 @@ class Runner:
         Raises:
             EngineError: an op met wrong data, such as a page that does not exist.
         """
+        self._executed, self._num_executed = None, len(plan)
         step = self._step_of(plan)
         num_pages = self._fill(step, plan)
         captures = self._memory.num_captures
@@ -203,6 +232,7 @@ class Runner:
         # Copies: the next step's inputs may lie where these do.
         self._counts = {name: counts.copy() for name, counts in step.counts.items()}
         self._drafts = {name: drafts.copy() for name, drafts in step.drafts.items()}
+        self._executed = step if step.shape.outputs else None
         if step.shape.outputs == 0:
             return [Emitted(part.request, [], 0, []) for part in plan]
         if step.shape.features & Feature.ENDINGS:
@@ -214,6 +244,23 @@ class Runner:
     def commit(self, request: Request) -> None:
         """Takes note of a request's length; the device has its tokens already."""
         self._state[LEN, request.slot] = len(request.token_ids)
+
+    def propose(self) -> None:
+        """Has the drafters on the host draft, when all requests of a step are committed."""
+        step, batch = self._executed, self._num_executed
+        if step is None or not self._host_drafts:
+            return
+        begun = self._memory.clock()
+        whole = batch == step.shape.batch
+        drafted = self._host_drafts.propose(
+            step.ints[SLOT, :batch],
+            step.token_tensor if whole else step.token_tensor[:batch],
+            lens=self._state[LEN],
+            max_lens=self._state[MAX_LEN],
+        )
+        if drafted:
+            self.was_drafting = True
+            self.draft_seconds = (self.draft_seconds or 0.0) + self._memory.clock() - begun
 
     def _step_of(self, plan: Sequence[Scheduled]) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
@@ -234,6 +281,9 @@ class Runner:
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
         drafting = tuple((name, self._widths[name]) for name in self._widths if name in methods)
+        if outputs and self._device.captures:
+            # The same for whatever was found, so that shapes come again.
+            width = max(width, self._host_drafts.width)
         shape = StepShape(len(plan), rows, outputs, width, pages, logprobs, drafting, features)
         repeats = rows == outputs
         most = self._memory.most
@@ -275,7 +325,10 @@ class Runner:
             if count == 1:
                 token_ids[row] = known[begin]
             elif part.num_drafts:
-                drafts = self._drafts[method][request.slot, : part.num_drafts]
+                if method in self._host_drafts:
+                    drafts = self._host_drafts.drafts(request, part.num_drafts)
+                else:
+                    drafts = self._drafts[method][request.slot, : part.num_drafts]
                 token_ids[row] = known[begin]
                 token_ids[row + 1 : row + count] = drafts
                 step.draft_token_ids[index, : part.num_drafts] = drafts
@@ -287,6 +340,8 @@ class Runner:
                 mode = _ALL if part.num_drafts else _LAST
                 if method in step.max_drafts:
                     step.max_drafts[method][request.slot] = self._draft_limit(request)
+                elif method in self._host_drafts:
+                    self._host_drafts.limits[request.slot] = self._draft_limit(request)
             slot = request.slot
             changes = slot if request.features & Feature.PROCESSORS else -1
             columns.append((count, begin + count, mode, len(known), slot, changes))

@@ -31,7 +31,7 @@ REFUSED_FIELDS = {
     "enable_draft_logprob": "logprobs of drafts are not supported yet",
 }
 
-_MAX_INT = 2**31 - 1
+_MAX_TREE_DEPTH = 2**15 - 1
 _UNSET = cast(int, None)  # replaced in __post_init__, so that readers see plain integers
 
 
@@ -40,11 +40,11 @@ def _choice(name: str, value: object, choices: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def _integer(name: str, value: object, lowest: int) -> None:
+def _integer(name: str, value: object, lowest: int, bits: int = 32) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    if not lowest <= value <= _MAX_INT:
-        raise ValueError(f"{name} must be at least {lowest} and fit 32 bits, got {value}")
+    if not lowest <= value < 1 << bits - 1:
+        raise ValueError(f"{name} must be at least {lowest} and fit {bits} bits, got {value}")
 
 
 def _number(name: str, value: object, lowest: float, highest: float) -> None:
@@ -179,6 +179,11 @@ class SpeculativeConfig:
             none, -1 all.
         suffix_decoding_max_spec_factor: drafts per matched token.
         suffix_decoding_min_token_prob: least estimated probability of a drafted path.
+        suffix_decoding_max_cached_tokens: tokens kept in the shared tree; 0 keeps none, -1 all. As
+            with the other two budgets, the oldest responses make room.
+        suffix_decoding_max_cached_bytes: memory of the shared tree; 0 for no tree, -1 for no limit.
+        suffix_decoding_read_on: past the longest context, or where only one text is left, drafts
+            read on in the youngest text that matches.
         model: path of the drafting model's weights. None takes them from the target's checkpoint.
         adaptive_draft_length: num_speculative_tokens is the most; how many of them are verified,
             and whether the drafter runs, follows from what steps cost and drafts gain. Only where
@@ -204,6 +209,9 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = -1
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_max_cached_tokens: int = -1
+    suffix_decoding_max_cached_bytes: int = -1
+    suffix_decoding_read_on: bool = True
     model: str | None = None
     adaptive_draft_length: bool = True
 
@@ -228,12 +236,22 @@ class SpeculativeConfig:
         _choice("ngram_match", self.ngram_match, NGRAM_MATCHES)
         if self.max_total_draft_tokens is not None:
             _integer("max_total_draft_tokens", self.max_total_draft_tokens, 0)
-        _integer("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1)
-        _integer(
-            "suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, -1
-        )
+        depth = self.suffix_decoding_max_tree_depth
+        _integer("suffix_decoding_max_tree_depth", depth, 1)
+        if depth > _MAX_TREE_DEPTH:
+            raise ValueError(
+                f"suffix_decoding_max_tree_depth must be at most {_MAX_TREE_DEPTH}, got {depth}"
+            )
+        for budget in ("requests", "tokens", "bytes"):
+            name = f"suffix_decoding_max_cached_{budget}"
+            _integer(name, getattr(self, name), -1, bits=32 if budget == "requests" else 64)
         _number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 1e6)
         _number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
+        if not isinstance(self.suffix_decoding_read_on, bool):
+            raise ValueError(
+                f"suffix_decoding_read_on must be true or false, got "
+                f"{self.suffix_decoding_read_on!r}"
+            )
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ValueError(f"model must be a path or null, got {self.model!r}")
         if not isinstance(self.adaptive_draft_length, bool):

@@ -198,6 +198,7 @@ class Step:
         max_drafts: by method, [slots], int32.
         slot_state: [6, slots], int32, for the host to fill and to read; rows PROMPT_LEN and so on.
         tokens: [batch, width + 1], int32, for the host to read, as are those below.
+        token_tensor: the same memory, as a tensor.
         committed: [batch], int32. How many of them.
         accepted: [batch], int32.
         logprobs: [batch, width + 1], float32.
@@ -311,6 +312,7 @@ class Step:
             name: host[f"drafts_{name}"] for name in methods
         }
         self._error: NDArray[np.int32] = host["error"]
+        self.token_tensor = self._exchange.tensors(host_block)["tokens"]
 
         given = self._exchange.tensors(device_block)
         inner = scratch.tensors(scratch_block) | workspace.tensors(workspace_block)

@@ -7,6 +7,7 @@ end to end. That makes streaming exact: `TextStream` gives the same text however
 
 import codecs
 import datetime
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,6 +150,12 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Bytes of the longest token; looks at all of them."""
         return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=0)
+
+    def fingerprint(self) -> str:
+        """Tells vocabularies apart: two are equal if every id stands for the same token in both."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        text = json.dumps(sorted((i, token) for token, i in vocabulary.items()))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a control token that does not show in the text."""

@@ -3,14 +3,31 @@
 
 import torch
 
-from specops.engine.drafters.base import DraftBatch, Drafter
+from specops.engine.drafters.base import DraftBatch, Drafter, HostDraftBatch, HostDrafter
+from specops.engine.drafters.host import HostDrafts
 from specops.engine.drafters.ngram import NgramDrafter
+from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.speculative_config import SpeculativeConfig
+from specops.suffix_tree import SuffixCache
 
-__all__ = ["RUNNABLE_METHODS", "DraftBatch", "Drafter", "NgramDrafter", "make_drafter"]
+__all__ = [
+    "HOST_METHODS",
+    "RUNNABLE_METHODS",
+    "DraftBatch",
+    "Drafter",
+    "HostDraftBatch",
+    "HostDrafter",
+    "HostDrafts",
+    "NgramDrafter",
+    "SuffixDrafter",
+    "make_drafter",
+    "make_host_drafter",
+]
 
 # The methods this version runs; "naive" is decoding without a drafter.
-RUNNABLE_METHODS = ("naive", "ngram")
+RUNNABLE_METHODS = ("naive", "ngram", "suffix")
+# Of these, the ones that draft on the host.
+HOST_METHODS = ("suffix",)
 
 
 def make_drafter(
@@ -33,3 +50,10 @@ def make_drafter(
     raise ValueError(
         f"method {method!r} cannot run; this model can run {', '.join(RUNNABLE_METHODS)}"
     )
+
+
+def make_host_drafter(method: str, slots: int, suffix_cache: SuffixCache) -> HostDrafter:
+    """Returns the drafter of one of HOST_METHODS, with room for `slots` requests."""
+    if method == "suffix":
+        return SuffixDrafter(slots, suffix_cache)
+    raise ValueError(f"method {method!r} does not draft on the host")

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafters that run on the host: when they are asked, and what they said last."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specops.engine.drafters.base import HostDraftBatch, HostDrafter
+from specops.engine.request import Request
+
+
+class HostDrafts:
+    """Asks host drafters once a step's results are read, each for all its requests in one call.
+
+    What is said of a request of the last step stands in a row of its own, in the step's order.
+
+    Args:
+        slots: requests that run at once.
+
+    Attributes:
+        width: the most that any request drafts.
+        limits: [slots], int32. Most drafts of a request, for the engine to set; fewer are drafted
+            where a request ends before.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.width = 0
+        self.limits: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._drafters: dict[str, HostDrafter] = {}
+        self._lens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)  # that drafters know of
+        self._rows: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._row_numbers: NDArray[np.int32] = np.arange(slots, dtype=np.int32)
+        # By row.
+        self._num_tokens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._max_drafts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._drafts: dict[str, NDArray[np.int32]] = {}  # by method, [slots, width]
+        self._counts: dict[str, NDArray[np.int32]] = {}  # by method, [slots]
+        # Of the first rows, by how many and by method, so that a step makes none.
+        self._tensors: dict[tuple[int, str], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._drafters)
+
+    def __contains__(self, method: str) -> bool:
+        return method in self._drafters
+
+    def add(self, method: str, drafter: HostDrafter) -> None:
+        """Takes in the drafter of a method."""
+        slots = len(self.limits)
+        self._drafters[method] = drafter
+        self._drafts[method] = np.full((slots, self.width), -1, dtype=np.int32)
+        self._counts[method] = np.zeros(slots, dtype=np.int32)
+
+    def start(self, request: Request) -> None:
+        """A request whose method is here got its slot."""
+        slot, wanted = request.slot, request.speculative.num_speculative_tokens
+        if wanted > self.width:
+            wider = ((0, 0), (0, wanted - self.width))
+            for method, drafts in self._drafts.items():
+                self._drafts[method] = np.pad(drafts, wider, constant_values=-1)
+            self._tensors.clear()
+            self.width = wanted
+        self.limits[slot], self._lens[slot] = 0, len(request.token_ids)
+        self._drafters[request.speculative.method].start(request)
+
+    def stop(self, request: Request) -> None:
+        """A request gave its slot back."""
+        if request.speculative.method in self._drafters:
+            self.limits[request.slot] = 0
+            self._drafters[request.speculative.method].stop(request)
+
+    def leave(self, request: Request) -> None:
+        """A request is gone for good, with a slot or without."""
+        if request.speculative.method in self._drafters:
+            self._drafters[request.speculative.method].leave(request)
+
+    def propose(
+        self,
+        slots: NDArray[np.int32],
+        token_ids: Tensor,
+        lens: NDArray[np.int32],
+        max_lens: NDArray[np.int32],
+    ) -> bool:
+        """Tells the drafters what a step emitted and has them draft for the next one.
+
+        Args:
+            slots: [batch]. Of the requests of the step.
+            token_ids: [batch, w], int32, on the host. A row begins with what was emitted.
+            lens: by slot, tokens of each request by now: what exceeds those known before is new.
+            max_lens: by slot, the length at which it ends.
+
+        Returns:
+            Whether any drafts were asked for.
+        """
+        batch = len(slots)
+        num_tokens, max_drafts = self._num_tokens[:batch], self._max_drafts[:batch]
+        now = lens[slots]
+        np.subtract(now, self._lens[slots], out=num_tokens)
+        # The next step emits one token whatever is accepted.
+        np.minimum(self.limits[slots], max_lens[slots] - now - 1, out=max_drafts)
+        np.maximum(max_drafts, 0, out=max_drafts)
+        max_drafts *= num_tokens > 0  # or the request is in the middle of its prompt
+        self._lens[slots] = now
+        self._rows[slots] = self._row_numbers[:batch]
+        for method, drafter in self._drafters.items():
+            new, most, drafts, counts = self._first_rows(batch, method)
+            drafter.propose(HostDraftBatch(slots, token_ids, new, most, drafts, counts))
+        return bool(max_drafts.any())
+
+    def num_drafts(self, request: Request) -> int:
+        """How many drafts the last step brought for a request that took part in it."""
+        return int(self._counts[request.speculative.method][self._rows[request.slot]])
+
+    def drafts(self, request: Request, count: int) -> NDArray[np.int32]:
+        """The first of them."""
+        return self._drafts[request.speculative.method][self._rows[request.slot], :count]
+
+    def _first_rows(self, batch: int, method: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tensors = self._tensors.get((batch, method))
+        if tensors is None:
+            arrays = self._num_tokens, self._max_drafts, self._drafts[method], self._counts[method]
+            new, most, drafts, counts = (torch.from_numpy(array[:batch]) for array in arrays)
+            tensors = self._tensors[batch, method] = (new, most, drafts, counts)
+        return tensors

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What suffix decoding drafts from: its sources at the start, and the file it is kept in."""
+
+import codecs
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from specops.engine.config import EngineConfig
+from specops.engine.tokenizer import Tokenizer
+from specops.suffix_tree import SuffixCache
+
+logger = logging.getLogger(__name__)
+
+# A longer text becomes several responses, cut where a line ends: tokenising takes memory.
+_PIECE_CHARACTERS = 1 << 20
+_READ_BYTES = 1 << 20
+_CORPUS = "corpus-"  # begins the names of a corpus's texts
+_NAMES_TOLD = 3  # of files that are left out
+
+
+class SuffixStore:
+    """Owns an engine's suffix cache.
+
+    Args:
+        config: its budgets, corpus and file.
+        tokenizer: of the model.
+        vocab_size: of the model.
+
+    Raises:
+        ValueError: the corpus or the file cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
+        speculative = config.speculative_config
+        self.cache = SuffixCache(
+            max_tree_depth=speculative.suffix_decoding_max_tree_depth,
+            max_cached_requests=speculative.suffix_decoding_max_cached_requests,
+            max_spec_factor=speculative.suffix_decoding_max_spec_factor,
+            min_token_prob=speculative.suffix_decoding_min_token_prob,
+            max_cached_tokens=speculative.suffix_decoding_max_cached_tokens,
+            max_cached_bytes=speculative.suffix_decoding_max_cached_bytes,
+            read_on=speculative.suffix_decoding_read_on,
+        )
+        self._path: Path | None = None
+        self._vocabulary = ""
+        self._saved: tuple[int, int] | None = None  # what the file has
+        # Which of the responses that were loaded, oldest first, are texts of a corpus: their names.
+        self._loaded: list[str | None] = []
+        if config.suffix_cache is not None:
+            self._path = Path(config.suffix_cache)
+            self._vocabulary = f"{tokenizer.fingerprint()} of {vocab_size} tokens"
+            self._load(self._path)
+        if config.suffix_corpus is not None:
+            self._add_corpus(Path(config.suffix_corpus), tokenizer)
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether there is a file that has not what is here."""
+        return self._path is not None and self._saved != self._size()
+
+    def save(self) -> None:
+        """Writes the responses seen so far to the file.
+
+        Raises:
+            ValueError: there is none, or it cannot be written: then what was there is there still.
+        """
+        if self._path is None:
+            raise ValueError("suffix_cache must name a file to be saved to, got None")
+        try:
+            self.cache.save(str(self._path), label=self._label())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"suffix_cache could not be saved: {error}") from None
+        self._saved = self._size()
+        logger.info("suffix cache saved: %s in %s", self._told(), self._path)
+
+    def _load(self, path: Path) -> None:
+        """Reads the file, if it is there; one that could not be replaced is refused as well."""
+        folder = path.parent
+        if not folder.is_dir():
+            raise ValueError(f"suffix_cache: the folder {folder} does not exist")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"suffix_cache: files in {folder} cannot be written")
+        if not os.path.lexists(path):
+            logger.info("suffix cache %s will be written: it is not there yet", path)
+            return
+        if not path.is_file():
+            raise ValueError(f"suffix_cache must be a file, and {path} is none")
+        try:
+            names = self._read_label(path)
+            self.cache.load(str(path))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"suffix_cache cannot be read: {error}; name another file, or move this one away"
+            ) from None
+        # Over a budget, the oldest were left out.
+        self._loaded = names[len(names) - self.cache.num_cached_requests :]
+        self._saved = self._size()
+        logger.info("suffix cache loaded: %s from %s", self._told(), path)
+
+    def _add_corpus(self, path: Path, tokenizer: Tokenizer) -> None:
+        """Adds a file's text, or those of all files below a folder."""
+        files = _texts_below(path)
+        cached = {name for name in self._names() if name is not None}
+        num_tokens = num_known = 0
+        for file in files:
+            for text in _pieces(file):
+                token_ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+                num_tokens += len(token_ids)
+                # By its content, so that the saved cache of an earlier run is not added to.
+                name = _CORPUS + hashlib.sha256(token_ids.tobytes()).hexdigest()[:32]
+                if name in cached:
+                    num_known += 1
+                else:
+                    self.cache.add(token_ids, request_id=name)
+                    cached.add(name)
+        if not num_tokens:
+            raise ValueError(f"suffix_corpus: {path} has no text")
+        logger.info(
+            "suffix corpus %s: %d file%s of %d tokens%s",
+            path,
+            len(files),
+            "" if len(files) == 1 else "s",
+            num_tokens,
+            f", {num_known} of them known already" if num_known else "",
+        )
+
+    def _names(self) -> list[str | None]:
+        """Of each response, oldest first, its name if it is a text of a corpus."""
+        names = [
+            name if isinstance(name, str) and name.startswith(_CORPUS) else None
+            for name in self.cache.cached_requests
+        ]
+        # What was loaded has lost its name, is older than all else, and leaves in order.
+        num_gone = len(self._loaded) - self._num_loaded()
+        names[: len(self._loaded) - num_gone] = self._loaded[num_gone:]
+        return names
+
+    def _num_loaded(self) -> int:
+        """How many of the loaded responses are still there."""
+        for index, name in enumerate(self.cache.cached_requests[: len(self._loaded)]):
+            if name is not None:
+                return index
+        return min(len(self._loaded), self.cache.num_cached_requests)
+
+    def _label(self) -> str:
+        """What is written into the file beside the responses."""
+        names = self._names()
+        corpus = {index: name for index, name in enumerate(names) if name is not None}
+        return json.dumps(
+            {"vocabulary": self._vocabulary, "responses": len(names), "corpus": corpus}
+        )
+
+    def _read_label(self, path: Path) -> list[str | None]:
+        """The names in a file's label.
+
+        Raises:
+            ValueError: it is none of ours, or one of another vocabulary.
+        """
+        label = SuffixCache.read_label(str(path))
+        try:
+            values = json.loads(label)
+            vocabulary = values["vocabulary"]
+            names: list[str | None] = [None] * values["responses"]
+            for index, name in values["corpus"].items():
+                names[int(index)] = name
+        except (ValueError, TypeError, KeyError, IndexError):
+            raise ValueError(
+                f"{path} was not written by an engine: its label is {label!r}"
+            ) from None
+        if vocabulary != self._vocabulary:
+            raise ValueError(
+                f"{path} belongs to another tokenizer: its vocabulary is {vocabulary}, this "
+                f"model's {self._vocabulary}"
+            )
+        return names
+
+    def _size(self) -> tuple[int, int]:
+        return self.cache.num_cached_requests, self.cache.num_cached_tokens
+
+    def _told(self) -> str:
+        responses, tokens = self._size()
+        return f"{responses} responses of {tokens} tokens"
+
+
+def _texts_below(path: Path) -> list[Path]:
+    """The text files of a corpus, sorted.
+
+    Raises:
+        ValueError: there are none, the file that is named is none, or one cannot be read.
+    """
+    try:
+        if not path.is_dir():
+            if not path.exists():
+                raise ValueError(f"suffix_corpus: {path} does not exist")
+            problem = _problem(path)
+            if problem is not None:
+                raise ValueError(f"suffix_corpus: {path} {problem}")
+            return [path]
+        texts: list[Path] = []
+        left_out: list[Path] = []
+        for file in _files_below(path):
+            (texts if _problem(file) is None else left_out).append(file)
+    except OSError as error:
+        raise ValueError(
+            f"suffix_corpus: {error.filename or path} cannot be read: {error.strerror}"
+        ) from None
+    if not texts:
+        raise ValueError(f"suffix_corpus: there is no text file below {path}")
+    if left_out:
+        names = ", ".join(str(file.relative_to(path)) for file in left_out[:_NAMES_TOLD])
+        more = ", ..." if len(left_out) > _NAMES_TOLD else ""
+        logger.warning(
+            "suffix corpus %s: %d of %d files are empty or no text and are left out: %s%s",
+            path,
+            len(left_out),
+            len(left_out) + len(texts),
+            names,
+            more,
+        )
+    return texts
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """All files below a folder but hidden ones, in the order of their names."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for root, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith("."):
+                yield Path(root, name)
+
+
+def _problem(file: Path) -> str | None:
+    """Why a file is no text; None if it is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not file.is_file() and file.exists():
+        return "is no regular file"
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    is_blank = True
+    with file.open("rb") as opened:
+        while chunk := opened.read(_READ_BYTES):
+            if b"\0" in chunk:
+                return "is binary, not text"
+            try:
+                text = decoder.decode(chunk)
+            except UnicodeDecodeError:
+                return "is not UTF-8 text"
+            is_blank = is_blank and not text.strip()
+    try:
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return "is not UTF-8 text"
+    return "is empty" if is_blank else None
+
+
+def _pieces(file: Path) -> Iterator[str]:
+    """The text of a file, in pieces that end with a line where lines are not too long for that."""
+    rest = ""
+    try:
+        # Line ends stay as they are: a model would write them so.
+        with file.open(encoding="utf-8", newline="") as opened:
+            while text := opened.read(_PIECE_CHARACTERS - len(rest)):
+                text, rest = rest + text, ""
+                if len(text) < _PIECE_CHARACTERS:
+                    rest = text  # the end of the file, or near it
+                    continue
+                end = text.rfind("\n", _PIECE_CHARACTERS // 2) + 1 or len(text)
+                rest = text[end:]
+                yield text[:end]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"suffix_corpus: {file} cannot be read: {error}") from None
+    if rest:
+        yield rest

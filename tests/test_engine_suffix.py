@@ -1,0 +1,571 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suffix decoding in the engine: what its trees know of each request, and what outlives a run."""
+
+import json
+import logging
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, write_tokenizer
+from fake_engine import FakeEngine
+from serving import serving, wait_for
+from specops.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineError,
+    SamplingParams,
+    SpeculativeConfig,
+    engine_thread,
+    suffix_store,
+)
+from specops.engine.__main__ import main
+from specops.engine.metrics import Metrics
+from specops.suffix_tree import SuffixCache
+
+PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "Qwen3", num_hidden_layers=2)
+    write_tokenizer(directory)
+    return directory
+
+
+def suffix(k: int = 4, **values: Any) -> SpeculativeConfig:
+    own = {f"suffix_decoding_{name}": value for name, value in values.items()}
+    return SpeculativeConfig(
+        method="suffix", num_speculative_tokens=k, adaptive_draft_length=False, **own
+    )
+
+
+NAIVE, SUFFIX = SpeculativeConfig(method="naive"), suffix()
+
+
+def make(model_dir: Path, speculative: SpeculativeConfig = SUFFIX, **config: Any) -> Engine:
+    return Engine(
+        EngineConfig(
+            model=str(model_dir),
+            dtype="float32",
+            device="cpu",
+            speculative_config=speculative,
+            **config,
+        )
+    )
+
+
+def accepted(engine: Engine) -> int:
+    return engine.stats.speculative.num_accepted_tokens
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(1, 120) for _ in range(length)] for _ in range(count)]
+
+
+class Watched(SuffixCache):
+    """A cache that counts the calls to it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls: Counter[str] = Counter()
+
+    def start(self, *args: Any, **kwargs: Any) -> int:
+        self.calls["start"] += 1
+        return super().start(*args, **kwargs)
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        self.calls["stop"] += 1
+        super().stop(*args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls["step"] += 1
+        return super().step(*args, **kwargs)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_store, "SuffixCache", Watched)
+
+
+# ---- drafts ----
+
+
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_every_number_of_drafts_drafts(model_dir: Path, k: int) -> None:
+    (plain,) = make(model_dir, NAIVE).generate([PROMPT], GREEDY)
+    engine = make(model_dir, suffix(k))
+    (done,) = engine.generate([PROMPT], GREEDY)
+    assert done.token_ids == plain.token_ids
+    stats = engine.stats.speculative
+    assert stats.num_accepted_tokens > 0
+    assert len(stats.num_accepted_tokens_per_pos) == k
+    assert engine.stats.num_steps < 40
+
+
+def test_one_call_a_step_for_all_requests(model_dir: Path, watched: None) -> None:
+    engine = make(model_dir, max_num_seqs=8)
+    engine.generate(prompts(8, 20), GREEDY)
+    calls = engine.suffix_cache.calls  # type: ignore[attr-defined]
+    assert calls["start"] == calls["stop"] == 8
+    assert calls["step"] <= engine.stats.num_steps
+
+
+def test_a_prompt_is_drafted_from_with_its_first_token(model_dir: Path) -> None:
+    """The step that ends a prompt brings drafts, though nothing but the prompt was seen."""
+    engine = make(model_dir, max_num_batched_tokens=64)
+    engine.add_request(list(range(160)), GREEDY)  # whatever comes first is there
+    for _ in range(3):
+        engine.step()
+    assert engine.stats.generation_tokens == 1
+    assert engine.stats.speculative.num_draft_tokens == 0
+    engine.step()
+    assert engine.stats.speculative.num_draft_tokens > 0
+
+
+def test_methods_side_by_side(model_dir: Path) -> None:
+    engine = make(model_dir, NAIVE, max_num_seqs=6)
+    own: list[dict[str, Any]] = [{}, {"method": "suffix"}, {"method": "ngram"}]
+    names = [
+        engine.add_request(
+            PROMPT, GREEDY, speculative_config={"adaptive_draft_length": False, **one}
+        )
+        for one in own * 2
+    ]
+    while engine.has_unfinished():
+        engine.step()
+    done = [engine.completion(name) for name in names]
+    assert len({tuple(one.token_ids) for one in done}) == 1
+    assert [one.stats.num_accepted_tokens > 0 for one in done] == [False, True, True] * 2
+    assert engine.suffix_cache.num_cached_requests == 2
+    assert engine.suffix_cache.running_requests == []
+
+
+def test_a_wider_request_beside_others(model_dir: Path) -> None:
+    (plain,) = make(model_dir, NAIVE).generate([PROMPT], GREEDY)
+    engine = make(model_dir, suffix(2))
+    first = engine.add_request(PROMPT, GREEDY)
+    for _ in range(5):
+        engine.step()
+    second = engine.add_request(PROMPT, GREEDY, speculative_config={"num_speculative_tokens": 11})
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.completion(first).token_ids == plain.token_ids
+    done = engine.completion(second)
+    assert done.token_ids == plain.token_ids
+    assert len(done.stats.num_accepted_tokens_per_pos) > 2
+
+
+@pytest.mark.parametrize("budget", ["requests", "tokens", "bytes"])
+def test_without_a_shared_tree(model_dir: Path, budget: str) -> None:
+    (plain,) = make(model_dir, NAIVE).generate([PROMPT], GREEDY)
+    engine = make(model_dir, suffix(**{f"max_cached_{budget}": 0}))
+    (done,) = engine.generate([PROMPT], GREEDY)
+    assert done.token_ids == plain.token_ids
+    assert accepted(engine) > 0, "a request's own tree is there"
+    assert engine.suffix_cache.num_cached_requests == 0
+
+
+def test_budgets_take_out_the_oldest(model_dir: Path) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    engine = make(model_dir, suffix(max_cached_requests=3))
+    engine.generate(prompts(8, 10), params)
+    assert engine.suffix_cache.num_cached_requests == 3
+    engine = make(model_dir, suffix(max_cached_tokens=100))
+    engine.generate(prompts(8, 10), params)
+    assert 0 < engine.suffix_cache.num_cached_tokens <= 100
+
+
+def test_a_second_time_everything_is_known(model_dir: Path) -> None:
+    engine = make(model_dir, suffix(8), enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=60, temperature=0.9, seed=4, ignore_eos=True)
+    cold, warm = [engine.generate([[9, 9]], params)[0] for _ in range(2)]
+    assert warm.token_ids == cold.token_ids
+    assert warm.stats.num_accepted_tokens > 2 * cold.stats.num_accepted_tokens
+    assert warm.stats.num_steps < 30
+
+
+# ---- what a request leaves, and when ----
+
+
+def cached_tokens(done: list[Completion]) -> int:
+    return sum(len(one.token_ids) for one in done)
+
+
+def test_what_is_cached_is_what_was_said(model_dir: Path) -> None:
+    """Neither more, where a stop string cuts a burst, nor less: and of every choice its own."""
+    engine = make(model_dir, suffix(7))
+    base = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    (plain,) = engine.generate([PROMPT], base)
+    stop = plain.text[20:22]
+    cut = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, stop=(stop,))
+    choices = SamplingParams(max_tokens=20, seed=1, n=3, ignore_eos=True)
+    done = [plain, *engine.generate([PROMPT], cut), *engine.generate([PROMPT], choices)]
+    assert done[1].finish_reason == "stop" and len(done[1].token_ids) < 50
+    cache = engine.suffix_cache
+    assert cache.num_cached_requests == 5
+    assert cache.num_cached_tokens == cached_tokens(done)
+    assert cache.running_requests == []
+    for one in done:
+        assert cache.count(one.token_ids[-20:]) >= 1
+    # Only what was said: no prompt.
+    assert cache.count(PROMPT) == sum(
+        one.token_ids[i : i + len(PROMPT)] == PROMPT
+        for one in done
+        for i in range(len(one.token_ids))
+    )
+
+
+def test_aborts_leak_nothing(model_dir: Path, watched: None) -> None:
+    """Waiting, in the middle of a prompt, decoding, preempted: gone is gone."""
+    rng = random.Random(3)
+    engine = make(model_dir, num_pages=20, max_model_len=128, max_num_seqs=6)
+    preempted = 0
+    for name in range(150):
+        prompt = [rng.randrange(1, 5) for _ in range(rng.randrange(1, 60))]
+        params = SamplingParams(max_tokens=rng.randrange(1, 60), temperature=rng.choice([0, 1]))
+        engine.add_request(prompt, params, request_id=str(name))
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        waiting = [r for r in engine._scheduler.waiting if r.was_preempted]
+        if waiting and rng.random() < 0.5:
+            preempted += engine.abort(waiting[0].request_id)
+        engine.abort(str(rng.randrange(name + 1)))
+    assert preempted > 0
+    while engine.has_unfinished():
+        engine.step()
+    cache: Any = engine.suffix_cache
+    assert cache.running_requests == []
+    assert cache.calls["start"] == cache.calls["stop"] <= 150
+    assert cache.check_integrity() == ""
+
+
+def test_preemption_keeps_a_request_s_tree(model_dir: Path, watched: None) -> None:
+    each = prompts(5, 20)
+    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
+    expected = make(model_dir, NAIVE, max_num_seqs=1).generate(each, params)
+    engine = make(model_dir, suffix(max_cached_requests=0), num_pages=14, max_model_len=96)
+    names = [engine.add_request(prompt, params) for prompt in each]
+    cache: Any = engine.suffix_cache
+    num_seen = 0
+    while engine.has_unfinished():
+        engine.step()
+        for request in engine._scheduler.waiting:
+            if request.was_preempted:
+                (key,) = (k for k in cache.running_requests if k.endswith(f"-{request.arrival}"))
+                tail = request.token_ids[-30:]
+                assert cache.count(tail, request_id=key) >= 1
+                num_seen += 1
+    assert num_seen > 0 and engine.stats.num_preemptions > 0
+    assert [engine.completion(name).token_ids for name in names] == [c.token_ids for c in expected]
+    assert cache.calls["start"] == cache.calls["stop"] == 5, "each was built once"
+
+
+def test_a_failed_step_leaves_the_trees_as_they_were(model_dir: Path) -> None:
+    engine = make(model_dir)
+    name = engine.add_request(PROMPT, GREEDY)
+    for _ in range(4):
+        engine.step()
+    tokens = engine.suffix_cache.num_cached_tokens
+    engine._requests[name].token_ids[-1] = engine.vocab_size
+    with pytest.raises(EngineError, match="a step failed"):
+        engine.step()
+    assert engine.suffix_cache.num_cached_tokens == tokens
+    engine.abort(name)
+    assert engine.suffix_cache.running_requests == []
+
+
+# ---- corpora ----
+
+
+def test_a_corpus_is_drafted_from(model_dir: Path, tmp_path: Path) -> None:
+    (plain,) = make(model_dir, NAIVE).generate([[9, 9]], GREEDY)
+    file = tmp_path / "corpus.txt"
+    file.write_bytes(b"first line\r\n" + plain.text.encode() + b"\r\nlast line")
+    for path in (file, tmp_path):
+        engine = make(model_dir, suffix(8), suffix_corpus=str(path))
+        text = file.read_bytes().decode()
+        token_ids = engine.tokenizer.encode(text, add_special_tokens=False)
+        assert engine.suffix_cache.num_cached_requests == 1
+        assert engine.suffix_cache.num_cached_tokens == len(token_ids)
+        assert engine.suffix_cache.count(token_ids[-20:]) == 1
+        (done,) = engine.generate([[9, 9]], GREEDY)
+        assert done.token_ids == plain.token_ids
+
+
+def test_a_folder_of_texts(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    (tmp_path / ".hidden").mkdir()
+    for name in ("z.txt", "b/a.py", "b/c/d.md", ".hidden/e.txt", ".f"):
+        (tmp_path / name).write_text(f"the text of {name}")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "blank").write_bytes(b" \n")
+    (tmp_path / "image").write_bytes(b"\x89PNG\0")
+    (tmp_path / "b" / "latin").write_bytes("für".encode("latin-1"))
+    with caplog.at_level(logging.INFO):
+        engine = make(model_dir, suffix_corpus=str(tmp_path))
+    assert engine.suffix_cache.num_cached_requests == 3
+    tokens = engine.suffix_cache.num_cached_tokens
+    told = [record.getMessage() for record in caplog.records if "corpus" in record.getMessage()]
+    assert told == [
+        f"suffix corpus {tmp_path}: 4 of 7 files are empty or no text and are left out: "
+        "blank, empty, image, ...",
+        f"suffix corpus {tmp_path}: 3 files of {tokens} tokens",
+    ]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", ""])
+def test_long_files_are_cut_where_lines_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newline: str
+) -> None:
+    rng = random.Random(0)
+    monkeypatch.setattr(suffix_store, "_PIECE_CHARACTERS", 40)
+    monkeypatch.setattr(suffix_store, "_READ_BYTES", 7)
+    for size in (0, 1, 39, 40, 41, 400):
+        text = "é"
+        while len(text) < size:
+            text += rng.choice(["word ", "ü", newline, "a much longer piece of text "])
+        file = tmp_path / "file"
+        file.write_text(text, newline="")
+        assert suffix_store._problem(file) is None
+        pieces = list(suffix_store._pieces(file))
+        assert "".join(pieces) == text
+        assert all(20 <= len(piece) <= 40 for piece in pieces[:-1])
+        for piece in pieces[:-1]:
+            assert piece.endswith("\n") or "\n" not in piece[20:]
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        (None, r"corpus: .*/corpus does not exist"),
+        (b"", r"corpus: .*/corpus is empty"),
+        (b"\n \n", r"corpus: .*/corpus is empty"),
+        (b"abc\0", r"corpus: .*/corpus is binary, not text"),
+        (b"abc\xff", r"corpus: .*/corpus is not UTF-8 text"),
+        (b"abc\xc3", r"corpus: .*/corpus is not UTF-8 text"),
+        ({}, r"corpus: there is no text file below .*/corpus"),
+        ({"a": b"", "b": b"\0"}, r"corpus: there is no text file below .*/corpus"),
+    ],
+    ids=str,
+)
+def test_corpora_that_are_none(model_dir: Path, tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "corpus"
+    if isinstance(content, dict):
+        path.mkdir()
+        for name, data in content.items():
+            (path / name).write_bytes(data)
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^suffix_{message}"):
+        make(model_dir, suffix_corpus=str(path))
+
+
+def test_a_corpus_that_cannot_be_read(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"corpus: .*/gone cannot be read: No such file"):
+        make(model_dir, suffix_corpus=str(tmp_path))
+    with pytest.raises(ValueError, match=r"suffix_corpus must be absent where .*_tokens is 0"):
+        make(model_dir, suffix(max_cached_tokens=0), suffix_corpus=str(tmp_path))
+
+
+# ---- across restarts ----
+
+
+def test_a_second_engine_drafts_from_its_start(model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cache.suffix"
+    params = SamplingParams(max_tokens=60, temperature=0.9, seed=4, ignore_eos=True)
+    each = [[9, 9], [17, 3, 4], PROMPT]
+    first = make(model_dir, suffix(8), suffix_cache=str(file))
+    assert first.has_unsaved_suffixes and not file.exists()
+    cold = first.generate(each, params)
+    first.save_suffix_cache()
+    assert file.is_file() and not first.has_unsaved_suffixes
+    assert list(tmp_path.iterdir()) == [file], "nothing else is left"
+
+    second = make(model_dir, suffix(8), suffix_cache=str(file))
+    assert not second.has_unsaved_suffixes
+    assert second.suffix_cache.num_cached_tokens == first.suffix_cache.num_cached_tokens
+    warm = second.generate(each, params)
+    assert [one.token_ids for one in warm] == [one.token_ids for one in cold]
+    assert accepted(second) > 2 * accepted(first)
+    assert second.has_unsaved_suffixes
+    # As if the first engine had gone on.
+    again = first.generate(each, params)
+    assert [one.stats for one in again] == [one.stats for one in warm]
+
+    second.save_suffix_cache()
+    third = make(model_dir, suffix(8), suffix_cache=str(file))
+    assert third.suffix_cache.num_cached_requests == 6
+
+
+def test_a_corpus_is_not_added_to_the_cache_twice(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, corpus = tmp_path / "cache.suffix", tmp_path / "texts"
+    corpus.mkdir()
+    (corpus / "a").write_text("the first text")
+    (corpus / "b").write_text("the second text")
+    (corpus / "copy of a").write_text("the first text")
+    config = {"suffix_cache": str(file), "suffix_corpus": str(corpus)}
+    for run in range(3):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            engine = make(model_dir, **config)
+        assert engine.suffix_cache.num_cached_requests == 2
+        assert any("known already" in record.getMessage() for record in caplog.records) or not run
+        engine.save_suffix_cache()
+    (corpus / "a").write_text("another text")
+    assert make(model_dir, **config).suffix_cache.num_cached_requests == 3
+
+
+def damaged(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def foreign(file: Path) -> None:
+    file.write_text("a list of things to do")
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("change", [damaged, truncated, foreign, empty])
+def test_files_that_are_refused(model_dir: Path, tmp_path: Path, change: Any) -> None:
+    file = tmp_path / "cache.suffix"
+    engine = make(model_dir, suffix_cache=str(file))
+    engine.generate([PROMPT], GREEDY)
+    engine.save_suffix_cache()
+    change(file)
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match=r"^suffix_cache cannot be read: .*cache\.suffix"):
+        make(model_dir, suffix_cache=str(file))
+    assert file.read_bytes() == before, "it is not overwritten"
+
+
+def test_a_file_of_another_tree_or_vocabulary(model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cache.suffix"
+    engine = make(model_dir, suffix_cache=str(file))
+    engine.generate([PROMPT], GREEDY)
+    engine.save_suffix_cache()
+    with pytest.raises(ValueError, match=r"suffix_cache cannot be read: .*depth.*32"):
+        make(model_dir, suffix(max_tree_depth=32), suffix_cache=str(file))
+    other = tmp_path / "other"
+    other.mkdir()
+    make_checkpoint(other, "Qwen3", num_hidden_layers=1, vocab_size=161)
+    write_tokenizer(other)
+    with pytest.raises(ValueError, match=r"cannot be read: .* belongs to another .* 161 tokens"):
+        make(other, suffix_cache=str(file))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    one, two = list(vocab)[3:5]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    make_checkpoint(other, "Qwen3", num_hidden_layers=1)
+    write_tokenizer(other)
+    make(other, suffix_cache=str(file))  # another model with the same vocabulary
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"cannot be read: .* belongs to another tokenizer"):
+        make(other, suffix_cache=str(file))
+
+
+def test_files_that_cannot_be_written(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"suffix_cache: the folder .*/gone does not exist"):
+        make(model_dir, suffix_cache=str(tmp_path / "gone" / "file"))
+    with pytest.raises(ValueError, match=r"suffix_cache must be a file, and .* is none"):
+        make(model_dir, suffix_cache=str(tmp_path))
+    with pytest.raises(ValueError, match=r"suffix_cache must be absent where .*_requests is 0"):
+        make(model_dir, suffix(max_cached_requests=0), suffix_cache="file")
+    with pytest.raises(ValueError, match="suffix_cache must name a file to be saved to, got None"):
+        make(model_dir).save_suffix_cache()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    engine = make(model_dir, suffix_cache=str(folder / "file"))
+    folder.rmdir()
+    with pytest.raises(ValueError, match=r"suffix_cache could not be saved: .*folder/file"):
+        engine.save_suffix_cache()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ValueError, match=r"suffix_cache: files in .* cannot be written"):
+        make(model_dir, suffix_cache=str(tmp_path / "file"))
+
+
+def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no cache")
+    for arguments in (
+        ["--suffix-cache", str(tmp_path / "file")],
+        ["--suffix-cache", str(tmp_path)],
+        ["--suffix-corpus", str(tmp_path / "nowhere")],
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"specops: {arguments[0][2:].replace('-', '_')}")
+        assert str(tmp_path) in error and error.count("\n") == 1
+
+
+# ---- in the server ----
+
+
+def test_the_server_saves_when_it_ends_and_when_it_is_idle(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    file = tmp_path / "cache.suffix"
+
+    def ask(url: str) -> dict[str, Any]:
+        body = {"prompt": [9, 9], "max_tokens": 40, "seed": 3, "ignore_eos": True}
+        answer: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body).json()
+        return answer
+
+    with serving(make(model_dir, suffix_cache=str(file))) as served:
+        cold = ask(served.url)
+        assert not file.exists()
+    assert file.exists()
+    monkeypatch.setattr(engine_thread, "_SAVE_SECONDS", 0.01)
+    with serving(make(model_dir, suffix_cache=str(file))) as served:
+        warm = ask(served.url)
+        wait_for(lambda: not served.engine.has_unsaved_suffixes)
+        assert served.engine.suffix_cache.num_cached_requests == 2
+        metrics = httpx.get(f"{served.url}/metrics").text
+        lines = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line[0] != "#")
+        name = served.engine.model_name
+        assert float(lines[f'specops:suffix_cache_requests{{model_name="{name}"}}']) == 2
+        assert float(lines[f'specops:suffix_cache_tokens{{model_name="{name}"}}']) == 80
+        assert float(lines[f'specops:suffix_cache_bytes{{model_name="{name}"}}']) > 0
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    lengths = [
+        one["metrics"]["speculative_decoding"]["mean_acceptance_length"] for one in (cold, warm)
+    ]
+    assert lengths[1] > lengths[0]
+
+
+def test_a_server_that_cannot_save_goes_on(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with serving(make(model_dir, suffix_cache=str(folder / "file"))):
+        folder.rmdir()
+    assert "suffix_cache could not be saved" in caplog.text
+
+
+def test_gauges_of_an_engine_without_suffix_decoding() -> None:
+    assert b"specops:suffix_cache_tokens" in Metrics(FakeEngine()).render()  # type: ignore[arg-type]
