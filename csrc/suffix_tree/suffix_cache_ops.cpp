@@ -555,10 +555,16 @@ class CacheForPython {
     auto parents = py::reinterpret_steal<py::object>(PyList_New(draft.size));
     auto probs = py::reinterpret_steal<py::object>(PyList_New(draft.size));
     if (!token_ids || !parents || !probs) throw py::error_already_set();
+    PyObject* prob = nullptr;  // mostly that of the token before, and then the same object
     for (int32_t i = 0; i < draft.size; ++i) {
       PyList_SET_ITEM(token_ids.ptr(), i, PyLong_FromLong(draft.token_ids[i]));
       PyList_SET_ITEM(parents.ptr(), i, PyLong_FromLong(draft.parents[i]));
-      PyList_SET_ITEM(probs.ptr(), i, PyFloat_FromDouble(draft.probs[i]));
+      if (prob != nullptr && draft.probs[i] == draft.probs[i - 1]) {
+        Py_INCREF(prob);
+      } else {
+        prob = PyFloat_FromDouble(draft.probs[i]);
+      }
+      PyList_SET_ITEM(probs.ptr(), i, prob);
     }
     auto* type = reinterpret_cast<PyTypeObject*>(draft_type_.ptr());
     PyObject* out = type->tp_alloc(type, 5);
