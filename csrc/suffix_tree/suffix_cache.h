@@ -24,7 +24,7 @@ struct SuffixCacheOptions {
   int64_t max_cached_tokens = -1;
   int64_t max_cached_bytes = -1;
   // Prompts of at least so many tokens are built by a thread of their own; -1: none.
-  int64_t background_tokens = 4096;
+  int64_t background_tokens = 1024;
 };
 
 // One step of a batch: every row's new tokens are appended, then every row is drafted for.

@@ -101,7 +101,7 @@ class SuffixCache:
         max_cached_tokens: int = -1,
         max_cached_bytes: int = -1,
         read_on: bool = True,
-        background_tokens: int = 4096,
+        background_tokens: int = 1024,
     ) -> None:
         self._cache = _C.SuffixCache(
             SuffixDraft,
