@@ -34,6 +34,8 @@ class Mutation:
 LINEAR = "test_dense.py linear and not wide_output"
 LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits"
 RMS_NORM = "test_dense.py rms_norm"
+DRAFT_ROWS = "test_draft_batch.py prepare or advance or keep"
+MTP_INPUT = "test_draft_batch.py input or halves"
 PREPARE = "test_batching.py prepare or rows or neighbours"
 ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
@@ -45,6 +47,35 @@ PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smal
 NGRAM = "test_ngram.py history or match or draft or limits or rows or examples"
 
 MUTATIONS = [
+    Mutation(
+        "the row of a rejected draft is run",
+        "batching/prepare_draft_batch.h",
+        ".end = len - 1}",
+        ".end = len}",
+        DRAFT_ROWS,
+    ),
+    Mutation(
+        "a module reads the token at its row, not the one after it",
+        "dense/mtp_input.h",
+        "int64_t index = position + params.ahead;",
+        "int64_t index = position + params.ahead - 1;",
+        MTP_INPUT,
+    ),
+    Mutation(
+        "no barrier between the rows of one tile of requests and the sums of the next",
+        "batching/advance_draft_batch.cuh",
+        "    }\n    __syncthreads();\n  }\n  if (!has_rows) return;",
+        "    }\n  }\n  if (!has_rows) return;",
+        DRAFT_ROWS,
+        "race",
+    ),
+    Mutation(
+        "the oldest of the kept states is one too old",
+        "batching/keep_hidden_rows.cuh",
+        "if (position < begin) return;",
+        "if (position <= begin) return;",
+        DRAFT_ROWS,
+    ),
     Mutation(
         "the wait allows one group more than the ring holds",
         "dense/linear.cuh",
@@ -120,21 +151,21 @@ MUTATIONS = [
     ),
     Mutation(
         "no barrier between the warps' sums and their total",
-        "dense/rms_norm.cuh",
+        "dense/norm_row.cuh",
         "= squares;\n  __syncthreads();",
         "= squares;",
         RMS_NORM,
     ),
     Mutation(
         "the last step of the warp's sum is left out",
-        "dense/rms_norm.cuh",
+        "dense/norm_row.cuh",
         "for (int lanes = kWarpSize / 2; lanes > 0;",
         "for (int lanes = kWarpSize / 2; lanes > 1;",
         RMS_NORM,
     ),
     Mutation(
         "the tail of a row is read as a whole chunk",
-        "dense/rms_norm.cuh",
+        "dense/norm_row.cuh",
         "held[i] = load_chunk(x + col, count(col), aligned);",
         "held[i] = load_chunk(x + col, kChunk<T>, aligned);",
         RMS_NORM,
