@@ -192,13 +192,19 @@ def test_card_gives_the_measured_figures() -> None:
     """The card and metrics.json agree, and a model worth shipping is behind them."""
     card = (ASSETS / "README.md").read_text(encoding="utf-8")
     metrics = _json(ASSETS / "metrics.json")
-    library, own = metrics["held_out"]["library"], metrics["held_out"]["own_continuations"]
+    held_out = metrics["held_out"]
+    library, chains = held_out["library"], held_out["chains"]
     figures = [
         *(library[key] for key in ("nats_per_token", "bits_per_byte", "greedy_accuracy")),
         library["mtp_first_draft_acceptance"],
-        metrics["held_out"]["tests"]["nats_per_token"],
-        own["mtp_first_draft_acceptance"],
-        own["mtp_second_draft_acceptance"],
+        held_out["tests"]["nats_per_token"],
+        *(
+            figure
+            for when in (chains, held_out["chains_before_recycling"])
+            for text in ("library", "own_continuations")
+            for measure in ("kept_by_position", "mean_acceptance_length")
+            for figure in when[text][measure]
+        ),
     ]
     for figure in figures:
         assert f"{figure:.3f}" in card
@@ -206,6 +212,20 @@ def test_card_gives_the_measured_figures() -> None:
     assert "may repeat" in card and "not stored" in card
     assert library["nats_per_token"] < 2.6
     assert library["mtp_first_draft_acceptance"] > 0.5
+    assert metrics["recycling"]["steps"] == metrics["recycle_recipe"]["steps"]
+
+
+def test_recycling_pays(tools: None) -> None:
+    """Training on its own output lengthens the chains and costs the first draft next to nothing."""
+    held_out = _json(ASSETS / "metrics.json")["held_out"]
+    for text in ("library", "own_continuations"):
+        now = held_out["chains"][text]
+        before = held_out["chains_before_recycling"][text]
+        assert now["chains"] == before["chains"] and len(now["kept_by_position"]) == 5
+        assert now["kept_by_position"][0] > before["kept_by_position"][0] - 0.01
+        for k in (3, 4, 5):
+            length = [when["mean_acceptance_length"][k - 1] for when in (before, now)]
+            assert length[1] > length[0]
 
 
 def test_loss_and_draft_alignment(tools: None, tokenizer: Tokenizer) -> None:
@@ -233,6 +253,90 @@ def test_loss_and_draft_alignment(tools: None, tokenizer: Tokenizer) -> None:
     assert loss < 3.0
     assert accepted > 0.5
     assert one_early < 0.3
+
+
+def test_chains_are_what_an_engine_drafts(tools: None) -> None:
+    """All chains at once give the logits of each drafted alone, computed from the beginning."""
+    from tools.train.chains import draft_chains
+    from tools.train.model import Model, ModelConfig, rope_cos_sin
+
+    config = ModelConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, intermediate_size=96)
+    model = Model(config)
+    model.reset(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(4))
+    cos, sin = rope_cos_sin(32, config, tokens.device)
+    starts = torch.tensor([0, 9, 21, 22])
+    embedding = model.model.embed_tokens
+    steps = list(draft_chains(model, tokens, starts, 4, cos, sin))
+    with torch.no_grad():
+        for text in range(2):
+            for chain, start in enumerate(starts.tolist()):
+                known = tokens[text : text + 1, : start + 2]
+                states = model.hidden(known, cos[: start + 2], sin[: start + 2])[:, :-1]
+                for step, (drafts, judged) in enumerate(steps):
+                    rows = known.shape[1]
+                    embedded = embedding(known[:, 1:])
+                    drafted = model.mtp().draft(embedded, states, cos[: rows - 1], sin[: rows - 1])
+                    target = model.logits(model.hidden(known, cos[:rows], sin[:rows])[0, -1])
+                    row = start if step == 0 else chain
+                    own = model.logits(drafted[0, -1])
+                    torch.testing.assert_close(drafts[text, row], own, atol=1e-4, rtol=1e-4)
+                    torch.testing.assert_close(judged[text, row], target, atol=1e-4, rtol=1e-4)
+                    known = torch.cat((known, target.argmax()[None, None]), dim=1)
+                    states = torch.cat((states, drafted[:, -1:]), dim=1)
+
+
+def test_draft_vocabulary_keeps_the_most_frequent(tools: None) -> None:
+    """By count, ties to the lower token, in ascending order."""
+    import numpy as np
+
+    from tools.train.draft_vocab import most_frequent
+
+    encoded = [np.array([3, 3, 7, 1], np.uint16), np.array([7, 9, 7, 5], np.uint16)]
+    assert most_frequent(encoded, 10, 4).tolist() == [1, 3, 5, 7]
+
+
+def test_the_second_phase_leaves_the_target_alone(tools: None, tmp_path: Path) -> None:
+    """Only the module's tensors change; the phase logs, saves, and goes on from a step."""
+    import numpy as np
+
+    from tools.train.model import Model, ModelConfig
+    from tools.train.recycle import RecycleRecipe, train_chains
+
+    config = ModelConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, intermediate_size=96)
+    model = Model(config)
+    model.reset(3)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 97, 400).astype(np.uint16) for _ in range(4)]
+    recipe = RecycleRecipe(
+        steps=4, batch_tokens=64, micro_batch_tokens=32, length=32, long_length=32, depth=3
+    )
+    probe = torch.randint(0, 97, (2, 32))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    saved: list[int] = []
+    for first in (0, 2):
+        train_chains(
+            model,
+            documents,
+            probe,
+            recipe,
+            first,
+            torch.device("cpu"),
+            tmp_path / "train.jsonl",
+            saved.append,
+            compile_model=False,
+        )
+    changed = {name for name, value in model.state_dict().items() if (value != before[name]).any()}
+    assert changed and all(name.startswith("model.layers.2.") for name in changed)
+    assert any(name.endswith("eh_proj.weight") for name in changed)
+    rows = [json.loads(row) for row in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert [row["recycle_start"] for row in rows if "recycle_start" in row] == [0, 2]
+    assert len(rows[-1]["losses"]) == len(rows[-1]["held_out_kept"]) == 3
+    assert saved == [4, 4]
 
 
 def test_transformers_gives_the_same_logits(tools: None, tokenizer: Tokenizer) -> None:

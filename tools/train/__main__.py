@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.train`: corpus, tokenizer, training, export, evaluation, in that order."""
+"""`python -m tools.train`: corpus, tokenizer, both phases of training, export, evaluation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import platform
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from tools.train import corpus, export
 from tools.train.card import write_papers
-from tools.train.evaluate import evaluate_continuations, evaluate_text
+from tools.train.evaluate import evaluate_chains, evaluate_continuations, evaluate_text
 from tools.train.model import Model, ModelConfig
+from tools.train.recycle import RecycleRecipe, train_chains
 from tools.train.tokenizer import train_tokenizer
 from tools.train.train import Batches, Recipe, encode, train
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    recipe = Recipe()
+    recipe, recycle = Recipe(), RecycleRecipe()
     parser = argparse.ArgumentParser(prog="python -m tools.train", description=__doc__)
     parser.add_argument(
         "--corpus",
@@ -33,6 +36,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/model"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--steps", type=int, default=recipe.steps, help="total, resumed or not")
+    parser.add_argument(
+        "--recycle-steps",
+        type=int,
+        default=recycle.steps,
+        help="total of the second phase, which trains the MTP module alone on its own chains",
+    )
+    parser.add_argument("--recycle-depth", type=int, default=recycle.depth, help="drafts per chain")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--resume", type=Path, help="a directory written by an earlier run")
     parser.add_argument("--matrix-lr", type=float, default=recipe.matrix_lr)
@@ -47,16 +57,34 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def logged_runs(log: Path) -> tuple[int, list[int]]:
-    """Training time of all runs in a log, in seconds, and the steps at which runs resumed."""
+def rows_of(log: Path) -> list[dict[str, Any]]:
+    """The rows of a log, which need not exist yet."""
+    rows = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    return [json.loads(row) for row in rows]
+
+
+def note(log: Path, **row: Any) -> None:
+    """Adds a row to a log."""
+    with log.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def noted(log: Path, key: str) -> dict[str, Any]:
+    """What the last row with `key` says; nothing if there is none."""
+    found: list[dict[str, Any]] = [row[key] for row in rows_of(log) if key in row]
+    return found[-1] if found else {}
+
+
+def logged_runs(log: Path, phase: str = "") -> tuple[int, list[int]]:
+    """Seconds of all runs of a phase ("" or "recycle_"), and the steps at which they resumed."""
     total = last = 0
     resumed_at: list[int] = []
-    rows = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    for row in map(json.loads, rows):
-        if "start" in row:  # each run counts its seconds from its own start
+    for row in rows_of(log):
+        if f"{phase}start" in row:  # each run counts its seconds from its own start
+            start = row[f"{phase}start"]
             total, last = total + last, 0
-            resumed_at += [row["start"]] if row["start"] else []
-        else:
+            resumed_at += [start] if start else []
+        elif f"{phase}step" in row:
             last = row["seconds"]
     return total + last, resumed_at
 
@@ -67,6 +95,42 @@ def machine(device: str, threads: int) -> str:
         return f"one {torch.cuda.get_device_name()}"
     isa = torch.backends.cpu.get_cpu_capability()
     return f"{threads} threads of a shared {platform.machine()} CPU ({isa})"
+
+
+def phase_metrics(
+    log: Path, phase: str, steps: int, batch_tokens: int, machine: str
+) -> dict[str, Any]:
+    """What a log tells about a phase; nothing if none of its runs are in it."""
+    seconds, resumed_at = logged_runs(log, phase)
+    if not any(f"{phase}start" in row for row in rows_of(log)):
+        return {}
+    return {
+        "steps": steps,
+        "tokens": steps * batch_tokens,
+        "seconds": seconds,
+        "resumed_at": resumed_at,
+        "machine": machine,
+    }
+
+
+def chain_metrics(
+    model: Model, tokenizer: Tokenizer, library: Sequence[corpus.Document], device: torch.device
+) -> dict[str, Any]:
+    """Draft chains along held-out library modules, and along the model's own continuations."""
+    return {
+        "library": evaluate_chains(model, tokenizer, library, device).summary(),
+        "own_continuations": evaluate_continuations(model, tokenizer, library, device),
+    }
+
+
+def target_tensors(model: Model) -> dict[str, torch.Tensor]:
+    """Copies of the target's own tensors, which the second phase must not touch."""
+    module = f"model.layers.{model.config.num_hidden_layers}."
+    return {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if not name.startswith(module)
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -88,26 +152,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     training = [document for document in documents if not document.held_out]
     library = [item for item in documents if item.held_out and not item.is_test]
     tests = [item for item in documents if item.held_out and item.is_test]
-    if args.resume:
-        model, tokenizer, step = export.load_model(args.resume)
-    else:
-        tokenizer = train_tokenizer(document.text for document in training)
-        model, step = Model(ModelConfig()), 0
-        model.reset(recipe.seed)
+    recycle = dataclasses.replace(
+        RecycleRecipe(), steps=args.recycle_steps, depth=args.recycle_depth
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "train.jsonl"
+    if args.resume:
+        model, tokenizer, step = export.load_model(args.resume)
+        recycled = export.recycle_steps(args.resume)
+        before = args.resume / "metrics.json"
+        if before.exists() and not log.exists():  # how the directory came about is not in this log
+            note(log, earlier=json.loads(before.read_text(encoding="utf-8")))
+    else:
+        tokenizer = train_tokenizer(document.text for document in training)
+        model, step, recycled = Model(ModelConfig()), 0, 0
+        model.reset(recipe.seed)
     encoded = encode(tokenizer, training)
+    repeated = [
+        ids
+        for document, ids in zip(training, encoded, strict=True)
+        for _ in range(1 if document.is_test else recipe.library_repeats)
+    ]
+    probe = Batches(encode(tokenizer, library), recipe.length, recipe.batch_tokens, recipe.seed)[0]
     if step < recipe.steps:
         model.to(device)
-        held_out = encode(tokenizer, library)
         train(
             model,
-            [
-                ids
-                for document, ids in zip(training, encoded, strict=True)
-                for _ in range(1 if document.is_test else recipe.library_repeats)
-            ],
-            Batches(held_out, recipe.length, recipe.batch_tokens, recipe.seed)[0],
+            repeated,
+            probe,
             recipe,
             step,
             device,
@@ -115,11 +187,32 @@ def main(argv: Sequence[str] | None = None) -> None:
             lambda done: export.save_model(args.out, model, tokenizer, done),
             compile_model=not args.eager,
         )
+        recycled = 0
     else:
-        export.save_model(args.out, model, tokenizer, step)
+        export.save_model(args.out, model, tokenizer, step, recycled)
     model, tokenizer, step = export.load_model(args.out)  # with the weights rounded to bf16
     model.to(device)
-    seconds, resumed_at = logged_runs(log)
+    if recycled < recycle.steps:
+        if recycled == 0:
+            note(log, before_recycling=chain_metrics(model, tokenizer, library, device))
+        target = target_tensors(model)
+        train_chains(
+            model,
+            repeated,
+            probe[:, : recycle.length],
+            recycle,
+            recycled,
+            device,
+            log,
+            lambda done: export.save_model(args.out, model, tokenizer, step, done),
+            compile_model=not args.eager,
+        )
+        model, tokenizer, step = export.load_model(args.out)
+        model.to(device)
+        after = target_tensors(model)
+        assert all(torch.equal(after[name], target[name]) for name in target)
+    earlier = noted(log, "earlier")
+    own_machine = machine(args.device, args.threads)
     metrics = {
         "model": {
             **dataclasses.asdict(model.config),
@@ -135,17 +228,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             "training_tokens": sum(len(ids) for ids in encoded),
         },
         "recipe": dataclasses.asdict(recipe),
-        "training": {
-            "steps": step,
-            "tokens": step * recipe.batch_tokens,
-            "seconds": seconds,
-            "resumed_at": resumed_at,
-            "machine": machine(args.device, args.threads),
-        },
+        "training": phase_metrics(log, "", step, recipe.batch_tokens, own_machine)
+        or earlier["training"],
+        "recycle_recipe": dataclasses.asdict(recycle),
+        "recycling": phase_metrics(
+            log, "recycle_", export.recycle_steps(args.out), recycle.batch_tokens, own_machine
+        )
+        or earlier.get("recycling", {}),
         "held_out": {
             "library": evaluate_text(model, tokenizer, library, device).summary(),
             "tests": evaluate_text(model, tokenizer, tests, device).summary(),
-            "own_continuations": evaluate_continuations(model, tokenizer, library, device),
+            "chains": chain_metrics(model, tokenizer, library, device),
+            "chains_before_recycling": noted(log, "before_recycling")
+            or earlier.get("held_out", {}).get("chains_before_recycling", {}),
         },
     }
     write_papers(args.out, metrics)

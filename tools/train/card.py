@@ -64,7 +64,17 @@ Muon (lr {matrix_lr}) for matrices, AdamW (lr {vector_lr}) for the embedding and
 autocast; sequences of {length} tokens, of {long_length} for the last {long_percent} % of the steps;
 {warmup_steps} steps of warm-up, constant, linear down over the last {decay_percent} %. The MTP
 loss has weight {mtp_weight}, {mtp_weight_in_decay} from the start of the warm-down.
-{resumed}`python -m tools.train` repeats all of it; `--resume` continues from this directory.
+{resumed}
+In a second phase the MTP module alone was trained on draft chains, the target frozen:
+{recycle_steps} steps of {recycle_batch_tokens} tokens, in {recycle_duration} on {recycle_machine}.
+After {chain_percent} % of the tokens it drafts {depth} tokens along the target's greedy \
+continuation, from the second on by
+reading its own output. Each draft is trained towards the target's distribution at that point,
+with weight {dead_weight} once a draft before it is wrong. Muon (lr {recycle_matrix_lr}), AdamW \
+(lr {recycle_vector_lr}),
+{recycle_warmup_steps} steps of warm-up, linear down over {recycle_decay_percent} % of the steps.
+{recycle_resumed}
+`python -m tools.train` repeats all of it; `--resume` continues from this directory.
 
 ## Held-out figures
 
@@ -84,11 +94,19 @@ Measured in fp32 with the shipped weights, on files that training never saw:
 given the true tokens 0..i+1, equals the target's own greedy token at row i+1, given the same
 tokens.
 
-On the model's own greedy continuations ({own[prompts]} prompts of {own[prompt_tokens]} tokens cut
-from held-out library modules, {own[new_tokens]} tokens each) the first draft is kept
-{own[mtp_first_draft_acceptance]:.3f} of the time, and after it the second, made from the module's
-own output, {own[mtp_second_draft_acceptance]:.3f}. Small models repeat themselves when they are
-decoded greedily, and repetition is easy to draft: read these two as upper figures.
+How often each of {depth} drafts is kept, counted only while all drafts before it are kept, and
+the mean acceptance length: the tokens of a step that drafts k tokens, with the target's own.
+
+{chains}
+
+"Library": after every sixteenth token of the held-out library modules ({chain_count} chains).
+"Continuations": after every token of greedy continuations of the model's own ({own[prompts]} \
+prompts of
+{own[prompt_tokens]} tokens cut from held-out library modules, {own[new_tokens]} tokens each). \
+A draft is judged by the target's
+greedy choice after all drafts before it. Small models repeat themselves when they are decoded
+greedily, and repetition is easy to draft: read the continuations as upper figures.
+"Before": the module as the first phase of training left it, which knew nothing of its own output.
 
 ## Limits and licence
 
@@ -97,6 +115,24 @@ long verbatim passages as what they are. The licence is in `LICENSE.PSF`, what w
 in `NOTICE`. The model knows one code base of one language, English comments only; it has had no
 instruction tuning and no safety tuning, and its code must not be run unread.
 """
+
+
+def _chains_table(held_out: dict[str, Any]) -> str:
+    """Markdown: a row of figures for each text, each measure, before and after."""
+    rows, depth = [], len(held_out["chains"]["library"]["kept_by_position"])
+    phases = [("chains_before_recycling", "before"), ("chains", "**now**")]
+    for text, title in (("library", "library"), ("own_continuations", "continuations")):
+        for measure, unit in (
+            ("kept_by_position", "draft k kept"),
+            ("mean_acceptance_length", "length with k drafts"),
+        ):
+            for key, phase in phases:
+                if held_out[key]:
+                    values = (f"{value:.3f}" for value in held_out[key][text][measure])
+                    rows.append(f"| {title}, {unit} | {phase} | {' | '.join(values)} |")
+    head = " | ".join(f"k = {k}" for k in range(1, depth + 1))
+    return "\n".join([f"| | | {head} |", "|---|---|" + "---|" * depth, *rows])
+
 
 _PINNED = """\
 The pure-Python standard library of CPython {python} with its test suite: {files} files, \
@@ -135,13 +171,23 @@ Everything else in this directory is covered by the licence of the project.
 """
 
 
+def _resumed(phase: dict[str, Any]) -> str:
+    resumed_at = phase["resumed_at"]
+    return _RESUMED.format(" and ".join(map(str, resumed_at))) if resumed_at else ""
+
+
+def _duration(seconds: int) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
+
+
 def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
     """Writes metrics.json, the model card, and, for the pinned corpus, licence and notice."""
     write_text(directory / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     corpus, recipe = metrics["corpus"], metrics["recipe"]
     pinned = corpus["manifest_sha256"] is not None
-    resumed_at = metrics["training"]["resumed_at"]
-    minutes = round(metrics["training"]["seconds"] / 60)
+    recycle, recycling = metrics["recycle_recipe"], metrics["recycling"]
+    held_out = metrics["held_out"]
     card = _CARD.format(
         **{**metrics["model"], **recipe, "steps": metrics["training"]["steps"]},
         corpus=(_PINNED if pinned else _OTHER).format(
@@ -149,14 +195,28 @@ def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
         ),
         million_tokens=metrics["training"]["tokens"] / 1e6,
         unique=corpus["training_tokens"] / 1e6,
-        hours=f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min",
+        hours=_duration(metrics["training"]["seconds"]),
         machine=metrics["training"]["machine"],
-        resumed=_RESUMED.format(" and ".join(map(str, resumed_at))) if resumed_at else "",
+        resumed=_resumed(metrics["training"]),
+        recycle_resumed=_resumed(recycling),
         long_percent=round(100 * recipe["long_fraction"]),
         decay_percent=round(100 * recipe["decay_fraction"]),
-        library=metrics["held_out"]["library"],
-        tests=metrics["held_out"]["tests"],
-        own=metrics["held_out"]["own_continuations"],
+        recycle_steps=recycling["steps"],
+        recycle_batch_tokens=recycle["batch_tokens"],
+        recycle_duration=_duration(recycling["seconds"]),
+        recycle_machine=recycling["machine"],
+        recycle_matrix_lr=recycle["matrix_lr"],
+        recycle_vector_lr=recycle["vector_lr"],
+        recycle_warmup_steps=recycle["warmup_steps"],
+        recycle_decay_percent=round(100 * recycle["decay_fraction"]),
+        chain_percent=round(100 * recycle["chains"]),
+        depth=recycle["depth"],
+        dead_weight=recycle["dead_weight"],
+        library=held_out["library"],
+        tests=held_out["tests"],
+        chains=_chains_table(held_out),
+        chain_count=held_out["chains"]["library"]["chains"],
+        own=held_out["chains"]["own_continuations"],
     )
     write_text(directory / "README.md", card)
     if pinned:

@@ -7,22 +7,27 @@ Two views, because they answer different questions:
   the full context that overlap by one token, so that each token of the text is predicted exactly
   once. (A later window starts with nothing before it, which costs a little: it is counted.)
 * *Own continuations.* The first tokens of every held-out library module, continued greedily, which
-  is what an engine does; there the draft of the draft can be judged as well.
+  is what an engine does.
+
+In both, `evaluate_text` judges first drafts alone, at every row; the chains of several drafts, in
+which the module reads its own output, are judged at every few rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tools.train.chains import Branches, draft_chains
 from tools.train.corpus import Document
-from tools.train.model import Model, rope_cos_sin, rotate
+from tools.train.model import Model, rope_cos_sin
 from tools.train.train import encode
 
 
@@ -87,49 +92,81 @@ def evaluate_text(
     return figures
 
 
-def _second_step(model: Model, embedded: Tensor, first: Tensor, hidden: Tensor) -> Tensor:
-    """The module's next step after each of its rows at once: hidden states [batch, rows, width].
+@dataclass
+class ChainFigures:
+    """Draft chains and how many of their drafts greedy verification keeps.
 
-    Row i drafted from (embedded[i], hidden[i]) and gave `first`[i]. Its next step runs at position
-    i+1 on (the embedding of its draft, first[i]) and attends to the rows 0..i, which hold the
-    target's hidden states, and to itself: exactly the cache that an engine has at that point.
-    The draft is taken to be right, so its embedding is embedded[i+1].
+    A draft counts as kept only while all drafts before it are kept, as in an engine; a chain is
+    judged by the target's own greedy continuation of the tokens before it (`chains.py`).
     """
-    config, layer = model.config, model.mtp()
-    attention = layer.self_attn
-    batch, rows, _ = first.shape
-    cos, sin = rope_cos_sin(rows + 1, config, first.device)
-    group = config.num_attention_heads // config.num_key_value_heads
 
-    def project(embedding: Tensor, state: Tensor) -> Tensor:
-        pair = torch.cat((layer.enorm(embedding), layer.hnorm(state)), dim=-1)
-        projected: Tensor = layer.eh_proj(pair)
-        return projected
+    depth: int
+    chains: int = 0
+    kept: list[int] = field(default_factory=list)  # by draft position
 
-    def heads(x: Tensor) -> Tensor:
-        return x.view(batch, rows, -1, config.head_dim).transpose(1, 2)
+    def add(self, kept: Tensor) -> None:
+        """Adds chains: bool [depth, ...], whether a draft and all before it are right."""
+        counts = kept.flatten(1).sum(1).tolist()
+        self.kept = [a + b for a, b in zip(self.kept or [0] * self.depth, counts, strict=True)]
+        self.chains += kept[0].numel()
 
-    def keys_values(x: Tensor, first_position: int) -> tuple[Tensor, Tensor]:
-        table = slice(first_position, first_position + rows)
-        k = rotate(attention.k_norm(heads(attention.k_proj(x))), cos[table], sin[table])
-        v = heads(attention.v_proj(x))
-        return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    def summary(self) -> dict[str, Any]:
+        """Kept by position, and for k = 1.. the tokens of a step: kept drafts and one more."""
+        kept = [count / self.chains for count in self.kept]
+        return {
+            "chains": self.chains,
+            "kept_by_position": [round(value, 4) for value in kept],
+            "mean_acceptance_length": [
+                round(1 + sum(kept[:k]), 3) for k in range(1, self.depth + 1)
+            ],
+        }
 
-    cached = layer.input_layernorm(project(embedded[:, :rows], hidden[:, :rows]))
-    x = project(embedded[:, 1 : rows + 1], first)
-    normed = layer.input_layernorm(x)
-    q = rotate(attention.q_norm(heads(attention.q_proj(normed))), cos[1:], sin[1:])
-    old_k, old_v = keys_values(cached, 0)
-    own_k, own_v = keys_values(normed, 1)
-    future = torch.ones(rows, rows, dtype=torch.bool, device=x.device).triu(1)
-    scores = (q @ old_k.transpose(2, 3)).masked_fill(future, -torch.inf)
-    own = (q * own_k).sum(-1, keepdim=True)
-    weights = (torch.cat((scores, own), dim=-1) * config.head_dim**-0.5).softmax(-1)
-    y = weights[..., :-1] @ old_v + weights[..., -1:] * own_v
-    x = x + attention.o_proj(y.transpose(1, 2).reshape(batch, rows, -1))
-    x = x + layer.mlp(layer.post_attention_layernorm(x))
-    normed_out: Tensor = layer.shared_head["norm"](x)
-    return normed_out
+
+def _kept(
+    model: Model,
+    tokens: Tensor,
+    starts: Tensor,
+    depth: int,
+    cos: Tensor,
+    sin: Tensor,
+    draft_vocab: Tensor | None = None,
+) -> Tensor:
+    kept: list[Tensor] = []
+    for step, (drafts, judged) in enumerate(draft_chains(model, tokens, starts, depth, cos, sin)):
+        if draft_vocab is None:
+            right = drafts.argmax(-1) == judged.argmax(-1)
+        else:
+            right = draft_vocab[drafts[..., draft_vocab].argmax(-1)] == judged.argmax(-1)
+        right = right[:, starts] if step == 0 else right
+        kept.append(right & kept[-1] if kept else right)
+    return torch.stack(kept)
+
+
+@torch.no_grad()
+def evaluate_chains(
+    model: Model,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    device: torch.device,
+    depth: int = 5,
+    stride: int = 16,
+    draft_vocab: Tensor | None = None,
+) -> ChainFigures:
+    """Drafts `depth` tokens after every `stride`-th token of the documents, in fp32.
+
+    The windows are those of `evaluate_text`; chains that would leave the context are left out.
+    With `draft_vocab`, int64 token ids, the module proposes no other tokens.
+    """
+    window = model.config.max_position_embeddings
+    cos, sin = rope_cos_sin(window, model.config, device)
+    figures = ChainFigures(depth)
+    for ids in encode(tokenizer, documents):
+        for start in range(0, len(ids) - 1, window - 1):
+            tokens = torch.from_numpy(ids[start : start + window].astype("int64")).to(device)
+            rows = min(len(tokens) - 1, window - depth)
+            starts = torch.arange(0, rows, stride, device=device)
+            figures.add(_kept(model, tokens[None], starts, depth, cos, sin, draft_vocab))
+    return figures
 
 
 @torch.no_grad()
@@ -140,33 +177,29 @@ def evaluate_continuations(
     device: torch.device,
     prompt_tokens: int = 192,
     new_tokens: int = 64,
-) -> dict[str, float]:
-    """Continues every document greedily and counts which drafts greedy verification would keep.
-
-    The second draft is counted where the first was kept, as it is in an engine.
-    """
+    depth: int = 5,
+) -> dict[str, Any]:
+    """Continues every document greedily and drafts after every token of the continuations."""
     encoded = [ids for ids in encode(tokenizer, documents) if len(ids) >= prompt_tokens]
     prompts = [torch.from_numpy(ids[:prompt_tokens].astype("int64")) for ids in encoded]
     tokens = torch.stack(prompts).to(device)
-    cos, sin = rope_cos_sin(prompt_tokens + new_tokens, model.config, device)
-    for length in range(prompt_tokens, prompt_tokens + new_tokens):
-        hidden = model.hidden(tokens, cos[:length], sin[:length])
-        following = model.logits(hidden[:, -1]).argmax(-1, keepdim=True)
+    cos, sin = rope_cos_sin(prompt_tokens + new_tokens + depth, model.config, device)
+    embedding, layers = model.model.embed_tokens, model.model.layers[:-1]
+    end = torch.tensor([prompt_tokens - 1], device=device)
+    target = Branches(list(layers), embedding(tokens), cos, sin, end)
+    hidden = model.model.norm(target.out[:, -1:])
+    for _ in range(new_tokens):
+        following = model.logits(hidden).argmax(-1)
         tokens = torch.cat((tokens, following), dim=1)
-    length = tokens.shape[1]
-    hidden = model.hidden(tokens, cos[:length], sin[:length])
-    embedded = model.model.embed_tokens(tokens[:, 1:])
-    rows = length - 1
-    first = model.mtp().draft(embedded, hidden[:, :-1], cos[:rows], sin[:rows])
-    second = _second_step(model, embedded, first[:, : rows - 1], hidden)
-    # Row i drafts token i+2; only tokens that the model chose itself are judged.
-    own = slice(prompt_tokens - 1, rows - 2)
-    kept = model.logits(first).argmax(-1)[:, own] == tokens[:, prompt_tokens + 1 : length - 1]
-    again = model.logits(second).argmax(-1)[:, own] == tokens[:, prompt_tokens + 2 :]
+        hidden = model.model.norm(target.step(embedding(following)))
+    # Row i drafts token i+2: the first draft of an engine is made by the prompt's last row.
+    starts = torch.arange(prompt_tokens - 1, tokens.shape[1] - 1, device=device)
+    figures = ChainFigures(depth)
+    for part in tokens.split(8):
+        figures.add(_kept(model, part, starts, depth, cos, sin))
     return {
         "prompts": len(prompts),
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
-        "mtp_first_draft_acceptance": round(kept.float().mean().item(), 4),
-        "mtp_second_draft_acceptance": round(int(again[kept].sum()) / max(1, int(kept.sum())), 4),
+        **figures.summary(),
     }

@@ -2,7 +2,7 @@
 """Writes and reads model directories in the Hugging Face layout.
 
 A checkpoint and the shipped model are the same thing: bf16 weights, the tokenizer, and the step
-count in the safetensors header. Whatever can be loaded can be resumed.
+counts of both phases in the safetensors header. Whatever can be loaded can be resumed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def psf_licence() -> str:
     return text
 
 
-def save_model(directory: Path, model: Model, tokenizer: Tokenizer, step: int) -> None:
+def save_model(
+    directory: Path, model: Model, tokenizer: Tokenizer, step: int, recycle_step: int = 0
+) -> None:
     """Writes config, tokenizer and bf16 weights. Each file is replaced in one step."""
     directory.mkdir(parents=True, exist_ok=True)
     config = model.config
@@ -112,7 +114,8 @@ def save_model(directory: Path, model: Model, tokenizer: Tokenizer, step: int) -
         for name, value in model.state_dict().items()
     }
     temporary = directory / ".model.safetensors.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt", "step": str(step)})
+    steps = {"step": str(step), "recycle_step": str(recycle_step)}
+    save_file(tensors, temporary, metadata={"format": "pt", **steps})
     temporary.chmod(0o644)  # safetensors writes for the owner alone
     os.replace(temporary, directory / "model.safetensors")
 
@@ -127,3 +130,9 @@ def load_model(directory: Path) -> tuple[Model, Tokenizer, int]:
         state = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
     model.load_state_dict(state)
     return model, Tokenizer.from_file(str(directory / "tokenizer.json")), step
+
+
+def recycle_steps(directory: Path) -> int:
+    """How many steps of the second phase (`recycle.py`) a directory has seen."""
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        return int(file.metadata().get("recycle_step", 0))

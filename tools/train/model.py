@@ -141,11 +141,19 @@ class MTPLayer(DecoderLayer):
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
+    def project(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """What the decoder layer reads: embedding first, hidden state second."""
+        x: Tensor = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        return x
+
+    def head_norm(self, x: Tensor) -> Tensor:
+        """What the LM head, or the next draft step, reads."""
+        y: Tensor = self.shared_head["norm"](x)
+        return y
+
     def draft(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Hidden states that the LM head (or the next draft step) reads, already normalised."""
-        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        y: Tensor = self.shared_head["norm"](self(x, cos, sin))
-        return y
+        return self.head_norm(self(self.project(embedded, hidden), cos, sin))
 
 
 class Trunk(nn.Module):
