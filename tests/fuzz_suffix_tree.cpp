@@ -36,10 +36,18 @@ void require(bool condition, const std::string& what) {
   if (!condition) throw Failure(what);
 }
 
+std::string text(float value) {
+  char digits[32];
+  std::snprintf(digits, sizeof(digits), "%.9g", static_cast<double>(value));
+  return digits;
+}
+std::string text(int64_t value) { return std::to_string(value); }
+std::string text(int32_t value) { return std::to_string(value); }
+
 template <typename Range>
 std::string text(const Range& values) {
   std::string out = "[";
-  for (auto value : values) out += (out.size() > 1 ? " " : "") + std::to_string(value);
+  for (auto value : values) out += (out.size() > 1 ? " " : "") + text(value);
   return out + "]";
 }
 
@@ -77,15 +85,14 @@ DraftOptions draw_options(Input& input) {
 
 std::string text(const DraftOptions& options) {
   return "max_draft_tokens=" + std::to_string(options.max_draft_tokens) +
-         " factor=" + std::to_string(options.max_spec_factor) +
-         " offset=" + std::to_string(options.max_spec_offset) +
-         " min_prob=" + std::to_string(options.min_token_prob) +
-         (options.use_tree ? " tree" : " path") + (options.read_on ? " read_on" : "");
+         " factor=" + text(options.max_spec_factor) + " offset=" + text(options.max_spec_offset) +
+         " min_prob=" + text(options.min_token_prob) + (options.use_tree ? " tree" : " path") +
+         (options.read_on ? " read_on" : "");
 }
 
 std::string text(const ModelDraft& draft) {
   return text(draft.token_ids) + " parents " + text(draft.parents) + " probs " + text(draft.probs) +
-         " score " + std::to_string(draft.score) + " match_len " + std::to_string(draft.match_len);
+         " score " + text(draft.score) + " match_len " + std::to_string(draft.match_len);
 }
 
 // Room for a draft with a canary behind it.
@@ -364,8 +371,9 @@ class LargeRun {
 
   void run() {
     int32_t alphabet = input_.pick({30, 2, 300, 20000});
+    int64_t most = input_.pick({2000, 2000, 2000, 20000});  // the last fills mapped arrays
     for (int32_t round = 0; round < 3; ++round) {
-      while (model_.num_tokens() < 2000) {
+      while (model_.num_tokens() < most) {
         if (open_.size() < 3 || random_() % 30 == 0) start();
         int32_t handle = open_[random_() % open_.size()];
         std::vector<int32_t> ids(1 + random_() % 200);
@@ -380,7 +388,7 @@ class LargeRun {
         append(handle, ids);
       }
       check();
-      while (model_.num_tokens() > 800) {
+      while (model_.num_tokens() > most * 2 / 5) {
         const auto& sequences = model_.sequences();
         size_t place = random_() % 3 == 0 ? random_() % sequences.size() : 0;
         while (sequences[place].is_removed) ++place;
@@ -744,16 +752,33 @@ class CacheRun {
     }
     note("save and load");
     cache_->save(scratch_file());
+    if (input_.below(3) == 1) {  // into a cache of other budgets: the oldest leave
+      options_.max_cached_requests = input_.pick({-1, 1, 2, 4});
+      options_.max_cached_tokens = input_.pick({-1, 1, 10, 40});
+      note("  now max_cached_requests=" + std::to_string(options_.max_cached_requests) +
+           " max_cached_tokens=" + std::to_string(options_.max_cached_tokens));
+    }
     auto loaded = std::make_unique<SuffixCache>(options_);
     loaded->load(scratch_file());
     unlink(scratch_file().c_str());
-    ModelCache model(options_);
+    std::vector<std::vector<int32_t>> responses;
+    for (int64_t request : model_.cached()) responses.push_back(model_.response(request));
+    auto num_tokens = [&] {
+      size_t sum = 0;
+      for (const auto& response : responses) sum += response.size();
+      return static_cast<int64_t>(sum);
+    };
+    auto above = [](int64_t value, int64_t budget) { return budget >= 0 && value > budget; };
+    while (above(static_cast<int64_t>(responses.size()), options_.max_cached_requests) ||
+           above(num_tokens(), options_.max_cached_tokens)) {
+      responses.erase(responses.begin());
+    }
     std::vector<int64_t> numbers = loaded->cached();
     numbers_ = {numbers.begin(), numbers.end()};
-    require(numbers.size() == model_.cached().size(), "as many responses are loaded as were saved");
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      model.add(numbers[i], model_.response(model_.cached()[i]));
-    }
+    require(numbers.size() == responses.size(),
+            "as many responses are loaded as there is room for");
+    ModelCache model(options_);
+    for (size_t i = 0; i < numbers.size(); ++i) model.add(numbers[i], responses[i]);
     model.reclaim();
     cache_ = std::move(loaded);
     model_ = model;
@@ -852,6 +877,7 @@ class FileRun {
     if (input_.below(3) == 1 && !cache.cached().empty()) cache.evict(cache.cached()[0]);
     cache.save(scratch_file());
     std::string before = read_whole(scratch_file());
+    if (input_.below(16) == 15) every_byte(options, before);
     if (has_new_checksums) {
       damage_sections();
     } else {
@@ -878,6 +904,29 @@ class FileRun {
   }
 
  private:
+  static bool loads(const SuffixCacheOptions& options, const std::string& bytes) {
+    std::ofstream(scratch_file(), std::ios::binary) << bytes;
+    SuffixCache cache(options);
+    try {
+      cache.load(scratch_file());
+      return true;
+    } catch (const std::runtime_error&) {
+      return false;
+    }
+  }
+
+  void every_byte(const SuffixCacheOptions& options, std::string bytes) {
+    note("a bit of every byte of a file, and every beginning of it");
+    for (size_t place = 0; place < bytes.size(); ++place) {
+      char byte = bytes[place];
+      bytes[place] = static_cast<char>(byte ^ (1 << place % 8));
+      require(!loads(options, bytes), "a changed byte is not noticed: " + std::to_string(place));
+      bytes[place] = byte;
+      require(!loads(options, bytes.substr(0, place)), "a file that is cut short is loaded");
+    }
+    require(loads(options, bytes), "a file as it was written is refused");
+  }
+
   void damage(std::string& bytes) {
     for (uint32_t i = 0, size = 1 + input_.below(3); i < size && !bytes.empty(); ++i) {
       size_t place =

@@ -28,7 +28,7 @@ class Mutation:
     old: str  # stands in the file once
     new: str
     tests: str  # file of tests, and what to select there
-    build: str = "plain"  # or race: in which the bug shows; or scripted: for the laws
+    build: str = "plain"  # or race: in which the bug shows; or scripted: for the laws; or program
 
 
 LINEAR = "test_dense.py linear and not wide_output"
@@ -406,9 +406,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a match that begins with the row is cut short",
-        "suffix_tree/ngram_propose.cuh",
-        "match <= end && tokens",
-        "match < end && tokens",
+        "suffix_tree/ngram_index.h",
+        "size < most && size <= end &&",
+        "size < most && size < end &&",
         NGRAM,
     ),
 ]
@@ -536,7 +536,196 @@ LAWS = [
         "scripted",
     ),
 ]
-MUTATIONS += LAWS
+# The suffix tree has no kernels: the fuzz target, a program of its own, must notice.
+PROGRAM = "test_suffix_programs.py test_fuzz"
+SUFFIX = [
+    Mutation(
+        "a leaf that another sequence catches up with stays out of the active list",
+        "suffix_tree/suffix_tree.cpp",
+        "if (owner.is_live && owner.length - text.index(start) == parent.depth) {",
+        "if (false) {",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "of equally frequent continuations the first stays the best",
+        "suffix_tree/suffix_tree.cpp",
+        "(child_count == parent.best_count && is_younger(ref(child), ref(parent.best)))",
+        "false",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "the bound of the other children does not follow them",
+        "suffix_tree/suffix_tree.cpp",
+        "  } else {\n    parent.second = std::max(parent.second, child_count);\n  }\n}",
+        "  }\n}",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "the best child that fell to the bound is not looked at again",
+        "suffix_tree/suffix_tree.cpp",
+        "if (parent.best_count <= parent.second) {",
+        "if (parent.best_count < parent.second) {",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "a suffix of the full depth stays at the front of the active list",
+        "suffix_tree/suffix_tree.cpp",
+        "    sequence.first_active = text.advance(sequence.first_active, 1);\n"
+        "    --sequence.num_active;\n  }\n  ++seq",
+        "    --sequence.num_active;\n  }\n  ++seq",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "a suffix that occurs nowhere else any more stays active",
+        "suffix_tree/suffix_tree.cpp",
+        "if (owner.is_live && owner.num_active > 0 && owner.first_active == start) {",
+        "if (false) {",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "a split takes the last occurrence to arrive for the youngest",
+        "suffix_tree/suffix_tree.cpp",
+        "made.ref = is_younger(start, other) ? start : other;",
+        "made.ref = start;",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "a sequence that is not the oldest leaves with its references left behind",
+        "suffix_tree/suffix_tree.cpp",
+        "  repoint(handle);\n",
+        "\n",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "what was taken out is given back from the youngest sequence on",
+        "suffix_tree/suffix_tree.cpp",
+        "    const int32_t handle = oldest;",
+        "    const int32_t handle = youngest;",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "a tree draft takes the last found of equals",
+        "suffix_tree/suffix_draft.cpp",
+        "a.order > b.order",
+        "a.order < b.order",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "reading on ends with the window",
+        "suffix_tree/suffix_draft.cpp",
+        "return options_.read_on ? state_.num_following(~child)",
+        "return options_.read_on ? state_.window_length(~child)",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "a draft is given up although it may be the best",
+        "suffix_tree/suffix_draft.cpp",
+        "return most * (1.0 + 2e-7 * (num_tokens + 16)) <= above;",
+        "return most * (1.0 - 1e-3 * (num_tokens + 16)) <= above;",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "of equal scores the shorter match wins",
+        "suffix_tree/suffix_draft.cpp",
+        "match_len >= shortest_equal ? std::nextafter(best_score, -1.0f) : best_score;",
+        "match_len < shortest_equal ? std::nextafter(best_score, -1.0f) : best_score;",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "of equal scores the match that was looked at first wins",
+        "suffix_tree/suffix_draft.cpp",
+        "bound == best_score && match_len >= shortest_equal",
+        "false",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "the shared tree wins where scores are equal",
+        "suffix_tree/suffix_cache.cpp",
+        "    draft_options.above_score = draft.score;",
+        "    draft_options.above_score = draft.score * 0.999999f;",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "more is given back than two tokens for one",
+        "suffix_tree/suffix_cache.cpp",
+        "shared->reclaim(kReclaimPerToken * appended)",
+        "shared->reclaim(kReclaimPerToken * appended + 1)",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "the drafts given are not part of the context",
+        "suffix_tree/suffix_cache.cpp",
+        "context.insert(context.end(), given, given + row.given);",
+        "context.insert(context.begin(), given, given + row.given);",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "parents are places behind the given drafts",
+        "suffix_tree/suffix_cache.cpp",
+        "parents[i] += row.given;",
+        "parents[i] += 0;",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "what is written during the building of a prompt is lost",
+        "suffix_tree/suffix_cache.cpp",
+        "      std::swap(tokens, build.queued);",
+        "      build.queued.clear();",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "a stopped request's tree comes back with its text",
+        "suffix_tree/suffix_cache.cpp",
+        "      own->tree.clear();\n",
+        "\n",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "one request more than the budget",
+        "suffix_tree/suffix_cache.cpp",
+        "cached.size >= options.max_cached_requests",
+        "cached.size > options.max_cached_requests",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "one token more than the budget",
+        "suffix_tree/suffix_cache.cpp",
+        "shared->num_tokens() > options.max_cached_tokens",
+        "shared->num_tokens() > options.max_cached_tokens + 1",
+        PROGRAM,
+        "program",
+    ),
+    Mutation(
+        "a section's checksum leaves out its last bytes",
+        "suffix_tree/suffix_file.cpp",
+        "  if (at < num_bytes) std::memcpy(last, bytes + at, num_bytes - at);",
+        "  if (at < num_bytes) std::memcpy(last, bytes + at, num_bytes - at - 1);",
+        PROGRAM,
+        "program",
+    ),
+]
+MUTATIONS += LAWS + SUFFIX
 
 SELECTIONS = sorted({(mutation.tests, mutation.build) for mutation in MUTATIONS})
 
@@ -582,15 +771,20 @@ def run(command: list[str], root: Path, **env: str) -> subprocess.CompletedProce
 
 
 def build_and_test(root: Path, tests: str, build: str) -> subprocess.CompletedProcess[str]:
+    if build == "program":  # which the test builds
+        return run_tests(root, *tests.split(" ", 1), "plain")
     target = {"plain": "_simt", "scripted": "_scripted"}.get(build, f"_simt_{build}")
     where = "_scripted-" if build == "scripted" else "simt"
     build = "plain" if build == "scripted" else build
     done = run(["cmake", "--build", "build/cmake", "--target", target], root)
     assert done.returncode == 0, done.stdout[-3000:]
     file, select = tests.split(" ", 1)
+    return run_tests(root, file, f"{where} and ({select})", build)
+
+
+def run_tests(root: Path, file: str, select: str, build: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=short"]
-    command += ["-p", "no:cacheprovider", "-m", "not prove"]
-    command += ["-k", f"{where} and ({select})", f"tests/{file}"]
+    command += ["-p", "no:cacheprovider", "-m", "not prove", "-k", select, f"tests/{file}"]
     return run(command, root, SPECOPS_SIMT_BUILD=build, COLUMNS="400")
 
 
