@@ -164,7 +164,7 @@ class Check {
       }
       int32_t best = kNone, second = 0, num_children = 0;
       int64_t sum = 0;
-      state_.table.for_each(node, [&](int32_t token, int32_t child) {
+      state_.for_each_child(index, [&](int32_t token, int32_t child) {
         ++num_children;
         if (!error_.empty()) {
           return;
@@ -176,7 +176,7 @@ class Check {
         sum += child_count;
         expect(state_.text.owner(start) >= 0, "node ", child, " refers to text that is gone");
         expect(state_.text.token(start, node.depth) == token, "node ", index, ": a wrong token");
-        expect(state_.table.find(node, token) == child, "node ", index, ": a child is not found");
+        expect(state_.find_child(index, token) == child, "node ", index, ": a child is not found");
         for (int32_t i = 0; i < node.depth; ++i) {
           expect(state_.text.token(start, i) == state_.text.token(node.ref, i),
                  "node ",
@@ -203,7 +203,10 @@ class Check {
       });
       expect(sum <= node.count, "node ", index, " has more children than occurrences");
       expect(num_children == 0 || node.depth < state_.max_depth, "node ", index, " is too deep");
-      expect(num_children != 0 || node.kind == ChildTable::kNoChild, "node ", index, ": kind");
+      expect((num_children != 0 && index != kRoot) || node.kind == ChildTable::kNoChild,
+             "node ",
+             index,
+             ": kind");
       expect(num_children != 1 || node.kind == ChildTable::kOneChild || index == kRoot,
              "node ",
              index,
@@ -239,7 +242,7 @@ class Check {
                " has a home of another text");
       }
       if (node.depth < size) {
-        expect(state_.table.find(node, state_.text.token(position, node.depth)) == ~position,
+        expect(state_.find_child(home, state_.text.token(position, node.depth)) == ~position,
                "position ",
                position,
                " is no leaf of its home");
@@ -395,7 +398,7 @@ void SuffixTree::State::check_indices() const {
       expect(is_node(node.parent) && nodes[node.parent].depth < node.depth && is_position(node.ref),
              "a node's parent or text");
     } else {
-      expect(node.depth == 0, "the root");
+      expect(node.depth == 0 && node.kind == ChildTable::kNoChild, "the root");
     }
     if (node.kind >= ChildTable::kFirstList) {
       expect(
@@ -405,7 +408,7 @@ void SuffixTree::State::check_indices() const {
     }
     int64_t num_children = 0;
     bool has_best = node.kind == ChildTable::kNoChild || index == kRoot;
-    table.for_each(node, [&](int32_t token, int32_t child) {
+    for_each_child(static_cast<int32_t>(index), [&](int32_t token, int32_t child) {
       ++num_children;
       has_best = has_best || child == node.best;
       expect(token >= 0 && (child < 0 ? is_position(~child)

@@ -97,8 +97,7 @@ bool Drafter::locate(const int32_t* tokens, int32_t size, Point& point) const {
   int32_t parent = kRoot;
   int32_t depth = 0;
   while (true) {
-    const int32_t child =
-        tokens[depth] < 0 ? kNone : state_.table.find(node(parent), tokens[depth]);
+    const int32_t child = tokens[depth] < 0 ? kNone : state_.find_child(parent, tokens[depth]);
     if (child == kNone) {
       return false;
     }

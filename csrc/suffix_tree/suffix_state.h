@@ -22,6 +22,7 @@
 
 #include "suffix_tree/child_table.h"
 #include "suffix_tree/grow_array.h"
+#include "suffix_tree/root_table.h"
 #include "suffix_tree/suffix_tree.h"
 #include "suffix_tree/token_blocks.h"
 
@@ -57,6 +58,17 @@ struct SuffixTree::State {
 
   int32_t ref(int32_t child) const { return child >= 0 ? nodes[child].ref : ~child; }
   int32_t count(int32_t child) const { return child >= 0 ? nodes[child].count : 1; }
+  int32_t find_child(int32_t node, int32_t token) const {
+    return node == kRoot ? root.find(token) : table.find(nodes[node], token);
+  }
+  template <typename Function>
+  void for_each_child(int32_t node, Function&& function) const {
+    if (node == kRoot) {
+      root.for_each(function);
+    } else {
+      table.for_each(nodes[node], function);
+    }
+  }
   bool is_younger(int32_t position, int32_t than) const {
     return text.age(position) > text.age(than);
   }
@@ -101,7 +113,8 @@ struct SuffixTree::State {
   int32_t max_depth;
   TokenBlocks text;
   GrowArray<Node> nodes;
-  ChildTable table;
+  ChildTable table;  // children of all nodes but the root
+  RootTable root;
   std::vector<Sequence> sequences;
   int64_t next_order;
   int32_t oldest;

@@ -14,6 +14,7 @@ void SuffixTree::State::clear() {
   text.clear();
   nodes.clear();
   table.clear();
+  root.clear();
   sequences.clear();
   next_order = 0;
   oldest = youngest = free_handle = free_node_head = -1;
@@ -42,13 +43,14 @@ void SuffixTree::State::free_node(int32_t node) {
 // --- appending -------------------------------------------------------------------------------------
 
 void SuffixTree::State::add_leaf(int32_t node, int32_t token, int32_t start) {
+  text.home_[start] = node;
+  if (node == kRoot) {
+    root.insert(token, ~start);
+    return;
+  }
   Node& parent = nodes[node];
   const bool is_first = parent.kind == ChildTable::kNoChild;
   table.insert(parent, token, ~start);
-  text.home_[start] = node;
-  if (node == kRoot) {
-    return;
-  }
   if (is_first) {
     parent.best_count = 1;
     parent.second = 0;
@@ -59,10 +61,10 @@ void SuffixTree::State::add_leaf(int32_t node, int32_t token, int32_t start) {
 
 // A child occurs once more, or has come (old_child is kNone), or is another one than before.
 void SuffixTree::State::raise_child(int32_t node, int32_t old_child, int32_t child) {
-  Node& parent = nodes[node];
   if (node == kRoot) {
     return;
   }
+  Node& parent = nodes[node];
   const int32_t child_count = count(child);
   if (parent.best == old_child || parent.best == child) {
     parent.best = child;
@@ -81,9 +83,13 @@ void SuffixTree::State::raise_child(int32_t node, int32_t old_child, int32_t chi
 void SuffixTree::State::replace_child(int32_t node, int32_t child) {
   const int32_t parent = nodes[node].parent;
   const int32_t token = text.token(ref(child), nodes[parent].depth);
-  table.replace(nodes[parent], token, child);
-  if (nodes[parent].best == node) {
-    nodes[parent].best = child;
+  if (parent == kRoot) {
+    root.replace(token, child);
+  } else {
+    table.replace(nodes[parent], token, child);
+    if (nodes[parent].best == node) {
+      nodes[parent].best = child;
+    }
   }
   if (child >= 0) {
     nodes[child].parent = parent;
@@ -187,8 +193,12 @@ int32_t SuffixTree::State::extend_suffix(int32_t node,
   } else {
     adopt_leaf(middle, other);
   }
-  table.replace(nodes[node], token, middle);
-  raise_child(node, child, middle);
+  if (node == kRoot) {
+    root.replace(token, middle);
+  } else {
+    table.replace(nodes[node], token, middle);
+    raise_child(node, child, middle);
+  }
   return middle;
 }
 
@@ -233,7 +243,7 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
     suffixes[i] = {start, node, child};
     start = text.next(start);
   }
-  suffixes[num_suffixes - 1] = {position, kRoot, table.find(nodes[kRoot], token)};
+  suffixes[num_suffixes - 1] = {position, kRoot, root.find(token)};
   // Those that nothing goes on as become leaves: a longer one with every shorter.
   int32_t first = 0;
   while (first < num_suffixes && suffixes[first].child == kNone) {
@@ -280,6 +290,11 @@ void SuffixTree::State::find_best(int32_t node) {
 // Takes the window of a position out.
 void SuffixTree::State::remove_window(int32_t position) {
   const int32_t last = text.home_[position];
+  if (last == kRoot) {
+    root.erase(text.token(position, 0));
+    --nodes[kRoot].count;
+    return;
+  }
   if (nodes[last].depth != window_length(position)) {
     const bool was_best = nodes[last].best == ~position;
     table.erase(nodes[last], text.token(position, nodes[last].depth));
@@ -298,9 +313,6 @@ void SuffixTree::State::remove_window(int32_t position) {
     }
   }
   --nodes[kRoot].count;
-  if (last == kRoot) {
-    return;
-  }
   // Of the nodes on the way only the last can have stopped being one.
   Node& node = nodes[last];
   if (node.kind == ChildTable::kNoChild && node.count == 1) {
@@ -508,6 +520,9 @@ int32_t SuffixTree::start() {
 
 void SuffixTree::append(int32_t sequence, const int32_t* token_ids, int64_t size) {
   for (int64_t i = 0; i < size; ++i) {
+    if (i + 1 < size) {
+      state_->root.prefetch(token_ids[i + 1]);
+    }
     state_->push_token(sequence, token_ids[i]);
   }
 }
@@ -555,6 +570,7 @@ int64_t SuffixTree::num_nodes() const { return state_->nodes.size() - state_->nu
 int64_t SuffixTree::num_bytes() const {
   const State& state = *state_;
   return state.text.num_bytes() + state.nodes.num_bytes() + state.table.num_bytes() +
+         state.root.num_bytes() +
          static_cast<int64_t>(state.sequences.capacity() * sizeof(Sequence) +
                               state.scratch.capacity() * sizeof(State::Suffix));
 }
@@ -644,6 +660,9 @@ void SuffixTree::save(FileWriter& file) const {
   save_array(file, state.text.home_);
   save_array(file, state.nodes);
   save_array(file, state.table.slots_);
+  std::vector<ChildSlot> children;
+  state.root.for_each([&](int32_t token, int32_t child) { children.push_back({token, child}); });
+  file.section(children.data(), children.size() * sizeof(ChildSlot));
 }
 
 void SuffixTree::load(FileReader& file) {
@@ -679,6 +698,14 @@ void SuffixTree::load(FileReader& file) {
   load_array(file, state.text.home_);
   load_array(file, state.nodes);
   load_array(file, state.table.slots_);
+  GrowArray<ChildSlot> children;
+  load_array(file, children);
+  for (int64_t i = 0; i < children.size(); ++i) {
+    if (children[i].token < 0 || state.root.find(children[i].token) != kNone) {
+      throw std::runtime_error("the saved suffix tree contradicts itself: a child of the root");
+    }
+    state.root.insert(children[i].token, children[i].child);
+  }
   state.check_indices();
 }
 
