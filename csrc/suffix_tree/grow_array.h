@@ -60,7 +60,9 @@ class GrowArray {
  private:
   static constexpr int64_t kPageBytes = 4096;
   static constexpr int64_t kMapBytes = 64 * 1024;  // from here on mapped
-  static constexpr int64_t kSpare = 16;            // reserved for each byte in use when mapped
+  // Reserved when mapped, which costs nothing; to move what was mapped does.
+  static constexpr int64_t kReserveBytes = 256 * 1024 * 1024;
+  static constexpr int64_t kSpare = 16;  // for each byte in use
 
   static int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -79,8 +81,9 @@ class GrowArray {
       return;
     }
     // Less room where the system refuses so much.
-    for (int64_t spare = kSpare; spare >= 1; spare /= 2) {
-      if (map(round_up(wanted * spare, kPageBytes))) {
+    const int64_t most = wanted * kSpare < kReserveBytes ? kReserveBytes : wanted * kSpare;
+    for (int64_t reserve = most; reserve >= wanted; reserve /= 2) {
+      if (map(round_up(reserve, kPageBytes))) {
         return;
       }
     }
