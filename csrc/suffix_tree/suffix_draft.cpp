@@ -41,7 +41,9 @@ bool is_less(const Candidate& a, const Candidate& b) {
 class Drafter {
  public:
   Drafter(const SuffixTree::State& state, const DraftOptions& options)
-      : state_(state), options_(options) {}
+      : state_(state),
+        options_(options),
+        tree_slack_(1.0f + 2e-7f * (static_cast<float>(options.max_draft_tokens) + 16.0f)) {}
 
   bool locate(const int32_t* tokens, int32_t size, Point& point) const;
   // If a match occurs, every shorter one does: the longest one below `end`, of more than `known` and at
@@ -49,10 +51,15 @@ class Drafter {
   void locate_longest(
       const int32_t* end, int32_t known, int32_t longest, const Sequence* live, Point& point) const;
   int32_t budget(int32_t match_len) const;
-  // No draft of the match scores higher.
-  int32_t bound(int32_t match_len) const {
-    const int32_t most = budget(match_len);
-    return options_.read_on ? most : std::min(most, state_.max_depth - match_len);
+  // No draft of the match scores higher: no prob is above 1, nor is the sum of those of one depth, but
+  // for what rounding adds to the sum of a tree.
+  float bound(int32_t match_len) const {
+    const float most = static_cast<float>(budget(match_len));
+    if (options_.read_on) {
+      return most;
+    }
+    const float num_depths = static_cast<float>(state_.max_depth - match_len);
+    return std::min(most, options_.use_tree ? num_depths * tree_slack_ : num_depths);
   }
   // How many tokens after the point, and their score. Gives up where it cannot be above `above`.
   int32_t score_path(Point point, int32_t budget, float above, float& score) const;
@@ -91,6 +98,7 @@ class Drafter {
 
   const SuffixTree::State& state_;
   const DraftOptions& options_;
+  const float tree_slack_;
 };
 
 bool Drafter::locate(const int32_t* tokens, int32_t size, Point& point) const {
@@ -159,12 +167,9 @@ int32_t Drafter::budget(int32_t match_len) const {
 int32_t Drafter::score_path(Point point, int32_t budget, float above, float& score) const {
   float prob = 1.0f;
   int32_t size = 0;
+  const int32_t most = options_.read_on ? budget : std::min(budget, state_.max_depth - point.depth);
   score = 0.0f;
   while (size < budget && prob >= options_.min_token_prob) {
-    if (is_hopeless(score, prob, budget - size, above)) {
-      score = 0.0f;
-      return 0;
-    }
     int32_t end;
     if (!is_at_node(point)) {
       end = edge_end(point.child);
@@ -185,6 +190,10 @@ int32_t Drafter::score_path(Point point, int32_t budget, float above, float& sco
       }
       point.child = at.best;
       end = edge_end(point.child);
+    }
+    if (is_hopeless(score, prob, most - size, above)) {
+      score = 0.0f;
+      return 0;
     }
     const int32_t num_tokens = std::min(budget - size, end - point.depth);
     add(score, prob, num_tokens);
@@ -398,7 +407,7 @@ void SuffixTree::speculate(int32_t sequence,
     if (match_len < 1 || match_len > num_matches) {
       return false;
     }
-    const float bound = static_cast<float>(drafter.bound(match_len));
+    const float bound = drafter.bound(match_len);
     return bound > best_score || (bound == best_score && match_len >= shortest_equal);
   };
   const auto consider = [&](int32_t match_len) {
