@@ -508,10 +508,14 @@ struct SuffixCache::State {
 
   void step(const SuffixStepParams& params) {
     find_rows(params);
-    for (const Row& row : rows) {
-      if (row.request == nullptr) continue;
-      if (row.request->shared != kNoSequence) shared->prefetch(row.request->shared);
-      if (row.request->own) row.request->own->tree.prefetch(row.request->own->sequence);
+    // Of the shared tree little is in a cache since the last step; the own ones are small.
+    for (int32_t pass = 0; pass < 3; ++pass) {
+      for (int64_t b = 0; b < params.batch; ++b) {
+        const Request* request = rows[b].request;
+        if (request == nullptr || request->shared == kNoSequence) continue;
+        if (params.num_new_tokens[b] == 0) continue;
+        shared->prefetch(request->shared, params.new_token_ids[b * params.new_stride], pass);
+      }
     }
     // One writer of the shared tree; beside it the own trees, each of them one row's alone.
     int64_t pieces = (params.batch + kRowsAtOnce - 1) / kRowsAtOnce;

@@ -551,11 +551,25 @@ void SuffixTree::remove(int32_t sequence) {
 
 int64_t SuffixTree::reclaim(int64_t max_positions) { return state_->reclaim(max_positions); }
 
-void SuffixTree::prefetch(int32_t sequence) const {
+void SuffixTree::prefetch(int32_t sequence, int32_t token, int32_t pass) const {
   const State& state = *state_;
   const Sequence& it = state.sequences[static_cast<size_t>(sequence)];
-  if (it.num_active > 0) {
-    __builtin_prefetch(&state.text.home_[it.first_active]);
+  if (pass == 0) {
+    state.root.prefetch(token);
+  }
+  int32_t position = it.first_active;
+  for (int32_t i = 0; i < it.num_active; ++i) {
+    const int32_t* const home = &state.text.home_[position];
+    if (pass == 0) {
+      __builtin_prefetch(home);
+    } else if (pass == 1) {
+      __builtin_prefetch(&state.nodes[*home]);
+    } else if (state.nodes[*home].kind == ChildTable::kOneChild) {
+      state.prefetch_child(state.nodes[*home].best);
+    } else {
+      state.table.prefetch(state.nodes[*home], token);
+    }
+    position = state.text.next(position);
   }
 }
 

@@ -81,8 +81,9 @@ class SuffixTree {
                  const DraftOptions& options,
                  SuffixDraft& draft) const;
 
-  // Asks for what append and speculate of the sequence will read first.
-  void prefetch(int32_t sequence) const;
+  // Asks for what append of the token to the sequence reads. Of many sequences, so that the waits
+  // overlap: pass 0 of all, then 1 and 2, each of which reads what the one before asked for.
+  void prefetch(int32_t sequence, int32_t token, int32_t pass) const;
 
   int32_t max_depth() const;
   int64_t num_sequences() const;
