@@ -431,6 +431,15 @@ struct SuffixCache::State {
 
   void append_shared(const SuffixStepParams& params) {
     if (shared == nullptr) return;
+    // Of the shared tree little is in a cache since the last step; the own ones are small.
+    for (int32_t pass = 0; pass < 3; ++pass) {
+      for (int64_t b = 0; b < params.batch; ++b) {
+        const Request* request = rows[b].request;
+        if (request == nullptr || request->shared == kNoSequence) continue;
+        if (params.num_new_tokens[b] == 0) continue;
+        shared->prefetch(request->shared, params.new_token_ids[b * params.new_stride], pass);
+      }
+    }
     int64_t appended = 0;
     for (int64_t b = 0; b < params.batch; ++b) {
       const Request* request = rows[b].request;
@@ -508,15 +517,6 @@ struct SuffixCache::State {
 
   void step(const SuffixStepParams& params) {
     find_rows(params);
-    // Of the shared tree little is in a cache since the last step; the own ones are small.
-    for (int32_t pass = 0; pass < 3; ++pass) {
-      for (int64_t b = 0; b < params.batch; ++b) {
-        const Request* request = rows[b].request;
-        if (request == nullptr || request->shared == kNoSequence) continue;
-        if (params.num_new_tokens[b] == 0) continue;
-        shared->prefetch(request->shared, params.new_token_ids[b * params.new_stride], pass);
-      }
-    }
     // One writer of the shared tree; beside it the own trees, each of them one row's alone.
     int64_t pieces = (params.batch + kRowsAtOnce - 1) / kRowsAtOnce;
     parallel_for(pieces + 1, 1, [&](int64_t begin, int64_t end) {
