@@ -23,11 +23,13 @@ from specops.engine.step_costs import StepCosts
 _OWN_MEMORY, _COMMON_MEMORY = 0.93, 0.98
 _OWN_PRIOR, _COMMON_PRIOR = 3.0, 4.0
 _FADING = 0.7  # what is left of it after a rest
+_DOUBT = 0.95  # what looks best looks better than it is
 
 # Turning requests down, in steps.
 _PATIENCE = 8  # with the drafter before it may happen
 _FIRST_NAP = 2  # without; doubled each time in a row
-_WORTH_WEIGHT = 0.1  # of a new step in a request's average gain
+_REVIEW = 4  # from one decision about rests to the next
+_WORTH_WEIGHT = 0.3  # of the steps since then in an average gain
 _NO_GAIN = 0.01  # tokens per step that are not worth the trouble
 _TRIAL_SHARE = 0.01  # of all time, for drafts that are verified only to learn; also for drafters
 _SMALL = 24  # drafts, up to which plain loops are faster than arrays
@@ -95,16 +97,16 @@ class Rest:
     worth: float = 0.0
 
     def judge(self, step: int, surplus: float, least: float, longest: float) -> bool:
-        """Takes in a step in which it was awake; returns whether it rests from now on.
+        """Takes in the steps since the last review; returns whether it rests from now on.
 
         Args:
             step: that begins now.
-            surplus: what its drafts gained.
+            surplus: what its drafts gained a step.
             least: what they must gain on average.
             longest: rest.
         """
         steps = step - self.awake_since
-        self.worth += max(1 / steps, _WORTH_WEIGHT) * (surplus - self.worth)
+        self.worth += max(min(_REVIEW / steps, 1.0), _WORTH_WEIGHT) * (surplus - self.worth)
         if steps < _PATIENCE:
             return False
         if self.worth >= least:
@@ -125,7 +127,7 @@ class DraftState:
         own: its own.
         rest: its own, too.
         wants_trial: its next draft is verified whatever it seems to be worth.
-        surplus: tokens that its drafts gain in the step that is going on, beyond their cost.
+        surplus: tokens that its drafts gained beyond their cost, since the last review.
     """
 
     most: int
@@ -177,6 +179,7 @@ class DraftLengths:
         self._batch = 1  # requests of the last step
         self._rest = Rest(0)  # of all together
         self._is_resting = False
+        self._surplus = 0.0  # of all, in the steps since the last review
         self._credit = 0.0  # seconds that may go into trials
         self._is_reference = False  # the step that is going on is for its costs alone
 
@@ -235,7 +238,7 @@ class DraftLengths:
         if not drafting or room <= 0 or self._is_reference:
             return counts
         drafts = [proposed[index] for index, _ in drafting]
-        first = [state.own.first for _, state in drafting]
+        first = [_DOUBT * state.own.first for _, state in drafting]
         following = [state.own.following for _, state in drafting]
         most = min(sum(drafts), room)
         seconds = self.costs.seconds(len(states), fixed + most)[fixed : fixed + most + 1]
@@ -248,7 +251,8 @@ class DraftLengths:
             toll = (len(states) + sum(gains)) * (1 - begin / end) / total
             for (index, state), count, gain in zip(drafting, chosen, gains, strict=True):
                 counts[index] = count
-                state.surplus = gain - toll * count
+                state.surplus += gain - toll * count
+            self._surplus += sum(gains) - toll * total
         if total < most:
             self._try(drafting, counts, seconds[total:].tolist())
         return counts
@@ -307,31 +311,39 @@ class DraftLengths:
             return
         if not drafting and not total:
             return
+        for index in [index for index, verified in enumerate(drafts) if verified]:
+            state = states[index]
+            if state is not None:
+                state.own.observe(drafts[index], accepted[index], state.common)
+                # It stands for requests of which little is known: such ones count most.
+                weight = 1 / state.own.num_tries
+                state.common.observe(drafts[index], accepted[index], _COLD, weight)
+                state.wants_trial = False
+        if step % _REVIEW == 0:
+            self._review(states)
+
+    def _review(self, states: Sequence[DraftState | None]) -> None:
+        """Decides who rests, by the steps since the last time."""
+        step, batch = self._step, len(states)
         share = self.costs.drafter_share(batch)
         # Tried for _PATIENCE steps after each rest, a drafter takes up to its share of the time.
         longest = _PATIENCE * (share / _TRIAL_SHARE - 1)
-        surplus = 0.0
-        for state, verified, right in zip(states, drafts, accepted, strict=True):
+        # Half of the drafter's time is taken to be for all requests together.
+        least = max(share / 2, _NO_GAIN)
+        for state in states:
             if state is None:
                 continue
-            if verified:
-                state.own.observe(verified, right, state.common)
-                # It stands for requests of which little is known: such ones count most.
-                state.common.observe(verified, right, _COLD, 1 / state.own.num_tries)
-                state.wants_trial = False
-            elif not state.own.num_tries:
+            if not state.own.num_tries:
                 state.own.first, state.own.following = state.common.first, state.common.following
-            if state.rest.awake_since < step and not self._is_resting:
-                # Half of the drafter's time is taken to be for all requests together.
-                least = max(share / 2, _NO_GAIN)
-                if state.rest.judge(step, state.surplus, least, longest):
+            if state.rest.awake_since < step:
+                gain, state.surplus = state.surplus / _REVIEW, 0.0
+                if state.rest.judge(step, gain, least, longest):
                     state.own.fade(state.common)
                     state.wants_trial = True
-            surplus += state.surplus
-            state.surplus = 0.0
-        if not self._is_resting:
+        gain, self._surplus = self._surplus / batch / _REVIEW, 0.0
+        if not self._is_resting and self._rest.awake_since < step:
             least = max(share, _NO_GAIN)
-            self._is_resting = self._rest.judge(step, surplus / batch, least, longest)
+            self._is_resting = self._rest.judge(step, gain, least, longest)
 
 
 def _choose(

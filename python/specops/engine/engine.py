@@ -15,7 +15,6 @@ from specops.engine.errors import ContextOverflow, ModelError, QueueFull
 from specops.engine.kv_cache import PagePool
 from specops.engine.models import load_model
 from specops.engine.outputs import (
-    MAX_COUNTED_LENGTH,
     Completion,
     RequestOutput,
     SpeculativeStats,
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 # rest.
 _GPU_SHARE = 0.85
 
+MAX_COUNTED_LENGTH = 32  # drafts, in the statistics
+
 
 @dataclass
 class EngineStats:
@@ -48,6 +49,10 @@ class EngineStats:
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of these, found
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
+    # Steps of requests whose draft lengths adapt: by the drafts that they verified, of which the
+    # last number stands for more, too; and those in which their drafter had a rest.
+    num_steps_per_length: list[int] = field(default_factory=lambda: [0] * (MAX_COUNTED_LENGTH + 1))
+    num_suspended_steps: int = 0
 
 
 class Engine:
@@ -437,8 +442,6 @@ class Engine:
         return think_end, (think_end,) if inject is None else inject
 
     def _count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        state = request.drafting
-        is_suspended = state is not None and self._runner.lengths.limit(state) == 0
         for stats in (request.stats, self.stats.speculative):
             stats.num_steps += 1
             if num_drafts:
@@ -449,20 +452,23 @@ class Engine:
                 per_pos.extend([0] * (num_drafts - len(per_pos)))
                 for position in range(num_accepted):
                     per_pos[position] += 1
-            if state is not None:
-                stats.num_steps_per_length[min(num_drafts, MAX_COUNTED_LENGTH)] += 1
-                stats.num_suspended_steps += is_suspended
 
     def _learn(self, plan: Sequence[Scheduled], emitted: Sequence[Emitted], begun: float) -> None:
         """Lets the draft lengths know what came of a step."""
-        states, drafts, accepted = [], [], []
-        for part, result in zip(plan, emitted, strict=True):
-            if part.emits:
-                states.append(part.request.drafting)
-                drafts.append(part.num_drafts)
-                accepted.append(result.num_accepted)
+        parts = [part for part in plan if part.emits]
+        states = [part.request.drafting for part in parts]
         if any(states):
             runner = self._runner
+            drafts = [part.num_drafts for part in parts]
+            accepted = [
+                one.num_accepted for one, part in zip(emitted, plan, strict=True) if part.emits
+            ]
+            counts = self.stats.num_steps_per_length
+            for state, count in zip(states, drafts, strict=True):
+                if state is not None:
+                    counts[min(count, MAX_COUNTED_LENGTH)] += 1
+            resting = sum(state is not None and not runner.lengths.limit(state) for state in states)
+            self.stats.num_suspended_steps += resting
             seconds = self._clock() - begun if runner.was_ordinary else None
             runner.lengths.observe(
                 states,

@@ -173,7 +173,7 @@ class _EngineCollector(Collector):
             (
                 "spec_decode_num_suspended_steps",
                 "Steps without a drafter, per choice with adaptive draft lengths",
-                speculative.num_suspended_steps,
+                stats.num_suspended_steps,
             ),
         ):
             counter = CounterMetricFamily(f"specops:{name}", text, labels=_LABELS)
@@ -191,7 +191,7 @@ class _EngineCollector(Collector):
 
     def _draft_lengths(self) -> Metric:
         """How many drafts were verified, over the steps of choices with adaptive lengths."""
-        counts = self._engine.stats.speculative.num_steps_per_length
+        counts = self._engine.stats.num_steps_per_length
         total, buckets = 0, []
         for length, count in enumerate(counts):
             total += count

@@ -3,8 +3,6 @@
 
 from dataclasses import dataclass, field
 
-MAX_COUNTED_LENGTH = 32  # drafts
-
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -28,9 +26,6 @@ class SpeculativeStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    num_suspended_steps: int = 0  # steps of a request with adaptive lengths without its drafter
-    # Steps of such a request by how many drafts were verified; the last one stands for more, too.
-    num_steps_per_length: list[int] = field(default_factory=lambda: [0] * (MAX_COUNTED_LENGTH + 1))
 
 
 @dataclass(frozen=True)

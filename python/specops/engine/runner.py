@@ -125,7 +125,7 @@ class Runner:
         self._drafters: dict[str, Drafter] = {}
         self._widths: dict[str, int] = {}
         # What the last step proposed, by method.
-        self._counts: dict[str, NDArray[np.int32]] = {}
+        self._counts: dict[str, list[int]] = {}
         self._drafts: dict[str, NDArray[np.int32]] = {}
         self._suffix_cache = suffix_cache
         self._host_drafts = HostDrafts(slots)
@@ -200,6 +200,8 @@ class Runner:
             requests: all that decode.
             room: rows of the step beside one for each.
         """
+        if not self._counts and not self._host_drafts:
+            return [0] * len(requests)
         states = [request.drafting for request in requests]
         return self.lengths.allocate(states, list(map(self._num_proposed, requests)), room)
 
@@ -210,8 +212,8 @@ class Runner:
             count = self._host_drafts.num_drafts(request)
         else:
             counts = self._counts.get(method)
-            count = 0 if counts is None else int(counts[request.slot])
-        return max(min(count, request.draft_limit), 0)
+            count = 0 if counts is None else counts[request.slot]
+        return max(min(count, request.draft_limit), 0) if count else 0
 
     def execute(self, plan: Sequence[Scheduled]) -> list[Emitted]:
         """Computes the rows of a step and returns what each request emitted, in plan order.
@@ -224,13 +226,15 @@ class Runner:
         num_pages = self._fill(step, plan)
         captures = self._memory.num_captures
         try:
-            step.run(num_pages)
+            step.run(num_pages, drafting=self.was_drafting)
         except ValueError as error:
             raise EngineError(f"a step failed: {error}") from error
         self.draft_seconds = step.draft_seconds
         self.was_ordinary &= self._memory.num_captures == captures
         # Copies: the next step's inputs may lie where these do.
-        self._counts = {name: counts.copy() for name, counts in step.counts.items()}
+        self._counts = {}
+        if self.was_drafting:
+            self._counts = {name: counts.tolist() for name, counts in step.counts.items()}
         self._drafts = {name: drafts.copy() for name, drafts in step.drafts.items()}
         self._executed = step if step.shape.outputs else None
         if step.shape.outputs == 0:
@@ -275,15 +279,17 @@ class Runner:
                 outputs += 1 + part.num_drafts
                 width = max(width, part.num_drafts)
                 features |= part.request.features
-                if self._draft_limit(part.request) > 0:
-                    methods.add(part.request.speculative.method)
+                method = part.request.speculative.method
+                if method not in methods and self._draft_limit(part.request) > 0:
+                    methods.add(method)
                 wanted = part.request.params.logprobs
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
-        drafting = tuple((name, self._widths[name]) for name in self._widths if name in methods)
-        if outputs and self._device.captures:
-            # The same for whatever was found, so that shapes come again.
-            width = max(width, self._host_drafts.width)
+        drafting = tuple(self._widths.items()) if outputs else ()
+        if self._device.captures:
+            drafting = tuple(one for one in drafting if one[0] in methods)
+        if outputs:  # the same whatever was found, so that shapes come again
+            width = max([width, self._host_drafts.width, *self._widths.values()])
         shape = StepShape(len(plan), rows, outputs, width, pages, logprobs, drafting, features)
         repeats = rows == outputs
         most = self._memory.most
@@ -293,7 +299,7 @@ class Runner:
             shape = shape._replace(pages=page_capacity(pages, most.pages))
         step = self._memory.find(shape)
         self.was_ordinary = step is not None and rows == outputs
-        self.was_drafting = bool(drafting)
+        self.was_drafting = not methods.isdisjoint(self._drafters)
         if step is None:
             step = Step(
                 shape,

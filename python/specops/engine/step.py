@@ -6,6 +6,7 @@ there before allocates nothing and can be replayed. Where steps are captured, sh
 to a few; a padding request has no rows, and a padding row belongs to no request.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from specops.engine.models import KvCache, StepBatch, Transformer
 from specops.engine.request import Feature
 from specops.engine.slot_tables import SlotTables
 
-# Shapes whose views, and graphs, are kept; the one not used for longest goes first.
-_MAX_KEPT_STEPS = 128
+# Shapes whose views, or graphs, are kept; the one not used for longest goes first.
+_MAX_KEPT_STEPS, _MAX_KEPT_GRAPHS = 1024, 128
 _ALIGNMENT = 128  # of every array in a block, in bytes
 _NUMPY: dict[torch.dtype, Any] = {
     torch.int32: np.int32,
@@ -94,18 +95,18 @@ class _Layout:
         end = 0
         for name, (dtype, shape) in arrays.items():
             self.offsets[name] = end = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end += dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            end += dtype.itemsize * math.prod(shape)
         self.num_bytes = end
 
     def tensors(self, block: Tensor) -> dict[str, Tensor]:
         found = {}
+        bases = {dtype: block.view(dtype) for dtype in {dtype for dtype, _ in self.arrays.values()}}
         for name, (dtype, shape) in self.arrays.items():
-            base = block.view(dtype)
             strides = [1] * len(shape)
             for axis in range(len(shape) - 2, -1, -1):
                 strides[axis] = strides[axis + 1] * shape[axis + 1]
             offset = self.offsets[name] // dtype.itemsize
-            found[name] = torch.as_strided(base, shape, strides, offset)
+            found[name] = torch.as_strided(bases[dtype], shape, strides, offset)
         return found
 
     def numpy(self, block: Tensor) -> dict[str, NDArray[Any]]:
@@ -145,7 +146,8 @@ class StepMemory:
 
     def keep(self, shape: StepShape, step: "Step") -> None:
         """Keeps a step for the next of its shape."""
-        while len(self._steps) >= _MAX_KEPT_STEPS:
+        most = _MAX_KEPT_GRAPHS if self.device.captures else _MAX_KEPT_STEPS
+        while len(self._steps) >= most:
             del self._steps[next(iter(self._steps))]
         self._steps[shape] = self._last = step
 
@@ -440,11 +442,12 @@ class Step:
             "num_committed_tokens": given["committed"],
         }
 
-    def run(self, num_pages: int) -> None:
+    def run(self, num_pages: int, *, drafting: bool = True) -> None:
         """Copies the inputs in, runs the ops, copies the results out and waits for them.
 
         Args:
             num_pages: entries of `kv_indices` in use.
+            drafting: run the drafters; where steps are captured, their shape says so.
 
         Raises:
             ValueError: wrong data was met, such as a page id out of range.
@@ -459,7 +462,7 @@ class Step:
             self._memory.num_captures += 1
             self._replay()
         else:
-            self._launch()
+            self._launch(drafting=drafting or device.captures)
         self._runs += 1
         device.copy_out(self._host_out, self._out, len(self._host_out))
         device.wait()
@@ -472,7 +475,7 @@ class Step:
         """Whether it is replayed."""
         return self._replay is not None
 
-    def _launch(self) -> None:
+    def _launch(self, *, drafting: bool = True) -> None:
         """Runs the ops; everything they use is an attribute, and nothing is allocated."""
         shape, indices = self.shape, self._indices
         batching.prepare_batch(
@@ -499,11 +502,12 @@ class Step:
             if shape.logprobs > 0:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             sampling.commit(**self._commit_args)
-            clock = self._memory.clock
-            begun = clock()
-            for drafter, batch in self._drafts:
-                drafter.propose(batch)
-            if not self._memory.device.is_async:
-                self.draft_seconds = clock() - begun
+            if drafting and self._drafts:
+                clock = self._memory.clock
+                begun = clock()
+                for drafter, batch in self._drafts:
+                    drafter.propose(batch)
+                if not self._memory.device.is_async:
+                    self.draft_seconds = clock() - begun
         if self._memory.device.is_async:
             specops.take_error(self._error_out)
