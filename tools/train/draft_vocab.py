@@ -32,7 +32,7 @@ def most_frequent(encoded: Sequence[Ids], vocab_size: int, count: int) -> Tensor
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Counts, writes, measures."""
+    """Counts tokens, writes the map, measures the chains."""
     parser = argparse.ArgumentParser(prog="python -m tools.train.draft_vocab", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a directory of tools.train")
     parser.add_argument("--size", type=int, required=True, help="tokens to keep")
