@@ -32,6 +32,7 @@ from specops.engine.step import (
     MAX_LEN,
     MIN_P,
     POLICY,
+    POSITION,
     PROCESSOR_SLOT,
     PROMPT_LEN,
     SLOT,
@@ -130,7 +131,7 @@ class Runner:
         self._suffix_cache = suffix_cache
         self._host_drafts = HostDrafts(slots)
         self._executed: Step | None = None  # the last step, if it emitted anything
-        self._num_executed = 0  # requests in it
+        self._host_limits: list[int] = []  # by request of it, the drafts that it may get
 
     @property
     def num_captures(self) -> int:
@@ -221,7 +222,7 @@ class Runner:
         Raises:
             EngineError: an op met wrong data, such as a page that does not exist.
         """
-        self._executed, self._num_executed = None, len(plan)
+        self._executed = None
         step = self._step_of(plan)
         num_pages = self._fill(step, plan)
         captures = self._memory.num_captures
@@ -251,18 +252,18 @@ class Runner:
 
     def propose(self) -> None:
         """Has the drafters on the host draft, when all requests of a step are committed."""
-        step, batch = self._executed, self._num_executed
+        step, limits = self._executed, self._host_limits
         if step is None or not self._host_drafts:
             return
-        begun = self._memory.clock()
-        whole = batch == step.shape.batch
-        drafted = self._host_drafts.propose(
+        begun, batch = self._memory.clock(), len(limits)
+        self._host_drafts.propose(
             step.ints[SLOT, :batch],
-            step.token_tensor if whole else step.token_tensor[:batch],
+            step.token_tensor if batch == step.shape.batch else step.token_tensor[:batch],
+            lens_before=step.ints[POSITION, :batch],
             lens=self._state[LEN],
-            max_lens=self._state[MAX_LEN],
+            limits=limits,
         )
-        if drafted:
+        if any(limits):
             self.was_drafting = True
             self.draft_seconds = (self.draft_seconds or 0.0) + self._memory.clock() - begun
 
@@ -320,6 +321,7 @@ class Runner:
         """Writes the plan into a step's input arrays; returns the pages in its lists."""
         batch, row, page = len(plan), 0, 0
         columns: list[tuple[int, int, int, int, int, int]] = []
+        self._host_limits = host_limits = []
         page_ends = [0]
         token_ids, page_ids = step.token_ids, step.kv_indices
         for limits in step.max_drafts.values():
@@ -341,13 +343,14 @@ class Runner:
             else:
                 token_ids[row : row + count] = known[begin : begin + count]
             row += count
-            mode = _NONE
+            mode, host_limit = _NONE, 0
             if part.emits:
                 mode = _ALL if part.num_drafts else _LAST
                 if method in step.max_drafts:
                     step.max_drafts[method][request.slot] = self._draft_limit(request)
                 elif method in self._host_drafts:
-                    self._host_drafts.limits[request.slot] = self._draft_limit(request)
+                    host_limit = self._draft_limit(request)
+            host_limits.append(host_limit)
             slot = request.slot
             changes = slot if request.features & Feature.PROCESSORS else -1
             columns.append((count, begin + count, mode, len(known), slot, changes))

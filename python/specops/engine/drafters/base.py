@@ -45,7 +45,7 @@ class Drafter(Protocol):
         """A request gave its slot back: finished, aborted or preempted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostDraftBatch:
     """What a step emitted: a row per request of the step, whatever its method.
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafters that run on the host: when they are asked, and what they said last."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,16 +22,13 @@ class HostDrafts:
 
     Attributes:
         width: the most that any request drafts.
-        limits: [slots], int32. Most drafts of a request, for the engine to set; fewer are drafted
-            where a request ends before.
     """
 
     def __init__(self, slots: int) -> None:
         self.width = 0
-        self.limits: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._slots = slots
         self._drafters: dict[str, HostDrafter] = {}
-        self._lens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)  # that drafters know of
-        self._rows: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._rows: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)  # by slot
         self._row_numbers: NDArray[np.int32] = np.arange(slots, dtype=np.int32)
         # By row.
         self._num_tokens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
@@ -47,27 +46,24 @@ class HostDrafts:
 
     def add(self, method: str, drafter: HostDrafter) -> None:
         """Takes in the drafter of a method."""
-        slots = len(self.limits)
         self._drafters[method] = drafter
-        self._drafts[method] = np.full((slots, self.width), -1, dtype=np.int32)
-        self._counts[method] = np.zeros(slots, dtype=np.int32)
+        self._drafts[method] = np.full((self._slots, self.width), -1, dtype=np.int32)
+        self._counts[method] = np.zeros(self._slots, dtype=np.int32)
 
     def start(self, request: Request) -> None:
         """A request whose method is here got its slot."""
-        slot, wanted = request.slot, request.speculative.num_speculative_tokens
+        wanted = request.speculative.num_speculative_tokens
         if wanted > self.width:
             wider = ((0, 0), (0, wanted - self.width))
             for method, drafts in self._drafts.items():
                 self._drafts[method] = np.pad(drafts, wider, constant_values=-1)
             self._tensors.clear()
             self.width = wanted
-        self.limits[slot], self._lens[slot] = 0, len(request.token_ids)
         self._drafters[request.speculative.method].start(request)
 
     def stop(self, request: Request) -> None:
         """A request gave its slot back."""
         if request.speculative.method in self._drafters:
-            self.limits[request.slot] = 0
             self._drafters[request.speculative.method].stop(request)
 
     def leave(self, request: Request) -> None:
@@ -79,34 +75,26 @@ class HostDrafts:
         self,
         slots: NDArray[np.int32],
         token_ids: Tensor,
+        lens_before: NDArray[np.int32],
         lens: NDArray[np.int32],
-        max_lens: NDArray[np.int32],
-    ) -> bool:
+        limits: Sequence[int],
+    ) -> None:
         """Tells the drafters what a step emitted and has them draft for the next one.
 
         Args:
             slots: [batch]. Of the requests of the step.
             token_ids: [batch, w], int32, on the host. A row begins with what was emitted.
-            lens: by slot, tokens of each request by now: what exceeds those known before is new.
-            max_lens: by slot, the length at which it ends.
-
-        Returns:
-            Whether any drafts were asked for.
+            lens_before: [batch], tokens of each request before the step.
+            lens: by slot, tokens of each request by now.
+            limits: [batch]. Most drafts of each; 0 for requests of other methods, too.
         """
         batch = len(slots)
-        num_tokens, max_drafts = self._num_tokens[:batch], self._max_drafts[:batch]
-        now = lens[slots]
-        np.subtract(now, self._lens[slots], out=num_tokens)
-        # The next step emits one token whatever is accepted.
-        np.minimum(self.limits[slots], max_lens[slots] - now - 1, out=max_drafts)
-        np.maximum(max_drafts, 0, out=max_drafts)
-        max_drafts *= num_tokens > 0  # or the request is in the middle of its prompt
-        self._lens[slots] = now
+        np.subtract(lens[slots], lens_before, out=self._num_tokens[:batch])
+        self._max_drafts[:batch] = limits
         self._rows[slots] = self._row_numbers[:batch]
         for method, drafter in self._drafters.items():
             new, most, drafts, counts = self._first_rows(batch, method)
             drafter.propose(HostDraftBatch(slots, token_ids, new, most, drafts, counts))
-        return bool(max_drafts.any())
 
     def num_drafts(self, request: Request) -> int:
         """How many drafts the last step brought for a request that took part in it."""
