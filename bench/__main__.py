@@ -31,6 +31,7 @@ FAMILIES = {
     "server": "engine",
     "lossless": "lossless",
     "ngram": "engine",
+    "suffix": "engine",
     "adaptive": "engine",
     "bundled": "engine",
     "qwen06": "engine",
@@ -47,7 +48,7 @@ CUDA_FAMILIES = {
     "bundled": "engine",
     "qwen8": "engine",
 }
-GROUPS = {"engine": ("server", "lossless", "ngram", "adaptive", "bundled", "qwen06")}
+GROUPS = {"engine": ("server", "lossless", "ngram", "suffix", "adaptive", "bundled", "qwen06")}
 BUDGET_MINUTES = 20
 
 

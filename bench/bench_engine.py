@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from statistics import median
 
@@ -34,6 +34,7 @@ DRAFTS = 4
 MAX_TOKENS = 128
 ADAPTIVE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FIXED_LENGTHS = (1, 2, 4, 8)
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 8, "adaptive_draft_length": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_draft_length": False}
 
 
@@ -116,6 +117,97 @@ def run_ngram(bench: Bench) -> None:
         prompts = prompt_token_ids(engine, kind)
         for temperature in (0.0, 0.8):
             _speculation(bench, engine, peers, kind, prompts, temperature)
+
+
+def run_suffix(bench: Bench) -> None:
+    """The bundled model with suffix drafts, from an empty shared tree, and from known answers."""
+    engine = Engine(
+        EngineConfig(
+            device="cpu",
+            speculative_config=SpeculativeConfig(method="naive"),
+            enable_prefix_caching=False,
+            num_threads=bench.num_threads,
+        )
+    )
+    for kind in ("edits", "completions"):
+        prompts = prompt_token_ids(engine, kind)
+        for temperature in (0.0, 0.8):
+            _suffix(bench, engine, kind, prompts, temperature)
+
+
+def _suffix(
+    bench: Bench, engine: Engine, kind: str, prompts: list[list[int]], temperature: float
+) -> None:
+    """Tokens per second after the first token, over all prompts, plain and with suffix drafts."""
+    cache = engine.suffix_cache
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+
+    def run(index: int, config: Mapping[str, object], known: Iterable[int]) -> Decoding:
+        for name in cache.cached_requests:
+            cache.evict(name)
+        cache.reclaim()  # what is evicted is drafted from until then
+        for other in known:
+            cache.add(answers[other], request_id=other)
+        return decode(engine, prompts[index], params[index], config)
+
+    everyone = range(len(prompts))
+    plain = {"method": "naive"}
+    answers = [run(index, plain, ()).token_ids for index in everyone]
+    runs: dict[str, list[Decoding]] = {"plain": [], "cold": [], "warm": [], "again": []}
+    reads = []
+    for index in everyone:
+        reads.append(bench.read_gb_s())
+        others = [other for other in everyone if other != index]
+        for case, config, known in (
+            ("plain", plain, []),
+            ("cold", SUFFIX, []),
+            ("warm", SUFFIX, others),
+            ("again", SUFFIX, everyone),
+        ):
+            runs[case].append(bench.undisturbed(partial(run, index, config, known)))
+    tokens = (MAX_TOKENS - 1) * len(prompts)
+    rates = {case: tokens / sum(one.seconds for one in done) for case, done in runs.items()}
+    mode = "greedy" if temperature == 0 else f"t{temperature}"
+    known_texts = {
+        "cold": "the shared tree empty",
+        "warm": "with the answers to all other prompts",
+        "again": "asked again",
+    }
+    common = {"threads": bench.num_threads, "read_gb_s": median(reads)}
+    for case, known_text in known_texts.items():
+        per_step = tokens / sum(one.num_steps for one in runs[case])
+        bench.add(
+            Figure(
+                f"suffix.{kind}.{mode}.{case}",
+                f"bundled model, {kind}, {mode}, suffix, {known_text}: {per_step:.2f} tokens per "
+                "step, times faster than own plain decoding",
+                rates[case],
+                "tok/s",
+                "specops, plain",
+                rates["plain"],
+                rates[case] / rates["plain"],
+                "ratio >= 1.5" if temperature == 0 and case != "warm" else None,
+                **common,
+            )
+        )
+    differ = sum(
+        one.token_ids != answer
+        for case in known_texts
+        for one, answer in zip(runs[case], answers, strict=True)
+    )
+    bench.add(
+        Figure(
+            f"suffix.{kind}.{mode}.differ",
+            f"bundled model, {kind}, {mode}: texts of {3 * len(prompts)} that suffix changes",
+            differ,
+            "texts",
+            bar="value == 0",
+            **common,
+        )
+    )
 
 
 def run_adaptive(bench: Bench) -> None:
