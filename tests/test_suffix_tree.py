@@ -281,4 +281,4 @@ def test_any_history(tmp_path: Path) -> None:
 
 @pytest.mark.prove
 def test_many_histories(tmp_path: Path) -> None:
-    run_histories(tmp_path, examples=2000, steps=60)
+    run_histories(tmp_path, examples=1000, steps=50)
