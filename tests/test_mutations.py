@@ -44,7 +44,7 @@ SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
 PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
-NGRAM = "test_ngram.py history or match or draft or limits or rows or examples"
+NGRAM = "test_ngram.py not distance and not refusals"
 
 MUTATIONS = [
     Mutation(
@@ -407,8 +407,78 @@ MUTATIONS = [
     Mutation(
         "a match that begins with the row is cut short",
         "suffix_tree/ngram_index.h",
-        "size < most && size <= end &&",
-        "size < most && size < end &&",
+        "size <= end &&",
+        "size < end &&",
+        NGRAM,
+    ),
+    Mutation(
+        "what another drafter gave is not looked at",
+        "suffix_tree/ngram_index.h",
+        "return request.len + request.num_given;",
+        "return request.len;",
+        NGRAM,
+    ),
+    Mutation(
+        "n-grams with one hash are taken for one",
+        "suffix_tree/ngram_index.h",
+        "if (tokens[a - i] != tokens[b - i]) return false;",
+        "if (i > size && tokens[a - i] != tokens[b - i]) return false;",
+        NGRAM,
+    ),
+    Mutation(
+        "an entry is believed whatever the text says",
+        "suffix_tree/ngram_propose.cuh",
+        "match_size(request, end, size) == size;",
+        "size > 0;",
+        NGRAM,
+    ),
+    Mutation(
+        "an older end takes the place of a younger one",
+        "suffix_tree/ngram_propose.cuh",
+        "end < other : end > other;",
+        "end < other : end != other;",
+        NGRAM,
+    ),
+    Mutation(
+        "lanes write one entry at once",
+        "suffix_tree/ngram_propose.cuh",
+        "if (is_writing && writer == lane) {",
+        "if (is_writing) {",
+        NGRAM,
+    ),
+    Mutation(
+        "what found no room counts as known",
+        "suffix_tree/ngram_propose.cuh",
+        "if (refused != 0) return",
+        "if (refused == kFullMask) return",
+        NGRAM,
+    ),
+    Mutation(
+        "the table of another text is not cleared",
+        "suffix_tree/ngram_propose.cuh",
+        "if (plan.num_new > 0 && plan.num_indexed == 0) {",
+        "if (plan.num_new > 0 && plan.num_indexed < 0) {",
+        NGRAM,
+    ),
+    Mutation(
+        "no barrier between a table's clearing and its use",
+        "suffix_tree/ngram_propose.cuh",
+        "  __syncthreads();  // the state has been read, and the table is clear\n",
+        "",
+        NGRAM,
+    ),
+    Mutation(
+        "all that were cut get one more",
+        "suffix_tree/ngram_propose.cuh",
+        "(wants && before < rest ? 1 : 0)",
+        "(wants ? 1 : 0)",
+        NGRAM,
+    ),
+    Mutation(
+        "the cap cuts given drafts",
+        "suffix_tree/ngram_share.h",
+        "return num_given > cap ? num_given : cap;",
+        "return cap;",
         NGRAM,
     ),
 ]

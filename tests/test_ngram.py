@@ -365,7 +365,9 @@ def test_long_rows_of_many_requests(device: str, on_cuda: bool, isa: str, vocab:
         assert alone == ([results[0][0][b]], [results[0][1][b]])
 
 
-@pytest.mark.parametrize("distance", [1, 2, 63, 64, 65, 127, 129, 1000, 1024, 8191, 8193, 20000])
+@pytest.mark.parametrize(
+    "distance", [1, 2, 63, 64, 65, 127, 129, 1000, 1024, 4095, 4097, 8193, 20000]
+)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_match_at_every_distance_from_a_block(
     device: str, isa: str, distance: int, size: int

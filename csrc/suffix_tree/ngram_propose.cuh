@@ -8,7 +8,8 @@
 
 namespace specops {
 
-constexpr int kNgramThreads = 1024;
+// Two blocks to an SM: what one waits for, the other need not.
+constexpr int kNgramThreads = 512;
 constexpr int kNgramWarps = kNgramThreads / kWarpSize;
 constexpr int kNgramTokens = 8;  // a thread's loads in flight
 
@@ -54,7 +55,6 @@ __device__ inline uint64_t find_indexed(const NgramRequest& request,
     bool is_found = entry != 0 && end >= size - 1 && end < plan.num_indexed &&
                     match_size(request, end, size) == size;
     unsigned found = __ballot_sync(kFullMask, is_found);
-    if (empty != 0) found &= (empty & (0u - empty)) - 1;  // only those before the first empty one
     if (found != 0) {
       end = __shfl_sync(kFullMask, end, __ffs(static_cast<int>(found)) - 1);
       return match_key(request, size, end);
@@ -161,10 +161,10 @@ __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
 
 // drafts = the tokens behind the best earlier occurrence of the longest matching suffix.
 // Grid:    x = requests (unbounded).
-// Block:   1024 threads; a thread scans every 1024th end of a match, in the order of preference; and
+// Block:   512 threads; a thread scans every 512th end of a match, in the order of preference; and
 //          a warp per size looks up the index and adds to it.
-// Smem:    the best match of each warp and size, and how far each size is indexed: 640 bytes.
-// Cost:    without an index a scan of a row in pieces of 8,192 tokens, 4 bytes read per token, ended
+// Smem:    the best match of each warp and size, and how far each size is indexed: 320 bytes.
+// Cost:    without an index a scan of a row in pieces of 4,096 tokens, 4 bytes read per token, ended
 //          by a match of max_size; bound by the latency of a piece, then by one SM's share of
 //          bandwidth. With one, one piece, about five dependent reads for the look-up, and as many
 //          for 32 new tokens.
@@ -172,7 +172,7 @@ __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
 // Order:   integers only; the greatest key of all matches, whoever finds it. Lanes that want the same
 //          entry of a table take turns in an order that their numbers decide.
 // Source:  Saxena 2023, prompt lookup decoding; FastDeploy's ngram_match.
-__global__ void __launch_bounds__(kNgramThreads, 1)
+__global__ void __launch_bounds__(kNgramThreads, 2)
     ngram_propose_kernel(NgramProposeParams params) {
   auto* shared = reinterpret_cast<NgramShared*>(shared_memory());
   int64_t batch_idx = blockIdx.x;
@@ -248,13 +248,13 @@ __device__ inline int64_t block_sum(int64_t value, int64_t* sums) {
 
 // num_draft_tokens = its share of max_total_draft_tokens; see ngram_share.h.
 // Grid:    one block.
-// Block:   1024 threads; a thread has every 1024th request.
-// Smem:    a sum per warp: 256 bytes.
+// Block:   512 threads; a thread has every 512th request.
+// Smem:    a sum per warp: 128 bytes.
 // Cost:    1 + log2(capacity) passes over 8 bytes per request, and a last one; latency.
 // Assumes: what ngram_propose_kernel has left.
 // Order:   integers only; the rest goes to requests in order.
 // Source:  max-min fairness by water-filling.
-__global__ void __launch_bounds__(kNgramThreads, 1) ngram_share_kernel(NgramProposeParams params) {
+__global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramProposeParams params) {
   auto* sums = reinterpret_cast<int64_t*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
   auto given_of = [&](int64_t idx, int32_t count) {

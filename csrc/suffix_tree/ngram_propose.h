@@ -38,7 +38,7 @@ struct NgramProposeParams {
 
 // Where not given: what a scan costs little more than an empty one, and what to index beside it.
 constexpr int64_t kNgramScanTokensCpu = 2048;
-constexpr int64_t kNgramScanTokensCuda = 8192;
+constexpr int64_t kNgramScanTokensCuda = 4096;
 constexpr int64_t kNgramIndexTokens = 256;
 
 SPECOPS_DECLARE_CPU(ngram_propose_cpu, NgramProposeParams);

@@ -27,7 +27,7 @@ class NgramIndex:
     Attributes:
         table: [batch, entries], int32. Any content; a row of it is cleared when first used.
         state: [batch, 2], int32. Zeros in the beginning.
-        scan_tokens: None: 2,048 on the CPU, 8,192 on CUDA, where a scan costs as much as a look-up.
+        scan_tokens: None: 2,048 on the CPU, 4,096 on CUDA: a scan of so many costs about as much as a look-up.
         index_tokens: None: 256.
     """
 

@@ -87,7 +87,8 @@ BUDGETS = (
     Budget("verify_kernel<*, true, true>", registers=128, threads=512, smem_bytes=162 << 10),
     Budget("top_logprobs_kernel<*, true>", registers=128, threads=512, smem_bytes=162 << 10),
     # suffix_tree
-    Budget("ngram_propose_kernel", registers=32, threads=1024, smem_bytes=256, blocks_per_sm=2),
+    Budget("ngram_propose_kernel", registers=64, threads=512, smem_bytes=320, blocks_per_sm=2),
+    Budget("ngram_share_kernel", registers=64, threads=512, smem_bytes=128),
     # Everything else: 512 threads of it fit the registers of an SM.
     Budget("*", registers=128),
 )
