@@ -22,6 +22,7 @@ namespace specops {
 constexpr int32_t kNgramMaxSizes = 16;            // a request with more of them is scanned
 constexpr int32_t kNgramMaxMinSize = 1 << 20;     // likewise
 constexpr int32_t kNgramProbes = 64;              // entries an n-gram may be in
+constexpr int64_t kNgramWorth = 4;                // scans, from which on a row is indexed
 constexpr uint32_t kNgramEndBits = 24;            // of an entry: 1 + the end; above it, of the hash
 constexpr int32_t kNgramMaxEnds = (1 << 24) - 1;  // those further on are scanned
 
@@ -164,6 +165,8 @@ SPECOPS_HOST_DEVICE NgramPlan plan_index(const NgramProposeParams& params,
     plan.num_indexed = 0;
   }
   if (is_full) return plan;
+  // An index of less would cost what it saves.
+  if (plan.num_indexed == 0 && request.len < kNgramWorth * params.scan_tokens) return plan;
   int64_t stop = int64_t{request.len} - 1 - params.scan_tokens;
   if (stop > kNgramMaxEnds) stop = kNgramMaxEnds;
   if (stop > plan.num_indexed + params.index_tokens) stop = plan.num_indexed + params.index_tokens;

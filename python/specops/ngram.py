@@ -19,15 +19,16 @@ class NgramIndex:
     `reset` a row that is given to another request, or rewritten. A row that comes back shorter than
     what is noted of it, or with other n-gram sizes, or with another side, starts anew by itself.
 
-    A row's last `scan_tokens` tokens are scanned rather than noted: short rows cost nothing more.
-    At most `index_tokens` are noted in a call; until a long prompt is, the rest of it is scanned. A
-    row needs an entry for each of its different n-grams, of each size, and the sizes share its
-    entries evenly; what has no room is scanned, and so are rows of more than 16 sizes.
+    A row's last `scan_tokens` tokens are scanned rather than noted, and a row of less than four
+    times that is scanned as a whole, so short rows cost nothing more. At most `index_tokens` are
+    noted in a call; until a long prompt is, the rest of it is scanned. A row needs an entry for
+    each of its different n-grams, of each size, and the sizes share its entries evenly; what has no
+    room is scanned, and so are rows of more than 16 sizes.
 
     Attributes:
         table: [batch, entries], int32. Any content; a row of it is cleared when first used.
         state: [batch, 2], int32. Zeros in the beginning.
-        scan_tokens: None: 2,048 on the CPU, 4,096 on CUDA: a scan of so many costs about as much as a look-up.
+        scan_tokens: None: 2,048 on the CPU, 4,096 on CUDA, where a scan costs about a look-up.
         index_tokens: None: 256.
     """
 
