@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The invariants of suffix_state.h, checked from the text: what is counted here is counted anew.
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -326,7 +327,11 @@ void SuffixTree::State::check_indices() const {
          "the free lists");
   expect(next_order >= 0 && next_order < int64_t{1} << (62 - TokenBlocks::kIndexBits), "the order");
   int64_t num_tokens_found = 0;
-  std::vector<int32_t> first_index(static_cast<size_t>(num_blocks), -1);  // of blocks in use
+  struct Range {  // of the places in a block that hold a token
+    uint8_t begin = 0;
+    uint8_t end = 0;
+  };
+  std::vector<Range> ranges(static_cast<size_t>(num_blocks));
   for (const Sequence& sequence : sequences) {
     expect(is_handle(sequence.older) && is_handle(sequence.younger), "the order of sequences");
     if (!sequence.in_use) {
@@ -345,8 +350,10 @@ void SuffixTree::State::check_indices() const {
     for (; sequence.begin < sequence.length && age < end; age += kBlockTokens) {
       expect(block >= 0 && block < num_blocks && text.blocks_[block].age == age, "a block");
       expect(&sequences[0] + text.blocks_[block].owner == &sequence, "a block's owner");
-      first_index[static_cast<size_t>(block)] =
-          static_cast<int32_t>(age & ((int64_t{1} << TokenBlocks::kIndexBits) - 1));
+      const int64_t index = age - (sequence.order << TokenBlocks::kIndexBits);
+      ranges[static_cast<size_t>(block)] = {
+          static_cast<uint8_t>(std::max<int64_t>(sequence.begin - index, 0)),
+          static_cast<uint8_t>(std::min<int64_t>(sequence.length - index, kBlockTokens))};
       block = text.blocks_[block].next;
     }
     expect(sequence.begin == sequence.length || block == -1, "the last block of a sequence");
@@ -360,13 +367,19 @@ void SuffixTree::State::check_indices() const {
     if (position < 0 || position >= num_positions) {
       return false;
     }
-    const int32_t first = first_index[static_cast<size_t>(position >> kBlockBits)];
-    const int32_t index = first + (position & (kBlockTokens - 1));
-    return first >= 0 && index >= sequences[static_cast<size_t>(text.owner(position))].begin &&
-           index < sequences[static_cast<size_t>(text.owner(position))].length;
+    const Range range = ranges[static_cast<size_t>(position >> kBlockBits)];
+    const int32_t offset = position & (kBlockTokens - 1);
+    return offset >= range.begin && offset < range.end;
   };
+  enum : uint8_t { kUnused, kUnseen, kSeen };
+  std::vector<uint8_t> marks(static_cast<size_t>(nodes.size()), kUnused);
+  for (int64_t index = 0; index < nodes.size(); ++index) {
+    if (nodes[index].kind != ChildTable::kFree) {
+      marks[static_cast<size_t>(index)] = kUnseen;
+    }
+  }
   const auto is_node = [&](int32_t node) {
-    return node >= 0 && node < nodes.size() && nodes[node].kind != ChildTable::kFree;
+    return node >= 0 && node < nodes.size() && marks[static_cast<size_t>(node)] != kUnused;
   };
   for (const Sequence& sequence : sequences) {
     int32_t index = sequence.begin;
@@ -395,8 +408,7 @@ void SuffixTree::State::check_indices() const {
                node.depth <= max_depth,
            "a node");
     if (index != kRoot) {
-      expect(is_node(node.parent) && nodes[node.parent].depth < node.depth && is_position(node.ref),
-             "a node's parent or text");
+      expect(is_position(node.ref), "a node's text");
     } else {
       expect(node.depth == 0 && node.kind == ChildTable::kNoChild, "the root");
     }
@@ -406,15 +418,27 @@ void SuffixTree::State::check_indices() const {
                                     table.slots_.size(),
           "a node's children");
     }
+    // What comes soon is asked for: the children of a node lie anywhere.
+    if (index + 16 < nodes.size()) {
+      const Node& soon = nodes[index + 16];
+      __builtin_prefetch(nodes.data() + soon.best);
+      if (soon.kind >= ChildTable::kFirstList) {
+        __builtin_prefetch(table.slots_.data() + soon.children);
+      }
+    }
     int64_t num_children = 0;
     bool has_best = node.kind == ChildTable::kNoChild || index == kRoot;
     for_each_child(static_cast<int32_t>(index), [&](int32_t token, int32_t child) {
       ++num_children;
       has_best = has_best || child == node.best;
-      expect(token >= 0 && (child < 0 ? is_position(~child)
-                                      : is_node(child) && nodes[child].depth > node.depth &&
-                                            nodes[child].parent == index),
-             "a child");
+      expect(token >= 0 && (child < 0 ? is_position(~child) : is_node(child)), "a child");
+      if (child >= 0) {
+        // Every node is the child of one: of its parent, and so on up to the root.
+        uint8_t& mark = marks[static_cast<size_t>(child)];
+        expect(mark == kUnseen && nodes[child].depth > node.depth && nodes[child].parent == index,
+               "a child");
+        mark = kSeen;
+      }
     });
     expect(has_best, "a node's best child");
     if (node.kind > ChildTable::kLastList) {
@@ -422,6 +446,9 @@ void SuffixTree::State::check_indices() const {
                  num_children < ChildTable::num_slots(node.kind),
              "a node's number of children");
     }
+  }
+  for (size_t index = 1; index < marks.size(); ++index) {
+    expect(marks[index] != kUnseen, "a node that is nobody's child");
   }
   for (const int32_t first : table.free_) {
     expect(first >= -1 && first < table.slots_.size(), "the free slots");
