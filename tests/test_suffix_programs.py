@@ -56,7 +56,7 @@ def run(program: Path, *args: object) -> str:
 
 
 def fuzz(program: Path, seconds: float) -> None:
-    """Prints the seed, which a failure can be repeated with; one input a second on the worst day."""
+    """The program prints its seed, which a failure can be repeated with."""
     seconds = float(os.environ.get("FUZZ_SECONDS", seconds))
     out = run(program, seconds)
     found = re.search(r"(\d+) inputs, nothing wrong", out)
