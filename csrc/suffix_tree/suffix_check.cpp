@@ -331,6 +331,7 @@ void SuffixTree::State::check_indices() const {
     uint8_t begin = 0;
     uint8_t end = 0;
   };
+  static_assert(kBlockTokens <= UINT8_MAX);
   std::vector<Range> ranges(static_cast<size_t>(num_blocks));
   for (const Sequence& sequence : sequences) {
     expect(is_handle(sequence.older) && is_handle(sequence.younger), "the order of sequences");

@@ -102,6 +102,7 @@ struct SuffixTree::State {
   void replace_child(int32_t node, int32_t child);
 
   void remove_window(int32_t position);
+  void remove_first(Sequence& sequence);
   void remove_now(int32_t handle);
   void repoint(int32_t handle);
   void release(int32_t handle);

@@ -450,22 +450,27 @@ void SuffixTree::State::release(int32_t handle) {
   free_handle = handle;
 }
 
+// Takes the window of a sequence's first token out, and the token.
+void SuffixTree::State::remove_first(Sequence& sequence) {
+  const int32_t block = sequence.first_block;
+  const int32_t offset = sequence.begin & (kBlockTokens - 1);
+  remove_window(block * kBlockTokens + offset);
+  ++sequence.begin;
+  if (offset + 1 == kBlockTokens || sequence.begin == sequence.length) {
+    sequence.first_block = text.blocks_[block].next;
+    text.free(block);
+  }
+}
+
 int64_t SuffixTree::State::reclaim(int64_t max_positions) {
   int64_t num_reclaimed = 0;
   while (num_reclaimed < max_positions && num_pending > 0) {
     const int32_t handle = oldest;
     Sequence& sequence = sequences[static_cast<size_t>(handle)];
     while (num_reclaimed < max_positions && sequence.begin < sequence.length) {
-      const int32_t offset = sequence.begin & (kBlockTokens - 1);
-      remove_window(sequence.first_block * kBlockTokens + offset);
-      ++sequence.begin;
+      remove_first(sequence);
       ++num_reclaimed;
       --num_pending;
-      if (offset + 1 == kBlockTokens || sequence.begin == sequence.length) {
-        const int32_t next = text.blocks_[sequence.first_block].next;
-        text.free(sequence.first_block);
-        sequence.first_block = next;
-      }
     }
     if (sequence.begin == sequence.length) {
       release(handle);
@@ -478,14 +483,7 @@ void SuffixTree::State::remove_now(int32_t handle) {
   repoint(handle);
   Sequence& sequence = sequences[static_cast<size_t>(handle)];
   while (sequence.begin < sequence.length) {
-    const int32_t offset = sequence.begin & (kBlockTokens - 1);
-    remove_window(sequence.first_block * kBlockTokens + offset);
-    ++sequence.begin;
-    if (offset + 1 == kBlockTokens || sequence.begin == sequence.length) {
-      const int32_t next = text.blocks_[sequence.first_block].next;
-      text.free(sequence.first_block);
-      sequence.first_block = next;
-    }
+    remove_first(sequence);
   }
   release(handle);
 }
