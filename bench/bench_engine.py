@@ -246,7 +246,7 @@ def _adaptive(
     """All cases in turn on the same requests; other requests in every round."""
     rates: dict[str, list[float]] = {case: [] for case in configs}
     differ = 0
-    rounds = 9 if batch <= 8 else 5
+    rounds = 7 if batch <= 8 else 3
     for turn in range(rounds):
         indices = [turn * 5 + index for index in range(batch)]
         each = [

@@ -253,7 +253,10 @@ class DraftLengths:
                 counts[index] = count
                 state.surplus += gain - toll * count
             self._surplus += sum(gains) - toll * total
-        if total < most:
+        if total < len(drafting) and self.costs.wants_load(len(states)):
+            for index, _ in drafting[:room]:
+                counts[index] = 1
+        elif total < most:
             self._try(drafting, counts, seconds[total:].tolist())
         return counts
 

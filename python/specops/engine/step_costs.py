@@ -16,15 +16,16 @@ _FAR = 1e9  # drafts
 _COLD_SHARE = 0.4  # of a step's time, for a draft per request, before any was met
 _COLD_REQUESTS = 2  # at least, in that guess: a step has a fixed part
 _COLD_DRAFTING = 0.01  # of a step's time, for the drafter, likewise
-_SLOW, _FAST = 0.04, 0.1  # a new time's weight in its knot, and in the common speed
+_SLOW, _FAST = 0.005, 0.2  # a new time's weight in its knot, and in the common speed
 _TRUSTED = 4  # times, from which on a knot tells the speed
-_SETTLED = 24  # times with differing numbers of drafts, from which on others learn from a slope
+_SETTLED = 16  # times with differing numbers of drafts, from which on others learn from a slope
 _LINE_WEIGHT = 8  # times that a knot must have had to be half-way between the line and its own
-_MEMORY = 0.99  # what a knot's times still count for after another step
+_MEMORY = 0.998  # what a knot's times still count for after another step
 _PRIOR_WEIGHT = 8  # times, with a draft a request, that another curve's slope counts for
 _OUTLIER = 0.3  # a time counts as at most so much above, or below, what was expected; and, while
 _FIRST_OUTLIER = 1.0  # little is known, as at most so much above
 _TABLE_STEPS = 8  # for which an array of the costs is good
+_LIGHT_STEPS = 100  # with few drafts, after which one with many shows what they cost
 _FIRST_REFERENCE, _REFERENCE_STEPS = 4, 200  # steps after which one shows what drafts cost
 
 
@@ -45,6 +46,7 @@ class StepCosts:
         # By the number of requests, to a power of two.
         self._shares: dict[int, tuple[float, int]] = {}  # of drafters, and how many times it was
         self._ages: dict[int, int] = {}  # steps since the last without drafter and drafts
+        self._light: dict[int, int] = {}  # steps since the last with many drafts
         self._speed = 1.0
 
     def observe(
@@ -72,6 +74,8 @@ class StepCosts:
             error = min(max(time / guess - 1, -_OUTLIER), _OUTLIER)
             self._speed *= 1 + _FAST * error
         size = batch.bit_length()
+        is_light = 2 * drafts < batch
+        self._light[size] = self._light.get(size, 0) + 1 if is_light and drafting else 0
         if drafting:
             self._ages[size] = self._ages.get(size, _REFERENCE_STEPS - _FIRST_REFERENCE) + 1
             if draft_seconds is not None:
@@ -99,6 +103,10 @@ class StepCosts:
             share = near.drafter_share or 0.0
         return min(max(share, 0.0), 0.9)
 
+    def wants_load(self, batch: int) -> bool:
+        """Whether there has been no step with many drafts for long."""
+        return self._light.get(batch.bit_length(), 0) >= _LIGHT_STEPS
+
     def wants_reference(self, batch: int) -> bool:
         """Whether there has been no step without drafter and drafts for long."""
         return self._ages.get(batch.bit_length(), 0) >= _REFERENCE_STEPS
@@ -114,6 +122,7 @@ class StepCosts:
                     ratio = max(other.batch / batch, batch / other.batch)
                     if near is None or ratio < distance:
                         near, distance = other, ratio
+            curve.has_near = near is not None
             if near is not None:
                 curve.slope = near.slope
                 # A request is a row at least.
@@ -130,7 +139,7 @@ class _Curve:
         self.slope = 0.0  # seconds a draft; before it is settled, another curve's, or 0 for none
         self.start = 0.0  # seconds without drafts
         self.guess = 1.0  # the same before there are any times
-        self.is_settled = False
+        self.is_settled = self.has_near = False
         self._drafts: list[int] = []  # knots that were met, ascending
         self._means: list[float] = []
         self._counts: list[float] = []  # of times, each for less the more others there were since
@@ -195,7 +204,6 @@ class _Curve:
         """Knots and their times: from 0 drafts on, never falling, and on beyond the last."""
         drafts, means = list(self._drafts), list(self._means)
         weights = list(self._counts)
-        self.is_settled = sum(weights) - max(weights, default=0) >= _SETTLED
         if self._num_plain and (not drafts or drafts[0] > 0):
             drafts.insert(0, 0)
             means.insert(0, self._plain * (1 + _COLD_DRAFTING))
@@ -231,14 +239,16 @@ class _Curve:
         slope = sum(
             w * (x - place) * (y - mean) for w, x, y in zip(weights, drafts, means, strict=True)
         )
-        if not self.is_settled:
-            prior, weight = self.slope, _PRIOR_WEIGHT * self.batch**2 / 4
-            if not prior:
-                cold = _COLD_SHARE / max(self.batch, _COLD_REQUESTS)
-                prior, weight = mean * cold / (1 + cold * place), self.batch**2 / 4
-            slope += weight * prior
-            spread += weight
-        slope = max(slope, 0.0) / spread
+        # Times with few drafts say nothing of the slope, however many there are.
+        unit = self.batch**2 / 4
+        self.is_settled = spread >= _SETTLED * unit
+        prior, weight = self.slope, unit
+        if not prior:
+            cold = _COLD_SHARE / max(self.batch, _COLD_REQUESTS)
+            prior = mean * cold / (1 + cold * place)
+        elif self.has_near and not self.is_settled:
+            weight *= _PRIOR_WEIGHT
+        slope = max(slope + weight * prior, 0.0) / (spread + weight)
         if slope * place > 0.9 * mean:  # steps without drafts take time
             slope = 0.9 * mean / place
         return mean - slope * place, slope
