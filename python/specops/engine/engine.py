@@ -469,7 +469,9 @@ class Engine:
                     counts[min(count, MAX_COUNTED_LENGTH)] += 1
             resting = sum(state is not None and not runner.lengths.limit(state) for state in states)
             self.stats.num_suspended_steps += resting
-            seconds = self._clock() - begun if runner.was_ordinary else None
+            seconds = None
+            if runner.was_ordinary:
+                seconds = self._clock() - begun - runner.build_seconds
             runner.lengths.observe(
                 states,
                 drafts,

@@ -121,6 +121,7 @@ class Runner:
         # for how long where that is known.
         self.was_ordinary = self.was_drafting = False
         self.draft_seconds: float | None = None
+        self.build_seconds = 0.0  # for a step of a new shape
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
         # There once a request drafts.
         self._drafters: dict[str, Drafter] = {}
@@ -299,9 +300,12 @@ class Runner:
         else:
             shape = shape._replace(pages=page_capacity(pages, most.pages))
         step = self._memory.find(shape)
-        self.was_ordinary = step is not None and rows == outputs
+        # What a shape's first steps cost on a GPU, nothing tells; elsewhere they are as any other.
+        self.was_ordinary = repeats and (step is not None or not self._device.captures)
+        self.build_seconds = 0.0
         self.was_drafting = not methods.isdisjoint(self._drafters)
         if step is None:
+            begun = self._memory.clock()
             step = Step(
                 shape,
                 self._memory,
@@ -312,6 +316,7 @@ class Runner:
                 drafters=self._drafters,
                 processed_logprobs=self._processed_logprobs,
             )
+            self.build_seconds = self._memory.clock() - begun
             # Prefill chunks come in every size: they must not crowd out what was captured.
             if repeats or not self._device.captures:
                 self._memory.keep(shape, step)

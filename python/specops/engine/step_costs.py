@@ -18,10 +18,10 @@ _COLD_REQUESTS = 2  # at least, in that guess: a step has a fixed part
 _COLD_DRAFTING = 0.01  # of a step's time, for the drafter, likewise
 _SLOW, _FAST = 0.005, 0.2  # a new time's weight in its knot, and in the common speed
 _TRUSTED = 4  # times, from which on a knot tells the speed
-_SETTLED = 16  # times with differing numbers of drafts, from which on others learn from a slope
+_LEAST_EVIDENCE, _MOST_EVIDENCE = 2.0, 50.0  # for a slope, of which other curves learn
 _LINE_WEIGHT = 8  # times that a knot must have had to be half-way between the line and its own
 _MEMORY = 0.998  # what a knot's times still count for after another step
-_PRIOR_WEIGHT = 8  # times, with a draft a request, that another curve's slope counts for
+_PRIOR_WEIGHT = 16  # times, with a draft a request, that other curves' slopes count for
 _OUTLIER = 0.3  # a time counts as at most so much above, or below, what was expected; and, while
 _FIRST_OUTLIER = 1.0  # little is known, as at most so much above
 _TABLE_STEPS = 8  # for which an array of the costs is good
@@ -34,11 +34,10 @@ class StepCosts:
 
     For every number of requests there is a curve over the number of drafts: averages at knots,
     which a time moves by a small part of its distance, and by no more than an outlier's limit, and
-    a line through them, which a knot with few times keeps to. Where its own times do not say, it
-    has the slope of the nearest number of requests that is known better. One factor, the speed,
-    takes what all steps have in common, such as a busy machine or growing contexts, so that what
-    has not been met for long is still comparable. A curve never falls: more drafts are never
-    cheaper.
+    a line through them, which a knot with few times keeps to. As far as its own times do not say,
+    its slope is that of the others, the nearest ones above all. One factor, the speed, takes what
+    all steps have in common, such as a busy machine or growing contexts, so that what has not been
+    met for long is still comparable. A curve never falls: more drafts are never cheaper.
     """
 
     def __init__(self) -> None:
@@ -115,19 +114,19 @@ class StepCosts:
         curve = self._curves.get(batch)
         if curve is None:
             curve = self._curves[batch] = _Curve(batch)
-        if curve.is_stale and not curve.is_settled:
-            near, distance = None, 0.0
+        if curve.is_stale:
+            total = slopes = starts = 0.0
             for other in self._curves.values():
-                if other.is_settled:
-                    ratio = max(other.batch / batch, batch / other.batch)
-                    if near is None or ratio < distance:
-                        near, distance = other, ratio
-            curve.has_near = near is not None
-            if near is not None:
-                curve.slope = near.slope
-                # A request is a row at least.
-                start = near.start + near.slope * (batch - near.batch)
-                curve.guess = max(start, 0.2 * near.start)
+                if other is not curve and other.evidence >= _LEAST_EVIDENCE:
+                    nearness = min(other.batch, batch) / max(other.batch, batch)
+                    weight = nearness * nearness * min(other.evidence, _MOST_EVIDENCE)
+                    total += weight
+                    slopes += weight * other.slope
+                    # A request is a row at least.
+                    start = other.start + other.slope * (batch - other.batch)
+                    starts += weight * max(start, 0.2 * other.start)
+            if total:
+                curve.prior, curve.guess = slopes / total, starts / total
         return curve
 
 
@@ -136,10 +135,11 @@ class _Curve:
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
-        self.slope = 0.0  # seconds a draft; before it is settled, another curve's, or 0 for none
+        self.slope = 0.0  # seconds a draft
         self.start = 0.0  # seconds without drafts
-        self.guess = 1.0  # the same before there are any times
-        self.is_settled = self.has_near = False
+        self.evidence = 0.0  # for the slope: times without drafts and with one each, two by two
+        # What the other curves say of both; before there are others, nothing and no unit.
+        self.prior, self.guess = 0.0, 1.0
         self._drafts: list[int] = []  # knots that were met, ascending
         self._means: list[float] = []
         self._counts: list[float] = []  # of times, each for less the more others there were since
@@ -211,8 +211,7 @@ class _Curve:
         elif not drafts:
             drafts, means, weights = [0], [self.guess], [1.0]
         at_0, slope = self._fit(drafts, means, weights)
-        if self.is_settled:
-            self.slope, self.start = slope, at_0
+        self.slope, self.start = slope, at_0
         places: list[float] = []
         times: list[float] = []
         lowest = at_0 if drafts[0] > 0 else 0.0
@@ -241,13 +240,11 @@ class _Curve:
         )
         # Times with few drafts say nothing of the slope, however many there are.
         unit = self.batch**2 / 4
-        self.is_settled = spread >= _SETTLED * unit
-        prior, weight = self.slope, unit
+        self.evidence = spread / unit
+        prior, weight = self.prior, _PRIOR_WEIGHT * unit
         if not prior:
             cold = _COLD_SHARE / max(self.batch, _COLD_REQUESTS)
-            prior = mean * cold / (1 + cold * place)
-        elif self.has_near and not self.is_settled:
-            weight *= _PRIOR_WEIGHT
+            prior, weight = mean * cold / (1 + cold * place), unit
         slope = max(slope + weight * prior, 0.0) / (spread + weight)
         if slope * place > 0.9 * mean:  # steps without drafts take time
             slope = 0.9 * mean / place
