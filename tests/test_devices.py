@@ -25,6 +25,10 @@ TESTS_OF = {
 }
 # Ops with a file of their own.
 OWN_TESTS = {
+    "prepare_draft_batch": "test_draft_batch.py",
+    "advance_draft_batch": "test_draft_batch.py",
+    "keep_hidden_rows": "test_draft_batch.py",
+    "mtp_input": "test_draft_batch.py",
     "commit": "test_commit.py",
     "verify": "test_verify.py",
     "verify_tree": "test_verify.py",
