@@ -220,7 +220,11 @@ def run_adaptive(bench: Bench) -> None:
             num_threads=bench.num_threads,
         )
     )
-    drafting = {"method": "ngram", "num_speculative_tokens": max(FIXED_LENGTHS)}
+    drafting = {
+        "method": "ngram",
+        "num_speculative_tokens": max(FIXED_LENGTHS),
+        "adaptive_draft_length": True,
+    }
     configs: dict[str, dict[str, object]] = {"plain": {"method": "naive"}, "adaptive": drafting}
     for length in FIXED_LENGTHS:
         configs[f"fixed {length}"] = {

@@ -21,7 +21,12 @@ from specops.engine.metrics import Metrics
 from specops.engine.request import Request
 from specops.engine.step_costs import StepCosts
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 6, "min_ngram_size": 1}
+NGRAM: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 6,
+    "min_ngram_size": 1,
+    "adaptive_draft_length": True,
+}
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 
 

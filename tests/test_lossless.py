@@ -492,7 +492,9 @@ def test_lengths_at_random_change_nothing(drafter: str, monkeypatch: pytest.Monk
         truth = {one.seed % 2**64: one for one in expected}
         monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
     monkeypatch.setattr("specops.engine.runner.DraftLengths", RandomLengths)
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=6, min_ngram_size=1)
+    speculative = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=6, min_ngram_size=1, adaptive_draft_length=True
+    )
     limits = {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024}
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **limits))
     agree(run_mixed(engine), expected)

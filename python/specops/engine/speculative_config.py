@@ -213,7 +213,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_bytes: int = -1
     suffix_decoding_read_on: bool = True
     model: str | None = None
-    adaptive_draft_length: bool = True
+    adaptive_draft_length: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", _method(self.method))
