@@ -507,7 +507,9 @@ def test_lengths_at_random_change_nothing(drafter: str, monkeypatch: pytest.Monk
 
 def test_lengths_that_adapt_change_nothing() -> None:
     """With a clock of this machine, which makes every run another."""
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=6)
+    speculative = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=6, adaptive_draft_length=True
+    )
     engine = Engine(
         EngineConfig(device="cpu", speculative_config=speculative, max_num_seqs=12, num_pages=160)
     )
