@@ -62,6 +62,7 @@ class Drafter {
     return std::min(most, options_.use_tree ? num_depths * tree_slack_ : num_depths);
   }
   // How many tokens after the point, and their score. Gives up where it cannot be above `above`.
+  bool enter_likeliest(Point& point, float& prob) const;
   int32_t score_path(Point point, int32_t budget, float above, float& score) const;
   void write_path(Point point, int32_t budget, SuffixDraft& draft) const;
   int32_t score_tree(
@@ -164,33 +165,35 @@ int32_t Drafter::budget(int32_t match_len) const {
                                               : static_cast<int32_t>(rounded);
 }
 
+// Where a path goes on from a point: within its edge, into that of the best child, or past the full
+// depth. False where it ends, or is not likely enough.
+inline bool Drafter::enter_likeliest(Point& point, float& prob) const {
+  if (!is_at_node(point)) {
+    return true;
+  }
+  if (point.depth == state_.max_depth) {
+    point.child = ~node(point.child).ref;
+    return options_.read_on;
+  }
+  const Node& at = node(point.child);
+  if (at.kind == ChildTable::kNoChild) {
+    return false;
+  }
+  prob = prob * (static_cast<float>(at.best_count) / static_cast<float>(at.count));
+  point.child = at.best;
+  return prob >= options_.min_token_prob;
+}
+
 int32_t Drafter::score_path(Point point, int32_t budget, float above, float& score) const {
   float prob = 1.0f;
   int32_t size = 0;
   const int32_t most = options_.read_on ? budget : std::min(budget, state_.max_depth - point.depth);
   score = 0.0f;
   while (size < budget && prob >= options_.min_token_prob) {
-    int32_t end;
-    if (!is_at_node(point)) {
-      end = edge_end(point.child);
-    } else if (point.depth == state_.max_depth) {
-      if (!options_.read_on) {
-        break;
-      }
-      point.child = ~node(point.child).ref;
-      end = edge_end(point.child);
-    } else {
-      const Node& at = node(point.child);
-      if (at.kind == ChildTable::kNoChild) {
-        break;
-      }
-      prob = prob * (static_cast<float>(at.best_count) / static_cast<float>(at.count));
-      if (prob < options_.min_token_prob) {
-        break;
-      }
-      point.child = at.best;
-      end = edge_end(point.child);
+    if (!enter_likeliest(point, prob)) {
+      break;
     }
+    const int32_t end = edge_end(point.child);
     if (is_hopeless(score, prob, most - size, above)) {
       score = 0.0f;
       return 0;
@@ -210,27 +213,10 @@ void Drafter::write_path(Point point, int32_t budget, SuffixDraft& draft) const 
   float prob = 1.0f;
   int32_t size = 0;
   while (size < budget) {
-    int32_t end;
-    if (!is_at_node(point)) {
-      end = edge_end(point.child);
-    } else if (point.depth == state_.max_depth) {
-      if (!options_.read_on) {
-        break;
-      }
-      point.child = ~node(point.child).ref;
-      end = edge_end(point.child);
-    } else {
-      const Node& at = node(point.child);
-      if (at.kind == ChildTable::kNoChild) {
-        break;
-      }
-      prob = prob * (static_cast<float>(at.best_count) / static_cast<float>(at.count));
-      if (prob < options_.min_token_prob) {
-        break;
-      }
-      point.child = at.best;
-      end = edge_end(point.child);
+    if (!enter_likeliest(point, prob)) {
+      break;
     }
+    const int32_t end = edge_end(point.child);
     const int32_t num_tokens = std::min(budget - size, end - point.depth);
     const int32_t start = state_.ref(point.child);
     state_.text.copy(start, point.depth, draft.token_ids + size, num_tokens);
