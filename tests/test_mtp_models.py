@@ -25,6 +25,8 @@ from specops.engine.errors import ModelError
 from specops.engine.models import (
     CONVENTIONS,
     KvCache,
+    LayerBatch,
+    MtpBatch,
     MtpModules,
     StepBatch,
     Transformer,
@@ -72,6 +74,20 @@ def step_of(token_ids: list[int], begin: int) -> StepBatch:
     )
 
 
+def pass_of(text: list[int], drafts: list[int], begin: int, end: int) -> MtpBatch:
+    """One request's rows `begin` to `end` of a module; tokens behind the text are drafts."""
+    step = step_of([0] * (end - begin), begin)
+    return MtpBatch(
+        **{one.name: getattr(step, one.name) for one in dataclasses.fields(LayerBatch)},
+        row_to_request=torch.zeros(end - begin, dtype=torch.int32),
+        source_rows=torch.arange(end - begin, dtype=torch.int32),
+        slots=torch.zeros(1, dtype=torch.int32),
+        token_ids=torch.tensor([text], dtype=torch.int32),
+        lens=torch.tensor([len(text)], dtype=torch.int32),
+        draft_token_ids=torch.tensor([drafts or [-1]], dtype=torch.int32),
+    )
+
+
 def poisoned(cache: KvCache) -> KvCache:
     for tensor in [*cache.k, *cache.v]:
         tensor.fill_(float("nan"))
@@ -107,10 +123,9 @@ def text_states(
     states = []
     for index in range(modules.num_modules):
         source = previous if modules.convention.chained else target
-        shifted = token_ids[index + 1 :]
         outputs = []
-        for begin, end in pieces(len(shifted), sizes):
-            step = step_of(shifted[begin:end], begin)
+        for begin, end in pieces(len(token_ids) - index - 1, sizes):
+            step = pass_of(token_ids, [], begin, end)
             out = modules.forward(index, step, source[begin:end].clone(), cache)
             outputs.append((out.hidden.clone(), out.recycled.clone()))
         states.append(torch.cat([one for one, _ in outputs]))
@@ -124,7 +139,8 @@ def drafts(
     """Greedy drafts of the first module, each step's rows and keys appended to the cache."""
     cache = poisoned(modules.new_kv_cache(20, PAGE_SIZE))
     rows = len(prefix) - 1
-    out = modules.forward(0, step_of(prefix[1:], 0), target_states(model, prefix)[:rows], cache)
+    hidden = target_states(model, prefix)[:rows]
+    out = modules.forward(0, pass_of(prefix, [], 0, rows), hidden, cache)
     tokens: list[int] = []
     logits: list[Tensor] = []
     while True:
@@ -133,7 +149,8 @@ def drafts(
         if len(tokens) == count:
             return tokens, logits
         recycled = out.recycled[-1:]  # in the buffers that the call writes
-        out = modules.forward(0, step_of(tokens[-1:], rows + len(tokens) - 1), recycled, cache)
+        begin = rows + len(tokens) - 1
+        out = modules.forward(0, pass_of(prefix, tokens, begin, begin + 1), recycled, cache)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -28,7 +28,7 @@ from specops.engine.models.transformer import (
     Activations,
     KvCache,
     Layer,
-    StepBatch,
+    LayerBatch,
     Transformer,
 )
 
@@ -141,15 +141,20 @@ class MtpOutput(NamedTuple):
     recycled: Tensor  # what the next draft, or the next module, reads as its hidden state
 
 
-class _Inputs:
-    """The rows of the pair of embedding and hidden state, in buffers as in `Transformer`."""
+@dataclass(frozen=True, kw_only=True)
+class MtpBatch(LayerBatch):
+    """The rows of one pass of a module, and where their tokens and states are.
 
-    def __init__(self, pair: Tensor, normed: Tensor, hidden_first: bool) -> None:
-        width = normed.shape[1]
-        first, second = pair[:, :width], pair[:, width:]
-        self.pair = pair
-        self.normed = normed
-        self.embedded, self.hidden = (second, first) if hidden_first else (first, second)
+    The first two are of `batching.DraftIndices`; the others as `dense.mtp_input` takes them.
+    """
+
+    row_to_request: Tensor  # int32 [rows]
+    source_rows: Tensor  # int32 [rows]
+    slots: Tensor  # int32 [batch]
+    token_ids: Tensor  # int32 [num_slots, max_len]
+    lens: Tensor  # int32 [num_slots]
+    draft_token_ids: Tensor  # int32 [num_slots, k]
+    kept: Tensor | None = None  # [num_slots, window, hidden_size]
 
 
 class MtpModules:
@@ -177,7 +182,7 @@ class MtpModules:
         self.token_map = token_map
         self._target = target
         self._activations = ActivationBuffers(target.config, target.dtype, target.device)
-        self._pair: Tensor | None = None
+        self._pairs: Tensor | None = None
 
     @property
     def num_modules(self) -> int:
@@ -187,10 +192,10 @@ class MtpModules:
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
         self._activations.reserve(rows)
-        if self._pair is None or self._pair.shape[0] < rows:
+        if self._pairs is None or self._pairs.shape[0] < rows:
             width = 2 * self._target.config.hidden_size
             target = self._target
-            self._pair = torch.empty(rows, width, dtype=target.dtype, device=target.device)
+            self._pairs = torch.empty(rows, width, dtype=target.dtype, device=target.device)
 
     def new_kv_cache(self, num_pages: int, page_size: int) -> KvCache:
         """Allocates the paged cache of every module."""
@@ -210,15 +215,14 @@ class MtpModules:
                 sizes.append(dense.linear_workspace_size(rows, weight))
         return max(sizes)
 
-    def forward(self, index: int, batch: StepBatch, hidden: Tensor, cache: KvCache) -> MtpOutput:
+    def forward(self, index: int, batch: MtpBatch, hidden: Tensor, cache: KvCache) -> MtpOutput:
         """Runs module `index` over rows and writes their keys and values.
 
         Args:
-            index: which module, from 0.
-            batch: the rows; `token_ids` are the tokens whose embeddings they read, already
-                shifted, `positions` and `cache_slots` those of the hidden states.
-            hidden: [rows, hidden_size], the target's states after its final norm, or what this
-                module or the one before it gave as `recycled`.
+            index: which module, from 0; its row at position i reads token i + index + 1.
+            batch: the rows.
+            hidden: [source rows, hidden_size], the target's states after its final norm, or what
+                this module or the one before it gave as `recycled`.
             cache: from `new_kv_cache`.
 
         Returns:
@@ -226,27 +230,32 @@ class MtpModules:
         """
         module, convention, target = self.modules[index], self.convention, self._target
         eps = target.config.rms_norm_eps
-        rows = batch.token_ids.shape[0]
+        rows = batch.positions.shape[0]
         self.reserve(rows)
-        assert self._pair is not None
+        assert self._pairs is not None
         buffers = self._activations.first(rows)
-        inputs = _Inputs(self._pair[:rows], buffers.branch, convention.hidden_first)
-        # The hidden state first: it may be in the buffers that are written next.
-        dense.rms_norm(hidden, module.hidden_norm, eps, out=inputs.normed)
-        inputs.hidden.copy_(inputs.normed)
-        dense.embedding(batch.token_ids, target.embedding, out=buffers.residual)
-        dense.rms_norm(buffers.residual, module.embed_norm, eps, out=inputs.normed)
-        inputs.embedded.copy_(inputs.normed)
-        if convention.masks_position_0:
-            inputs.embedded.masked_fill_((batch.positions == 0)[:, None], 0)
-        dense.linear(
-            inputs.pair,
-            module.projection,
-            module.projection_bias,
-            out=buffers.residual,
-            workspace=batch.sums,
+        pairs = dense.mtp_input(
+            batch.row_to_request,
+            batch.positions,
+            batch.source_rows,
+            batch.slots,
+            batch.token_ids,
+            batch.lens,
+            batch.draft_token_ids,
+            target.embedding,
+            module.embed_norm,
+            module.hidden_norm,
+            hidden,
+            eps=eps,
+            ahead=index + 1,
+            kept=batch.kept,
+            hidden_first=convention.hidden_first,
+            mask_first_position=convention.masks_position_0,
+            out=self._pairs[:rows],
         )
-        dense.rms_norm(buffers.residual, module.layer.input_norm, eps, out=buffers.normed)
+        residual, sums = buffers.residual, batch.sums
+        dense.linear(pairs, module.projection, module.projection_bias, out=residual, workspace=sums)
+        dense.rms_norm(residual, module.layer.input_norm, eps, out=buffers.normed)
         target.run_layer(module.layer, batch, cache.k[index], cache.v[index], buffers)
         return self._finish(module, buffers)
 

@@ -47,11 +47,10 @@ class KvCache:
     v: list[Tensor]
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """What the attention ops need to know about the rows of one step."""
+@dataclass(frozen=True, kw_only=True)
+class LayerBatch:
+    """What the layers need to know about the rows that they run over."""
 
-    token_ids: Tensor  # int32 [rows]
     positions: Tensor  # int32 [rows]
     cache_slots: Tensor  # int64 [rows]
     qo_indptr: Tensor  # int32 [batch + 1]
@@ -61,6 +60,13 @@ class StepBatch:
     # Both float32, for every layer, as they run one after the other; None: allocated per layer.
     workspace: Tensor | None = None  # [workspace_size()], for attention
     sums: Tensor | None = None  # [sums_size()], for the projections
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch(LayerBatch):
+    """The rows of one step of the target."""
+
+    token_ids: Tensor  # int32 [rows]
 
 
 class Activations:
@@ -223,9 +229,14 @@ class Transformer:
         return buffers.normed
 
     def run_layer(
-        self, layer: Layer, batch: StepBatch, k_cache: Tensor, v_cache: Tensor, buffers: Activations
+        self,
+        layer: Layer,
+        batch: LayerBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        buffers: Activations,
     ) -> None:
-        """Runs one layer from `normed`, all but its last addition: `branch` is still to be added.
+        """Runs one layer from `normed`, all but its last addition: `branch` is yet to be added.
 
         Its attention is added to `residual`; the norm that follows, which adds `branch`, is the
         caller's: it belongs to what comes next.
