@@ -65,7 +65,7 @@ def test_the_request_fields_in_the_docs() -> None:
 def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
     accepted = {field.name for field in dataclasses.fields(SpeculativeConfig)}
     own = {"synthetic_acceptance_rates", "ngram_match", "max_total_draft_tokens"}
-    own |= {"adaptive_draft_length", "suffix_decoding_read_on"}
+    own |= {"adaptive_draft_length", "suffix_decoding_read_on", "draft_vocab"}
     own |= {f"suffix_decoding_max_cached_{budget}" for budget in ("tokens", "bytes")}
     assert accepted - own | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
     assert not accepted & set(REFUSED_FIELDS)
@@ -122,7 +122,18 @@ def test_method_names(name: str) -> None:
             r"_tokens must be an integer, got 2.0",
         ),
         ({"method": "ngram", "num_speculative_tokens": True}, r"must be an integer, got True"),
-        ({"method": "mtp", "num_model_steps": 2}, r"num_model_steps must be at most .* = 1, got 2"),
+        (
+            {"method": "mtp", "num_model_steps": 2},
+            r"num_model_steps must be at most num_speculative_tokens = 1 \(the default\), got 2",
+        ),
+        (
+            {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 4},
+            r"num_model_steps must be at most num_speculative_tokens = 3, got 4",
+        ),
+        (
+            {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 0},
+            r"num_model_steps must be at least 1 .* got 0",
+        ),
         ({"method": "ngram", "mtp_strategy": "with_ngram"}, r'needs method "mtp", got \'ngram\''),
         ({"method": "mtp", "mtp_strategy": "both"}, r"mtp_strategy must be one of .* got 'both'"),
         ({"verify_strategy": "top_p"}, r"verify_strategy must be one of target_match.* 'top_p'"),
@@ -158,6 +169,8 @@ def test_method_names(name: str) -> None:
         ({"suffix_decoding_min_token_prob": "x"}, r"min_token_prob must be a number, got 'x'"),
         ({"model": ""}, r"model must be a path or null, got ''"),
         ({"model": 1}, r"model must be a path or null, got 1"),
+        ({"draft_vocab": ""}, r"draft_vocab must be a path or null, got ''"),
+        ({"method": "mtp", "draft_vocab": 1}, r"draft_vocab must be a path or null, got 1"),
     ],
 )
 def test_invalid_values(values: dict[str, Any], message: str) -> None:
@@ -187,6 +200,44 @@ def test_unknown_and_refused_keys(key: Any, message: str) -> None:
         SpeculativeConfig.from_dict({"method": "ngram", key: 2})
     with pytest.raises(ValueError, match=message):
         RequestSpeculativeConfig.from_dict({key: 2})
+
+
+@pytest.mark.parametrize(
+    "text,expected",
+    [
+        (
+            '{"method": "mtp", "num_speculative_tokens": 1, "model": "/path/to/mtp"}',
+            {"method": "mtp", "num_speculative_tokens": 1, "num_model_steps": 1},
+        ),
+        (
+            '{"method": "mtp", "verify_strategy": "greedy", "num_speculative_tokens": 1, '
+            '"model": "/path/to/mtp"}',
+            {"method": "mtp", "verify_strategy": "greedy", "model": "/path/to/mtp"},
+        ),
+        (
+            '{"method": "mtp", "accept_policy": "accept_all", "num_speculative_tokens": 1}',
+            {"method": "mtp", "accept_policy": "accept_all"},
+        ),
+        (
+            '{"method": "mtp", "num_model_steps": 2, "mtp_strategy": "with_ngram", '
+            '"num_speculative_tokens": 5, "model": "/path/to/mtp"}',
+            {"mtp_strategy": "with_ngram", "num_model_steps": 2, "num_speculative_tokens": 5},
+        ),
+        (
+            '{"method": "ngram_match", "num_speculative_tokens": 5, "max_ngram_size": 5}',
+            {"method": "ngram", "num_speculative_tokens": 5},
+        ),
+        (
+            '{"method": "mtp", "num_speculative_tokens": 4, "suffix_decoding_max_tree_depth": 64, '
+            '"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 1.0, '
+            '"suffix_decoding_min_token_prob": 0.1}',
+            {"method": "mtp", "suffix_decoding_max_cached_requests": 10000},
+        ),
+    ],
+)
+def test_what_fastdeploys_documents_show(text: str, expected: dict[str, Any]) -> None:
+    config = SpeculativeConfig.from_json(text)
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_json() -> None:
@@ -245,10 +296,33 @@ def test_a_request_of_a_server_without_speculation() -> None:
 
 
 def test_a_request_leaves_a_hybrid() -> None:
-    server = make(method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=4)
+    server = make(
+        method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=4, num_model_steps=2
+    )
     config = server.override({"method": "ngram"})
     assert (config.mtp_strategy, config.num_speculative_tokens) == ("default", 4)
     assert server.override({"num_speculative_tokens": 2}).num_model_steps == 1
+    config = server.override({"mtp_strategy": "default"})
+    assert (config.method, config.num_speculative_tokens, config.num_model_steps) == ("mtp", 4, 4)
+    for same in ({"method": "mtp"}, {"mtp_strategy": "with_ngram"}, {"mtp_strategy": None}):
+        assert server.override(same) == server
+    config = server.override({"mtp_strategy": "with_suffix", "num_model_steps": 3})
+    assert (config.mtp_strategy, config.num_model_steps) == ("with_suffix", 3)
+
+
+def test_a_request_chooses_a_hybrid() -> None:
+    server = make(method="ngram", num_speculative_tokens=5, model="/mtp", draft_vocab="/d2t")
+    config = server.override({"method": "mtp", "mtp_strategy": "with_suffix"})
+    assert (config.mtp_strategy, config.num_speculative_tokens) == ("with_suffix", 5)
+    assert (config.num_model_steps, config.model, config.draft_vocab) == (1, "/mtp", "/d2t")
+    with pytest.raises(ValueError, match=r"needs method .mtp., got 'ngram'"):
+        server.override({"mtp_strategy": "with_ngram"})
+    with pytest.raises(ValueError, match=r"mtp_strategy must be one of .* got 'both'"):
+        server.override({"method": "mtp", "mtp_strategy": "both"})
+    with pytest.raises(ValueError, match=r"mtp_strategy must be one of .* got \['default'\]"):
+        server.override({"method": "mtp", "mtp_strategy": ["default"]})
+    with pytest.raises(ValueError, match=r"num_model_steps must be at most .* = 5, got 6"):
+        server.override({"method": "mtp", "num_model_steps": 6})
 
 
 @pytest.mark.parametrize(
@@ -280,6 +354,8 @@ def test_what_this_version_runs(method: str) -> None:
     else:
         with pytest.raises(ValueError, match=f'method "{method}" cannot run .* naive, ngram$'):
             config.require_runnable(("naive", "ngram"))
+        with pytest.raises(ValueError, match=f'"{method}" .* which has naive: not installed$'):
+            config.require_runnable(("naive",), missing={method: "not installed"})
 
 
 def test_strategies_an_engine_does_not_run() -> None:

@@ -137,13 +137,17 @@ class EngineConfig:
                     )
 
     def speculative_for(
-        self, override: Mapping[str, object] | None, methods: Collection[str]
+        self,
+        override: Mapping[str, object] | None,
+        methods: Collection[str],
+        missing: Mapping[str, str] | None = None,
     ) -> SpeculativeConfig:
         """Returns what a request with this `speculative_config` of its own runs with.
 
         Args:
             override: the request's own choices; None for the engine's configuration.
             methods: the methods the engine can run.
+            missing: why it cannot run others, by method, in words for whoever sent the request.
 
         Raises:
             ValueError: the object has a key a request may not set, a value is invalid, or the
@@ -154,7 +158,7 @@ class EngineConfig:
             chosen = chosen.override(
                 override, max_num_speculative_tokens=self.max_num_batched_tokens - 1
             )
-        chosen.require_runnable(methods)
+        chosen.require_runnable(methods, missing=missing)
         return chosen
 
     @property

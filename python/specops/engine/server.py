@@ -181,7 +181,8 @@ class _Server:
     def model_card(self) -> dict[str, Any]:
         """The model as /v1/models lists it, with what a client may choose."""
         speculative = asdict(self._engine.config.speculative_config)
-        del speculative["model"]  # a path of the server's
+        for path in ("model", "draft_vocab"):
+            del speculative[path]
         return {
             "id": self.model_name,
             "object": "model",

@@ -107,6 +107,7 @@ class RequestSpeculativeConfig:
         method: drafting method; "naive" turns speculation off for this request.
         num_speculative_tokens: drafts per step.
         num_model_steps: forward passes of the drafter per step.
+        mtp_strategy: what continues the tokens of MTP modules.
         verify_strategy: how drafts are verified.
         accept_policy: all but "normal" are for measuring.
         synthetic_acceptance_rates: of accept_policy "synthetic".
@@ -119,6 +120,7 @@ class RequestSpeculativeConfig:
     method: str | None = None
     num_speculative_tokens: int | None = None
     num_model_steps: int | None = None
+    mtp_strategy: str | None = None
     verify_strategy: str | None = None
     accept_policy: str | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
@@ -158,10 +160,10 @@ class SpeculativeConfig:
             case. Which of them an engine can run is another question: `require_runnable`.
         num_speculative_tokens: drafts per step, k. None gives 1, and 0 for naive, which takes no
             other value. There is no upper limit.
-        num_model_steps: forward passes of a drafting model per step, at most k. None gives k,
-            and 1 when mtp_strategy is a hybrid.
-        mtp_strategy: what continues the drafting model's tokens: "default" (itself),
-            "with_ngram" or "with_suffix".
+        num_model_steps: drafts of the MTP modules per step, at most k. None gives k, and 1 when
+            mtp_strategy is a hybrid.
+        mtp_strategy: what drafts the rest of the k: "default" (nothing: the modules draft all
+            of them, unless num_model_steps is less), "with_ngram" or "with_suffix".
         verify_strategy: "target_match", "greedy", "rejection", "block" or "topp";
             docs/exactness.md says what each promises.
         accept_policy: "normal"; for measuring, "accept_all", "reject_all" and "synthetic". The
@@ -184,7 +186,10 @@ class SpeculativeConfig:
         suffix_decoding_max_cached_bytes: memory of the shared tree; 0 for no tree, -1 for no limit.
         suffix_decoding_read_on: past the longest context, or where only one text is left, drafts
             read on in the youngest text that matches.
-        model: path of the drafting model's weights. None takes them from the target's checkpoint.
+        model: directory of the MTP modules. None takes them from the target's checkpoint. Like
+            draft_vocab it may be there with any method, for requests that choose "mtp".
+        draft_vocab: safetensors file with the tensor d2t, the tokens that the MTP modules may
+            draft. None lets them draft all.
         adaptive_draft_length: num_speculative_tokens is the most; how many of them are verified,
             and whether the drafter runs, follows from what steps cost and drafts gain. Only where
             that cannot change a token: with verify_strategy "target_match" or "greedy", and
@@ -213,6 +218,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_bytes: int = -1
     suffix_decoding_read_on: bool = True
     model: str | None = None
+    draft_vocab: str | None = None
     adaptive_draft_length: bool = False
 
     def __post_init__(self) -> None:
@@ -252,8 +258,10 @@ class SpeculativeConfig:
                 f"suffix_decoding_read_on must be true or false, got "
                 f"{self.suffix_decoding_read_on!r}"
             )
-        if self.model is not None and not (isinstance(self.model, str) and self.model):
-            raise ValueError(f"model must be a path or null, got {self.model!r}")
+        for name in ("model", "draft_vocab"):
+            path = getattr(self, name)
+            if path is not None and not (isinstance(path, str) and path):
+                raise ValueError(f"{name} must be a path or null, got {path!r}")
         if not isinstance(self.adaptive_draft_length, bool):
             raise ValueError(
                 f"adaptive_draft_length must be true or false, got {self.adaptive_draft_length!r}"
@@ -271,7 +279,8 @@ class SpeculativeConfig:
                     )
             tokens = steps = 0
         else:
-            if tokens is None:
+            is_default = tokens is None
+            if is_default:
                 tokens = 1
             _integer("num_speculative_tokens", tokens, 1)
             if steps is None:
@@ -280,7 +289,7 @@ class SpeculativeConfig:
             if steps > tokens:
                 raise ValueError(
                     "num_model_steps must be at most num_speculative_tokens = "
-                    f"{tokens}, got {steps}"
+                    f"{tokens}{' (the default)' if is_default else ''}, got {steps}"
                 )
         object.__setattr__(self, "num_speculative_tokens", tokens)
         object.__setattr__(self, "num_model_steps", steps)
@@ -349,9 +358,9 @@ class SpeculativeConfig:
     ) -> "SpeculativeConfig":
         """Returns this configuration with a request's own choices put in.
 
-        A request that changes the method or the number of drafts without saying more gets the
-        lengths that follow from it: 0 drafts for "naive", otherwise the server's number (1 where
-        the server has none), and the default number of model steps.
+        A request that changes the method, the number of drafts or mtp_strategy without saying
+        more gets the lengths that follow from it: 0 drafts for "naive", otherwise the server's
+        number (1 where the server has none), and the default number of model steps.
 
         Args:
             request: the request's choices, or the object it sent.
@@ -378,7 +387,8 @@ class SpeculativeConfig:
                 )
         if asked.get("accept_policy", "synthetic") != "synthetic":
             asked.setdefault("synthetic_acceptance_rates", None)
-        if "num_speculative_tokens" in asked:
+        strategy = asked.get("mtp_strategy", self.mtp_strategy)
+        if "num_speculative_tokens" in asked or strategy != self.mtp_strategy:
             asked.setdefault("num_model_steps", None)
         config = replace(self, **asked)
         limit = max_num_speculative_tokens
@@ -393,20 +403,24 @@ class SpeculativeConfig:
         self,
         available: Collection[str],
         strategies: Collection[str] = VERIFY_STRATEGIES,
+        *,
+        missing: Mapping[str, str] | None = None,
     ) -> None:
         """Refuses a valid configuration that this engine cannot carry out.
 
         Args:
             available: the methods it can run.
             strategies: the verification strategies it can run.
+            missing: why it lacks others, by method.
 
         Raises:
             ValueError: the method or the strategy is not among them.
         """
         if self.method not in available:
+            reason = (missing or {}).get(self.method)
             raise ValueError(
                 f'method "{self.method}" cannot run in this engine, which has '
-                f"{', '.join(available)}"
+                f"{', '.join(available)}{f': {reason}' if reason else ''}"
             )
         if self.verify_strategy not in strategies:
             raise ValueError(
