@@ -62,7 +62,13 @@ class _Request:
 class FakeEngine:
     """Has the surface of `specops.engine.Engine` that the server uses."""
 
-    def __init__(self, config: EngineConfig | None = None, *, step_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        step_seconds: float = 0.0,
+        methods: tuple[str, ...] = ("naive", "ngram"),
+    ) -> None:
         self.config = config or EngineConfig(
             speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=3),
             served_model_name="fake",
@@ -75,7 +81,7 @@ class FakeEngine:
         self.model_name = self.config.model_name
         self.max_model_len = self.config.max_model_len or 256
         self.vocab_size = 257
-        self.runnable_methods = ("naive", "ngram")
+        self.runnable_methods = methods
         self.stats = EngineStats()
         self.suffix_cache = SimpleNamespace(num_cached_requests=0, num_cached_tokens=0, num_bytes=0)
         self.has_unsaved_suffixes = False

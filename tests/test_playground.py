@@ -17,6 +17,7 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "playwright"
 from fake_engine import FakeEngine
 from playwright.sync_api import Page, expect, sync_playwright
 from serving import Served, serving
+from specops.engine import EngineConfig, SpeculativeConfig
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PAGE = Path(__file__).parents[1] / "python/specops/engine/playground/index.html"
@@ -104,6 +105,60 @@ def test_compares_methods(page: Page) -> None:
     assert [row.split("\t")[0] for row in rows.all_inner_texts()] == ["naive", "ngram"]
     assert rows.nth(0).inner_text().split("\t")[2:5] == ["1.00", "0", "0"]
     expect(rows.nth(1).locator("td").last).to_have_text("identical")
+
+
+@needs_chromium
+def test_mtp_and_what_continues_it(browser: Any) -> None:
+    config = EngineConfig(
+        served_model_name="fake",
+        max_model_len=256,
+        speculative_config=SpeculativeConfig(
+            method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=5, num_model_steps=2
+        ),
+    )
+    with serving(FakeEngine(config, methods=("naive", "suffix", "mtp"))) as served:
+        page = browser.new_page()
+        sent: list[Any] = []
+        page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+        page.goto(served.url)
+        expect(page.locator("#model")).to_contain_text("fake")
+        assert page.locator("#method option").all_inner_texts() == [
+            "naive", "suffix", "mtp", "mtp + ngram", "mtp + suffix",
+        ]  # fmt: skip
+        assert page.locator("#method").input_value() == "mtp + ngram", "the server's own"
+        assert (page.locator("#k").input_value(), page.locator("#steps").input_value()) == ("5", "2")
+        fill(page, prompt="abc", tokens="9")
+        own = {"method": "mtp", "num_speculative_tokens": 5}
+        for choice, steps, expected in (
+            ("mtp + ngram", "2", own | {"mtp_strategy": "with_ngram", "num_model_steps": 2}),
+            ("mtp + suffix", "", own | {"mtp_strategy": "with_suffix", "num_model_steps": None}),
+            ("mtp", "4", own | {"mtp_strategy": "default", "num_model_steps": 4}),
+        ):
+            page.locator("#method").select_option(choice)
+            assert page.locator("#steps").get_attribute("placeholder") == (
+                "all" if choice == "mtp" else "1"
+            )
+            fill(page, steps=steps)
+            page.locator("#run").click()
+            done(page)
+            assert sent[-1]["speculative_config"] == expected
+        fill(page, steps="6")
+        page.locator("#run").click()
+        done(page, "failed")
+        expect(page.locator("#error")).to_have_text(
+            "num_model_steps must be at most num_speculative_tokens = 5, got 6"
+        )
+        fill(page, steps="")
+        page.locator("#compare").click()
+        done(page)
+        rows = page.locator("#runs tbody tr").all_inner_texts()
+        assert [row.split("\t")[0] for row in rows] == [
+            "naive", "suffix", "mtp", "mtp + ngram", "mtp + suffix",
+        ]  # fmt: skip
+        for method in ("naive", "suffix"):
+            page.locator("#method").select_option(method)
+            assert page.locator("#steps").is_hidden()
+        page.close()
 
 
 @needs_chromium
