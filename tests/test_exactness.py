@@ -81,6 +81,20 @@ def test_a_logprob_that_differs_in_its_last_bit_is_found(
         assert int(row["differences"]) > 0
 
 
+def test_a_configuration_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompts", "2", "--max-tokens", "8", "--temperature", "0"]
+
+    def compared(config: str, *more: str) -> list[tuple[str, str]]:
+        assert main([*COMMAND, *options, "--speculative-config", config, *more]) == 0
+        return [(row["method"], row["k"]) for row in table(capsys.readouterr().out)]
+
+    own = '{"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_max_tree_depth": 9}'
+    assert compared(own) == [("suffix", "7")]
+    assert compared(own, "--num-speculative-tokens", "2") == [("suffix", "2")]
+    assert compared(own, "--method", "ngram") == [("ngram", "7")]
+    assert ("ngram", "4") in compared('{"max_ngram_size": 3}')
+
+
 def test_prompts_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = tmp_path / "lines.txt"
     lines.write_text("a b c a b c a b\n\nx = 1\n")
@@ -111,6 +125,8 @@ def test_little_evidence_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--model", "/nowhere"], "no such directory"),
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
         (["--method", "mtp", "--max-tokens", "1"], 'method "mtp" cannot run'),
+        (["--method", "ngram+suffix"], "--method must be of ngram, suffix, mtp, mtp+ngram"),
+        (["--speculative-config", "{"], "speculative_config is not valid JSON"),
     ],
 )
 def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,10 @@ import argparse
 import json
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
@@ -44,6 +45,9 @@ PROMPTS = (
     "x = [i * i for i in range(10)]\ny = [i + 1 for i in x]\nz = [i - 1 for i in y]\n",
 )
 _SHOWN = 40  # characters of a prompt
+
+# What is compared unless something is chosen, as far as the model runs it.
+METHODS = ("ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix")
 
 
 @dataclass
@@ -117,10 +121,20 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--method",
         nargs="+",
-        default=["ngram", "suffix"],
-        help="methods to compare (default: ngram suffix)",
+        help=f"methods to compare: {', '.join(METHODS)} (default: all that the model runs)",
     )
-    add("--num-speculative-tokens", type=int, default=4, metavar="K", help="(default: 4)")
+    add("--num-speculative-tokens", type=int, metavar="K", help="(default: 4)")
+    add(
+        "--num-model-steps",
+        type=int,
+        metavar="N",
+        help="drafts of MTP modules (default: all, and 1 where something else continues them)",
+    )
+    add(
+        "--speculative-config",
+        metavar="JSON",
+        help="the server's: it is compared as it is; with --method, what the methods leave open",
+    )
     add("--prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
     add(
         "--prompt-file",
@@ -152,6 +166,9 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
         if not 1 <= args.prompts <= len(prompts):
             raise ValueError(f"--prompts must be 1 to {len(prompts)}, got {args.prompts}")
         prompts = prompts[: args.prompts]
+    config = SpeculativeConfig()
+    if args.speculative_config is not None:
+        config = SpeculativeConfig.from_json(args.speculative_config)
     engine = Engine(
         EngineConfig(
             model=args.model,
@@ -159,11 +176,14 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
             dtype=args.dtype,
             max_num_seqs=args.max_num_seqs,
             num_threads=args.num_threads,
-            speculative_config=SpeculativeConfig(),
+            speculative_config=config,
             # A prompt's second computation must not find the first one's.
             enable_prefix_caching=False,
         )
     )
+    compared = _to_compare(args, config, engine.runnable_methods)
+    for _, own in compared:
+        engine.config.speculative_for(own, engine.runnable_methods)  # before anything is computed
     print(
         f"{engine.model_name} on {engine.device}: {len(prompts)} prompts, up to {args.max_tokens} "
         "tokens each"
@@ -182,21 +202,50 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
             for index in range(len(prompts))
         ]
         plain = [
-            engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)
+            engine.generate([prompt], one, speculative_config={"method": "naive"})[0]
+            for prompt, one in zip(prompts, params, strict=True)
         ]
-        for method in args.method:
-            own = {
-                "method": method,
-                "num_speculative_tokens": args.num_speculative_tokens,
-                "adaptive_draft_length": False,  # where drafts gain nothing, they are compared too
-            }
+        for method, own in compared:
             drafted = engine.generate(prompts, params, speculative_config=own)
-            comparison = Comparison(method, args.num_speculative_tokens, temperature)
+            k = config.override(own).num_speculative_tokens
+            comparison = Comparison(method, k, temperature)
             print(f"\n{method}, temperature {temperature:g}")
             for prompt, left, right in zip(prompts, plain, drafted, strict=True):
                 _compare(engine, comparison, prompt, left, right)
             comparisons.append(comparison)
     return comparisons
+
+
+def _to_compare(
+    args: argparse.Namespace, config: SpeculativeConfig, runnable: Collection[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Names, and the speculative_config of the requests that have them."""
+    fixed = {"adaptive_draft_length": False}  # where drafts gain nothing, they are compared too
+    lengths = {
+        name: getattr(args, name)
+        for name in ("num_speculative_tokens", "num_model_steps")
+        if getattr(args, name) is not None
+    }
+    if args.method is None and config.method != "naive":
+        suffix = config.mtp_strategy.removeprefix("with_").replace("default", "")
+        name = f"{config.method}+{suffix}" if suffix else config.method
+        return [(name, fixed | lengths)]
+    if config.method == "naive":
+        lengths.setdefault("num_speculative_tokens", 4)
+    steps = lengths.pop("num_model_steps", None)
+    compared = []
+    for method in args.method or METHODS:
+        first, _, second = method.partition("+")
+        if args.method is None and first not in runnable:
+            continue
+        own: dict[str, Any] = {"method": first, **lengths, **fixed}
+        if first == "mtp":
+            own |= {"mtp_strategy": f"with_{second}" if second else "default"}
+            own |= {"num_model_steps": steps}
+        elif second:
+            raise ValueError(f"--method must be of {', '.join(METHODS)}, got {method}")
+        compared.append((method, own))
+    return compared
 
 
 def _compare(
