@@ -232,6 +232,9 @@ class FakeEngine:
                 per_pos.extend([0] * (drafts - len(per_pos)))
                 for position in range(len(tokens) - 1):
                     per_pos[position] += 1
+                per_length = stats.num_drafts_per_length
+                per_length.extend([0] * (drafts + 1 - len(per_length)))
+                per_length[drafts] += 1
         self.stats.generation_tokens += len(tokens)
         text = request.stream.take()
         if request.reason is not None:

@@ -119,14 +119,19 @@ def test_mtp_and_what_continues_it(browser: Any) -> None:
     with serving(FakeEngine(config, methods=("naive", "suffix", "mtp"))) as served:
         page = browser.new_page()
         sent: list[Any] = []
-        page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+        page.on(
+            "request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data))
+        )
         page.goto(served.url)
         expect(page.locator("#model")).to_contain_text("fake")
         assert page.locator("#method option").all_inner_texts() == [
             "naive", "suffix", "mtp", "mtp + ngram", "mtp + suffix",
         ]  # fmt: skip
         assert page.locator("#method").input_value() == "mtp + ngram", "the server's own"
-        assert (page.locator("#k").input_value(), page.locator("#steps").input_value()) == ("5", "2")
+        assert (page.locator("#k").input_value(), page.locator("#steps").input_value()) == (
+            "5",
+            "2",
+        )
         fill(page, prompt="abc", tokens="9")
         own = {"method": "mtp", "num_speculative_tokens": 5}
         for choice, steps, expected in (

@@ -738,6 +738,12 @@ def test_metrics() -> None:
         assert after["specops:request_success_total"]["length"] == 3
         per_pos = after["specops:spec_decode_num_accepted_tokens_per_pos_total"]
         assert per_pos == {"0": 9, "1": 6, "2": 6}
+        assert post(served, "completions", body | SHORT).status_code == 200
+        per_pos = counters(served)["specops:spec_decode_num_draft_tokens_per_pos_total"]
+        assert per_pos == {"0": 14, "1": 9, "2": 9}, "five steps more, of one draft each"
+
+
+SHORT = {"max_tokens": 10, "speculative_config": {"num_speculative_tokens": 1}}
 
 
 def mixed_body(draw: random.Random, prompt: Any) -> dict[str, Any]:

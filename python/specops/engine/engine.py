@@ -452,6 +452,9 @@ class Engine:
                 per_pos.extend([0] * (num_drafts - len(per_pos)))
                 for position in range(num_accepted):
                     per_pos[position] += 1
+                per_length = stats.num_drafts_per_length
+                per_length.extend([0] * (num_drafts + 1 - len(per_length)))
+                per_length[num_drafts] += 1
 
     def _learn(self, plan: Sequence[Scheduled], emitted: Sequence[Emitted], begun: float) -> None:
         """Lets the draft lengths know what came of a step."""

@@ -180,14 +180,22 @@ class _EngineCollector(Collector):
             counter.add_metric([engine.model_name], count)
             yield counter
         yield self._draft_lengths()
-        per_pos = CounterMetricFamily(
-            "specops:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted at each position of a draft",
-            labels=(*_LABELS, "position"),
-        )
-        for position, count in enumerate(list(speculative.num_accepted_tokens_per_pos)):
-            per_pos.add_metric([engine.model_name, str(position)], count)
-        yield per_pos
+        for name, text, counts in (
+            (
+                "spec_decode_num_draft_tokens_per_pos",
+                "Draft tokens at each position of a draft",
+                speculative.num_draft_tokens_per_pos(),
+            ),
+            (
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Draft tokens accepted at each position of a draft",
+                list(speculative.num_accepted_tokens_per_pos),
+            ),
+        ):
+            per_pos = CounterMetricFamily(f"specops:{name}", text, labels=(*_LABELS, "position"))
+            for position, count in enumerate(counts):
+                per_pos.add_metric([engine.model_name, str(position)], count)
+            yield per_pos
 
     def _draft_lengths(self) -> Metric:
         """How many drafts were verified, over the steps of choices with adaptive lengths."""

@@ -26,6 +26,14 @@ class SpeculativeStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_drafts_per_length: list[int] = field(default_factory=list)  # by the drafts of the step
+
+    def num_draft_tokens_per_pos(self) -> list[int]:
+        """How often there was a draft at each position."""
+        counts = list(self.num_drafts_per_length[1:])
+        for position in range(len(counts) - 2, -1, -1):
+            counts[position] += counts[position + 1]
+        return counts
 
 
 @dataclass(frozen=True)

@@ -507,8 +507,9 @@ def add_stats(completions: Sequence[Completion]) -> SpeculativeStats:
         total.num_drafts += stats.num_drafts
         total.num_draft_tokens += stats.num_draft_tokens
         total.num_accepted_tokens += stats.num_accepted_tokens
-        per_pos = total.num_accepted_tokens_per_pos
-        per_pos.extend([0] * (len(stats.num_accepted_tokens_per_pos) - len(per_pos)))
-        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
-            per_pos[position] += count
+        for name in ("num_accepted_tokens_per_pos", "num_drafts_per_length"):
+            counts, sums = getattr(stats, name), getattr(total, name)
+            sums.extend([0] * (len(counts) - len(sums)))
+            for index, count in enumerate(counts):
+                sums[index] += count
     return total
