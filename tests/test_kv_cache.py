@@ -1,8 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page pool: sharing, eviction, and that no page is ever lost."""
+"""The page pool: sharing, eviction, and that no page is ever lost or taken for another."""
 
 import random
+from dataclasses import dataclass, field
 
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from specops.engine.kv_cache import PagePool
 
 
@@ -10,15 +22,27 @@ def make(num_pages: int = 8, *, caching: bool = True) -> PagePool:
     return PagePool(num_pages, 4, enable_prefix_caching=caching)
 
 
-def fill(pool: PagePool, tokens: list[int]) -> list[int]:
-    pages = pool.match_prefix(tokens, len(tokens))
-    rest = pool.allocate(len(tokens) // 4 - len(pages))
+def fill(pool: PagePool, tokens: list[int], lookahead: int = 0) -> list[int]:
+    """Holds pages for all tokens but the last `lookahead`, found or new."""
+    pages = pool.match_prefix(tokens, len(tokens), lookahead)
+    rest = pool.allocate((len(tokens) - lookahead) // 4 - len(pages))
     assert rest is not None
-    pages += rest
-    for index in range(len(pages)):
-        parent = pages[index - 1] if index else None
-        pages[index] = pool.register(pages[index], parent, tokens[index * 4 : index * 4 + 4])
+    for index in range(len(pages), len(pages) + len(rest)):
+        pages.append(rest.pop(0))
+        register(pool, pages, index, tokens, lookahead)
     return pages
+
+
+def register(
+    pool: PagePool, pages: list[int], index: int, tokens: list[int], lookahead: int
+) -> None:
+    begin, end = index * 4, index * 4 + 4
+    pages[index] = pool.register(
+        pages[index],
+        pages[index - 1] if index else None,
+        tokens[begin:end],
+        tokens[end : end + lookahead] if lookahead else None,
+    )
 
 
 def test_pages_come_in_ascending_order_and_all_or_nothing() -> None:
@@ -50,8 +74,7 @@ def test_equal_pages_computed_twice_become_one() -> None:
     assert first is not None and second is not None
     for pages in (first, second):
         for index in range(2):
-            parent = pages[index - 1] if index else None
-            pages[index] = pool.register(pages[index], parent, tokens[index * 4 : index * 4 + 4])
+            register(pool, pages, index, tokens, 0)
     assert second == first
     assert pool.num_available == 6
     pool.release(first)
@@ -106,12 +129,256 @@ def test_random_traffic_loses_no_page() -> None:
                 continue
             pages = hits + rest
             for index in range(len(hits), len(pages)):
-                parent = pages[index - 1] if index else None
-                page_tokens = tokens[index * 4 : index * 4 + 4]
-                pages[index] = pool.register(pages[index], parent, page_tokens)
+                register(pool, pages, index, tokens, 0)
             held.append(pages)
         pool.check_integrity()
     for pages in held:
         pool.release(pages)
     assert pool.num_available == 16
     pool.check_integrity()
+
+
+# ---- pages with draft KV ----
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+def test_a_draft_page_is_found_by_what_follows_it(lookahead: int) -> None:
+    shared = list(range(8))
+    ends = [[*shared, *range(50, 50 + lookahead)], [*shared, *range(60, 60 + lookahead)]]
+    for one, other in (ends, ends[::-1]):
+        pool = make()
+        first = fill(pool, one, lookahead)
+        assert len(first) == 2
+        # The first page is followed by the second in both; the second by tokens of its own.
+        second = fill(pool, other, lookahead)
+        assert second[0] == first[0] and second[1] != first[1]
+        assert fill(pool, one, lookahead) == first and fill(pool, other, lookahead) == second
+        # Just one of the tokens behind it differs, or is not known yet.
+        almost = [*one[:-1], 99]
+        assert pool.match_prefix(almost, 8, lookahead) == first[:1]
+        assert pool.match_prefix(one[:-1], 8, lookahead) == first[:1]
+        pool.check_integrity()
+
+
+def test_a_request_without_draft_kv_takes_any_page_and_one_with_it_only_its_own() -> None:
+    tokens = [*range(8), 50]
+    pool = make()
+    plain = fill(pool, tokens)
+    assert pool.match_prefix(tokens, 8, 1) == []
+    drafted = fill(pool, tokens, 1)
+    assert not set(plain) & set(drafted)
+    # From now on that page stands for both, and the other falls out of use.
+    assert pool.match_prefix(tokens, 8) == drafted
+    assert pool.match_prefix([*tokens[:8], 60], 8) == drafted
+    assert pool.match_prefix(tokens, 8, 1) == drafted
+    pool.check_integrity()
+
+
+def test_swaps_go_to_pages_that_have_all_that_is_needed() -> None:
+    pool = make()
+    tokens = [*range(4), 50]
+    pages = pool.allocate(5)
+    assert pages is not None
+    plain, drafted, other, second_plain, again = ([page] for page in pages)
+    register(pool, plain, 0, tokens, 0)
+    register(pool, drafted, 0, tokens, 1)
+    register(pool, other, 0, [*range(4), 60], 1)
+    assert [plain, drafted, other] == [[0], [1], [2]]  # none equals what was there before it
+    register(pool, second_plain, 0, tokens, 0)
+    assert second_plain == other  # any will do
+    register(pool, again, 0, tokens, 1)
+    assert again == drafted
+    assert pool.num_available == 5
+    pool.check_integrity()
+
+
+def test_a_prefix_is_known_as_long_as_it_has_a_page() -> None:
+    pool = make(4)
+    tokens = [*range(4), 50, 51, 52, 53]
+    pool.release(fill(pool, tokens[:4]))
+    drafted = fill(pool, tokens[:5], 1)
+    pool.release(drafted)
+    taken = pool.allocate(3)  # the two free ones, and the oldest of the cached
+    assert taken is not None and not set(taken) & set(drafted)
+    pool.check_integrity()
+    assert pool.match_prefix(tokens, 4) == drafted
+    # What is registered behind one page is found behind any of the same prefix.
+    pool.release(taken)
+    behind = fill(pool, tokens)
+    other = fill(pool, [*range(4), 60], 1)
+    assert other != drafted
+    assert pool.match_prefix(tokens, 8) == [*other, behind[1]]
+    pool.check_integrity()
+
+
+@dataclass
+class SlowPool:
+    """What the pool should do, by looking through everything."""
+
+    num_pages: int
+    page_size: int
+    refs: dict[int, int] = field(default_factory=dict)  # of held pages
+    cached: list[int] = field(default_factory=list)
+    # By page, oldest first: all tokens up to its end, and those behind it, if it has draft KV.
+    known: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = field(default_factory=dict)
+
+    def find(self, tokens: tuple[int, ...], following: tuple[int, ...] | None) -> int | None:
+        fitting = [
+            page
+            for page, content in self.known.items()
+            if content[0] == tokens and (following is None or content[1] == following)
+        ]
+        return fitting[-1] if fitting else None
+
+    def hold(self, page: int) -> None:
+        if page in self.cached:
+            self.cached.remove(page)
+        self.refs[page] = self.refs.get(page, 0) + 1
+
+    def match(self, tokens: tuple[int, ...], max_tokens: int, lookahead: int) -> list[int]:
+        pages: list[int] = []
+        for end in range(self.page_size, max_tokens + 1, self.page_size):
+            page = self.find(tokens[:end], tokens[end : end + lookahead] if lookahead else None)
+            if page is None:
+                break
+            self.hold(page)
+            pages.append(page)
+        return pages
+
+    def allocate(self, count: int) -> list[int] | None:
+        if count > self.num_pages - len(self.refs):
+            return None
+        pages = []
+        for _ in range(count):
+            free = sorted(set(range(self.num_pages)) - set(self.refs) - set(self.cached))
+            page = free[0] if free else self.cached.pop(0)
+            self.known.pop(page, None)
+            self.refs[page] = 1
+            pages.append(page)
+        return pages
+
+    def register(
+        self, page: int, tokens: tuple[int, ...], following: tuple[int, ...] | None
+    ) -> int:
+        known = self.find(tokens, following)
+        if known is None:
+            self.known[page] = tokens, following
+            return page
+        self.hold(known)
+        self.release([page])
+        return known
+
+    def release(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            self.refs[page] -= 1
+            if self.refs[page] == 0:
+                del self.refs[page]
+                if page in self.known:
+                    self.cached.append(page)
+
+
+@dataclass
+class Holder:
+    """A request: its tokens, how many behind a page it looks at, and its pages, all registered."""
+
+    tokens: tuple[int, ...]
+    lookahead: int
+    pages: list[int]
+
+
+class Sharing(RuleBasedStateMachine):
+    """Requests of both kinds that come, write on and go, and what their pages hold."""
+
+    @initialize(
+        lookahead=st.integers(1, 3), page_size=st.integers(1, 3), num_pages=st.integers(1, 14)
+    )
+    def create(self, lookahead: int, page_size: int, num_pages: int) -> None:
+        self.lookahead, self.page_size = lookahead, page_size
+        self.pool = PagePool(num_pages, page_size, enable_prefix_caching=True)
+        self.slow = SlowPool(num_pages, page_size)
+        self.holders: list[Holder] = []
+        # What the pages really hold: written by whom computes them.
+        self.content: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
+
+    @rule(data=st.data(), drafts=st.booleans())
+    def come(self, data: st.DataObject, drafts: bool) -> None:
+        tokens = self.some_tokens(data)
+        lookahead = self.lookahead if drafts else 0
+        pages = self.pool.match_prefix(tokens, len(tokens), lookahead)
+        assert pages == self.slow.match(tokens, len(tokens), lookahead)
+        self.holders.append(Holder(tokens, lookahead, pages))
+        self.compute(self.holders[-1])
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def write_on(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        holder.tokens += tuple(data.draw(st.lists(st.integers(0, 1), max_size=4)))
+        self.compute(holder)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        self.pool.release(holder.pages)
+        self.slow.release(holder.pages)
+
+    def some_tokens(self, data: st.DataObject) -> tuple[int, ...]:
+        """New ones, or some that begin as those of another."""
+        new = tuple(data.draw(st.lists(st.integers(0, 1), max_size=8)))
+        if not self.holders or data.draw(st.booleans()):
+            return new
+        other = data.draw(st.sampled_from(self.holders)).tokens
+        return other[: data.draw(st.integers(0, len(other)))] + new[:2]
+
+    def compute(self, holder: Holder) -> None:
+        """Gives a holder all the pages that its tokens complete, or none."""
+        complete = max(len(holder.tokens) - holder.lookahead, 0) // self.page_size
+        count = complete - len(holder.pages)
+        new = self.pool.allocate(count)
+        assert new == self.slow.allocate(count)
+        for page in new or ():
+            assert page not in self.slow.known and self.slow.refs[page] == 1
+            end = (len(holder.pages) + 1) * self.page_size
+            content = self.expected(holder, end)
+            self.content[page] = content
+            swapped = self.pool.register(
+                page,
+                holder.pages[-1] if holder.pages else None,
+                holder.tokens[end - self.page_size : end],
+                content[1],
+            )
+            assert swapped == self.slow.register(page, *content)
+            holder.pages.append(swapped)
+
+    def expected(self, holder: Holder, end: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        following = holder.tokens[end : end + holder.lookahead] if holder.lookahead else None
+        return holder.tokens[:end], following
+
+    @invariant()
+    def pages_hold_what_their_holders_expect(self) -> None:
+        for holder in self.holders:
+            for index, page in enumerate(holder.pages):
+                tokens, following = self.expected(holder, (index + 1) * self.page_size)
+                assert self.content[page][0] == tokens
+                assert following is None or self.content[page][1] == following
+
+    @invariant()
+    def the_pool_agrees_with_the_slow_one(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.num_available == self.slow.num_pages - len(self.slow.refs)
+        for page, content in self.slow.known.items():
+            assert self.content[page] == content
+
+
+def test_histories_against_a_slow_pool() -> None:
+    run_state_machine_as_test(
+        Sharing,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -2,8 +2,11 @@
 """Pages of the KV cache: who holds them, and which hold a prefix that another request can use.
 
 A page is in exactly one of three states: held (reference count > 0), cached (count 0, content
-known, least recently used first), or free. Content is identified exactly, not by hash: a page's key
-is its parent's identity and its own tokens, so two prefixes can never be taken for one another.
+known, least recently used first), or free. Content is identified exactly, not by hash: prefixes are
+a tree whose edges are the tokens of pages, so two can never be taken for one another.
+
+Pages may have draft KV, too: what drafting modules computed from the same tokens and from those
+right behind the page. One prefix may therefore have several pages, which differ in what follows.
 """
 
 import heapq
@@ -11,7 +14,31 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-_ROOT = 0  # identity of the empty prefix
+
+class _Prefix:
+    """A prefix that ends with a page, and the pages that hold its end.
+
+    It exists as long as it has pages. They outlive those of longer prefixes: whoever holds a page
+    holds one of each shorter prefix as well, and lets go of it later.
+    """
+
+    __slots__ = ("children", "pages", "parent", "tokens")
+
+    def __init__(self, parent: "_Prefix | None", tokens: bytes) -> None:
+        self.parent = parent  # None: this is the empty prefix
+        self.tokens = tokens  # of its last page
+        self.children: dict[bytes, _Prefix] = {}  # by their last page's tokens
+        # Oldest first, by the tokens behind the page that its draft KV was computed from; None: it
+        # has no draft KV.
+        self.pages: dict[bytes | None, int] = {}
+
+    @property
+    def youngest(self) -> int | None:
+        """Any page would do for the model's own keys and values.
+
+        The youngest, so that a page without draft KV falls out of use when there is one with it.
+        """
+        return next(reversed(self.pages.values()), None)
 
 
 class PagePool:
@@ -25,30 +52,43 @@ class PagePool:
         # A heap, because pages in ascending order are read faster than shuffled ones.
         self._free = list(range(num_pages))
         self._cached: OrderedDict[int, None] = OrderedDict()  # count 0, content known
-        self._by_key: dict[tuple[int, bytes], int] = {}
-        self._key_of: dict[int, tuple[int, bytes]] = {}
-        self._identity_of: dict[int, int] = {}  # page -> identity of the prefix that ends with it
-        self._next_identity = _ROOT + 1
+        self._root = _Prefix(None, b"")
+        # Of each findable page: its prefix, and its key there.
+        self._place_of: dict[int, tuple[_Prefix, bytes | None]] = {}
 
     @property
     def num_available(self) -> int:
         """Pages that an allocation may take: free ones, and cached ones that nobody holds."""
         return len(self._free) + len(self._cached)
 
-    def match_prefix(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """Takes hold of the cached pages that start `token_ids`, at most `max_tokens` of them."""
+    def match_prefix(
+        self, token_ids: Sequence[int], max_tokens: int, lookahead: int = 0
+    ) -> list[int]:
+        """Takes hold of the cached pages that start `token_ids`, at most `max_tokens` of them.
+
+        Args:
+            token_ids: a request's tokens.
+            max_tokens: how many of them the pages may hold.
+            lookahead: how many tokens behind a page its draft KV must have been computed from, all
+                of them in `token_ids`; 0: pages with and without draft KV will do.
+        """
         pages: list[int] = []
         if not self._caching:
             return pages
-        parent = _ROOT
-        for start in range(0, max_tokens - self.page_size + 1, self.page_size):
-            key = (parent, _token_bytes(token_ids[start : start + self.page_size]))
-            page = self._by_key.get(key)
+        prefix, size = self._root, self.page_size
+        for end in range(size, min(max_tokens, len(token_ids) - lookahead) + 1, size):
+            child = prefix.children.get(_token_bytes(token_ids[end - size : end]))
+            if child is None:
+                break
+            if lookahead:
+                page = child.pages.get(_token_bytes(token_ids[end : end + lookahead]))
+            else:
+                page = child.youngest
             if page is None:
                 break
             self._hold(page)
             pages.append(page)
-            parent = self._identity_of[page]
+            prefix = child
         return pages
 
     def allocate(self, count: int) -> list[int] | None:
@@ -66,32 +106,44 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def register(self, page: int, parent: int | None, token_ids: Sequence[int]) -> int:
+    def register(
+        self,
+        page: int,
+        parent: int | None,
+        token_ids: Sequence[int],
+        next_token_ids: Sequence[int] | None = None,
+    ) -> int:
         """Makes a full page findable by content.
 
         Args:
-            page: a page the caller holds and whose keys and values are complete.
+            page: a page the caller holds, whose keys and values are complete and not registered.
             parent: the page before it, whose own content is registered; None for the first page.
             token_ids: the page's tokens, exactly page_size of them.
+            next_token_ids: the tokens behind it that its draft KV was computed from, as many as
+                `match_prefix` is to look ahead; None: it has no draft KV.
 
         Returns:
             The page that stands for this content from now on: `page`, or, when an equal page is
-            registered already, that one. The caller swaps to it and hold counts are moved.
+            registered already, that one. The caller swaps to it and hold counts are moved. A page
+            without draft KV is equal to any of its prefix, one with draft KV to its like alone.
         """
         if not self._caching:
             return page
-        key = (_ROOT if parent is None else self._identity_of[parent], _token_bytes(token_ids))
-        known = self._by_key.get(key)
-        if known is not None and known != page:
+        before = self._root if parent is None else self._place_of[parent][0]
+        tokens = _token_bytes(token_ids)
+        prefix = before.children.get(tokens)
+        if prefix is None:
+            prefix = before.children[tokens] = _Prefix(before, tokens)
+        key = None if next_token_ids is None else _token_bytes(next_token_ids)
+        known = prefix.youngest if key is None else prefix.pages.get(key)
+        if known is None:
+            prefix.pages[key] = page
+            self._place_of[page] = prefix, key
+            return page
+        if known != page:
             self._hold(known)
             self.release([page])
-            return known
-        if known is None:
-            self._by_key[key] = page
-            self._key_of[page] = key
-            self._identity_of[page] = self._next_identity
-            self._next_identity += 1
-        return page
+        return known
 
     def release(self, pages: Sequence[int]) -> None:
         """Lets go of pages: known content stays findable until it is evicted, the rest is free."""
@@ -100,7 +152,7 @@ class PagePool:
             self._refs[page] -= 1
             if self._refs[page] > 0:
                 continue
-            if page in self._key_of:
+            if page in self._place_of:
                 self._cached[page] = None
             else:
                 heapq.heappush(self._free, page)
@@ -112,9 +164,17 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert not (free & cached or free & held or cached & held), "a page is in two states"
         assert len(free) + len(cached) + len(held) == self.num_pages, "a page is lost"
-        assert all(self._by_key[key] == page for page, key in self._key_of.items()), "wrong key"
-        assert len(self._by_key) == len(self._key_of), "a key without a page"
-        assert not (free & set(self._key_of)), "a free page is findable"
+        assert not (free & set(self._place_of)), "a free page is findable"
+        assert cached <= set(self._place_of), "a cached page is not findable"
+        found, prefixes = {}, [self._root]
+        while prefixes:
+            prefix = prefixes.pop()
+            assert prefix.pages or prefix.parent is None, "a prefix without a page"
+            found.update({page: (prefix, key) for key, page in prefix.pages.items()})
+            for tokens, child in prefix.children.items():
+                assert child.parent is prefix and child.tokens == tokens, "a prefix is misplaced"
+                prefixes.append(child)
+        assert found == self._place_of, "a page is lost to the tree, or findable by a wrong key"
 
     def _hold(self, page: int) -> None:
         if self._refs[page] == 0:
@@ -122,8 +182,10 @@ class PagePool:
         self._refs[page] += 1
 
     def _forget(self, page: int) -> None:
-        del self._by_key[self._key_of.pop(page)]
-        del self._identity_of[page]
+        prefix, key = self._place_of.pop(page)
+        del prefix.pages[key]
+        if not prefix.pages and prefix.parent is not None:
+            del prefix.parent.children[prefix.tokens]
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:

@@ -28,7 +28,9 @@ class Request:
     """The state of one choice of one prompt.
 
     Invariant: keys and values of `token_ids[:num_computed]` are in `pages`. While decoding,
-    num_computed is len(token_ids) - 1: the newest token is the next step's first row.
+    num_computed is len(token_ids) - 1: the newest token is the next step's first row. Where modules
+    draft, theirs of the first num_drafted tokens are there, too, computed from the tokens that
+    really follow.
     """
 
     request_id: str
@@ -57,6 +59,7 @@ class Request:
     pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array copies at once
     num_registered_pages: int = 0  # leading pages that the prefix cache knows
     num_computed: int = 0
+    num_drafted: int = 0
     num_cached_tokens: int = 0
     was_preempted: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -68,6 +71,11 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether everything but the newest token has been computed."""
         return self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
+
+    @property
+    def has_draft_kv(self) -> bool:
+        """Whether drafting modules have keys and values of its tokens."""
+        return self.speculative.method == "mtp"
 
     @property
     def draft_limit(self) -> int:

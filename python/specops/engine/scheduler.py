@@ -24,7 +24,15 @@ class Scheduled:
 
 
 class Scheduler:
-    """Holds the waiting and the running requests and hands out slots and pages."""
+    """Holds the waiting and the running requests and hands out slots and pages.
+
+    Args:
+        pool: of pages.
+        max_num_seqs: slots.
+        max_num_batched_tokens: rows of a step.
+        max_total_draft_tokens: drafts of a step.
+        lookahead: drafting modules, whose keys and values of a token depend on as many that follow.
+    """
 
     def __init__(
         self,
@@ -33,6 +41,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_total_draft_tokens: int | None = None,
+        lookahead: int = 0,
     ) -> None:
         self.pool = pool
         self.waiting: deque[Request] = deque()
@@ -42,6 +51,7 @@ class Scheduler:
         self._max_drafts = max_num_batched_tokens
         if max_total_draft_tokens is not None:
             self._max_drafts = min(self._max_drafts, max_total_draft_tokens)
+        self._lookahead = lookahead
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._plan: list[Scheduled] = []  # of the step being planned
         self._on_stop: Callable[[Request], None] = lambda request: None
@@ -62,6 +72,8 @@ class Scheduler:
         """
         plan = self._plan = []
         self._on_stop = on_stop
+        if self._lookahead:
+            self._return_spare_pages()
         budget = self._max_rows
         # Verification rows first, in order of arrival, so that prefill never delays them.
         decoding = [request for request in self.running if request.is_decoding]
@@ -85,6 +97,8 @@ class Scheduler:
             self.waiting.popleft()
             on_start(request)
             budget -= self._plan_chunk(request, budget)
+        if self._lookahead:
+            self._lend_spare_pages()
         return plan
 
     def finish(self, request: Request) -> None:
@@ -97,12 +111,19 @@ class Scheduler:
 
     def register_full_pages(self, request: Request) -> None:
         """Makes the request's newly completed pages findable for later prompts."""
-        size = self.pool.page_size
-        while (request.num_registered_pages + 1) * size <= request.num_computed:
+        size, lookahead = self.pool.page_size, self._lookahead_of(request)
+        complete = request.num_computed
+        if lookahead:
+            complete = min(complete, request.num_drafted)
+        while (end := (request.num_registered_pages + 1) * size) <= complete:
             index = request.num_registered_pages
             parent = request.pages[index - 1] if index else None
-            tokens = request.token_ids[index * size : (index + 1) * size]
-            request.pages[index] = self.pool.register(request.pages[index], parent, tokens)
+            request.pages[index] = self.pool.register(
+                request.pages[index],
+                parent,
+                request.token_ids[end - size : end],
+                request.token_ids[end : end + lookahead] if lookahead else None,
+            )
             request.num_registered_pages += 1
 
     def _plan_chunk(self, request: Request, budget: int) -> int:
@@ -115,14 +136,16 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and its cached prefix, if all its tokens find room."""
-        hits = self.pool.match_prefix(request.token_ids, len(request.token_ids) - 1)
+        hits = self.pool.match_prefix(
+            request.token_ids, len(request.token_ids) - 1, self._lookahead_of(request)
+        )
         needed = self._pages_for(len(request.token_ids)) - len(hits)
         if needed > self.pool.num_available:
             self.pool.release(hits)
             return False
         request.pages = array("i", hits)
         request.num_registered_pages = len(hits)
-        request.num_computed = len(hits) * self.pool.page_size
+        request.num_computed = request.num_drafted = len(hits) * self.pool.page_size
         if not request.was_preempted:
             request.num_cached_tokens = request.num_computed
         request.slot = self._free_slots.pop()
@@ -155,7 +178,7 @@ class Scheduler:
         self._plan[:] = [part for part in self._plan if part.request is not request]
         self.running.remove(request)
         self._give_back(request)
-        request.num_computed = 0
+        request.num_computed = request.num_drafted = 0
         request.was_preempted = True
         self.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -166,6 +189,34 @@ class Scheduler:
         request.num_registered_pages = 0
         self._free_slots.append(request.slot)
         request.slot = -1
+
+    def _lookahead_of(self, request: Request) -> int:
+        return self._lookahead if request.has_draft_kv else 0
+
+    def _lend_spare_pages(self) -> None:
+        """Gives modules that draft on from their own drafts room for the rows behind the text.
+
+        They may have what a plan leaves, and only until the next one is made: nobody waits, loses
+        drafts or is preempted for them.
+        """
+        for part in self._plan:
+            request = part.request
+            if not (part.emits and request.has_draft_kv):
+                continue
+            # The modules' own rows stand on tokens that are there; passes after those do not.
+            rows = part.num_rows + max(request.speculative.num_model_steps - self._lookahead, 0)
+            wanted = self._pages_for(min(request.num_computed + rows, request.max_len))
+            count = min(wanted - len(request.pages), self.pool.num_available)
+            if count > 0:
+                request.pages.extend(self.pool.allocate(count) or ())
+
+    def _return_spare_pages(self) -> None:
+        """Takes back the pages behind what has been computed."""
+        for request in self.running:
+            needed = self._pages_for(request.num_computed)
+            if request.has_draft_kv and len(request.pages) > needed:
+                self.pool.release(request.pages[needed:])
+                del request.pages[needed:]
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.page_size)

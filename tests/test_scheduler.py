@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler without a model: steps are made up, and memory says what a row came from."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from specops.engine import SamplingParams, SpeculativeConfig
+from specops.engine.kv_cache import PagePool
+from specops.engine.request import Request
+from specops.engine.scheduler import Scheduled, Scheduler
+
+Tokens = tuple[int, ...]
+
+
+@dataclass
+class Row:
+    """A slot of a page: what its keys and values were computed from."""
+
+    model: Tokens | None = None  # all tokens up to and with its own
+    drafts: Tokens | None = None  # the tokens behind it that modules drafted from
+
+
+def make_request(
+    arrival: int, tokens: Sequence[int], method: str, max_tokens: int, **own: Any
+) -> Request:
+    return Request(
+        request_id=f"r{arrival}",
+        arrival=arrival,
+        params=SamplingParams(max_tokens=max_tokens),
+        speculative=SpeculativeConfig(method=method, **own),
+        seed=0,
+        choice_index=0,
+        prompt_len=len(tokens),
+        max_len=len(tokens) + max_tokens,
+        token_ids=list(tokens),
+        stream=None,  # type: ignore[arg-type]
+    )
+
+
+class World:
+    """An engine's loop with random drafts, acceptance, rests of drafters, endings and aborts."""
+
+    def __init__(
+        self, seed: int, lookahead: int, *, num_pages: int = 24, caching: bool = True, k: int = 5
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.lookahead, self.size, self.k = lookahead, 4, k
+        self.pool = PagePool(num_pages, self.size, enable_prefix_caching=caching)
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs=6, max_num_batched_tokens=24, lookahead=lookahead
+        )
+        self.memory = [[Row() for _ in range(self.size)] for _ in range(num_pages)]
+        self.num_hits = {"naive": 0, "mtp": 0}
+        self.num_spare = 0
+        self.plans: list[list[tuple[str, int, int, bool]]] = []
+        self._arrivals = 0
+
+    def arrive(self) -> None:
+        method = self.rng.choice(["naive", "mtp"]) if self.lookahead else "naive"
+        own = {"num_speculative_tokens": self.k} if method == "mtp" else {}
+        # Prompts that share beginnings, some of them longer than what a request may still write.
+        tokens = [1] * self.rng.randrange(1, 20) + [self.rng.randrange(2) for _ in range(3)]
+        request = make_request(
+            self._arrivals, tokens, method, self.rng.randrange(1, 96 - len(tokens)), **own
+        )
+        self._arrivals += 1
+        self.scheduler.waiting.append(request)
+
+    def step(self) -> None:
+        before = self.scheduler.num_preemptions
+        plan = self.scheduler.schedule(self._num_drafts, self._on_start, lambda request: None)
+        self.plans.append([(p.request.request_id, p.num_rows, p.num_drafts, p.emits) for p in plan])
+        for request in self.scheduler.waiting:
+            assert not (request.num_computed or request.num_drafted or request.pages)
+        assert self.scheduler.num_preemptions - before <= 6
+        for part in plan:
+            self._check(part)
+        for part in plan:
+            self._execute(part)
+        self.pool.check_integrity()
+
+    def abort(self) -> None:
+        if self.scheduler.running:
+            self.scheduler.finish(self.rng.choice(self.scheduler.running))
+
+    def _num_drafts(self, requests: Sequence[Request], room: int) -> list[int]:
+        counts = []
+        for request in requests:
+            wanted = self.rng.randrange(self.k + 1) if request.has_draft_kv else 0
+            counts.append(max(min(wanted, request.draft_limit, room), 0))
+            room -= counts[-1]
+        return counts
+
+    def _on_start(self, request: Request) -> None:
+        assert request.num_drafted == request.num_computed
+        self.num_hits[request.speculative.method] += request.num_computed
+
+    def _row(self, request: Request, position: int) -> Row:
+        return self.memory[request.pages[position // self.size]][position % self.size]
+
+    def _check(self, part: Scheduled) -> None:
+        """All that the request's step reads is there, and there is room for what it writes."""
+        request, tokens = part.request, tuple(part.request.token_ids)
+        for position in range(request.num_computed):
+            assert self._row(request, position).model == tokens[: position + 1]
+        needed = self.scheduler._pages_for(request.num_computed + part.num_rows)
+        assert len(request.pages) >= needed
+        if not request.has_draft_kv:
+            return
+        for position in range(request.num_drafted):
+            following = tokens[position + 1 : position + 1 + self.lookahead]
+            assert self._row(request, position).drafts == following
+        if part.emits:
+            last = request.num_computed + part.num_rows + max(self.k - self.lookahead, 0)
+            room = len(request.pages) * self.size
+            assert room >= min(last, request.max_len) or self.pool.num_available == 0
+            assert len(request.pages) <= self.scheduler._pages_for(request.max_len)
+            self.num_spare += len(request.pages) - needed
+
+    def _write(self, request: Request, position: int) -> Row:
+        page = request.pages[position // self.size]
+        assert self.pool._refs[page] == 1 and page not in self.pool._place_of, "it is shared"
+        return self.memory[page][position % self.size]
+
+    def _execute(self, part: Scheduled) -> None:
+        request, rng = part.request, self.rng
+        begin, known = request.num_computed, part.num_rows - part.num_drafts
+        accepted = rng.randint(0, part.num_drafts)
+        tokens = tuple(request.token_ids[: begin + known])
+        drafts = tuple(rng.randrange(2) for _ in range(part.num_drafts))
+        for row in range(part.num_rows):
+            self._write(request, begin + row).model = (tokens + drafts)[: begin + row + 1]
+        request.num_computed += known + accepted
+        if part.emits:
+            request.token_ids += [*drafts[:accepted], rng.randrange(2)]
+        if request.has_draft_kv and rng.random() < 0.7:  # else the drafter has a rest
+            self._draft(request)
+        self.scheduler.register_full_pages(request)
+        if len(request.token_ids) >= request.max_len or rng.random() < 0.02:
+            self.scheduler.finish(request)
+
+    def _draft(self, request: Request) -> None:
+        """Writes what the modules know, and behind it what they make up."""
+        tokens = tuple(request.token_ids)
+        final = min(request.num_computed, len(tokens) - self.lookahead)
+        for position in range(request.num_drafted, len(request.pages) * self.size):
+            row = self._write(request, position)
+            row.drafts = None
+            if position < final:
+                row.drafts = tokens[position + 1 : position + 1 + self.lookahead]
+        request.num_drafted = max(final, request.num_drafted)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
+def test_rows_are_those_of_the_tokens(lookahead: int) -> None:
+    hits, preemptions, spare = {"naive": 0, "mtp": 0}, 0, 0
+    for seed in range(8):
+        world = World(seed, lookahead)
+        for _ in range(400):
+            if len(world.scheduler.waiting) < 4 and world.rng.random() < 0.5:
+                world.arrive()
+            if world.rng.random() < 0.03:
+                world.abort()
+            world.step()
+        while world.scheduler.running or world.scheduler.waiting:
+            world.step()
+        assert world.pool.num_available == 24
+        preemptions += world.scheduler.num_preemptions
+        spare += world.num_spare
+        hits = {method: count + world.num_hits[method] for method, count in hits.items()}
+    assert preemptions > 100 and hits["naive"] > 1000
+    assert (hits["mtp"] > 1000) == (spare > 1000) == bool(lookahead)
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_nobody_is_preempted_for_rows_behind_the_text(lookahead: int) -> None:
+    """The plans are those of a world in which no module drafts on from its own drafts."""
+    plans, spare = [], []
+    for seed in range(4):
+        for lends in (True, False):
+            world = World(seed, lookahead, caching=False, k=9)
+            if not lends:
+                world.scheduler._lend_spare_pages = lambda: None  # type: ignore[method-assign]
+                world._check = lambda part: None  # type: ignore[method-assign]
+            for _ in range(300):
+                if len(world.scheduler.waiting) < 4 and world.rng.random() < 0.5:
+                    world.arrive()
+                world.step()
+            assert world.scheduler.num_preemptions > 20
+            plans.append(world.plans)
+            spare.append(world.num_spare)
+        assert plans[-1] == plans[-2] and spare[-2] > spare[-1] == 0
+
+
+def test_a_request_alone_may_fill_the_pool() -> None:
+    """Its spare pages end with its text: there is room for all of it, and for no more."""
+    world = World(0, 1, num_pages=6, k=12)
+    request = make_request(0, [1] * 5, "mtp", 19, num_speculative_tokens=12)
+    world.scheduler.waiting.append(request)
+    world.rng.random = lambda: 0.5  # type: ignore[method-assign]
+    while world.scheduler.running or world.scheduler.waiting:
+        world.step()
+        assert len(request.pages) <= 6
+    assert len(request.token_ids) == 24 and world.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) -> None:
+    pool = PagePool(16, 4, enable_prefix_caching=True)
+    scheduler = Scheduler(pool, max_num_seqs=2, max_num_batched_tokens=64, lookahead=lookahead)
+
+    def start(request: Request) -> None:
+        scheduler.waiting.append(request)
+        scheduler.schedule(
+            lambda requests, room: [0] * len(requests), lambda r: None, lambda r: None
+        )
+
+    first = make_request(0, range(8), "mtp", 8, num_speculative_tokens=2)
+    start(first)
+    first.num_computed = 8
+    for length in range(9, 13):
+        first.token_ids.append(length)
+        first.num_computed = length - 1
+        scheduler.register_full_pages(first)
+        assert first.num_registered_pages == 0  # the drafter had a rest
+    first.num_drafted = min(first.num_computed, len(first.token_ids) - lookahead)
+    scheduler.register_full_pages(first)
+    assert first.num_registered_pages == 2
+    # With all that follows, with less, and by a request that does not care.
+    for count, hits in ((lookahead, 8), (lookahead - 1, 4)):
+        second = make_request(1, first.token_ids[: 8 + count], "mtp", 8, num_speculative_tokens=2)
+        start(second)
+        assert second.num_computed == second.num_drafted == hits
+        scheduler.finish(second)
+    plain = make_request(1, [*first.token_ids[:8], 99], "naive", 8)
+    start(plain)
+    assert plain.num_computed == 8
+    scheduler.finish(plain)
