@@ -97,10 +97,13 @@ def test_prepare_draft_batch(device: str, isa: str, case: int, page_size: int, w
     check(got, reference.prepare_draft_batch(**step.tensors("cpu"), **options))
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("ahead,chained", [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("case", range(len(STEPS)))
-def test_advance_draft_batch(device: str, isa: str, case: int, ahead: int) -> None:
-    """Every pass of a step, until nobody wants another draft; slots of nobody stay as they are."""
+def test_advance_draft_batch(device: str, isa: str, case: int, ahead: int, chained: bool) -> None:
+    """Every pass of a step, until nobody wants another draft; slots of nobody stay as they are.
+
+    Chained modules each draft from the rows of the first pass, wanted or not.
+    """
     page_size, k = 16, 4
     step = Step(STEPS[case], page_size=page_size, window=0, seed=case)
     given, cpu = step.tensors(device), step.tensors("cpu")
@@ -140,7 +143,7 @@ def test_advance_draft_batch(device: str, isa: str, case: int, ahead: int) -> No
         assert torch.equal(drafts.cpu(), want_drafts) and torch.equal(counts.cpu(), want_counts)
         if not last:
             check(out, want)
-        rows = out
+        rows = rows if chained else out
     idle = [slot for slot in range(step.num_slots) if slot not in step.ints["slots"]]
     assert bool((drafts[idle] == 99).all()) and bool((counts[idle] == 99).all())
 

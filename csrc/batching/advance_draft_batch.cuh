@@ -38,7 +38,7 @@ __device__ inline AdvancedRow next_row(const AdvanceDraftBatchParams& params,
           .position = static_cast<int32_t>(position)};
 }
 
-// draft[step] = the sampled token; a request that wants more and has a page for it gets one row, at
+// draft[step] = the sampled token, where it is wanted; a request that wants more and has a page for it gets one row, at
 // the position whose token `ahead` further on is that draft.
 // Grid:    one block.
 // Block:   256 threads; a thread owns every 256th request.
@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kAdvanceDraftThreads)
         for (int64_t i = 0; i < params.capacity; ++i) drafts[i] = -1;
         params.num_draft_tokens[slot] = 0;
       }
+      if (params.step >= params.max_draft_tokens[slot]) source = -1;
       if (source >= 0) {
         drafts[params.step] = params.sampled_token_ids[request];
         params.num_draft_tokens[slot] = params.step + 1;

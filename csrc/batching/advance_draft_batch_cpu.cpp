@@ -3,7 +3,7 @@
 
 namespace specops::SPECOPS_ISA {
 
-// draft[step] = the sampled token; a request that wants more and has a page for it gets one row, at
+// draft[step] = the sampled token, where it is wanted; a request that wants more and has a page for it gets one row, at
 // the position whose token `ahead` further on is that draft.
 // Cost:    60 bytes moved per request.
 // Assumes: slots, lengths, page table and capacity checked by ops.cpp.
@@ -16,7 +16,8 @@ void advance_draft_batch_cpu(const AdvanceDraftBatchParams& params) {
   if (has_rows) params.draft_qo_indptr[0] = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
     int32_t slot = params.slots[b];
-    bool drafted = slot >= 0 && params.last_rows[b] >= 0;
+    bool drafted =
+        slot >= 0 && params.last_rows[b] >= 0 && params.step < params.max_draft_tokens[slot];
     if (slot >= 0) {
       int32_t* drafts = params.draft_token_ids + slot * params.capacity;
       if (params.step == 0) {

@@ -480,7 +480,7 @@ def advance_draft_batch(
     """Notes the drafts that were just sampled, and builds the rows of the module's next pass.
 
     Same as `reference.advance_draft_batch`. For each request b with a slot s, of which draft
-    `step` was sampled where last_rows[b] >= 0:
+    `step` was sampled where last_rows[b] >= 0, and is wanted where step < max_draft_tokens[s]:
 
         draft_token_ids[s, step] = sampled_token_ids[b], num_draft_tokens[s] = step + 1
         one row, where step + 1 < min(max_draft_tokens[s], k) and the request has its page:

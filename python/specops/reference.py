@@ -172,7 +172,7 @@ def advance_draft_batch(
         source, position, page = int(last_rows[b]), -1, -1
         if slot >= 0 and step == 0:
             drafts[slot], counts[slot] = -1, 0
-        if slot >= 0 and source >= 0:
+        if slot >= 0 and source >= 0 and step < int(max_draft_tokens[slot]):
             drafts[slot, step], counts[slot] = sampled_token_ids[b], step + 1
             if step + 1 < min(int(max_draft_tokens[slot]), drafts.shape[1]):
                 position = int(lens[slot]) + step - ahead
