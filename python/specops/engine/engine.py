@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 import specops
 from specops.engine.config import EngineConfig
 from specops.engine.device import open_device
-from specops.engine.drafters import RUNNABLE_METHODS
 from specops.engine.errors import ContextOverflow, ModelError, QueueFull
 from specops.engine.kv_cache import PagePool
-from specops.engine.models import load_model
+from specops.engine.models import MtpModules, Transformer, load_model, load_mtp
 from specops.engine.outputs import (
     Completion,
     RequestOutput,
@@ -23,7 +22,7 @@ from specops.engine.request import Feature, Request
 from specops.engine.runner import Emitted, Runner
 from specops.engine.sampling_params import SamplingParams, check_sequences
 from specops.engine.scheduler import Scheduled, Scheduler
-from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.speculative_config import METHODS, SpeculativeConfig
 from specops.engine.suffix_store import SuffixStore
 from specops.engine.tokenizer import TextStream, Tokenizer
 from specops.sampling import FinishReason
@@ -76,7 +75,6 @@ class Engine:
     ) -> None:
         self.config = config = config or EngineConfig()
         self._clock = clock
-        config.speculative_for(None, RUNNABLE_METHODS)
         if config.num_threads is not None:
             specops.set_num_threads(config.num_threads)
         self._device = open_device(config.device, graphs=not config.enforce_eager)
@@ -87,6 +85,9 @@ class Engine:
             device=self._device.device,
             load_format=config.load_format,
         )
+        # Why methods cannot run, by their names.
+        self._missing: dict[str, str] = {}
+        modules = self._load_modules(model)
         self.model_name = config.model_name
         self.max_model_len = model.max_model_len
         self.vocab_size = model.config.vocab_size
@@ -96,7 +97,10 @@ class Engine:
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model {self.vocab_size}"
             )
         self._suffix_store = SuffixStore(config, self.tokenizer, self.vocab_size)
-        self.num_pages = self._choose_num_pages(model.kv_bytes_per_token())
+        kv_bytes = model.kv_bytes_per_token()
+        if modules is not None:
+            kv_bytes += modules.kv_bytes_per_token()
+        self.num_pages = self._choose_num_pages(kv_bytes)
         self._pool = PagePool(
             self.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching
         )
@@ -105,6 +109,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_total_draft_tokens=config.speculative_config.max_total_draft_tokens,
+            lookahead=0 if modules is None else modules.num_modules,
         )
         self._runner = Runner(
             model,
@@ -115,6 +120,7 @@ class Engine:
             max_rows=config.max_num_batched_tokens,
             speculative=config.speculative_config,
             suffix_cache=self.suffix_cache,
+            modules=modules,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             clock=clock,
         )
@@ -128,7 +134,7 @@ class Engine:
     @property
     def runnable_methods(self) -> tuple[str, ...]:
         """The methods a request's own speculative_config may name."""
-        return RUNNABLE_METHODS
+        return tuple(method for method in METHODS if method not in self._missing)
 
     @property
     def device(self) -> str:
@@ -222,7 +228,9 @@ class Engine:
             raise ValueError(
                 f"{name} must hold token ids of the vocabulary of {self.vocab_size}, got {largest}"
             )
-        speculative = self.config.speculative_for(speculative_config, RUNNABLE_METHODS)
+        speculative = self.config.speculative_for(
+            speculative_config, self.runnable_methods, self._missing
+        )
         think_end, inject = self._thinking(params)
         if not 0 <= choice_index < 2**31:
             raise ValueError(f"choice_index must be in [0, 2^31), got {choice_index}")
@@ -292,6 +300,7 @@ class Engine:
             if part.emits:
                 self._count(request, part.num_drafts, result.num_accepted)
                 outputs.append(self._commit(request, result))
+            self._runner.note_drafted(part)
             self._scheduler.register_full_pages(request)
             if request.finish_reason is not None:
                 finished.append(request)
@@ -495,6 +504,25 @@ class Engine:
         self._runner.leave(request)
         self._scheduler.finish(request)
 
+    def _load_modules(self, model: Transformer) -> MtpModules | None:
+        """The checkpoint's MTP modules; requests may ask for them whatever the server's method."""
+        config, speculative = self.config, self.config.speculative_config
+        try:
+            return load_mtp(
+                model,
+                config.model_dir,
+                draft_directory=speculative.model,
+                draft_vocab=speculative.draft_vocab,
+                load_format=config.load_format,
+            )
+        except ModelError as error:
+            asked = speculative.model is not None or speculative.draft_vocab is not None
+            if speculative.method == "mtp" or asked:
+                raise
+            self._missing["mtp"] = str(error)
+            logger.debug("method mtp is not available: %s", error)
+            return None
+
     def _prompt_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt)
@@ -551,6 +579,7 @@ def _features(params: SamplingParams, speculative: SpeculativeConfig) -> int:
         or params.min_tokens > 0
         or bool(params.stop_token_sequences),
         Feature.ACCEPT_RATES: speculative.accept_policy == "synthetic",
+        Feature.DRAFT_PROBS: speculative.draws_drafts and params.temperature > 0,
     }
     features = 0
     for feature, is_wanted in wanted.items():

@@ -21,6 +21,7 @@ class Feature:
     TYPICAL_P = 2
     ENDINGS = 4  # stop sequences, minimum lengths, limits of thinking
     ACCEPT_RATES = 8
+    DRAFT_PROBS = 16  # drafts are drawn, and verified by what they were drawn from
 
 
 @dataclass(eq=False)

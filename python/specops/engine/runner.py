@@ -12,14 +12,15 @@ from specops.batching import OutputMode
 from specops.engine.device import Device
 from specops.engine.draft_length import DraftLengths
 from specops.engine.drafters import (
-    HOST_METHODS,
+    WINDOW,
     Drafter,
     HostDrafts,
+    MtpDrafter,
     make_drafter,
     make_host_drafter,
 )
 from specops.engine.errors import EngineError
-from specops.engine.models import Transformer
+from specops.engine.models import MtpModules, Transformer
 from specops.engine.outputs import TokenLogprob
 from specops.engine.request import Feature, Request
 from specops.engine.scheduler import Scheduled
@@ -27,14 +28,21 @@ from specops.engine.slot_tables import SlotTables
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.step import (
     CHOICE,
+    DRAFT_PROB_ROW,
+    DRAFT_TEMPERATURE,
+    DRAFTING_SLOT,
     FINISH_REASON,
+    HAS_ANCHORS,
     LEN,
     MAX_LEN,
     MIN_P,
+    MTP_SLOT,
+    NUM_PARAMS,
     POLICY,
     POSITION,
     PROCESSOR_SLOT,
     PROMPT_LEN,
+    REDRAFT_LEN,
     SLOT,
     STOP_INDEX,
     STRATEGY,
@@ -82,6 +90,7 @@ class Runner:
         max_rows: rows of a step.
         speculative: of the server.
         suffix_cache: what suffix decoding drafts from.
+        modules: of the model, which method "mtp" drafts with; None: no request has that method.
         processed_logprobs: logprobs are those of what was drawn from, not of the raw logits.
         clock: seconds.
     """
@@ -97,6 +106,7 @@ class Runner:
         max_rows: int,
         speculative: SpeculativeConfig,
         suffix_cache: SuffixCache,
+        modules: MtpModules | None = None,
         processed_logprobs: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -112,7 +122,7 @@ class Runner:
             device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages, 0, ()), clock
         )
         # By slot, gathered into every step.
-        self._params: NDArray[np.int32] = np.zeros((8, slots), dtype=np.int32)
+        self._params: NDArray[np.int32] = np.zeros((NUM_PARAMS, slots), dtype=np.int32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._state: NDArray[np.int32] = np.zeros((6, slots), dtype=np.int32)
         self._rates: dict[int, list[float]] = {}
@@ -122,6 +132,16 @@ class Runner:
         self.was_ordinary = self.was_drafting = False
         self.draft_seconds: float | None = None
         self.build_seconds = 0.0  # for a step of a new shape
+        self._mtp = None
+        if modules is not None:
+            self._mtp = MtpDrafter(
+                modules,
+                modules.new_kv_cache(num_pages, page_size),
+                slots=slots,
+                max_rows=max_rows,
+                device=device,
+                make_ngram_drafter=lambda: self._make_drafter("ngram"),
+            )
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
         # There once a request drafts.
         self._drafters: dict[str, Drafter] = {}
@@ -129,6 +149,7 @@ class Runner:
         # What the last step proposed, by method.
         self._counts: dict[str, list[int]] = {}
         self._drafts: dict[str, NDArray[np.int32]] = {}
+        self._rows: dict[int, int] = {}  # its requests' places, by slot
         self._suffix_cache = suffix_cache
         self._host_drafts = HostDrafts(slots)
         self._executed: Step | None = None  # the last step, if it emitted anything
@@ -151,6 +172,8 @@ class Runner:
         self._params[CHOICE, slot] = request.choice_index
         self._params[STRATEGY, slot] = _STRATEGIES[config.verify_strategy]
         self._params[POLICY, slot] = _POLICIES[config.accept_policy]
+        floats[DRAFT_TEMPERATURE, slot] = params.temperature if config.draws_drafts else 0.0
+        self._params[HAS_ANCHORS, slot] = config.verify_strategy == "block"
         self._seeds[slot] = request.seed
         state = self._state[:, slot]
         state[PROMPT_LEN], state[MAX_LEN] = request.prompt_len, request.max_len
@@ -162,25 +185,31 @@ class Runner:
             self._memory.forget()
         if config.method == "naive":
             return
-        if config.method in HOST_METHODS:
-            if config.method not in self._host_drafts:
-                host_drafter = make_host_drafter(config.method, self._slots, self._suffix_cache)
-                self._host_drafts.add(config.method, host_drafter)
-            self._host_drafts.start(request)
-        else:
-            if config.method not in self._drafters:
-                self._drafters[config.method] = make_drafter(
-                    config.method,
-                    self._speculative,
-                    self._slots,
-                    self.model.max_model_len,
-                    self.model.device,
+        if config.host_method:
+            if config.host_method not in self._host_drafts:
+                host_drafter = make_host_drafter(
+                    config.host_method, self._slots, self._suffix_cache
                 )
+                self._host_drafts.add(config.host_method, host_drafter)
+            self._host_drafts.start(request)
+        if config.method != config.host_method:
+            if config.method not in self._drafters:
+                self._drafters[config.method] = self._make_drafter(config.method)
             width = max(self._widths.get(config.method, 1), config.num_speculative_tokens)
             self._widths[config.method] = width
-            self._drafters[config.method].start(request)
+            if self._drafters[config.method].start(request):
+                self._memory.forget()
         if config.has_adaptive_lengths and request.drafting is None:
             request.drafting = self.lengths.start(config.method, config.num_speculative_tokens)
+
+    def _make_drafter(self, method: str) -> Drafter:
+        """The drafter of a method, or its part of a hybrid."""
+        if method == "mtp":
+            assert self._mtp is not None
+            return self._mtp
+        return make_drafter(
+            method, self._speculative, self._slots, self.model.max_model_len, self.model.device
+        )
 
     def stop(self, request: Request) -> None:
         """Forgets a request that loses its slot; it may come back."""
@@ -209,11 +238,10 @@ class Runner:
 
     def _num_proposed(self, request: Request) -> int:
         """How many drafts the last step proposed for a request, as far as they could be emitted."""
-        method = request.speculative.method
-        if method in self._host_drafts:
+        if request.speculative.host_method:
             count = self._host_drafts.num_drafts(request)
         else:
-            counts = self._counts.get(method)
+            counts = self._counts.get(request.speculative.method)
             count = 0 if counts is None else counts[request.slot]
         return max(min(count, request.draft_limit), 0) if count else 0
 
@@ -238,6 +266,8 @@ class Runner:
         if self.was_drafting:
             self._counts = {name: counts.tolist() for name, counts in step.counts.items()}
         self._drafts = {name: drafts.copy() for name, drafts in step.drafts.items()}
+        if step.shape.features & Feature.DRAFT_PROBS:
+            self._rows = {part.request.slot: row for row, part in enumerate(plan)}
         self._executed = step if step.shape.outputs else None
         if step.shape.outputs == 0:
             return [Emitted(part.request, [], 0, []) for part in plan]
@@ -251,6 +281,13 @@ class Runner:
         """Takes note of a request's length; the device has its tokens already."""
         self._state[LEN, request.slot] = len(request.token_ids)
 
+    def note_drafted(self, part: Scheduled) -> None:
+        """Takes note of what MTP modules have run over, after a step and its commit."""
+        request = part.request
+        if part.redraft_len >= 0 and self._mtp is not None:
+            known = len(request.token_ids) - self._mtp.num_modules
+            request.num_drafted = max(request.num_drafted, min(request.num_computed, known))
+
     def propose(self) -> None:
         """Has the drafters on the host draft, when all requests of a step are committed."""
         step, limits = self._executed, self._host_limits
@@ -263,10 +300,15 @@ class Runner:
             lens_before=step.ints[POSITION, :batch],
             lens=self._state[LEN],
             limits=limits,
+            given={row: self._mtp_drafts(slot) for row, slot in self._continued},
         )
         if any(limits):
             self.was_drafting = True
             self.draft_seconds = (self.draft_seconds or 0.0) + self._memory.clock() - begun
+
+    def _mtp_drafts(self, slot: int) -> NDArray[np.int32]:
+        """What MTP modules drafted for a slot in the last step."""
+        return self._drafts["mtp"][slot, : self._counts["mtp"][slot]]
 
     def _step_of(self, plan: Sequence[Scheduled]) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
@@ -274,6 +316,8 @@ class Runner:
         logprobs = -1
         features = 0
         methods = set()  # that draft for the next step
+        redrafts = -1  # rows before the step's that MTP modules run over again; -1: they do not run
+        has_mtp = False
         for part in plan:
             rows += part.num_rows
             pages += len(part.request.pages)
@@ -287,12 +331,28 @@ class Runner:
                 wanted = part.request.params.logprobs
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
-        drafting = tuple(self._widths.items()) if outputs else ()
-        if self._device.captures:
-            drafting = tuple(one for one in drafting if one[0] in methods)
+            if part.request.has_draft_kv:
+                has_mtp = True
+                part.redraft_len = self._redraft_len(part, max(redrafts, 0))
+                if part.redraft_len >= 0:
+                    redrafts = max(redrafts, 0) + part.redraft_len
+        drafting = tuple(self._widths.items())
+        if self._device.captures or not outputs:
+            kept = methods if outputs else set()
+            if has_mtp:
+                kept = {*kept, "mtp"}
+            drafting = tuple(one for one in drafting if one[0] in kept)
+        draft_rows = -1
+        if has_mtp:
+            assert self._mtp is not None
+            draft_rows = rows + redrafts if redrafts >= 0 else 0
+            if not self._device.captures:  # one size: what is not there costs nothing
+                draft_rows = self._mtp.max_rows
         if outputs:  # the same whatever was found, so that shapes come again
             width = max([width, self._host_drafts.width, *self._widths.values()])
-        shape = StepShape(len(plan), rows, outputs, width, pages, logprobs, drafting, features)
+        shape = StepShape(
+            len(plan), rows, outputs, width, pages, logprobs, drafting, features, draft_rows
+        )
         repeats = rows == outputs
         most = self._memory.most
         if repeats and self._device.captures:
@@ -314,6 +374,7 @@ class Runner:
                 slots=self._slots,
                 tables=self._tables,
                 drafters=self._drafters,
+                mtp=self._mtp,
                 processed_logprobs=self._processed_logprobs,
             )
             self.build_seconds = self._memory.clock() - begun
@@ -327,10 +388,12 @@ class Runner:
         batch, row, page = len(plan), 0, 0
         columns: list[tuple[int, int, int, int, int, int]] = []
         self._host_limits = host_limits = []
+        self._continued: list[tuple[int, int]] = []
         page_ends = [0]
         token_ids, page_ids = step.token_ids, step.kv_indices
         for limits in step.max_drafts.values():
             limits.fill(0)
+        step.max_continued_drafts.fill(0)
         for index, part in enumerate(plan):
             request, count = part.request, part.num_rows
             known, begin, pages = request.token_ids, request.num_computed, request.pages
@@ -338,7 +401,7 @@ class Runner:
             if count == 1:
                 token_ids[row] = known[begin]
             elif part.num_drafts:
-                if method in self._host_drafts:
+                if request.speculative.host_method:
                     drafts = self._host_drafts.drafts(request, part.num_drafts)
                 else:
                     drafts = self._drafts[method][request.slot, : part.num_drafts]
@@ -351,10 +414,13 @@ class Runner:
             mode, host_limit = _NONE, 0
             if part.emits:
                 mode = _ALL if part.num_drafts else _LAST
-                if method in step.max_drafts:
-                    step.max_drafts[method][request.slot] = self._draft_limit(request)
-                elif method in self._host_drafts:
-                    host_limit = self._draft_limit(request)
+                limit = self._draft_limit(request)
+                if method == "mtp":
+                    host_limit = self._fill_limits(step, part, index, limit)
+                elif method in step.max_drafts:
+                    step.max_drafts[method][request.slot] = limit
+                elif request.speculative.host_method:
+                    host_limit = limit
             host_limits.append(host_limit)
             slot = request.slot
             changes = slot if request.features & Feature.PROCESSORS else -1
@@ -371,6 +437,8 @@ class Runner:
         step.slot_state[:] = self._state
         if step.shape.features:
             self._fill_features(step, plan)
+        if step.shape.draft_rows >= 0:
+            self._fill_modules(step, plan)
         if step.shape.rows > row:  # rows of nobody, with a token that there is
             token_ids[row:] = 0
         if step.shape.batch > batch:  # requests without rows
@@ -387,6 +455,54 @@ class Runner:
             wanted = self.lengths.limit(request.drafting)
         # This step emits a token at least, and so will the one that verifies.
         return max(min(wanted, request.draft_limit - 1), 0)
+
+    def _redraft_len(self, part: Scheduled, redrafts: int) -> int:
+        """How many rows before the step's MTP modules run over again; -1: they have a rest.
+
+        Where they are behind by half of what is kept, they catch up, drafting or not.
+
+        Args:
+            part: of a request that has modules.
+            redrafts: rows of that kind that the step has already.
+        """
+        assert self._mtp is not None
+        request = part.request
+        missing = request.num_computed - request.num_drafted
+        always = self._mtp.num_modules - 1
+        if missing > WINDOW or redrafts + max(missing - always, 0) > self._mtp.max_redrafts:
+            return -1
+        is_prefill = not part.emits or part.num_rows - part.num_drafts > 1
+        is_due = missing + part.num_rows > WINDOW // 2
+        return missing if is_prefill or is_due or self._draft_limit(request) > 0 else -1
+
+    def _fill_limits(self, step: Step, part: Scheduled, index: int, limit: int) -> int:
+        """Writes how many drafts a request with MTP modules gets; returns the host's part."""
+        config, slot = part.request.speculative, part.request.slot
+        if part.redraft_len < 0:
+            limit = 0
+        step.max_drafts["mtp"][slot] = min(limit, config.num_model_steps)
+        if config.mtp_strategy == "with_ngram":
+            step.max_continued_drafts[slot] = limit
+        elif config.mtp_strategy == "with_suffix" and limit:
+            self._continued.append((index, slot))
+            return limit
+        return 0
+
+    def _fill_modules(self, step: Step, plan: Sequence[Scheduled]) -> None:
+        """Writes which requests' MTP modules run, and over what."""
+        ints = step.mtp_ints
+        ints.fill(-1)
+        ints[REDRAFT_LEN] = 0
+        for index, part in enumerate(plan):
+            request = part.request
+            if not request.has_draft_kv:
+                continue
+            ints[MTP_SLOT, index] = request.slot
+            if part.redraft_len >= 0:
+                ints[DRAFTING_SLOT, index] = request.slot
+                ints[REDRAFT_LEN, index] = part.redraft_len
+            if part.num_drafts and request.features & Feature.DRAFT_PROBS:
+                ints[DRAFT_PROB_ROW, index] = self._rows[request.slot]
 
     def _fill_features(self, step: Step, plan: Sequence[Scheduled]) -> None:
         """Writes what only some requests ask for."""

@@ -21,6 +21,8 @@ class Scheduled:
     num_rows: int
     num_drafts: int  # of these rows, the last num_drafts hold draft tokens
     emits: bool  # False for a prefill chunk that does not end the known tokens
+    # Rows before these that its MTP modules run over again; -1: they do not run. The runner's.
+    redraft_len: int = -1
 
 
 class Scheduler:

@@ -323,6 +323,25 @@ class SpeculativeConfig:
             and self.accept_policy == "normal"
         )
 
+    @property
+    def host_method(self) -> str:
+        """The method whose drafter has the last word and runs on the host; empty: none."""
+        is_suffix = self.method == "suffix" or self.mtp_strategy == "with_suffix"
+        return "suffix" if is_suffix else ""
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether drafts are drawn from the modules' distribution, not its likeliest tokens.
+
+        That pays where verification weighs a draft by both distributions.
+        """
+        return (
+            self.method == "mtp"
+            and self.mtp_strategy == "default"
+            and self.draft_vocab is None
+            and self.verify_strategy in ("rejection", "block")
+        )
+
     def conditional_acceptance_rates(self) -> list[float]:
         """Per draft, how often it is emitted where all before it were; empty without rates."""
         rates = self.synthetic_acceptance_rates or ()

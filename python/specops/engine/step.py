@@ -19,7 +19,7 @@ import specops
 from specops import batching, sampling
 from specops.batching import BatchIndices
 from specops.engine.device import Device
-from specops.engine.drafters import DraftBatch, Drafter
+from specops.engine.drafters import DraftBatch, Drafter, MtpDrafter, TargetRows
 from specops.engine.models import KvCache, StepBatch, Transformer
 from specops.engine.request import Feature
 from specops.engine.slot_tables import SlotTables
@@ -35,8 +35,12 @@ _NUMPY: dict[torch.dtype, Any] = {
 
 # Rows of the integers that a step has per request, in its input block.
 QO_LEN, KV_LEN, OUTPUT_MODE, POSITION, SLOT, PROCESSOR_SLOT = range(6)
-# Rows of the sampling parameters, the first four of them float32.
-TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, TOP_K, CHOICE, STRATEGY, POLICY = range(8)
+# Rows of the sampling parameters, the first five of them float32.
+TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, DRAFT_TEMPERATURE = range(5)
+TOP_K, CHOICE, STRATEGY, POLICY, HAS_ANCHORS = range(5, 10)
+NUM_PARAMS = 10
+# Rows of what a step has per request for its MTP modules.
+MTP_SLOT, DRAFTING_SLOT, REDRAFT_LEN, DRAFT_PROB_ROW = range(4)
 # Rows of what a step has per slot. It returns all of them; `commit` writes the last four.
 PROMPT_LEN, MAX_LEN, LEN, FINISH_REASON, STOP_INDEX, THINKING_STATE = range(6)
 
@@ -52,6 +56,8 @@ class StepShape(NamedTuple):
     logprobs: int  # -1: none; otherwise the alternatives beside each emitted token
     drafting: tuple[tuple[str, int], ...]  # methods that draft for the next step, and their width
     features: int = 0  # `Feature`, of its requests
+    # Of the first pass of MTP modules; 0: they have a rest; -1: no request has any.
+    draft_rows: int = -1
 
 
 def rounded(shape: StepShape, most: StepShape) -> StepShape:
@@ -69,7 +75,14 @@ def rounded(shape: StepShape, most: StepShape) -> StepShape:
     width = max(width, shape.width)
     rows = min(_rung(shape.rows, finest=16), batch * (1 + width), most.rows)
     pages = page_capacity(shape.pages, most.pages)
-    return shape._replace(batch=batch, rows=rows, outputs=rows, width=width, pages=pages)
+    draft_rows = shape.draft_rows
+    if draft_rows > 0:
+        draft_rows = rows + (
+            _rung(draft_rows - shape.rows, finest=1) if draft_rows > shape.rows else 0
+        )
+    return shape._replace(
+        batch=batch, rows=rows, outputs=rows, width=width, pages=pages, draft_rows=draft_rows
+    )
 
 
 def page_capacity(pages: int, most: int) -> int:
@@ -189,7 +202,7 @@ class Step:
 
     Attributes:
         ints: [6, batch], int32, for the host to fill; rows QO_LEN and so on.
-        params: [8, batch], int32; rows TEMPERATURE and so on.
+        params: [10, batch], int32; rows TEMPERATURE and so on.
         seeds: [batch], int64.
         token_ids: [rows], int32.
         kv_indptr: [batch + 1], int32.
@@ -198,6 +211,8 @@ class Step:
         accept_rates: [batch, width], float32, where a request has them.
         mask_indices: [outputs], int32, where a request changes logits.
         max_drafts: by method, [slots], int32.
+        mtp_ints: [4, batch], int32; rows MTP_SLOT and so on, where a request has MTP modules.
+        max_continued_drafts: [slots], int32, likewise.
         slot_state: [6, slots], int32, for the host to fill and to read; rows PROMPT_LEN and so on.
         tokens: [batch, width + 1], int32, for the host to read, as are those below.
         token_tensor: the same memory, as a tensor.
@@ -222,6 +237,7 @@ class Step:
         slots: int,
         tables: SlotTables,
         drafters: Mapping[str, Drafter],
+        mtp: MtpDrafter | None,
         processed_logprobs: bool,
     ) -> None:
         self.shape = shape
@@ -238,6 +254,7 @@ class Step:
         drafts = {f"drafts_{name}": (i32, (slots, width)) for name, width in shape.drafting}
         masked = outputs if shape.features & Feature.PROCESSORS else 0
         rated = width if shape.features & Feature.ACCEPT_RATES else 0
+        has_mtp = shape.draft_rows >= 0
         # One block: results, what goes both ways, inputs. So each way is one copy.
         self._exchange = _Layout(
             error=(i32, (1,)),
@@ -252,7 +269,7 @@ class Step:
             **drafts,
             slot_state=(i32, (6, slots)),
             ints=(i32, (6, batch)),
-            params=(i32, (8, batch)),
+            params=(i32, (NUM_PARAMS, batch)),
             seeds=(i64, (batch,)),
             token_ids=(i32, (rows,)),
             kv_indptr=(i32, (batch + 1,)),
@@ -260,8 +277,13 @@ class Step:
             accept_rates=(f32, (batch, rated)),
             mask_indices=(i32, (masked,)),
             max_drafts=(i32, (len(methods), slots)),
+            mtp_ints=(i32, (4, batch if has_mtp else 0)),
+            max_continued_drafts=(i32, (slots if has_mtp else 0,)),
             kv_indices=(i32, (shape.pages,)),  # last, because only what is used of it is copied
         )
+        sums = model.sums_size(rows, outputs)
+        if shape.draft_rows > 0 and mtp is not None:
+            sums = max(sums, mtp.sums_size(shape.draft_rows, batch))
         scratch = _Layout(
             qo_indptr=(i32, (batch + 1,)),
             row_to_request=(i32, (rows,)),
@@ -273,10 +295,11 @@ class Step:
             gathered=(model.dtype, (0 if outputs == rows else outputs, model.config.hidden_size)),
             logits=(f32, (outputs, model.config.vocab_size)),
             lse=(f32, (outputs if alternatives else 0,)),
-            sums=(f32, (model.sums_size(rows, outputs),)),
+            sums=(f32, (sums,)),
         )
+        most_rows = max(rows, shape.draft_rows)
         workspace = _Layout(
-            workspace=(f32, (model.workspace_size(rows, batch, shape.pages, cache),))
+            workspace=(f32, (model.workspace_size(most_rows, batch, shape.pages, cache),))
         )
         # All blocks before any view: one that grows forgets the steps, this one among them.
         host_block, device_block = memory.block("exchange", self._exchange.num_bytes)
@@ -302,6 +325,8 @@ class Step:
         self.max_drafts: dict[str, NDArray[np.int32]] = dict(
             zip(methods, host["max_drafts"], strict=True)
         )
+        self.mtp_ints: NDArray[np.int32] = host["mtp_ints"]
+        self.max_continued_drafts: NDArray[np.int32] = host["max_continued_drafts"]
         self.tokens: NDArray[np.int32] = host["tokens"]
         self.committed: NDArray[np.int32] = host["committed"]
         self.accepted: NDArray[np.int32] = host["accepted"]
@@ -319,7 +344,7 @@ class Step:
         given = self._exchange.tensors(device_block)
         inner = scratch.tensors(scratch_block) | workspace.tensors(workspace_block)
         self._bind(given, inner)
-        self._bind_sampling(given, inner, tables, processed_logprobs=processed_logprobs)
+        self._bind_sampling(given, inner, tables, mtp, processed_logprobs=processed_logprobs)
         self._drafts = [
             (
                 drafters[name],
@@ -329,6 +354,7 @@ class Step:
                     max_draft_tokens=given["max_drafts"][index],
                     draft_token_ids=given[f"drafts_{name}"],
                     num_draft_tokens=given["counts"][index],
+                    target=self._target_rows(given) if name == "mtp" else None,
                 ),
             )
             for index, name in enumerate(methods)
@@ -366,11 +392,43 @@ class Step:
         self._gathered, self._logits = inner["gathered"], inner["logits"]
         self._error_out = given["error"]
 
+    def _target_rows(self, given: Mapping[str, Tensor]) -> TargetRows:
+        """The tensors that MTP modules take."""
+        batch, params, ints = self._batch, given["params"], given["mtp_ints"]
+        choosing = None
+        if self.shape.features & Feature.DRAFT_PROBS:
+            floats = params.view(torch.float32)
+            choosing = {
+                "temperature": floats[DRAFT_TEMPERATURE],
+                "top_k": params[TOP_K],
+                "top_p": floats[TOP_P],
+                "min_p": floats[MIN_P],
+                "seeds": given["seeds"],
+                "choice_index": params[CHOICE],
+            }
+        return TargetRows(
+            hidden=self._model.states(self.shape.rows),
+            slots=ints[MTP_SLOT],
+            drafting_slots=ints[DRAFTING_SLOT],
+            redraft_lens=ints[REDRAFT_LEN],
+            qo_indptr=batch.qo_indptr,
+            kv_lens=batch.kv_lens,
+            kv_indptr=batch.kv_indptr,
+            kv_indices=batch.kv_indices,
+            max_continued_drafts=given["max_continued_drafts"],
+            total_rows=self.shape.draft_rows,
+            choosing=choosing,
+            has_anchors=None if choosing is None else params[HAS_ANCHORS],
+            workspace=batch.workspace,
+            sums=batch.sums,
+        )
+
     def _bind_sampling(
         self,
         given: Mapping[str, Tensor],
         inner: Mapping[str, Tensor],
         tables: SlotTables,
+        mtp: MtpDrafter | None,
         *,
         processed_logprobs: bool,
     ) -> None:
@@ -401,8 +459,17 @@ class Step:
             "ranks": given["ranks"] if has_logprobs else None,
         }
         self._draft_token_ids = given["draft_token_ids"]
+        if features & Feature.DRAFT_PROBS:
+            assert mtp is not None and mtp.draft_probs is not None
+            choosing_drafts = {
+                "draft_probs": mtp.draft_probs[:, : self.shape.width],
+                "draft_prob_rows": given["mtp_ints"][DRAFT_PROB_ROW],
+            }
+        else:
+            choosing_drafts = {}
         self._verify_args: dict[str, Any] = {
             **choosing,
+            **choosing_drafts,
             **told,
             "strategy": params[STRATEGY],
             "policy": params[POLICY],
@@ -447,7 +514,8 @@ class Step:
 
         Args:
             num_pages: entries of `kv_indices` in use.
-            drafting: run the drafters; where steps are captured, their shape says so.
+            drafting: run the drafters; where steps are captured, their shape says so. MTP modules
+                run in any case: a request's own rows say whether they have a rest.
 
         Raises:
             ValueError: wrong data was met, such as a page id out of range.
@@ -502,12 +570,13 @@ class Step:
             if shape.logprobs > 0:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             sampling.commit(**self._commit_args)
-            if drafting and self._drafts:
-                clock = self._memory.clock
-                begun = clock()
-                for drafter, batch in self._drafts:
+        if self._drafts and (drafting or shape.draft_rows >= 0):
+            clock = self._memory.clock
+            begun = clock()
+            for drafter, batch in self._drafts:
+                if drafting or batch.target is not None:
                     drafter.propose(batch)
-                if not self._memory.device.is_async:
-                    self.draft_seconds = clock() - begun
+            if not self._memory.device.is_async:
+                self.draft_seconds = clock() - begun
         if self._memory.device.is_async:
             specops.take_error(self._error_out)

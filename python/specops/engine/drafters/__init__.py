@@ -3,31 +3,34 @@
 
 import torch
 
-from specops.engine.drafters.base import DraftBatch, Drafter, HostDraftBatch, HostDrafter
+from specops.engine.drafters.base import (
+    DraftBatch,
+    Drafter,
+    HostDraftBatch,
+    HostDrafter,
+    TargetRows,
+)
 from specops.engine.drafters.host import HostDrafts
+from specops.engine.drafters.mtp import WINDOW, MtpDrafter
 from specops.engine.drafters.ngram import NgramDrafter
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.suffix_tree import SuffixCache
 
 __all__ = [
-    "HOST_METHODS",
-    "RUNNABLE_METHODS",
+    "WINDOW",
     "DraftBatch",
     "Drafter",
     "HostDraftBatch",
     "HostDrafter",
     "HostDrafts",
+    "MtpDrafter",
     "NgramDrafter",
     "SuffixDrafter",
+    "TargetRows",
     "make_drafter",
     "make_host_drafter",
 ]
-
-# The methods this version runs; "naive" is decoding without a drafter.
-RUNNABLE_METHODS = ("naive", "ngram", "suffix")
-# Of these, the ones that draft on the host.
-HOST_METHODS = ("suffix",)
 
 
 def make_drafter(
@@ -47,13 +50,11 @@ def make_drafter(
         return NgramDrafter(
             slots, max_len, min(num_sizes, 16), config.max_total_draft_tokens, device
         )
-    raise ValueError(
-        f"method {method!r} cannot run; this model can run {', '.join(RUNNABLE_METHODS)}"
-    )
+    raise ValueError(f"method {method!r} has no drafter of its own on the device")
 
 
 def make_host_drafter(method: str, slots: int, suffix_cache: SuffixCache) -> HostDrafter:
-    """Returns the drafter of one of HOST_METHODS, with room for `slots` requests."""
+    """Returns the drafter of a method that drafts on the host, with room for `slots` requests."""
     if method == "suffix":
         return SuffixDrafter(slots, suffix_cache)
     raise ValueError(f"method {method!r} does not draft on the host")

@@ -7,6 +7,7 @@ drafts. A host drafter does so once these results are read. Proposals are only e
 drafter can change a token that is emitted.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRows:
+    """The target's step, for drafters that run rows of their own behind it.
+
+    Of `batching`: qo_indptr, kv_lens, kv_indptr and kv_indices are the step's own; redraft_lens is
+    as `prepare_draft_batch` has it.
+    """
+
+    hidden: Tensor  # [rows, hidden_size], the states after the final norm
+    slots: Tensor  # int32 [batch]; -1: a request of another method
+    drafting_slots: Tensor  # int32 [batch]; -1: or one whose drafter has a rest
+    redraft_lens: Tensor  # int32 [batch]
+    qo_indptr: Tensor  # int32 [batch + 1]
+    kv_lens: Tensor  # int32 [batch]
+    kv_indptr: Tensor  # int32 [batch + 1]
+    kv_indices: Tensor  # int32 [pages]
+    max_continued_drafts: Tensor  # int32 [slots]; > 0: n-grams continue the drafts up to so many
+    total_rows: int  # most rows of the first pass; 0: the drafter has a rest
+    # As `sampling.sample` has them, and int32 [batch], whether the request verifies by BLOCK; None:
+    # all drafts are the likeliest tokens.
+    choosing: Mapping[str, Tensor] | None
+    has_anchors: Tensor | None
+    workspace: Tensor | None  # float32, for attention
+    sums: Tensor | None  # float32, for projections
 
 
 @dataclass(frozen=True)
@@ -30,13 +57,20 @@ class DraftBatch:
     max_draft_tokens: Tensor  # int32 [slots]
     draft_token_ids: Tensor  # int32 [slots, k]
     num_draft_tokens: Tensor  # int32 [slots]
+    # int32 [slots]: so many drafts are there already, and are to be continued; None: none.
+    num_given_drafts: Tensor | None = None
+    target: TargetRows | None = None  # for drafters that ask for it
 
 
 class Drafter(Protocol):
     """Proposes draft tokens for the requests of one method."""
 
-    def start(self, request: Request) -> None:
-        """A request got its slot (again, after a preemption)."""
+    def start(self, request: Request) -> bool:
+        """A request got its slot (again, after a preemption).
+
+        Returns:
+            Whether memory has moved, so that steps made so far must be made anew.
+        """
 
     def propose(self, batch: DraftBatch) -> None:
         """Fills the drafts of `batch`; may be captured once and replayed on other numbers."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafters that run on the host: when they are asked, and what they said last."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -33,10 +33,11 @@ class HostDrafts:
         # By row.
         self._num_tokens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._max_drafts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._num_given: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._drafts: dict[str, NDArray[np.int32]] = {}  # by method, [slots, width]
         self._counts: dict[str, NDArray[np.int32]] = {}  # by method, [slots]
         # Of the first rows, by how many and by method, so that a step makes none.
-        self._tensors: dict[tuple[int, str], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._tensors: dict[tuple[int, str], tuple[Tensor, ...]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._drafters)
@@ -45,31 +46,32 @@ class HostDrafts:
         return method in self._drafters
 
     def add(self, method: str, drafter: HostDrafter) -> None:
-        """Takes in the drafter of a method."""
+        """Takes in a drafter."""
         self._drafters[method] = drafter
         self._drafts[method] = np.full((self._slots, self.width), -1, dtype=np.int32)
         self._counts[method] = np.zeros(self._slots, dtype=np.int32)
 
     def start(self, request: Request) -> None:
-        """A request whose method is here got its slot."""
+        """A request whose drafts end here got its slot."""
+        method = _method(request)
         wanted = request.speculative.num_speculative_tokens
         if wanted > self.width:
             wider = ((0, 0), (0, wanted - self.width))
-            for method, drafts in self._drafts.items():
-                self._drafts[method] = np.pad(drafts, wider, constant_values=-1)
+            for name, drafts in self._drafts.items():
+                self._drafts[name] = np.pad(drafts, wider, constant_values=-1)
             self._tensors.clear()
             self.width = wanted
-        self._drafters[request.speculative.method].start(request)
+        self._drafters[method].start(request)
 
     def stop(self, request: Request) -> None:
         """A request gave its slot back."""
-        if request.speculative.method in self._drafters:
-            self._drafters[request.speculative.method].stop(request)
+        if _method(request) in self._drafters:
+            self._drafters[_method(request)].stop(request)
 
     def leave(self, request: Request) -> None:
         """A request is gone for good, with a slot or without."""
-        if request.speculative.method in self._drafters:
-            self._drafters[request.speculative.method].leave(request)
+        if _method(request) in self._drafters:
+            self._drafters[_method(request)].leave(request)
 
     def propose(
         self,
@@ -78,6 +80,7 @@ class HostDrafts:
         lens_before: NDArray[np.int32],
         lens: NDArray[np.int32],
         limits: Sequence[int],
+        given: Mapping[int, NDArray[np.int32]],
     ) -> None:
         """Tells the drafters what a step emitted and has them draft for the next one.
 
@@ -87,27 +90,46 @@ class HostDrafts:
             lens_before: [batch], tokens of each request before the step.
             lens: by slot, tokens of each request by now.
             limits: [batch]. Most drafts of each; 0 for requests of other methods, too.
+            given: drafts that are there and are to be continued, by their row; most rows have none.
         """
         batch = len(slots)
         np.subtract(lens[slots], lens_before, out=self._num_tokens[:batch])
         self._max_drafts[:batch] = limits
         self._rows[slots] = self._row_numbers[:batch]
+        self._num_given[:batch] = 0
+        for row, drafts in given.items():
+            self._num_given[row] = len(drafts)
+            self._max_drafts[row] = max(limits[row] - len(drafts), 0)
         for method, drafter in self._drafters.items():
-            new, most, drafts, counts = self._first_rows(batch, method)
-            drafter.propose(HostDraftBatch(slots, token_ids, new, most, drafts, counts))
+            for row, drafts in given.items():
+                self._drafts[method][row, : len(drafts)] = drafts
+            drafter.propose(self._batch(slots, token_ids, method))
 
     def num_drafts(self, request: Request) -> int:
         """How many drafts the last step brought for a request that took part in it."""
-        return int(self._counts[request.speculative.method][self._rows[request.slot]])
+        row = self._rows[request.slot]
+        return int(self._num_given[row]) + int(self._counts[_method(request)][row])
 
     def drafts(self, request: Request, count: int) -> NDArray[np.int32]:
         """The first of them."""
-        return self._drafts[request.speculative.method][self._rows[request.slot], :count]
+        return self._drafts[_method(request)][self._rows[request.slot], :count]
 
-    def _first_rows(self, batch: int, method: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _batch(self, slots: NDArray[np.int32], token_ids: Tensor, method: str) -> HostDraftBatch:
+        batch = len(slots)
         tensors = self._tensors.get((batch, method))
         if tensors is None:
-            arrays = self._num_tokens, self._max_drafts, self._drafts[method], self._counts[method]
-            new, most, drafts, counts = (torch.from_numpy(array[:batch]) for array in arrays)
-            tensors = self._tensors[batch, method] = (new, most, drafts, counts)
-        return tensors
+            arrays = (
+                self._num_tokens,
+                self._max_drafts,
+                self._drafts[method],
+                self._counts[method],
+                self._num_given,
+            )
+            tensors = tuple(torch.from_numpy(array[:batch]) for array in arrays)
+            self._tensors[batch, method] = tensors
+        return HostDraftBatch(slots, token_ids, *tensors)
+
+
+def _method(request: Request) -> str:
+    """The drafter on the host that a request's drafts end with; empty: none."""
+    return request.speculative.host_method

@@ -35,12 +35,13 @@ class NgramDrafter:
         self._index = NgramIndex.empty(slots, max_len, num_sizes=num_sizes, device=device)
         self._max_total_draft_tokens = max_total_draft_tokens
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Request) -> bool:
         """Notes the request's n-gram sizes and its side; what was in the slot is forgotten."""
         config = request.speculative
         choices = [config.min_ngram_size, config.max_ngram_size, config.ngram_match == "leftmost"]
         self._choices[:, request.slot] = torch.tensor(choices, dtype=torch.int32)
         self._index.reset(request.slot)
+        return False
 
     def propose(self, batch: DraftBatch) -> None:
         """Fills the drafts of every request in one call."""
@@ -53,6 +54,7 @@ class NgramDrafter:
             leftmost=self._leftmost,
             draft_token_ids=batch.draft_token_ids,
             num_draft_tokens=batch.num_draft_tokens,
+            num_given_drafts=batch.num_given_drafts,
             max_total_draft_tokens=self._max_total_draft_tokens,
             index=self._index,
         )

@@ -189,6 +189,16 @@ class MtpModules:
         """How many modules there are."""
         return len(self.modules)
 
+    @property
+    def hidden_size(self) -> int:
+        """Of the target's states, and the modules'."""
+        return self._target.config.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the states."""
+        return self._target.dtype
+
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
         self._activations.reserve(rows)

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction: the target's own drafting modules, fed with its hidden states."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specops import batching, sampling
+from specops.batching import DraftIndices
+from specops.engine.device import Device
+from specops.engine.drafters.base import DraftBatch, Drafter, TargetRows
+from specops.engine.models import KvCache, MtpBatch, MtpModules
+from specops.engine.request import Request
+from specops.sampling import Purpose
+
+# Positions of a request that its modules may be behind, and can still catch up with.
+WINDOW = 128
+
+_MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Per request of a step: what a draft is chosen from, and the choice."""
+
+    states: Tensor  # [batch, hidden_size]
+    logits: Tensor  # float32 [batch, draft vocabulary]
+    sampled: Tensor  # int32 [batch]
+    token_ids: Tensor  # int32 [batch]; the same but for a reduced draft vocabulary
+    positions: Tensor  # int32 [batch]
+    anchors: Tensor  # int32 [batch]
+
+
+class MtpDrafter:
+    """Drafts with a checkpoint's MTP modules; docs/mtp.md states what meets what.
+
+    In every step the modules run over the rows whose next token the step made known, in place of
+    what they drafted there before, and then on into the drafts. A request whose drafter has a rest
+    keeps the target's states of its last positions; they run again, in one go, when the rest ends.
+
+    Args:
+        modules: of the target.
+        cache: their keys and values, on the target's pages.
+        slots: requests that run at once.
+        max_rows: rows of a step.
+        device: where steps run.
+        make_ngram_drafter: makes what continues the drafts of requests that want it.
+
+    Attributes:
+        num_modules: how many modules there are.
+        max_redrafts: rows before the step's that may run again in one step, but for those that
+            several modules always run again.
+        max_rows: rows of the longest pass.
+        draft_probs: [slots, k, vocab_size], float32. What the last step's drafts were drawn from,
+            by request of that step; None until a request draws its drafts.
+    """
+
+    def __init__(
+        self,
+        modules: MtpModules,
+        cache: KvCache,
+        *,
+        slots: int,
+        max_rows: int,
+        device: Device,
+        make_ngram_drafter: Callable[[], Drafter],
+    ) -> None:
+        self.num_modules = modules.num_modules
+        self.max_redrafts = max(max_rows, WINDOW)
+        self.max_rows = max_rows + self.max_redrafts + slots * (modules.num_modules - 1)
+        self.draft_probs: Tensor | None = None
+        self._modules = modules
+        self._cache = cache
+        self._page_size = cache.k[0].shape[1]
+        self._slots = slots
+        self._device = device
+        self._make_ngram_drafter = make_ngram_drafter
+        self._ngram: Drafter | None = None
+        self._num_steps = 0  # passes that any request has asked for
+        modules.reserve(self.max_rows)
+        where, width = device.device, modules.hidden_size
+        vocab_size = modules.lm_head.num_outputs
+        self._kept = torch.zeros((slots, WINDOW, width), dtype=modules.dtype, device=where)
+        # The first pass of a step, and those behind it, which read one and write the other.
+        sizes = (self.max_rows, slots, slots)
+        self._indices = [DraftIndices.empty(slots, total_rows=n, device=where) for n in sizes]
+        self._same_rows = torch.arange(self.max_rows, dtype=torch.int32, device=where)
+        self._given = torch.zeros(slots, dtype=torch.int32, device=where)
+        ints = torch.zeros((4, slots), dtype=torch.int32, device=where)
+        self._choices = _Choices(
+            torch.empty((slots, width), dtype=modules.dtype, device=where),
+            torch.empty((slots, vocab_size), dtype=torch.float32, device=where),
+            ints[0],
+            ints[0] if modules.token_map is None else ints[1],
+            ints[2],
+            ints[3],
+        )
+        workspace = sampling.sampling_workspace(self._choices.logits)
+        if workspace is None:  # given, so that no call has to find out
+            workspace = torch.empty(0, dtype=torch.uint8, device=where)
+        self._workspace = workspace
+        self._index_views: dict[tuple[int, int, int], DraftIndices] = {}
+        self._choice_views: dict[int, _Choices] = {}
+
+    def sums_size(self, rows: int, batch: int) -> int:
+        """Returns the floats that projections of `rows` rows split their sums with."""
+        return self._modules.sums_size(rows, batch)
+
+    def start(self, request: Request) -> bool:
+        """Makes room for what the request asks of its drafts."""
+        config = request.speculative
+        has_moved = config.num_model_steps > self._num_steps
+        self._num_steps = max(self._num_steps, config.num_model_steps)
+        if config.mtp_strategy == "with_ngram":
+            if self._ngram is None:
+                self._ngram = self._make_ngram_drafter()
+                has_moved = True
+            self._ngram.start(request)
+        probs = self.draft_probs
+        if config.draws_drafts and (probs is None or probs.shape[1] < self._num_steps):
+            shape = (self._slots, self._num_steps, self._modules.lm_head.num_outputs)
+            self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=self._device.device)
+            has_moved = True
+        return has_moved
+
+    def stop(self, request: Request) -> None:
+        """Nothing to forget: the next request of the slot starts anew."""
+
+    def propose(self, batch: DraftBatch) -> None:
+        """Runs the modules behind the target's step and fills the drafts."""
+        rows = batch.target
+        assert rows is not None
+        batch.num_draft_tokens.zero_()
+        if rows.total_rows:
+            self._draft(batch, rows)
+            if self._ngram is not None:
+                self._continue(batch, rows)
+        # After the passes: these rows may take the place of some that ran again.
+        batching.keep_hidden_rows(
+            rows.hidden, rows.slots, rows.qo_indptr, rows.kv_lens, batch.lens, self._kept
+        )
+
+    def _draft(self, batch: DraftBatch, rows: TargetRows) -> None:
+        modules, size = self._modules, rows.slots.shape[0]
+        first = batching.prepare_draft_batch(
+            rows.drafting_slots,
+            rows.qo_indptr,
+            rows.kv_lens,
+            rows.redraft_lens,
+            rows.kv_indptr,
+            rows.kv_indices,
+            batch.lens,
+            batch.max_draft_tokens,
+            page_size=self._page_size,
+            total_rows=rows.total_rows,
+            window=WINDOW,
+            out=self._view(0, size, rows.total_rows),
+        )
+        indices = self._with_rows(0, first)
+        if indices is None:
+            return
+        num_passes = min(self._num_steps, batch.draft_token_ids.shape[1])
+        if rows.has_anchors is not None:
+            # The first draft's position is one behind the first pass's cache, and its token's
+            # number one more.
+            anchors = self._choice_view(size).anchors
+            torch.add(first.kv_lens, 2, out=anchors)
+            anchors.mul_(rows.has_anchors)
+        hidden, source_rows = rows.hidden, indices.source_rows
+        for index in range(self.num_modules):
+            passed = self._pass(batch, rows, indices, source_rows)
+            output = modules.forward(index, passed, hidden, self._cache)
+            if modules.convention.chained:
+                hidden = output.recycled
+                source_rows = self._same_rows[: source_rows.shape[0]]
+            if index < num_passes:
+                self._choose(batch, rows, indices, output.hidden, step=index, module=index)
+        for step in range(self.num_modules, num_passes):
+            indices = self._with_rows(1 + step % 2, self._view(1 + step % 2, size, size))
+            if indices is None:
+                return
+            passed = self._pass(batch, rows, indices, indices.source_rows)
+            module = self.num_modules - 1
+            output = modules.forward(module, passed, output.recycled, self._cache)
+            self._choose(batch, rows, indices, output.hidden, step=step, module=module)
+
+    def _pass(
+        self, batch: DraftBatch, rows: TargetRows, indices: DraftIndices, source_rows: Tensor
+    ) -> MtpBatch:
+        return MtpBatch(
+            positions=indices.positions,
+            cache_slots=indices.cache_slots,
+            qo_indptr=indices.qo_indptr,
+            kv_indptr=rows.kv_indptr,
+            kv_indices=rows.kv_indices,
+            kv_lens=indices.kv_lens,
+            workspace=rows.workspace,
+            sums=rows.sums,
+            row_to_request=indices.row_to_request,
+            source_rows=source_rows,
+            slots=rows.drafting_slots,
+            token_ids=batch.token_ids,
+            lens=batch.lens,
+            draft_token_ids=batch.draft_token_ids,
+            kept=self._kept,
+        )
+
+    def _choose(
+        self,
+        batch: DraftBatch,
+        rows: TargetRows,
+        indices: DraftIndices,
+        hidden: Tensor,
+        *,
+        step: int,
+        module: int,
+    ) -> None:
+        """Chooses draft `step` of every request, and makes the rows of the pass behind it."""
+        modules, size = self._modules, rows.slots.shape[0]
+        choices = self._choice_view(size)
+        batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
+        modules.logits(choices.states, out=choices.logits, sums=rows.sums)
+        drawing: dict[str, Any] = {}
+        if rows.choosing is not None:
+            assert self.draft_probs is not None
+            # The token stands `module + 1` behind the one that the pass's last row reads.
+            torch.add(indices.kv_lens, module + 1, out=choices.positions)
+            drawing = {
+                **rows.choosing,
+                "anchors": choices.anchors,
+                "purpose": Purpose.DRAFT,
+                "probs": self.draft_probs[:size, step],
+            }
+        sampling.sample(
+            choices.logits,
+            choices.positions,
+            out=choices.sampled,
+            workspace=self._workspace,
+            **drawing,
+        )
+        if modules.token_map is not None:
+            torch.index_select(modules.token_map, 0, choices.sampled, out=choices.token_ids)
+        num_passes = min(self._num_steps, batch.draft_token_ids.shape[1])
+        follows = step + 1 >= self.num_modules and step + 1 < num_passes
+        batching.advance_draft_batch(
+            choices.token_ids,
+            indices.last_rows,
+            rows.drafting_slots,
+            rows.kv_indptr,
+            rows.kv_indices,
+            batch.lens,
+            batch.max_draft_tokens,
+            page_size=self._page_size,
+            step=step,
+            ahead=self.num_modules,
+            draft_token_ids=batch.draft_token_ids,
+            num_draft_tokens=batch.num_draft_tokens,
+            out=self._view(1 + (step + 1) % 2, size, size) if follows else None,
+        )
+
+    def _continue(self, batch: DraftBatch, rows: TargetRows) -> None:
+        """Has n-grams of the text and the drafts draft on, where that is asked for."""
+        assert self._ngram is not None
+        self._given.copy_(batch.num_draft_tokens)
+        self._ngram.propose(
+            DraftBatch(
+                token_ids=batch.token_ids,
+                lens=batch.lens,
+                max_draft_tokens=rows.max_continued_drafts,
+                draft_token_ids=batch.draft_token_ids,
+                num_draft_tokens=batch.num_draft_tokens,
+                num_given_drafts=self._given,
+            )
+        )
+
+    def _with_rows(self, which: int, indices: DraftIndices) -> DraftIndices | None:
+        """The rows there are, where the host may look; None: there are none."""
+        if self._device.is_async:
+            return indices
+        size = indices.kv_lens.shape[0]
+        rows = int(indices.qo_indptr[size])
+        return self._view(which, size, rows) if rows else None
+
+    def _view(self, which: int, size: int, rows: int) -> DraftIndices:
+        """The first requests and rows of the index arrays."""
+        view = self._index_views.get((which, size, rows))
+        if view is None:
+            if len(self._index_views) >= _MAX_KEPT_VIEWS:
+                self._index_views.clear()
+            whole = self._indices[which]
+            view = self._index_views[which, size, rows] = DraftIndices(
+                qo_indptr=whole.qo_indptr[: size + 1],
+                kv_lens=whole.kv_lens[:size],
+                last_rows=whole.last_rows[:size],
+                row_to_request=whole.row_to_request[:rows],
+                positions=whole.positions[:rows],
+                cache_slots=whole.cache_slots[:rows],
+                source_rows=whole.source_rows[:rows],
+            )
+        return view
+
+    def _choice_view(self, size: int) -> _Choices:
+        view = self._choice_views.get(size)
+        if view is None:
+            whole = self._choices
+            view = self._choice_views[size] = _Choices(
+                whole.states[:size],
+                whole.logits[:size],
+                whole.sampled[:size],
+                whole.token_ids[:size],
+                whole.positions[:size],
+                whole.anchors[:size],
+            )
+        return view
