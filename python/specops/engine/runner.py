@@ -336,12 +336,12 @@ class Runner:
                 part.redraft_len = self._redraft_len(part, max(redrafts, 0))
                 if part.redraft_len >= 0:
                     redrafts = max(redrafts, 0) + part.redraft_len
-        drafting = tuple(self._widths.items())
-        if self._device.captures or not outputs:
-            kept = methods if outputs else set()
-            if has_mtp:
-                kept = {*kept, "mtp"}
-            drafting = tuple(one for one in drafting if one[0] in kept)
+        kept = methods if self._device.captures else set(self._widths)
+        if not outputs:
+            kept = set()
+        # Modules run wherever a request has them, and nowhere else.
+        kept = kept | {"mtp"} if has_mtp else kept - {"mtp"}
+        drafting = tuple(one for one in self._widths.items() if one[0] in kept)
         draft_rows = -1
         if has_mtp:
             assert self._mtp is not None
