@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MTP modules draft, and every token and logprob bit stays plain decoding's.
+
+Tiny models whose modules are right about half of the time, with one module to three and every way
+to draft; and what they draft: after the same text always the same, whatever came before.
+"""
+
+import random
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_tokenizer
+from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.draft_length import DraftLengths, DraftState
+from specops.engine.outputs import RequestOutput
+from specops.engine.request import Request
+from specops.engine.runner import Emitted, Runner
+from specops.engine.scheduler import Scheduled
+
+VOCAB = 160
+STRATEGIES = ("default", "with_ngram", "with_suffix")
+
+
+def make_tiny(directory: Path, modules: int) -> Tiny:
+    """A target that mostly goes by its last token, and modules that mostly do the same.
+
+    What layers and states add makes the difference between a right and a wrong draft.
+    """
+    base = ("Qwen3", {"tie_word_embeddings": False, "num_hidden_layers": 2})
+    tiny = make_mtp_checkpoint(directory, "deepseek_v3", modules, base=base)
+    hidden, tensors = tiny.config["hidden_size"], tiny.tensors
+    tensors["model.embed_tokens.weight"].mul_(5)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(0.05)
+        if name.endswith("eh_proj.weight"):
+            tensor.mul_(0.1)
+            tensor[:, :hidden] += torch.eye(hidden)
+        if name.endswith("shared_head.norm.weight"):
+            tensor.copy_(tensors["model.norm.weight"])
+    with torch.no_grad():
+        for name, parameter in tiny.base.named_parameters():
+            parameter.copy_(tensors[name])
+    save_checkpoint(directory, tiny.config, tensors)
+    write_tokenizer(directory)
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def tinies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Tiny]:
+    """By the number of modules; the target is the same."""
+    return {n: make_tiny(tmp_path_factory.mktemp(f"modules{n}"), n) for n in (1, 2, 3)}
+
+
+def make_engine(tiny: Tiny, speculative: SpeculativeConfig | None = None, **config: Any) -> Engine:
+    return Engine(
+        EngineConfig(
+            model=str(tiny.directory),
+            dtype="float32",
+            device="cpu",
+            speculative_config=speculative or SpeculativeConfig(method="naive"),
+            num_threads=2,
+            **config,
+        )
+    )
+
+
+# ---- requests ----
+
+
+@lru_cache
+def prompt(index: int) -> list[int]:
+    """Every third is alone; the others share the beginning of a few texts, up to any place."""
+    rng = random.Random(index)
+    own = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 40))]
+    if index % 3 == 0:
+        return own
+    shared = random.Random(f"text {index % 2}")
+    text = [shared.randrange(1, VOCAB) for _ in range(120)]
+    return text[: rng.randrange(10, 120)] + own[: rng.randrange(0, 20)]
+
+
+@lru_cache
+def params(index: int, temperature: float | None = None) -> SamplingParams:
+    rng = random.Random(1000 + index)
+    if temperature is None:
+        temperature = 0.0 if index % 2 else 0.4
+    return SamplingParams(
+        max_tokens=rng.randrange(20, 70),
+        temperature=temperature,
+        top_p=rng.choice([1.0, 0.95]),
+        seed=index * 0x9E3779B97F4A7C15 % 2**64,
+        ignore_eos=True,
+        logprobs=1,
+    )
+
+
+def bits(completion: Completion) -> list[Any]:
+    def pack(value: float) -> bytes:
+        return struct.pack("<f", value)
+
+    return [
+        (one.token_id, pack(one.logprob), [(i, pack(p)) for i, p in one.alternatives])
+        for one in completion.logprobs
+    ]
+
+
+_plain: dict[int, list[Any]] = {}
+
+
+def plain(tiny: Tiny, index: int) -> list[Any]:
+    """Alone, without drafts, the whole prompt in one chunk. The same for any number of modules."""
+    if not _plain:
+        engine = make_engine(
+            tiny, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False
+        )
+        indices = range(60)
+        done = engine.generate([prompt(i) for i in indices], [params(i) for i in indices])
+        _plain.update({i: bits(one) for i, one in zip(indices, done, strict=True)})
+    return _plain[index]
+
+
+# ---- what was drafted ----
+
+
+@dataclass
+class Record:
+    """All drafts of modules, by what they may depend on: the text, and the key of their draws."""
+
+    drafts: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
+    # The bits of the logits that the last of a number of drafts was chosen from.
+    logits: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
+    num_seen_again: int = 0
+    num_logits_seen_again: int = 0
+
+    def watch(self, engine: Engine) -> Engine:
+        """Notes the drafts of each of the engine's steps from now on."""
+        execute, step = engine._runner.execute, engine.step
+        executed: list[tuple[int, Request]] = []
+
+        def executing(plan: Sequence[Scheduled]) -> list[Emitted]:
+            emitting = [(row, part.request) for row, part in enumerate(plan) if part.emits]
+            executed[:] = [(row, request) for row, request in emitting if request.has_draft_kv]
+            return execute(plan)
+
+        def stepping() -> list[RequestOutput]:
+            executed.clear()
+            outputs = step()
+            for row, request in executed:
+                self._note(engine._runner, row, request)
+            return outputs
+
+        engine._runner.execute = executing  # type: ignore[method-assign]
+        engine.step = stepping  # type: ignore[method-assign]
+        return engine
+
+    def _note(self, runner: Runner, row: int, request: Request) -> None:
+        counts, drafter, config = runner._counts.get("mtp"), runner._mtp, request.speculative
+        if request.slot < 0 or counts is None or drafter is None:
+            return
+        count, text = counts[request.slot], tuple(request.token_ids)
+        drafts = tuple(int(i) for i in runner._drafts["mtp"][request.slot, :count])
+        is_drawn = config.draws_drafts and request.params.temperature > 0
+        key: tuple[Any, ...] = (text, request.seed if is_drawn else None)
+        if config.mtp_strategy == "with_ngram":  # it continues what the modules drafted
+            key = (*key, config.num_model_steps)
+        known = self.drafts.get(key, ())
+        # The end of the text or of the pages may have cut one of them short.
+        short = min(len(known), count)
+        assert known[:short] == drafts[:short], f"{request.request_id}: {len(text)} tokens"
+        self.num_seen_again += short > 0
+        if count > len(known):
+            self.drafts[key] = drafts
+        if config.mtp_strategy != "default" or count < drafter._num_steps:
+            return
+        logits = drafter._choices.logits[row].numpy().tobytes()
+        known_logits = self.logits.setdefault((*key, count), logits)
+        assert known_logits == logits, f"{request.request_id}: {len(text)} tokens"
+        self.num_logits_seen_again += known_logits is not logits
+
+
+def run(engine: Engine, indices: Sequence[int], own: Any = None) -> dict[int, Completion]:
+    """Requests that come while others run."""
+    rng = random.Random(len(indices))
+    left, names = list(indices), {}
+    while left or engine.has_unfinished():
+        for _ in range(rng.randrange(4)):
+            if left:
+                index = left.pop(0)
+                names[index] = engine.add_request(
+                    prompt(index), params(index), speculative_config=own(index) if own else None
+                )
+        engine.step()
+        engine._pool.check_integrity()
+    assert engine.num_free_pages == engine.num_pages
+    return {index: engine.completion(name) for index, name in names.items()}
+
+
+def shuffled(seed: int, count: int = 60) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+LIMITS: list[dict[str, Any]] = [
+    {"max_num_seqs": 1},
+    {"max_num_seqs": 6, "max_num_batched_tokens": 7},
+    {"max_num_seqs": 16, "num_pages": 30, "max_num_batched_tokens": 64},
+    {"max_num_seqs": 9, "page_size": 64},
+    {"max_num_seqs": 12, "page_size": 32, "max_num_batched_tokens": 33},
+    {"max_num_seqs": 5, "enable_prefix_caching": False, "max_num_batched_tokens": 20},
+]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("modules", [1, 2, 3])
+def test_modules_change_nothing(
+    tinies: dict[int, Tiny], modules: int, strategy: str, k: int
+) -> None:
+    tiny = tinies[modules]
+    case = (modules + STRATEGIES.index(strategy) + k) % len(LIMITS)
+    steps = k if strategy == "default" else 1 + (k + modules) % k
+    speculative = SpeculativeConfig(
+        method="mtp",
+        mtp_strategy=strategy,
+        num_speculative_tokens=k,
+        num_model_steps=steps,
+        min_ngram_size=1,
+    )
+    engine = Record().watch(make_engine(tiny, speculative, **LIMITS[case]))
+    order = shuffled(k)[:40]
+    got = run(engine, order)
+    assert [i for i in order if bits(got[i]) != plain(tiny, i)] == []
+    spec = engine.stats.speculative
+    accepted = spec.num_accepted_tokens / spec.num_draft_tokens
+    assert 0.08 <= accepted <= 0.9, f"acceptance {accepted:.2f}"
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in LIMITS[case])
+    assert (engine.stats.prefix_cache_hits > 0) == ("enable_prefix_caching" not in LIMITS[case])
+
+
+class NoLengths(DraftLengths):
+    """All is drafted, and nothing verified: every step is of one token."""
+
+    def limit(self, state: DraftState) -> int:
+        return state.most
+
+    def allocate(
+        self, states: Sequence[DraftState | None], proposed: Sequence[int], room: int
+    ) -> list[int]:
+        return [0] * len(proposed)
+
+
+class RandomLengths(DraftLengths):
+    """Drafts of any length, and rests at any time: whatever a clock could ever lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = random.Random(5)
+        self._resting = 0
+
+    def limit(self, state: DraftState) -> int:
+        if self._resting == 0 and self._random.random() < 0.01:
+            self._resting = self._random.randrange(1, 300)  # questions, of all requests
+        self._resting = max(self._resting - 1, 0)
+        return 0 if self._resting else self._random.randint(0, state.most)
+
+    def allocate(
+        self, states: Sequence[DraftState | None], proposed: Sequence[int], room: int
+    ) -> list[int]:
+        counts = []
+        for drafts in proposed:
+            counts.append(min(self._random.randint(0, drafts), room))
+            room -= counts[-1]
+        return counts
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("modules", [1, 2, 3])
+def test_drafts_depend_on_the_text_alone(
+    tinies: dict[int, Tiny], modules: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on chunks, pages, prefixes found, preemptions, rests, or who else is there.
+
+    Nor do the bits that they are chosen by.
+    """
+    first = (modules + k // 2) % 3
+    drafts_stay(tinies[modules], k, LIMITS[first::3], monkeypatch)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("modules", [1, 2, 3])
+def test_drafts_depend_on_the_text_alone_under_all_limits(
+    tinies: dict[int, Tiny], modules: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts_stay(tinies[modules], k, LIMITS, monkeypatch)
+
+
+def drafts_stay(
+    tiny: Tiny, k: int, each: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, order = Record(), shuffled(k)[:24]
+
+    def decode(lengths: type[DraftLengths] | None, limits: dict[str, Any]) -> Engine:
+        speculative = SpeculativeConfig(
+            method="mtp", num_speculative_tokens=k, adaptive_draft_length=lengths is not None
+        )
+        with monkeypatch.context() as patch:
+            if lengths is not None:
+                patch.setattr("specops.engine.runner.DraftLengths", lengths)
+            engine = record.watch(make_engine(tiny, speculative, **limits))
+        got = run(engine, order)
+        assert [i for i in order if bits(got[i]) != plain(tiny, i)] == []
+        return engine
+
+    decode(NoLengths, {"max_num_seqs": 1, "enable_prefix_caching": False})
+    num_texts = len(record.drafts)
+    assert num_texts > 500 and len(record.logits) > 0.8 * num_texts
+    for limits in each:
+        record.num_seen_again = record.num_logits_seen_again = 0
+        decode(None, limits)
+        assert record.num_seen_again > 200 and record.num_logits_seen_again > 150
+        engine = decode(RandomLengths, limits)
+        assert min(engine.stats.num_steps_per_length[: k + 1]) > 0
+        assert engine.stats.num_suspended_steps > 100
+        assert record.num_seen_again > 500 and record.num_logits_seen_again > 200
+    # All texts are of plain decoding; at their ends it is asked for fewer drafts.
+    assert len(record.drafts) <= num_texts + len(order)
+
+
+METHODS: list[dict[str, Any]] = [
+    {"method": "naive"},
+    {"method": "ngram", "num_speculative_tokens": 4},
+    {"method": "suffix", "num_speculative_tokens": 5},
+    {"method": "mtp", "num_speculative_tokens": 1},
+    {"method": "mtp", "num_speculative_tokens": 3, "adaptive_draft_length": True},
+    {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2},
+    {
+        "method": "mtp",
+        "mtp_strategy": "with_ngram",
+        "num_speculative_tokens": 5,
+        "num_model_steps": 3,
+    },
+    {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 6},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("modules", [1, 2, 3])
+def test_all_methods_together_change_nothing(
+    tinies: dict[int, Tiny],
+    modules: int,
+    limits: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Side by side, one after another in the same slots, and with requests that are aborted."""
+    rng = random.Random(modules)
+    monkeypatch.setattr("specops.engine.runner.DraftLengths", RandomLengths)
+    engine = Record().watch(
+        make_engine(tinies[modules], SpeculativeConfig(min_ngram_size=1), **limits)
+    )
+    left = shuffled(modules)
+    alive: list[tuple[str, int]] = []
+    kept: list[tuple[str, int]] = []
+    while left or engine.has_unfinished():
+        if left and rng.random() < 0.4:
+            index, own = left.pop(), rng.choice(METHODS)
+            name = engine.add_request(prompt(index), params(index), speculative_config=own)
+            (kept if rng.random() < 0.7 else alive).append((name, index))
+        if alive and rng.random() < 0.1:
+            engine.abort(alive.pop(rng.randrange(len(alive)))[0])
+        engine.step()
+        engine._pool.check_integrity()
+    assert engine.num_free_pages == engine.num_pages
+    assert len(kept) > 30
+    different = [
+        i for name, i in kept if bits(engine.completion(name)) != plain(tinies[modules], i)
+    ]
+    assert different == []
+    assert engine.stats.speculative.num_accepted_tokens > 150
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
