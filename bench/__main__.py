@@ -30,6 +30,7 @@ FAMILIES = {
     "ngram_propose": "ngram",
     "server": "engine",
     "lossless": "lossless",
+    "mtp_mistakes": "mtp_mistakes",
     "ngram": "engine",
     "suffix": "engine",
     "adaptive": "engine",

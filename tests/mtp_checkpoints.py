@@ -254,17 +254,28 @@ class SlowModules:
             states.append(state)
         return states
 
-    def drafts(self, prefix: list[int], count: int) -> tuple[list[int], list[Tensor]]:
-        """Greedy drafts of the first module after a prefix: tokens, and the logits they are from.
+    def drafts(
+        self, prefix: list[int], count: int, modules: int = 1
+    ) -> tuple[list[int], list[Tensor]]:
+        """Greedy drafts after a prefix: tokens, and the logits they are from.
 
         The prefix ends in the token that the target has just chosen.
         """
-        hidden = self.hidden(prefix)[: len(prefix) - 1]
-        shifted, drafts, logits = list(prefix[1:]), [], []
-        for _ in range(count):
-            states, recycled = self.module(0, shifted, hidden)
+        rows = len(prefix) - 1
+        text, drafts, logits = list(prefix), [], []
+
+        def draft(states: Tensor) -> None:
             logits.append(self.logits(states[-1]))
             drafts.append(int(logits[-1].argmax()))
-            shifted.append(drafts[-1])
+            text.append(drafts[-1])
+
+        target = recycled = self.hidden(prefix)[:rows]
+        for index in range(modules):
+            hidden = recycled if self.chained else target
+            states, recycled = self.module(index, text[index + 1 :], hidden)
+            draft(states)
+        while len(drafts) < count:
             hidden = torch.cat((hidden, recycled[-1:]))
-        return drafts, logits
+            states, recycled = self.module(modules - 1, text[modules:], hidden)
+            draft(states)
+        return drafts[:count], logits[:count]
