@@ -580,6 +580,7 @@ def _features(params: SamplingParams, speculative: SpeculativeConfig) -> int:
         or bool(params.stop_token_sequences),
         Feature.ACCEPT_RATES: speculative.accept_policy == "synthetic",
         Feature.DRAFT_PROBS: speculative.draws_drafts and params.temperature > 0,
+        Feature.TARGET_NUMBERS: speculative.drafts_with_target_numbers and params.temperature > 0,
     }
     features = 0
     for feature, is_wanted in wanted.items():

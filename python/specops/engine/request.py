@@ -22,6 +22,7 @@ class Feature:
     ENDINGS = 4  # stop sequences, minimum lengths, limits of thinking
     ACCEPT_RATES = 8
     DRAFT_PROBS = 16  # drafts are drawn, and verified by what they were drawn from
+    TARGET_NUMBERS = 32  # drafts are drawn with the numbers that the target will draw with
 
 
 @dataclass(eq=False)

@@ -38,6 +38,7 @@ from specops.engine.step import (
     MIN_P,
     MTP_SLOT,
     NUM_PARAMS,
+    OWN_NUMBERS,
     POLICY,
     POSITION,
     PROCESSOR_SLOT,
@@ -172,7 +173,9 @@ class Runner:
         self._params[CHOICE, slot] = request.choice_index
         self._params[STRATEGY, slot] = _STRATEGIES[config.verify_strategy]
         self._params[POLICY, slot] = _POLICIES[config.accept_policy]
-        floats[DRAFT_TEMPERATURE, slot] = params.temperature if config.draws_drafts else 0.0
+        draws = config.draws_drafts or config.drafts_with_target_numbers
+        floats[DRAFT_TEMPERATURE, slot] = params.temperature if draws else 0.0
+        self._params[OWN_NUMBERS, slot] = config.draws_drafts
         self._params[HAS_ANCHORS, slot] = config.verify_strategy == "block"
         self._seeds[slot] = request.seed
         state = self._state[:, slot]

@@ -330,8 +330,17 @@ class SpeculativeConfig:
         return "suffix" if is_suffix else ""
 
     @property
+    def drafts_with_target_numbers(self) -> bool:
+        """Whether modules draw a draft with the number that the target will draw its token with.
+
+        The nearer the two distributions, the oftener the two draws agree, and oftener than the
+        likeliest token does.
+        """
+        return self.method == "mtp" and self.verify_strategy == "target_match"
+
+    @property
     def draws_drafts(self) -> bool:
-        """Whether drafts are drawn from the modules' distribution, not its likeliest tokens.
+        """Whether modules draw drafts with numbers of their own.
 
         That pays where verification weighs a draft by both distributions.
         """

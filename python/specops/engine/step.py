@@ -37,8 +37,8 @@ _NUMPY: dict[torch.dtype, Any] = {
 QO_LEN, KV_LEN, OUTPUT_MODE, POSITION, SLOT, PROCESSOR_SLOT = range(6)
 # Rows of the sampling parameters, the first five of them float32.
 TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, DRAFT_TEMPERATURE = range(5)
-TOP_K, CHOICE, STRATEGY, POLICY, HAS_ANCHORS = range(5, 10)
-NUM_PARAMS = 10
+TOP_K, CHOICE, STRATEGY, POLICY, OWN_NUMBERS, HAS_ANCHORS = range(5, 11)
+NUM_PARAMS = 11
 # Rows of what a step has per request for its MTP modules.
 MTP_SLOT, DRAFTING_SLOT, REDRAFT_LEN, DRAFT_PROB_ROW = range(4)
 # Rows of what a step has per slot. It returns all of them; `commit` writes the last four.
@@ -202,7 +202,7 @@ class Step:
 
     Attributes:
         ints: [6, batch], int32, for the host to fill; rows QO_LEN and so on.
-        params: [10, batch], int32; rows TEMPERATURE and so on.
+        params: [11, batch], int32; rows TEMPERATURE and so on.
         seeds: [batch], int64.
         token_ids: [rows], int32.
         kv_indptr: [batch + 1], int32.
@@ -396,7 +396,8 @@ class Step:
         """The tensors that MTP modules take."""
         batch, params, ints = self._batch, given["params"], given["mtp_ints"]
         choosing = None
-        if self.shape.features & Feature.DRAFT_PROBS:
+        draws_with_own = bool(self.shape.features & Feature.DRAFT_PROBS)
+        if self.shape.features & (Feature.DRAFT_PROBS | Feature.TARGET_NUMBERS):
             floats = params.view(torch.float32)
             choosing = {
                 "temperature": floats[DRAFT_TEMPERATURE],
@@ -418,7 +419,8 @@ class Step:
             max_continued_drafts=given["max_continued_drafts"],
             total_rows=self.shape.draft_rows,
             choosing=choosing,
-            has_anchors=None if choosing is None else params[HAS_ANCHORS],
+            has_own_numbers=params[OWN_NUMBERS] if draws_with_own else None,
+            has_anchors=params[HAS_ANCHORS] if draws_with_own else None,
             workspace=batch.workspace,
             sums=batch.sums,
         )

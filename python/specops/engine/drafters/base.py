@@ -36,9 +36,11 @@ class TargetRows:
     kv_indices: Tensor  # int32 [pages]
     max_continued_drafts: Tensor  # int32 [slots]; > 0: n-grams continue the drafts up to so many
     total_rows: int  # most rows of the first pass; 0: the drafter has a rest
-    # As `sampling.sample` has them, and int32 [batch], whether the request verifies by BLOCK; None:
-    # all drafts are the likeliest tokens.
+    # As `sampling.sample` has them; None: all drafts are the likeliest tokens.
     choosing: Mapping[str, Tensor] | None
+    # int32 [batch], 0 or 1; None: no request. Drafts are drawn with numbers of their own, not with
+    # those that the target will draw with; and these are anchored, as BLOCK wants them.
+    has_own_numbers: Tensor | None
     has_anchors: Tensor | None
     workspace: Tensor | None  # float32, for attention
     sums: Tensor | None  # float32, for projections

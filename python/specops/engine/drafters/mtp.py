@@ -29,6 +29,7 @@ class _Choices:
     states: Tensor  # [batch, hidden_size]
     logits: Tensor  # float32 [batch, draft vocabulary]
     sampled: Tensor  # int32 [batch]
+    drawn: Tensor  # int32 [batch]; the same with numbers of its own
     token_ids: Tensor  # int32 [batch]; the same but for a reduced draft vocabulary
     positions: Tensor  # int32 [batch]
     anchors: Tensor  # int32 [batch]
@@ -89,14 +90,15 @@ class MtpDrafter:
         self._indices = [DraftIndices.empty(slots, total_rows=n, device=where) for n in sizes]
         self._same_rows = torch.arange(self.max_rows, dtype=torch.int32, device=where)
         self._given = torch.zeros(slots, dtype=torch.int32, device=where)
-        ints = torch.zeros((4, slots), dtype=torch.int32, device=where)
+        ints = torch.zeros((5, slots), dtype=torch.int32, device=where)
         self._choices = _Choices(
             torch.empty((slots, width), dtype=modules.dtype, device=where),
             torch.empty((slots, vocab_size), dtype=torch.float32, device=where),
             ints[0],
-            ints[0] if modules.token_map is None else ints[1],
-            ints[2],
+            ints[1],
+            ints[0] if modules.token_map is None else ints[2],
             ints[3],
+            ints[4],
         )
         workspace = sampling.sampling_workspace(self._choices.logits)
         if workspace is None:  # given, so that no call has to find out
@@ -223,24 +225,24 @@ class MtpDrafter:
         choices = self._choice_view(size)
         batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
         modules.logits(choices.states, out=choices.logits, sums=rows.sums)
-        drawing: dict[str, Any] = {}
         if rows.choosing is not None:
-            assert self.draft_probs is not None
             # The token stands `module + 1` behind the one that the pass's last row reads.
             torch.add(indices.kv_lens, module + 1, out=choices.positions)
-            drawing = {
-                **rows.choosing,
-                "anchors": choices.anchors,
-                "purpose": Purpose.DRAFT,
-                "probs": self.draft_probs[:size, step],
-            }
-        sampling.sample(
-            choices.logits,
-            choices.positions,
-            out=choices.sampled,
-            workspace=self._workspace,
-            **drawing,
-        )
+        chosen_from = choices.logits, choices.positions
+        choosing: dict[str, Any] = {**(rows.choosing or {}), "workspace": self._workspace}
+        sampling.sample(*chosen_from, **choosing, out=choices.sampled)
+        if rows.has_own_numbers is not None:
+            assert self.draft_probs is not None
+            sampling.sample(
+                *chosen_from,
+                **choosing,
+                anchors=choices.anchors,
+                purpose=Purpose.DRAFT,
+                probs=self.draft_probs[:size, step],
+                out=choices.drawn,
+            )
+            own = rows.has_own_numbers != 0
+            torch.where(own, choices.drawn, choices.sampled, out=choices.sampled)
         if modules.token_map is not None:
             torch.index_select(modules.token_map, 0, choices.sampled, out=choices.token_ids)
         num_passes = min(self._num_steps, batch.draft_token_ids.shape[1])
@@ -310,6 +312,7 @@ class MtpDrafter:
                 whole.states[:size],
                 whole.logits[:size],
                 whole.sampled[:size],
+                whole.drawn[:size],
                 whole.token_ids[:size],
                 whole.positions[:size],
                 whole.anchors[:size],
