@@ -9,6 +9,7 @@ outcome changes, to the last bit. Nothing here knows how a strategy works.
 
 import importlib.util
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -365,7 +366,7 @@ class Game(NamedTuple):
     strategy: int
     steps: int = 1
     policy: int = 0
-    draft_form: str = "dense"  # or sparse, one_hot
+    draft_form: str = "dense"  # or sparse, rows, one_hot
     ragged: bool = False  # whether some prefixes have fewer drafts than k, or none
     anchored: bool = True  # whether the drafts of block verification have the step's anchor
     accept_rates: tuple[float, ...] = ()
@@ -424,13 +425,23 @@ def draft_chain(
     return torch.stack(drafts, 1), torch.stack(probs, 1), torch.stack(visited, 1)
 
 
-def draft_form(game: Game, probs: Tensor) -> dict[str, Any]:
-    """Arguments of verify; the sparse form is in no order, with a hole at the end."""
+def draft_form(game: Game, probs: Tensor, prefixes: Tensor) -> dict[str, Any]:
+    """Arguments of verify; the sparse form is in no order, with a hole at the end.
+
+    The form of rows has the requests the other way round, one more of nobody's, no distribution of
+    the last of several drafts, and none at all of prefixes with an odd number: no matter where a
+    draft is from, it may be held to be certain.
+    """
     if game.draft_form == "one_hot":
         return {}
     if game.draft_form == "dense":
         return {"draft_probs": probs}
-    vocab = probs.shape[-1]
+    n, k, vocab = probs.shape
+    if game.draft_form == "rows":
+        rows = torch.where(prefixes % 2 == 0, torch.arange(n, 0, -1), -1)
+        table = probs.new_full((n + 1, max(k - 1, 1), vocab), math.nan)
+        table[rows[rows >= 0]] = probs[rows >= 0, : max(k - 1, 1)]
+        return {"draft_probs": table, "draft_prob_rows": rows.int()}
     ids = (torch.arange(vocab + 1) * (vocab - 1)) % vocab
     token_ids = ids.int().expand(*probs.shape[:-1], -1).clone()
     token_ids[..., vocab] = -1
@@ -447,7 +458,7 @@ def verify_chain(
     exists = torch.arange(k + 1) < num_rows[:, None]
     output_indptr = torch.zeros(n + 1, dtype=torch.int32)
     output_indptr[1:] = num_rows.cumsum(0)
-    more = draft_form(game, probs)
+    more = draft_form(game, probs, visited[:, 0])
     if game.accept_rates:
         more["accept_rates"] = torch.tensor(game.accept_rates).expand(n, -1).contiguous()
     if game.processors_of is not None:
@@ -484,7 +495,7 @@ def play_tree(ops: Any, game: Game, parents: list[int]) -> Callable[[Coins, int]
             drafts.append(token.clamp(max=vocab - 1))
             visited.append(append(game.world, prefix, drafts[-1]))
         rows = torch.stack(visited, 1)
-        more = draft_form(game, game.world.draft[rows[:, :nodes]].float())
+        more = draft_form(game, game.world.draft[rows[:, :nodes]].float(), visited[0])
         if game.processors_of is not None:
             more["processors"] = game.processors_of(rows[:, 0], rows.flatten())
         tokens, accepted, walked = ops.verify_tree(

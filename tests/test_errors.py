@@ -307,6 +307,7 @@ def verify() -> dict[str, Any]:
         **sampling_params(2, rows=5),
         "draft_probs": torch.full((2, 3, 2), 0.5),
         "draft_prob_token_ids": ints(0, 1).repeat(2, 3, 1),
+        "draft_prob_rows": ints(1, -1),
         "accept_rates": torch.full((2, 3), 0.5),
         "processed_logprobs": False,
         "output_token_ids": torch.zeros(2, 4, dtype=torch.int32),
@@ -319,7 +320,7 @@ def verify() -> dict[str, Any]:
 
 def verify_tree() -> dict[str, Any]:
     good = verify()
-    del good["accept_rates"]
+    del good["accept_rates"], good["draft_prob_rows"]
     return {
         **{name: good.pop(name) for name in ("logits", "output_indptr", "draft_token_ids")},
         "parents": ints(-1, -1, 1).repeat(2, 1),

@@ -42,6 +42,7 @@ ATTENTION = "test_attention.py append_attention"
 COMMIT = "test_commit.py test"
 SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
+DRAFT_PROB_ROWS = "test_verify.py rows_of_draft_probs"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
 PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
 NGRAM = "test_ngram.py not distance and not refusals"
@@ -542,11 +543,40 @@ LAWS = [
     ),
     Mutation(
         "every row has the first row's draft distribution",
-        "sampling/verify_cpu.cpp",
-        "(batch_idx * params.max_draft_tokens + row) * params.num_draft_probs;",
-        "(batch_idx * params.max_draft_tokens + 0 * row) * params.num_draft_probs;",
+        "sampling/verify.h",
+        "(source * params.max_drawn_drafts + row) * params.num_draft_probs;",
+        "(source * params.max_drawn_drafts + 0 * row) * params.num_draft_probs;",
         "test_laws.py rejection and dense",
         "scripted",
+    ),
+    Mutation(
+        "every request has its own row of draft_probs",
+        "sampling/verify.h",
+        "params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : batch_idx;",
+        "batch_idx;",
+        "test_laws.py rejection and rows",
+        "scripted",
+    ),
+    Mutation(
+        "a draft without a distribution is held to have been drawn",
+        "sampling/verify.h",
+        "row >= params.max_drawn_drafts) return -1;",
+        "row > params.max_drawn_drafts) return -1;",
+        DRAFT_PROB_ROWS,
+    ),
+    Mutation(
+        "rows of draft_probs are not held against their number",
+        "sampling/verify.cuh",
+        "draft_prob_row < -1 || draft_prob_row >= params.num_draft_prob_rows",
+        "draft_prob_row < -1 || draft_prob_row > params.num_draft_prob_rows",
+        "test_verify.py refuses_values",
+    ),
+    Mutation(
+        "rows of probs are written without gaps",
+        "sampling/sample.cuh",
+        "block.write_probs(params.probs + idx * params.probs_stride);",
+        "block.write_probs(params.probs + idx * params.vocab_size);",
+        "test_sampling.py probs",
     ),
     Mutation(
         "penalties do not see the drafts in flight",

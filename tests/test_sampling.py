@@ -12,6 +12,7 @@ import torch
 from conftest import expect_fault
 from sampling_cases import mixed_params, on_device, positions_from, row_params
 from specops import _C, reference, sampling
+from specops.sampling import Purpose
 from torch import Tensor
 
 INF = math.inf
@@ -330,6 +331,32 @@ def test_sampled_tokens_follow_the_distribution(
     assert freedom >= 5
     # five standard deviations above a chi-square's mean
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+# ---- probs ----
+
+
+@pytest.mark.parametrize("rows,vocab", [(9, 300), (1, 300), (5, 4100)])
+def test_sample_strided_probs(device: str, isa: str, on_cuda: bool, rows: int, vocab: int) -> None:
+    """A step of a table of drafts is written where it lies, with the bits of one without gaps."""
+    logits, positions = torch.randn(rows, vocab).to(device), positions_from(5, rows)
+    params = mixed_params(rows)
+    want = torch.full((rows, vocab), 7.0, device=device)
+    tokens = sample(logits, positions, params, probs=want, purpose=Purpose.DRAFT)
+    expected = torch.zeros(rows, vocab, dtype=torch.float64)
+    reference.sample(logits.cpu(), positions, probs=expected, purpose=Purpose.DRAFT, **params)
+    torch.testing.assert_close(want.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    table = torch.full((rows + 2, 3, vocab), 7.0, device=device)
+    got = sample(logits, positions, params, probs=table[:rows, 1], purpose=Purpose.DRAFT)
+    assert torch.equal(got, tokens) and torch.equal(table[:rows, 1], want)
+    params["top_p"][0] = 2.0  # on cuda the row is cleared, and no other
+    with expect_fault(on_cuda, r"sample: top_p.* must be within"):
+        sample(logits, positions, params, probs=table[:rows, 1], purpose=Purpose.DRAFT)
+    if on_cuda:
+        want[0] = 0.0
+    assert torch.equal(table[:rows, 1], want)
+    table[:rows, 1] = 7.0
+    assert (table == 7.0).all()
 
 
 # ---- top_logprobs ----

@@ -314,6 +314,90 @@ def test_verify_with_processors(
     assert not torch.equal(plain["output_token_ids"], got["output_token_ids"])
 
 
+# ---- draft_prob_rows ----
+
+
+def with_rows(
+    batch: int, k: int, vocab: int, *, given: str, drawn: int, **more: Any
+) -> dict[str, Any]:
+    """A step whose requests came from rows of a table, some from the same; others from none.
+
+    The table has drafts of `drawn` rows each; the rows that nobody came from are poisoned, as are
+    those of idle requests. Logits and probabilities are coarse, so that there are ties.
+    """
+    step: dict[str, Any] = ragged_step(batch, k, vocab, given=given, policies=[NORMAL], **more)
+    step["logits"] = step["logits"].mul(2).round() / 2
+    used, spare = max(batch // 2, 1), 3
+    width = step["draft_probs"].shape[2]
+    table = torch.randn(used + spare, drawn, width).mul(2).round().softmax(-1)
+    table[used:] = math.nan
+    step["draft_probs"] = table
+    if given == "sparse":
+        ids = torch.rand(used + spare, drawn, vocab).argsort(dim=2)[..., :width]
+        ids[..., -1] = -1
+        ids[used:] = 10**9
+        step["draft_prob_token_ids"] = ids.int()
+    rows = torch.randint(used, (batch,), dtype=torch.int32)
+    rows[torch.rand(batch) < 0.3] = -1
+    rows[step["output_indptr"].diff() == 0] = 10**9
+    step["draft_prob_rows"] = rows
+    return step
+
+
+@pytest.mark.parametrize("given", ["dense", "sparse"])
+@pytest.mark.parametrize("batch,k,vocab", [(120, 4, 50), (9, 3, 2100), (0, 2, 9), (5, 0, 9)])
+def test_rows_of_draft_probs(
+    device: str, isa: str, batch: int, k: int, vocab: int, given: str
+) -> None:
+    """The bits of gathered draft_probs; and where there is no row, of none at all."""
+    step = with_rows(batch, k, vocab, given=given, drawn=k, strategies=[*VerifyStrategy])
+    got = check_step(step, device, processed_logprobs=True)
+    rows = step.pop("draft_prob_rows")
+    tables = {name: step.pop(name) for name in list(step) if name.startswith("draft_prob")}
+    own = {name: table[rows.clamp(0, len(table) - 1)] for name, table in tables.items()}
+    gathered = run_verify({**step, **own}, device, processed_logprobs=True)
+    absent = run_verify(step, device, processed_logprobs=True)
+    for name, tensor in got.items():
+        assert torch.equal(tensor[rows >= 0], gathered[name][rows >= 0]), name
+        assert torch.equal(tensor[rows < 0], absent[name][rows < 0]), name
+    if batch > 100:
+        accepted = got["num_accepted_tokens"]
+        assert accepted[rows >= 0].any() and accepted[rows < 0].any()
+        assert not same(gathered, absent)
+
+
+@pytest.mark.parametrize("given", ["dense", "sparse"])
+@pytest.mark.parametrize("drawn", [0, 1, 3])
+def test_rows_of_draft_probs_for_the_first_drafts(
+    device: str, isa: str, on_cuda: bool, given: str, drawn: int
+) -> None:
+    """Drafts behind those that were drawn are certain; so each is one where none was drawn."""
+    batch, k = (60, 4) if on_cuda else (120, 4)
+    strategies = [TARGET_MATCH, REJECTION, BLOCK, BLOCK]
+    step = with_rows(batch, k, 50, given=given, drawn=drawn, strategies=strategies)
+    for threads in (1, 2, 3) if not on_cuda else (1,):
+        specops.set_num_threads(threads)
+        got = check_step(step, device, processed_logprobs=True)
+    if drawn == 0:
+        bare = {name: x for name, x in step.items() if not name.startswith("draft_prob")}
+        assert same(got, run_verify(bare, device, processed_logprobs=True))
+    # the same drafts with their distributions in a table of twice the size
+    far = {**step, "draft_prob_rows": step["draft_prob_rows"] * 2}
+    far["draft_prob_rows"][step["draft_prob_rows"] < 0] = -1
+    far["draft_prob_rows"][step["output_indptr"].diff() == 0] = -7
+    for name in ("draft_probs", "draft_prob_token_ids"):
+        if name in step:
+            far[name] = step[name].repeat_interleave(2, dim=0)
+            far[name][1::2] = 10**9
+    assert same(got, run_verify(far, device, processed_logprobs=True))
+
+
+def test_no_rows_of_draft_probs_at_all(device: str, isa: str) -> None:
+    step = ragged_step(20, 3, 30, strategies=[*VerifyStrategy], policies=[NORMAL])
+    none = {"draft_probs": torch.zeros(0, 3, 30), "draft_prob_rows": torch.full((20,), -1).int()}
+    assert same(run_verify({**step, **none}, device), run_verify(step, device))
+
+
 # ---- exactness ----
 
 
@@ -806,6 +890,14 @@ def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
             {"draft_probs": [[[0.5]] * 2], "draft_prob_token_ids": [[[4], [-2]]], "strategy": [3]},
             r"verify: draft_prob_token_ids.* must be -1 or below",
         ),
+        (
+            {"draft_probs": [[[0.2] * 5] * 2], "draft_prob_rows": [1], "strategy": [2]},
+            r"verify: draft_prob_rows.* must be -1 or .*row.*, got",
+        ),
+        (
+            {"draft_probs": [[[0.2] * 5]], "draft_prob_rows": [-2]},
+            r"verify: draft_prob_rows.* must be -1 or .*row.*, got",
+        ),
         ({"parents": [[0, 0]]}, r"verify_tree: parents.* must be at least -1 and below the node"),
         ({"parents": [[-2, 0]]}, r"verify_tree: parents.* must be at least -1"),
         (
@@ -854,6 +946,36 @@ def test_verify_tree_refuses_too_many_nodes(device: str) -> None:
             nodes,
             positions=ints(0).to(device),
         )
+
+
+def test_verify_refuses_rows_without_probabilities(device: str) -> None:
+    step = ragged_step(2, 3, 9)
+    step["draft_prob_rows"] = ints(0, 1)
+    with pytest.raises(ValueError, match="draft_probs must be given where draft_prob_rows is"):
+        sampling.verify(**on_device(step, device))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_verify_refuses_draft_probs_of_another_size(device: str, sparse: bool) -> None:
+    """Other than [batch, k, ..] only with draft_prob_rows, and never of more drafts than k."""
+    step = ragged_step(2, 3, 9)
+    for shape, rows, message in (
+        ((3, 3, 9), None, r"draft_probs must be float32 \[batch=2, k=3, "),
+        ((2, 2, 9), None, r"draft_probs must be float32 \[batch=2, k=3, "),
+        ((2, 4, 9), ints(0, 1), "draft_probs must be of at most k = 3 drafts a row, got 4"),
+        ((3, 2, 9), ints(0, 1, 2), r"draft_prob_rows must be int32 \[batch=2\]"),
+    ):
+        wrong = {**step, "draft_probs": torch.zeros(shape)}
+        if sparse:
+            wrong["draft_prob_token_ids"] = torch.zeros(shape, dtype=torch.int32)
+        if rows is not None:
+            wrong["draft_prob_rows"] = rows
+        with pytest.raises(ValueError, match=message):
+            sampling.verify(**on_device(wrong, device))
+    wrong = {**step, "draft_probs": torch.zeros(5, 2, 9), "draft_prob_rows": ints(4, -1)}
+    wrong["draft_prob_token_ids"] = torch.zeros(5, 1, 9, dtype=torch.int32)
+    with pytest.raises(ValueError, match="draft_prob_token_ids must be int32"):
+        sampling.verify(**on_device(wrong, device))
 
 
 def test_verify_refuses_token_ids_without_probabilities(device: str) -> None:

@@ -177,6 +177,8 @@ const char* error_sentence(int32_t code) {
              "outside";
     case ErrorCode::kVerifyDraftProbTokenIds:
       return "verify: draft_prob_token_ids must be -1 or below vocab_size, got an id outside";
+    case ErrorCode::kVerifyDraftProbRows:
+      return "verify: draft_prob_rows must be -1 or a row of draft_probs, got a row outside";
     case ErrorCode::kTopLogprobsParameters:
       return "top_logprobs: output_indptr, draft_token_ids, parents, filters and processors must "
              "be "

@@ -86,6 +86,7 @@ enum class ErrorCode : int32_t {
   kVerifyTreeStrategy = 90,
   kVerifyTreePolicy = 91,
   kVerifyNoAcceptRates = 92,
+  kVerifyDraftProbRows = 93,
 
   // suffix_tree
   kNgramLens = 40,

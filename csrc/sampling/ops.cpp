@@ -328,7 +328,7 @@ void sample(const TensorView& logits,
   check.optional("anchors", anchors, {DType::kInt32}, {&rows});
   check.optional("logprobs", logprobs, {DType::kFloat32}, {&rows});
   check.optional("ranks", ranks, {DType::kInt32}, {&rows});
-  check.optional("probs", probs, {DType::kFloat32}, {&rows, &vocab_size});
+  check.optional("probs", probs, {DType::kFloat32}, {&rows, &vocab_size}, Layout::kRows);
   check.tensor("out", out, {DType::kInt32}, {&rows});
   if (rows == 0) return;
   check_vocab(check, vocab_size);
@@ -347,6 +347,7 @@ void sample(const TensorView& logits,
       .processed_logprobs = processed_logprobs,
       .rows = rows,
       .vocab_size = vocab_size,
+      .probs_stride = probs.defined() ? probs.stride(0) : 0,
       .logits_stride = logits.stride(0),
       .dtype = logits.dtype(),
       .workspace = space.data,
@@ -426,6 +427,13 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
                       : "0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC)",
                  std::to_string(choice));
     }
+    int64_t source = params.draft_prob_rows ? params.draft_prob_rows[i] : -1;
+    if (source < -1 || source >= params.num_draft_prob_rows) {
+      check.fail(
+          at("draft_prob_rows", i),
+          "-1 or below the rows of draft_probs = " + std::to_string(params.num_draft_prob_rows),
+          std::to_string(source));
+    }
     bool synthetic = choice == static_cast<int32_t>(AcceptPolicy::kSynthetic);
     if (synthetic && params.max_draft_tokens > 0 && params.accept_rates == nullptr) {
       check.fail("accept_rates", "given where a policy is 3 (SYNTHETIC)", "None");
@@ -443,8 +451,9 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
       if (!(rate >= 0.0f && rate <= 1.0f)) {
         check.fail(at("accept_rates", i, j), "within [0, 1]", std::to_string(rate));
       }
-      for (int64_t n = 0; params.draft_prob_token_ids && n < params.num_draft_probs; ++n) {
-        int32_t token = params.draft_prob_token_ids[draft * params.num_draft_probs + n];
+      int64_t begin = params.draft_prob_token_ids ? draft_probs_begin(params, i, j) : -1;
+      for (int64_t n = 0; begin >= 0 && n < params.num_draft_probs; ++n) {
+        int32_t token = params.draft_prob_token_ids[begin + n];
         if (token >= -1 && token < params.vocab_size) continue;
         check.fail(at("draft_prob_token_ids", i, j),
                    "-1 or below vocab_size = " + std::to_string(params.vocab_size),
@@ -468,6 +477,7 @@ void verify_drafts(const char* op,
                    const ProcessorViews& processor_views,
                    const TensorView& draft_probs,
                    const TensorView& draft_prob_token_ids,
+                   const TensorView& draft_prob_rows,
                    const TensorView& accept_rates,
                    bool processed_logprobs,
                    const TensorView& output_token_ids,
@@ -499,14 +509,23 @@ void verify_drafts(const char* op,
   filters.check_shapes(check, batch);
   LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
   if (!draft_prob_token_ids.defined()) num_draft_probs.value = vocab_size;
+  Dim source_rows{"rows"}, drawn{"at most k"};
+  check.optional("draft_prob_rows", draft_prob_rows, {DType::kInt32}, {&batch});
+  if (!draft_prob_rows.defined()) source_rows = batch, drawn = drafts;
   check.optional(
-      "draft_probs", draft_probs, {DType::kFloat32}, {&batch, &drafts, &num_draft_probs});
+      "draft_probs", draft_probs, {DType::kFloat32}, {&source_rows, &drawn, &num_draft_probs});
+  check.that(drawn <= drafts,
+             "draft_probs",
+             "of at most k = " + std::to_string(drafts.value) + " drafts a row",
+             drawn.value);
   check.optional("draft_prob_token_ids",
                  draft_prob_token_ids,
                  {DType::kInt32},
-                 {&batch, &drafts, &num_draft_probs});
+                 {&source_rows, &drawn, &num_draft_probs});
   bool probs_ok = draft_probs.defined() || !draft_prob_token_ids.defined();
   check.that(probs_ok, "draft_probs", "given where draft_prob_token_ids is", "None");
+  bool rows_ok = draft_probs.defined() || !draft_prob_rows.defined();
+  check.that(rows_ok, "draft_probs", "given where draft_prob_rows is", "None");
   check.optional("accept_rates", accept_rates, {DType::kFloat32}, {&batch, &drafts});
   check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &capacity});
   check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
@@ -529,6 +548,7 @@ void verify_drafts(const char* op,
       .processors = processors,
       .draft_probs = draft_probs.data<float>(),
       .draft_prob_token_ids = draft_prob_token_ids.data<int32_t>(),
+      .draft_prob_rows = draft_prob_rows.data<int32_t>(),
       .accept_rates = accept_rates.data<float>(),
       .output_token_ids = output_token_ids.data<int32_t>(),
       .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
@@ -539,6 +559,8 @@ void verify_drafts(const char* op,
       .rows = rows,
       .batch = batch,
       .max_draft_tokens = drafts,
+      .num_draft_prob_rows = source_rows,
+      .max_drawn_drafts = drawn,
       .num_draft_probs = num_draft_probs,
       .vocab_size = vocab_size,
       .logits_stride = logits.stride(0),
@@ -568,6 +590,7 @@ void verify(const TensorView& logits,
             const ProcessorViews& processors,
             const TensorView& draft_probs,
             const TensorView& draft_prob_token_ids,
+            const TensorView& draft_prob_rows,
             const TensorView& accept_rates,
             bool processed_logprobs,
             const TensorView& output_token_ids,
@@ -588,6 +611,7 @@ void verify(const TensorView& logits,
                 processors,
                 draft_probs,
                 draft_prob_token_ids,
+                draft_prob_rows,
                 accept_rates,
                 processed_logprobs,
                 output_token_ids,
@@ -635,6 +659,7 @@ void verify_tree(const TensorView& logits,
                 processors,
                 draft_probs,
                 draft_prob_token_ids,
+                {},
                 {},
                 processed_logprobs,
                 output_token_ids,

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   if (fault != ErrorCode::kNone) {
     if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
     if (params.probs) {
-      float* probs = params.probs + idx * params.vocab_size;
+      float* probs = params.probs + idx * params.probs_stride;
       for (int64_t id = threadIdx.x; id < params.vocab_size; id += blockDim.x) probs[id] = 0.0f;
     }
     if (!writes) return;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     int32_t rank = block.rank(block.broadcast(token), !params.processed_logprobs);
     if (writes) params.ranks[idx] = rank;
   }
-  if (params.probs) block.write_probs(params.probs + idx * params.vocab_size);
+  if (params.probs) block.write_probs(params.probs + idx * params.probs_stride);
 }
 
 }  // namespace specops

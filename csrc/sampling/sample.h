@@ -19,14 +19,15 @@ struct SampleParams {
   const int32_t* anchors;    // [rows], of the random numbers; may be nullptr (all 0)
   FilterArrays filters;      // [rows]
   LogitsProcessors processors;
-  Purpose purpose;          // kTarget, or kDraft for a drafter
-  float* logprobs;          // [rows], may be nullptr
-  int32_t* ranks;           // [rows], may be nullptr
-  float* probs;             // [rows, vocab_size], what was drawn from; may be nullptr
+  Purpose purpose;  // kTarget, or kDraft for a drafter
+  float* logprobs;  // [rows], may be nullptr
+  int32_t* ranks;   // [rows], may be nullptr
+  float* probs;     // [rows, vocab_size], probs_stride apart: what was drawn from; may be nullptr
   int32_t* token_ids;       // [rows]
   bool processed_logprobs;  // logprobs and ranks after processors and filters
   int64_t rows;
   int64_t vocab_size;
+  int64_t probs_stride;   // elements between rows
   int64_t logits_stride;  // elements between rows
   DType dtype;            // of logits: float32 or bfloat16
   void* workspace;        // CUDA only; its start is zero, and is left so

@@ -29,6 +29,7 @@ struct VerifyRequest {
     int32_t policy_value = static_cast<int32_t>(AcceptPolicy::kNormal);
     if (params.strategy) strategy_value = params.strategy[batch_idx];
     if (params.policy) policy_value = params.policy[batch_idx];
+    int32_t draft_prob_row = params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : -1;
     filters = filters_of(params.filters, batch_idx);
     first = begin;
     strategy = static_cast<VerifyStrategy>(strategy_value);
@@ -44,6 +45,8 @@ struct VerifyRequest {
       fault = tree ? ErrorCode::kVerifyTreeStrategy : ErrorCode::kVerifyStrategy;
     } else if (!is_policy(policy_value, tree)) {
       fault = tree ? ErrorCode::kVerifyTreePolicy : ErrorCode::kVerifyPolicy;
+    } else if (draft_prob_row < -1 || draft_prob_row >= params.num_draft_prob_rows) {
+      fault = ErrorCode::kVerifyDraftProbRows;
     } else {
       fault = fault_of(filters, kVerifyFaults);
       if (fault == ErrorCode::kNone && has_processors(params.processors)) {
@@ -215,8 +218,8 @@ __device__ inline float coin_of(const VerifyParams& params,
 
 // What the children of a request's row were drawn from.
 __device__ inline DraftRow draft_row(const VerifyParams& params, int64_t batch_idx, int32_t row) {
-  if (params.draft_probs == nullptr) return {nullptr, nullptr, 0};
-  int64_t first = (batch_idx * params.max_draft_tokens + row) * params.num_draft_probs;
+  int64_t first = draft_probs_begin(params, batch_idx, row);
+  if (first < 0) return {nullptr, nullptr, 0};
   return {params.draft_probs + first,
           params.draft_prob_token_ids ? params.draft_prob_token_ids + first : nullptr,
           static_cast<int32_t>(params.num_draft_probs)};

@@ -7,6 +7,7 @@
 #include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/error_flag.h"
+#include "common/host_device.h"
 #include "common/isa.h"
 #include "sampling/filters.h"
 #include "sampling/logits_processors.h"
@@ -25,8 +26,10 @@ struct VerifyParams {
   const int32_t* policy;           // [batch], AcceptPolicy; may be nullptr (all kNormal)
   FilterArrays filters;            // [batch]
   LogitsProcessors processors;
-  const float* draft_probs;  // [batch, max_draft_tokens, num_draft_probs]; nullptr: one-hot drafts
+  // [num_draft_prob_rows, max_drawn_drafts, num_draft_probs]; nullptr: one-hot drafts
+  const float* draft_probs;
   const int32_t* draft_prob_token_ids;  // the same shape, -1 padded; nullptr: every id in turn
+  const int32_t* draft_prob_rows;       // [batch], -1 = one-hot drafts; nullptr: row b
   const float* accept_rates;     // [batch, max_draft_tokens]; nullptr where none is kSynthetic
   int32_t* output_token_ids;     // [batch, max_draft_tokens + 1]
   int32_t* num_accepted_tokens;  // [batch], the bonus not counted
@@ -37,6 +40,8 @@ struct VerifyParams {
   int64_t rows;                  // of logits
   int64_t batch;
   int64_t max_draft_tokens;
+  int64_t num_draft_prob_rows;
+  int64_t max_drawn_drafts;  // at most max_draft_tokens; the drafts behind them are one-hot
   int64_t num_draft_probs;
   int64_t vocab_size;
   int64_t logits_stride;  // elements between rows
@@ -45,6 +50,17 @@ struct VerifyParams {
   int64_t workspace_bytes;
   ErrorFlag error;
 };
+
+// Where in draft_probs the distribution begins that the drafts after row `row` of a request were drawn
+// from; -1: they were chosen.
+SPECOPS_HOST_DEVICE int64_t draft_probs_begin(const VerifyParams& params,
+                                              int64_t batch_idx,
+                                              int64_t row) {
+  if (params.draft_probs == nullptr || row >= params.max_drawn_drafts) return -1;
+  int64_t source = params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : batch_idx;
+  if (source < 0) return -1;
+  return (source * params.max_drawn_drafts + row) * params.num_draft_probs;
+}
 
 SPECOPS_DECLARE_CPU(verify_cpu, VerifyParams);
 SPECOPS_DECLARE_CUDA(verify_cuda, VerifyParams);

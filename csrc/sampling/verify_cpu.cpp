@@ -50,8 +50,8 @@ struct Request {
   }
 
   DraftProbs draft_probs(const VerifyParams& params, int32_t row) const {
-    if (params.draft_probs == nullptr) return {};
-    int64_t begin = (batch_idx * params.max_draft_tokens + row) * params.num_draft_probs;
+    int64_t begin = draft_probs_begin(params, batch_idx, row);
+    if (begin < 0) return {};
     return {params.draft_probs + begin,
             params.draft_prob_token_ids ? params.draft_prob_token_ids + begin : nullptr,
             static_cast<int32_t>(params.num_draft_probs)};

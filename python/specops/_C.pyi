@@ -229,6 +229,7 @@ def verify(
     processors: tuple[Tensor | None, ...],
     draft_probs: Tensor | None,
     draft_prob_token_ids: Tensor | None,
+    draft_prob_rows: Tensor | None,
     accept_rates: Tensor | None,
     processed_logprobs: bool,
     output_token_ids: Tensor,

@@ -798,6 +798,7 @@ def verify(
     accept_rates: Tensor | None = None,
     draft_probs: Tensor | None = None,
     draft_prob_token_ids: Tensor | None = None,
+    draft_prob_rows: Tensor | None = None,
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
@@ -841,7 +842,7 @@ def verify_tree(
     uniform: Uniform = philox_uniform,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Per request: from the root to the first child that equals its row's choice, and so on."""
-    return _verify(**locals(), accept_rates=None)
+    return _verify(**locals(), accept_rates=None, draft_prob_rows=None)
 
 
 def _verify(
@@ -856,6 +857,7 @@ def _verify(
     accept_rates: Tensor | None,
     draft_probs: Tensor | None,
     draft_prob_token_ids: Tensor | None,
+    draft_prob_rows: Tensor | None,
     temperature: Tensor | None,
     top_k: Tensor | None,
     top_p: Tensor | None,
@@ -894,11 +896,12 @@ def _verify(
         if rule == GREEDY:
             filters = dict(_FILTERS)
         given: list[Tensor | None] = [None] * k
-        if draft_probs is not None:
-            ids = None if draft_prob_token_ids is None else draft_prob_token_ids[b]
-            for r in range(end - begin - 1):
+        source = int(_of(draft_prob_rows, b, b))
+        if draft_probs is not None and source >= 0:
+            ids = None if draft_prob_token_ids is None else draft_prob_token_ids[source]
+            for r in range(min(end - begin - 1, draft_probs.shape[1])):
                 sparse = None if ids is None else ids[r]
-                given[r] = _draft_distribution(draft_probs[b, r], sparse, logits.shape[1])
+                given[r] = _draft_distribution(draft_probs[source, r], sparse, logits.shape[1])
         walk = _walk(
             [target_probs(row, **filters) for row in processed[begin:end]],
             draft_token_ids[b, : end - begin - 1].tolist(),

@@ -179,7 +179,7 @@ def sample(
         logprobs: [rows], float32. Receives the log-softmax at the chosen token.
         ranks: [rows], int32. Receives 1 + how many logits are greater than the chosen token's.
         probs: [rows, vocab_size], float32. Receives the distribution drawn from, which `verify`
-            takes as draft_probs.
+            takes as draft_probs; rows may be strided.
         out: [rows], int32. Allocated when absent.
         workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed: only
             on CUDA, and only where few rows are shared by many blocks.
@@ -246,6 +246,7 @@ def verify(
     processors: LogitsProcessors | None = None,
     draft_probs: Tensor | None = None,
     draft_prob_token_ids: Tensor | None = None,
+    draft_prob_rows: Tensor | None = None,
     accept_rates: Tensor | None = None,
     processed_logprobs: bool = False,
     logprobs: Tensor | None = None,
@@ -301,6 +302,10 @@ def verify(
             1. Absent: each draft had probability 1, as with drafters that do not draw.
         draft_prob_token_ids: [batch, k, n], int32. The tokens that draft_probs are of, each once;
             -1 padded.
+        draft_prob_rows: [batch], int32. Which row of draft_probs each request's drafts came from;
+            -1: none, each had probability 1. draft_probs and draft_prob_token_ids are then
+            [rows, k', ..] with k' at most k, and drafts past the first k' had probability 1.
+            Absent: row b.
         accept_rates: [batch, k], float32, within [0, 1]. Of SYNTHETIC.
         processed_logprobs: Whether logprobs and ranks are of target[i] (at temperature 0 and under
             GREEDY: of the processed logits), instead of the untouched logits.
@@ -353,6 +358,7 @@ def verify(
         processors or (),
         draft_probs,
         draft_prob_token_ids,
+        draft_prob_rows,
         accept_rates,
         processed_logprobs,
         output_token_ids,

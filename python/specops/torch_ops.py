@@ -76,9 +76,9 @@ _SCHEMAS = (
     "verify(Tensor logits, Tensor output_indptr, Tensor draft_token_ids, Tensor positions, "
     "Tensor? strategy, Tensor? policy, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? "
     "min_p, Tensor? typical_p, Tensor? seeds, Tensor? choice_index, Tensor?[] processors, Tensor? "
-    "draft_probs, Tensor? draft_prob_token_ids, Tensor? accept_rates, bool processed_logprobs, "
-    "Tensor(a!) output_token_ids, Tensor(b!) num_accepted_tokens, Tensor(c!)? logprobs, "
-    "Tensor(d!)? ranks, Tensor(e!)? workspace) -> ()",
+    "draft_probs, Tensor? draft_prob_token_ids, Tensor? draft_prob_rows, Tensor? accept_rates, "
+    "bool processed_logprobs, Tensor(a!) output_token_ids, Tensor(b!) num_accepted_tokens, "
+    "Tensor(c!)? logprobs, Tensor(d!)? ranks, Tensor(e!)? workspace) -> ()",
     "verify_tree(Tensor logits, Tensor output_indptr, Tensor draft_token_ids, Tensor parents, "
     "Tensor positions, Tensor? strategy, Tensor? policy, Tensor? temperature, Tensor? top_k, "
     "Tensor? top_p, Tensor? min_p, Tensor? typical_p, Tensor? seeds, Tensor? choice_index, "
