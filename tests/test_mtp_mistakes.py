@@ -54,9 +54,9 @@ def draft_directory(whole: Tiny, directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def refused(capsys: pytest.CaptureFixture[str], model: Path, **config: Any) -> str:
+def refused(capsys: pytest.CaptureFixture[str], target: Path, **config: Any) -> str:
     """What the command says about a configuration, having checked how."""
-    arguments = ["--model", str(model), "--device", "cpu"]
+    arguments = ["--model", str(target), "--device", "cpu"]
     assert main([*arguments, "--speculative-config", json.dumps(config)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("specops: ") and said.count("\n") == 1, said
@@ -244,6 +244,6 @@ def test_requests_to_an_engine_with_modules(whole: Tiny, own: dict[str, Any], me
         assert message in answer.json()["error"]["message"]
 
 
-def tiny_engine(model: Path, **speculative: Any) -> Engine:
+def tiny_engine(target: Path, **speculative: Any) -> Engine:
     config = SpeculativeConfig(**speculative)
-    return Engine(EngineConfig(model=str(model), device="cpu", speculative_config=config))
+    return Engine(EngineConfig(model=str(target), device="cpu", speculative_config=config))
