@@ -223,6 +223,22 @@ def test_modules_of_a_kind_that_does_not_run(whole: Tiny, tmp_path: Path) -> Non
         tiny_engine(tmp_path, method="mtp")
 
 
+def test_verify_exactness(
+    capsys: pytest.CaptureFixture[str], whole: Tiny, bare: Path, tmp_path: Path
+) -> None:
+    """It compares what the model runs, and says so where it is asked for more."""
+    command = ["verify-exactness", "--model", str(bare), "--device", "cpu", "--max-tokens", "4"]
+    command += ["--prompts", "2", "--temperature", "0"]
+    assert main(command) == 0
+    assert "mtp" not in capsys.readouterr().out
+    assert main([*command, "--method", "mtp"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith('specops: method "mtp" cannot run in this engine')
+    drafts = draft_directory(whole, tmp_path / "drafts")
+    assert main([*command, "--speculative-config", json.dumps({"model": str(drafts)})]) == 0
+    assert "mtp+suffix, temperature 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "own,message",
     [
