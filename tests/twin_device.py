@@ -2,8 +2,8 @@
 """A GPU as the engine sees one, made of CPU memory: what only a GPU would punish fails here.
 
 Host and device blocks are two, and what a step does not copy stays poison. A capture records the
-calls into the compiled module without running them, and a replay repeats just those, with the very
-tensors and numbers of the capture: as a CUDA graph does.
+calls into the compiled module without running them, and torch's own operators; a replay repeats
+just those, with the very tensors and numbers of the capture: as a CUDA graph does.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from specops import attention, batching, dense, ngram, runtime, sampling
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 OP_MODULES: list[ModuleType] = [attention, batching, dense, ngram, runtime, sampling]
 
@@ -42,13 +43,34 @@ class _Recorder:
         return call
 
 
+class _TorchRecorder(TorchDispatchMode):
+    """Takes down torch's operators; what one makes anew, a replay makes anew in its place."""
+
+    def __init__(self, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+
+        def again() -> None:
+            result = func(*args, **kwargs)
+            if isinstance(made, Tensor) and result.data_ptr() != made.data_ptr():
+                made.copy_(result)
+
+        self._calls.append((again, ()))
+        return made
+
+
 @contextmanager
 def _recording(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
     before: list[Any] = [module.__dict__["_C"] for module in OP_MODULES]
     for module, inner in zip(OP_MODULES, before, strict=True):
         module.__dict__["_C"] = _Recorder(inner, calls)
     try:
-        yield
+        with _TorchRecorder(calls):
+            yield
     finally:
         for module, inner in zip(OP_MODULES, before, strict=True):
             module.__dict__["_C"] = inner

@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kAdvanceDraftThreads)
       params.draft_qo_indptr[request + 1] = static_cast<int32_t>(row_end);
       params.draft_kv_lens[request] = next.position + 1;
       params.next_last_rows[request] = more ? row : -1;
+      params.draft_positions[request] = more ? next.position + params.ahead + 1 : 0;
       if (more) {
         params.row_to_request[row] = static_cast<int32_t>(request);
         params.positions[row] = next.position;

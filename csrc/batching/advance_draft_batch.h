@@ -23,6 +23,7 @@ struct AdvanceDraftBatchParams {
   int32_t* draft_qo_indptr;  // [batch + 1]
   int32_t* draft_kv_lens;    // [batch], 0 without a row
   int32_t* next_last_rows;   // [batch]
+  int32_t* draft_positions;  // [batch], of the token that the row drafts, or 0
   int32_t* row_to_request;   // [batch], as the three below: -1 padded
   int32_t* positions;        // [batch]
   int64_t* cache_slots;      // [batch]

@@ -47,6 +47,7 @@ void advance_draft_batch_cpu(const AdvanceDraftBatchParams& params) {
     }
     params.draft_kv_lens[b] = more ? static_cast<int32_t>(position + 1) : 0;
     params.next_last_rows[b] = more ? static_cast<int32_t>(row) : -1;
+    params.draft_positions[b] = more ? params.lens[slot] + params.step + 1 : 0;
     row += more;
     params.draft_qo_indptr[b + 1] = static_cast<int32_t>(row);
   }

@@ -392,6 +392,7 @@ void prepare_draft_batch(const TensorView& slots,
                          const TensorView& draft_qo_indptr,
                          const TensorView& draft_kv_lens,
                          const TensorView& last_rows,
+                         const TensorView& draft_positions,
                          const TensorView& row_to_request,
                          const TensorView& positions,
                          const TensorView& cache_slots,
@@ -417,6 +418,7 @@ void prepare_draft_batch(const TensorView& slots,
   check.tensor("draft_qo_indptr", draft_qo_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("draft_kv_lens", draft_kv_lens, {DType::kInt32}, {&batch});
   check.tensor("last_rows", last_rows, {DType::kInt32}, {&batch});
+  check.tensor("draft_positions", draft_positions, {DType::kInt32}, {&batch});
   check.tensor("row_to_request", row_to_request, {DType::kInt32}, {&rows});
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
   check.tensor("cache_slots", cache_slots, {DType::kInt64}, {&rows});
@@ -438,6 +440,7 @@ void prepare_draft_batch(const TensorView& slots,
       .draft_qo_indptr = draft_qo_indptr.data<int32_t>(),
       .draft_kv_lens = draft_kv_lens.data<int32_t>(),
       .last_rows = last_rows.data<int32_t>(),
+      .draft_positions = draft_positions.data<int32_t>(),
       .row_to_request = row_to_request.data<int32_t>(),
       .positions = positions.data<int32_t>(),
       .cache_slots = cache_slots.data<int64_t>(),
@@ -489,6 +492,7 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
                          const TensorView& draft_qo_indptr,
                          const TensorView& draft_kv_lens,
                          const TensorView& next_last_rows,
+                         const TensorView& draft_positions,
                          const TensorView& row_to_request,
                          const TensorView& positions,
                          const TensorView& cache_slots,
@@ -527,6 +531,7 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
   }
   next("draft_kv_lens", draft_kv_lens, DType::kInt32, &batch);
   next("next_last_rows", next_last_rows, DType::kInt32, &batch);
+  next("draft_positions", draft_positions, DType::kInt32, &batch);
   next("row_to_request", row_to_request, DType::kInt32, &batch);
   next("positions", positions, DType::kInt32, &batch);
   next("cache_slots", cache_slots, DType::kInt64, &batch);
@@ -544,6 +549,7 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
       .draft_qo_indptr = has_rows ? draft_qo_indptr.data<int32_t>() : nullptr,
       .draft_kv_lens = has_rows ? draft_kv_lens.data<int32_t>() : nullptr,
       .next_last_rows = has_rows ? next_last_rows.data<int32_t>() : nullptr,
+      .draft_positions = has_rows ? draft_positions.data<int32_t>() : nullptr,
       .row_to_request = has_rows ? row_to_request.data<int32_t>() : nullptr,
       .positions = has_rows ? positions.data<int32_t>() : nullptr,
       .cache_slots = has_rows ? cache_slots.data<int64_t>() : nullptr,

@@ -22,6 +22,7 @@ struct PrepareDraftBatchParams {
   int32_t* draft_qo_indptr;         // [batch + 1]
   int32_t* draft_kv_lens;           // [batch], 0 without rows
   int32_t* last_rows;               // [batch], the row that drafts, or -1
+  int32_t* draft_positions;         // [batch], of the token it drafts, or 0
   int32_t* row_to_request;          // [total_rows]
   int32_t* positions;               // [total_rows]
   int64_t* cache_slots;             // [total_rows]

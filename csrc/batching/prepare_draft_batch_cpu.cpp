@@ -35,6 +35,7 @@ void prepare_draft_batch_cpu(const PrepareDraftBatchParams& params) {
     bool drafts = any && rows.end == len - 1 && params.max_draft_tokens[slot] > 0;
     params.draft_kv_lens[b] = any ? rows.end : 0;
     params.last_rows[b] = drafts ? static_cast<int32_t>(row - 1) : -1;
+    params.draft_positions[b] = drafts ? len : 0;
     params.draft_qo_indptr[b + 1] = static_cast<int32_t>(row);
   }
   for (; row < params.total_rows; ++row) {

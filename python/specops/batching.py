@@ -147,6 +147,7 @@ class DraftIndices:
         qo_indptr: [batch + 1], int32. Rows of request b are qo_indptr[b] .. qo_indptr[b + 1].
         kv_lens: [batch], int32. Rows in the module's cache, this pass's included; 0 without rows.
         last_rows: [batch], int32. The row whose state drafts the request's next token, or -1.
+        draft_positions: [batch], int32. The position of that token, or 0.
         row_to_request: [total_rows], int32.
         positions: [total_rows], int32. Position of each row, which is the target's too.
         cache_slots: [total_rows], int64. Slot of each row in the paged cache.
@@ -157,6 +158,7 @@ class DraftIndices:
     qo_indptr: Tensor
     kv_lens: Tensor
     last_rows: Tensor
+    draft_positions: Tensor
     row_to_request: Tensor
     positions: Tensor
     cache_slots: Tensor
@@ -184,6 +186,7 @@ class DraftIndices:
             qo_indptr=int32(batch + 1),
             kv_lens=int32(batch),
             last_rows=int32(batch),
+            draft_positions=int32(batch),
             row_to_request=int32(total_rows),
             positions=int32(total_rows),
             cache_slots=torch.empty(total_rows, dtype=torch.int64, device=device),
@@ -399,6 +402,7 @@ def prepare_draft_batch(
         source_rows of position i = qo_indptr[b] + i - begin             where i >= begin
                                     -2 - (s * window + i % window)       before
         last_rows = its last row, where that is position lens[s] - 2 and max_draft_tokens[s] > 0
+        draft_positions = lens[s] there
 
     A request with slot -1, or without rows in the step, has none.
 
@@ -453,6 +457,7 @@ def prepare_draft_batch(
         out.qo_indptr,
         out.kv_lens,
         out.last_rows,
+        out.draft_positions,
         out.row_to_request,
         out.positions,
         out.cache_slots,
@@ -485,6 +490,7 @@ def advance_draft_batch(
         draft_token_ids[s, step] = sampled_token_ids[b], num_draft_tokens[s] = step + 1
         one row, where step + 1 < min(max_draft_tokens[s], k) and the request has its page:
             position = lens[s] + step - ahead, source_rows = last_rows[b]
+            draft_positions = lens[s] + step + 1
 
     At step 0 the drafts of every request with a slot are cleared first (-1, count 0). The row's
     token is the draft: it stands `ahead` positions further on.
@@ -530,6 +536,7 @@ def advance_draft_batch(
         None if out is None else out.qo_indptr,
         None if out is None else out.kv_lens,
         None if out is None else out.last_rows,
+        None if out is None else out.draft_positions,
         None if out is None else out.row_to_request,
         None if out is None else out.positions,
         None if out is None else out.cache_slots,

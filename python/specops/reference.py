@@ -128,7 +128,7 @@ def prepare_draft_batch(
 ) -> dict[str, Tensor]:
     """The arrays of `batching.DraftIndices` by name: a row per position with a known next token."""
     rows: list[tuple[int, int, int, int]] = []  # request, position, cache slot, source
-    indptr, draft_kv_lens, last_rows = [0], [], []
+    indptr, draft_kv_lens, last_rows, draft_positions = [0], [], [], []
     for b, slot in enumerate(slots.tolist()):
         first_row = int(qo_indptr[b])
         qo_len = int(qo_indptr[b + 1]) - first_row
@@ -145,8 +145,11 @@ def prepare_draft_batch(
         drafts = any_rows and positions[-1] == known - 2 and int(max_draft_tokens[slot]) > 0
         draft_kv_lens.append(positions.stop if any_rows else 0)
         last_rows.append(len(rows) - 1 if drafts else -1)
+        draft_positions.append(known if drafts else 0)
         indptr.append(len(rows))
-    return _draft_indices(rows, indptr, draft_kv_lens, last_rows, total_rows)
+    return _draft_indices(
+        rows, indptr, draft_kv_lens, last_rows, draft_positions, total_rows=total_rows
+    )
 
 
 def advance_draft_batch(
@@ -167,7 +170,7 @@ def advance_draft_batch(
     """Returns (the drafts, their numbers, the next pass as `batching.DraftIndices` by name)."""
     drafts, counts = draft_token_ids.clone(), num_draft_tokens.clone()
     rows: list[tuple[int, int, int, int]] = []
-    indptr, draft_kv_lens, next_last_rows = [0], [], []
+    indptr, draft_kv_lens, next_last_rows, draft_positions = [0], [], [], []
     for b, slot in enumerate(slots.tolist()):
         source, position, page = int(last_rows[b]), -1, -1
         if slot >= 0 and step == 0:
@@ -182,9 +185,12 @@ def advance_draft_batch(
             rows.append((b, position, page * page_size + position % page_size, source))
         draft_kv_lens.append(position + 1 if page >= 0 else 0)
         next_last_rows.append(len(rows) - 1 if page >= 0 else -1)
+        draft_positions.append(int(lens[slot]) + step + 1 if page >= 0 else 0)
         indptr.append(len(rows))
-    batch = len(slots)
-    return drafts, counts, _draft_indices(rows, indptr, draft_kv_lens, next_last_rows, batch)
+    following = _draft_indices(
+        rows, indptr, draft_kv_lens, next_last_rows, draft_positions, total_rows=len(slots)
+    )
+    return drafts, counts, following
 
 
 def _draft_indices(
@@ -192,6 +198,8 @@ def _draft_indices(
     indptr: list[int],
     kv_lens: list[int],
     last_rows: list[int],
+    draft_positions: list[int],
+    *,
     total_rows: int,
 ) -> dict[str, Tensor]:
     padded = torch.tensor(rows + [(-1,) * 4] * (total_rows - len(rows))).reshape(-1, 4)
@@ -199,6 +207,7 @@ def _draft_indices(
         "qo_indptr": torch.tensor(indptr, dtype=torch.int32),
         "kv_lens": torch.tensor(kv_lens, dtype=torch.int32),
         "last_rows": torch.tensor(last_rows, dtype=torch.int32),
+        "draft_positions": torch.tensor(draft_positions, dtype=torch.int32),
         "row_to_request": padded[:, 0].int(),
         "positions": padded[:, 1].int(),
         "cache_slots": padded[:, 2].long(),

@@ -35,14 +35,14 @@ _SCHEMAS = (
     "prepare_draft_batch(Tensor slots, Tensor qo_indptr, Tensor kv_lens, Tensor redraft_lens, "
     "Tensor kv_indptr, Tensor kv_indices, Tensor lens, Tensor max_draft_tokens, int page_size, "
     "int window, SymInt total_rows, Tensor(a!) draft_qo_indptr, Tensor(b!) draft_kv_lens, "
-    "Tensor(c!) last_rows, Tensor(d!) row_to_request, Tensor(e!) positions, "
-    "Tensor(f!) cache_slots, Tensor(g!) source_rows) -> ()",
+    "Tensor(c!) last_rows, Tensor(d!) draft_positions, Tensor(e!) row_to_request, "
+    "Tensor(f!) positions, Tensor(g!) cache_slots, Tensor(h!) source_rows) -> ()",
     "advance_draft_batch(Tensor sampled_token_ids, Tensor last_rows, Tensor slots, "
     "Tensor kv_indptr, Tensor kv_indices, Tensor lens, Tensor max_draft_tokens, int page_size, "
     "int step, int ahead, Tensor(a!) draft_token_ids, Tensor(b!) num_draft_tokens, "
     "Tensor(c!)? draft_qo_indptr, Tensor(d!)? draft_kv_lens, Tensor(e!)? next_last_rows, "
-    "Tensor(f!)? row_to_request, Tensor(g!)? positions, Tensor(h!)? cache_slots, "
-    "Tensor(i!)? source_rows) -> ()",
+    "Tensor(f!)? draft_positions, Tensor(g!)? row_to_request, Tensor(h!)? positions, "
+    "Tensor(i!)? cache_slots, Tensor(j!)? source_rows) -> ()",
     "keep_hidden_rows(Tensor hidden, Tensor slots, Tensor qo_indptr, Tensor kv_lens, "
     "Tensor lens, Tensor(a!) kept) -> ()",
     # attention

@@ -268,6 +268,12 @@ class Runner:
         self._counts = {}
         if self.was_drafting:
             self._counts = {name: counts.tolist() for name, counts in step.counts.items()}
+            if "mtp" in self._counts:  # of which the others are not written
+                counts = self._counts["mtp"]
+                self._counts["mtp"] = [0] * self._slots
+                for part in plan:
+                    if part.redraft_len >= 0 and part.emits:
+                        self._counts["mtp"][part.request.slot] = counts[part.request.slot]
         self._drafts = {name: drafts.copy() for name, drafts in step.drafts.items()}
         if step.shape.features & Feature.DRAFT_PROBS:
             self._rows = {part.request.slot: row for row, part in enumerate(plan)}
@@ -448,6 +454,7 @@ class Runner:
             ints[:, batch:] = 0
             ints[SLOT, batch:] = -1
             ints[PROCESSOR_SLOT, batch:] = -1
+            step.params[:, batch:] = 0  # greedy, where drafts are drawn
             step.kv_indptr[batch + 1 :] = page
         return page
 

@@ -31,7 +31,7 @@ class _Choices:
     sampled: Tensor  # int32 [batch]
     drawn: Tensor  # int32 [batch]; the same with numbers of its own
     token_ids: Tensor  # int32 [batch]; the same but for a reduced draft vocabulary
-    positions: Tensor  # int32 [batch]
+    positions: Tensor  # int32 [batch]; of the tokens, where the pass is of a second module or later
     anchors: Tensor  # int32 [batch]
 
 
@@ -135,11 +135,10 @@ class MtpDrafter:
         """Runs the modules behind the target's step and fills the drafts."""
         rows = batch.target
         assert rows is not None
-        batch.num_draft_tokens.zero_()
         if rows.total_rows:
             self._draft(batch, rows)
-            if self._ngram is not None:
-                self._continue(batch, rows)
+        if self._ngram is not None:
+            self._continue(batch, rows)
         # After the passes: these rows may take the place of some that ran again.
         batching.keep_hidden_rows(
             rows.hidden, rows.slots, rows.qo_indptr, rows.kv_lens, batch.lens, self._kept
@@ -166,10 +165,8 @@ class MtpDrafter:
             return
         num_passes = min(self._num_steps, batch.draft_token_ids.shape[1])
         if rows.has_anchors is not None:
-            # The first draft's position is one behind the first pass's cache, and its token's
-            # number one more.
             anchors = self._choice_view(size).anchors
-            torch.add(first.kv_lens, 2, out=anchors)
+            torch.add(first.draft_positions, 1, out=anchors)
             anchors.mul_(rows.has_anchors)
         hidden, source_rows = rows.hidden, indices.source_rows
         for index in range(self.num_modules):
@@ -179,7 +176,7 @@ class MtpDrafter:
                 hidden = output.recycled
                 source_rows = self._same_rows[: source_rows.shape[0]]
             if index < num_passes:
-                self._choose(batch, rows, indices, output.hidden, step=index, module=index)
+                self._choose(batch, rows, indices, output.hidden, step=index)
         for step in range(self.num_modules, num_passes):
             indices = self._with_rows(1 + step % 2, self._view(1 + step % 2, size, size))
             if indices is None:
@@ -187,7 +184,7 @@ class MtpDrafter:
             passed = self._pass(batch, rows, indices, indices.source_rows)
             module = self.num_modules - 1
             output = modules.forward(module, passed, output.recycled, self._cache)
-            self._choose(batch, rows, indices, output.hidden, step=step, module=module)
+            self._choose(batch, rows, indices, output.hidden, step=step)
 
     def _pass(
         self, batch: DraftBatch, rows: TargetRows, indices: DraftIndices, source_rows: Tensor
@@ -218,17 +215,17 @@ class MtpDrafter:
         hidden: Tensor,
         *,
         step: int,
-        module: int,
     ) -> None:
         """Chooses draft `step` of every request, and makes the rows of the pass behind it."""
         modules, size = self._modules, rows.slots.shape[0]
         choices = self._choice_view(size)
         batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
         modules.logits(choices.states, out=choices.logits, sums=rows.sums)
-        if rows.choosing is not None:
-            # The token stands `module + 1` behind the one that the pass's last row reads.
-            torch.add(indices.kv_lens, module + 1, out=choices.positions)
-        chosen_from = choices.logits, choices.positions
+        positions = indices.draft_positions
+        if 0 < step < self.num_modules and rows.choosing is not None:
+            # The rows are the first module's, and the token is one further on for each module.
+            positions = torch.add(positions, step, out=choices.positions)
+        chosen_from = choices.logits, positions
         choosing: dict[str, Any] = {**(rows.choosing or {}), "workspace": self._workspace}
         sampling.sample(*chosen_from, **choosing, out=choices.sampled)
         if rows.has_own_numbers is not None:
@@ -259,14 +256,17 @@ class MtpDrafter:
             step=step,
             ahead=self.num_modules,
             draft_token_ids=batch.draft_token_ids,
-            num_draft_tokens=batch.num_draft_tokens,
+            num_draft_tokens=self._counts(batch),
             out=self._view(1 + (step + 1) % 2, size, size) if follows else None,
         )
+
+    def _counts(self, batch: DraftBatch) -> Tensor:
+        """Where the numbers of the modules' drafts go."""
+        return batch.num_draft_tokens if self._ngram is None else self._given
 
     def _continue(self, batch: DraftBatch, rows: TargetRows) -> None:
         """Has n-grams of the text and the drafts draft on, where that is asked for."""
         assert self._ngram is not None
-        self._given.copy_(batch.num_draft_tokens)
         self._ngram.propose(
             DraftBatch(
                 token_ids=batch.token_ids,
@@ -297,6 +297,7 @@ class MtpDrafter:
                 qo_indptr=whole.qo_indptr[: size + 1],
                 kv_lens=whole.kv_lens[:size],
                 last_rows=whole.last_rows[:size],
+                draft_positions=whole.draft_positions[:size],
                 row_to_request=whole.row_to_request[:rows],
                 positions=whole.positions[:rows],
                 cache_slots=whole.cache_slots[:rows],
