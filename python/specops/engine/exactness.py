@@ -183,8 +183,7 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
     )
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, own in compared:
-        # Before anything is computed.
-        engine.config.speculative_for(own, engine.runnable_methods, engine.missing_methods)
+        engine.config.speculative_for(own, engine.runnable_methods)  # before anything is computed
     print(
         f"{engine.model_name} on {engine.device}: {len(prompts)} prompts, up to {args.max_tokens} "
         "tokens each"
