@@ -82,6 +82,7 @@ class FakeEngine:
         self.max_model_len = self.config.max_model_len or 256
         self.vocab_size = 257
         self.runnable_methods = methods
+        self.missing_methods: dict[str, str] = {}
         self.stats = EngineStats()
         self.suffix_cache = SimpleNamespace(num_cached_requests=0, num_cached_tokens=0, num_bytes=0)
         self.has_unsaved_suffixes = False

@@ -29,14 +29,14 @@ def test_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--prompts", "6", "--num-speculative-tokens", "3"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("specops-bundled on cpu: 6 prompts, up to 32 tokens each\n")
-    assert text.count("drafts accepted, equal: 'def add(a, b)") == 4
+    assert text.count("drafts accepted, equal: 'def add(a, b)") == 10
     rows = table(text)
     assert [(row["method"], row["k"], row["temperature"]) for row in rows] == [
-        (method, "3", temperature) for temperature in ("0", "0.8") for method in ("ngram", "suffix")
+        (method, "3", temperature) for temperature in ("0", "0.8") for method in exactness.METHODS
     ]
     assert all(row["prompts"] == "6" and row["differences"] == "0" for row in rows)
     # A comparison without drafts, right ones and wrong ones, says nothing.
-    for row in rows[:2]:
+    for row in rows[:5]:
         assert 0 < float(row["accepted"].rstrip("%")) < 100
         assert float(row["tokens/step"]) > 1
     assert "No difference: every token and every logprob bit" in text
@@ -50,7 +50,7 @@ def test_drafts_let_through_are_found(
     assert main([*COMMAND, "--prompts", "4", "--temperature", "0.8"]) == 1
     text = capsys.readouterr().out
     each = [int(row["differences"]) for row in table(text)]
-    assert len(each) == 2 and all(0 < different <= 4 for different in each)
+    assert len(each) == 5 and all(0 < different <= 4 for different in each)
     assert f"{sum(each)} outputs differ" in text
     assert text.count("DIFFERENT: ") == sum(each)
     assert re.search(
@@ -92,7 +92,9 @@ def test_a_configuration_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None
     assert compared(own) == [("suffix", "7")]
     assert compared(own, "--num-speculative-tokens", "2") == [("suffix", "2")]
     assert compared(own, "--method", "ngram") == [("ngram", "7")]
-    assert ("ngram", "4") in compared('{"max_ngram_size": 3}')
+    assert compared('{"max_ngram_size": 3}') == [(method, "4") for method in exactness.METHODS]
+    own = '{"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 3}'
+    assert compared(own, "--num-model-steps", "2") == [("mtp+suffix", "3")]
 
 
 def test_prompts_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +126,8 @@ def test_little_evidence_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--prompt-file", "/nowhere"], "No such file"),
         (["--model", "/nowhere"], "no such directory"),
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
-        (["--method", "mtp", "--max-tokens", "1"], 'method "mtp" cannot run'),
+        (["--method", "mtp", "--num-model-steps", "5"], "num_model_steps must be at most"),
+        (["--method", "mtp+tree"], "mtp_strategy must be one of default, with_ngram, with_suffix"),
         (["--method", "ngram+suffix"], "--method must be of ngram, suffix, mtp, mtp+ngram"),
         (["--speculative-config", "{"], "speculative_config is not valid JSON"),
     ],

@@ -24,8 +24,9 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "httpx", "op
 
 import httpx
 import openai
-from checkpoints import make_checkpoint, write_tokenizer
+from checkpoints import write_tokenizer
 from fake_engine import FakeEngine
+from mtp_checkpoints import make_mtp_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -746,7 +747,7 @@ def test_metrics() -> None:
 SHORT = {"max_tokens": 10, "speculative_config": {"num_speculative_tokens": 1}}
 
 
-def mixed_body(draw: random.Random, prompt: Any) -> dict[str, Any]:
+def mixed_body(draw: random.Random, prompt: Any, methods: list[Any]) -> dict[str, Any]:
     """A request that may be good, bad, or abandoned."""
     body: dict[str, Any] = {
         "prompt": prompt,
@@ -754,13 +755,13 @@ def mixed_body(draw: random.Random, prompt: Any) -> dict[str, Any]:
         "temperature": draw.choice([0, 0.8]),
         "n": draw.choice([1, 1, 2]),
         "stream": draw.random() < 0.5,
-        "speculative_config": {"method": draw.choice(["naive", "ngram"])},
+        "speculative_config": draw.choice(methods),
     }
     broken: list[dict[str, Any]] = [
         {"max_tokens": 10**6},
         {"prompt": [10**6]},
         {"temperature": -1},
-        {"speculative_config": {"method": "mtp"}},
+        {"speculative_config": {"method": "eagle"}},
         {"unknown": 1},
         {"model": "other"},
         {"prompt": 5},
@@ -773,10 +774,13 @@ def mixed_body(draw: random.Random, prompt: Any) -> dict[str, Any]:
 def assault(served: Served, prompts: list[Any]) -> None:
     """200 mixed and failing requests, from many clients, some of which leave early."""
     draw = random.Random(1)
+    methods = [{"method": method} for method in served.engine.runnable_methods]
+    if "mtp" in served.engine.runnable_methods:
+        methods += [{"method": "mtp", "mtp_strategy": f"with_{m}"} for m in ("ngram", "suffix")]
 
     def one(seed: int) -> int:
         mine = random.Random(seed)
-        body = mixed_body(mine, mine.choice(prompts))
+        body = mixed_body(mine, mine.choice(prompts), methods)
         if mine.random() < 0.3:
             connection = hang_up_on(served, "completions", body)
             time.sleep(mine.random() * 0.03)
@@ -806,7 +810,8 @@ def test_no_page_leaks(fake: Served) -> None:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    make_checkpoint(directory, "Qwen3", num_hidden_layers=2, vocab_size=257)
+    base = ("Qwen3", {"num_hidden_layers": 2, "vocab_size": 257})
+    make_mtp_checkpoint(directory, "deepseek_v3", base=base)
     write_tokenizer(directory, 257)
     return directory
 
@@ -838,11 +843,21 @@ def test_the_text_is_the_engine_s_with_any_method(
     (expected,) = tiny_engine(model_dir, speculative_config=naive).generate([prompt], params)
     body = {"prompt": prompt, "max_tokens": 60, "temperature": temperature, "seed": 11}
     body |= {"logprobs": 2, "ignore_eos": True}
-    for own in (None, {"method": "naive"}, {"method": "ngram", "num_speculative_tokens": 9}):
+    mtp = {"method": "mtp", "num_speculative_tokens": 5}
+    for own in (
+        None,
+        {"method": "naive"},
+        {"method": "ngram", "num_speculative_tokens": 9},
+        mtp,
+        mtp | {"num_model_steps": 2, "mtp_strategy": "with_ngram"},
+        mtp | {"mtp_strategy": "with_suffix"},
+    ):
         body["speculative_config"] = own
         whole = post(tiny, "completions", body).json()
         (choice,) = whole["choices"]
         assert choice["text"] == expected.text
+        num_drafts = whole["metrics"]["speculative_decoding"]["num_draft_tokens"]
+        assert num_drafts > 0 or own is None or own["method"] != "mtp"
         assert choice["logprobs"]["token_logprobs"] == [one.logprob for one in expected.logprobs]
         assert whole["usage"]["completion_tokens"] == len(expected.token_ids)
         parts = events(post(tiny, "completions", body | STREAM))
@@ -993,7 +1008,10 @@ def test_sigterm_drains() -> None:
         (["--model", "/no/such/directory"], "/no/such/directory: no such directory"),
         (["--speculative-config", "{"], "speculative_config is not valid JSON"),
         (["--speculative-config", '{"method": "magic"}'], "method must be one of naive, ngram"),
-        (["--speculative-config", '{"method": "mtp"}'], 'method "mtp" cannot run in this engine'),
+        (
+            ["--speculative-config", '{"method": "mtp", "num_model_steps": 2}'],
+            "num_model_steps must be at most num_speculative_tokens = 1",
+        ),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["--max-body-bytes", "0"], "max_body_bytes must be at least 1"),
     ],

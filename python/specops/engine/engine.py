@@ -2,6 +2,7 @@
 """The engine: requests in, tokens out. One step drafts, verifies, accepts and commits."""
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,6 @@ class Engine:
             device=self._device.device,
             load_format=config.load_format,
         )
-        # Why methods cannot run, by their names.
         self._missing: dict[str, str] = {}
         modules = self._load_modules(model)
         self.model_name = config.model_name
@@ -135,6 +135,11 @@ class Engine:
     def runnable_methods(self) -> tuple[str, ...]:
         """The methods a request's own speculative_config may name."""
         return tuple(method for method in METHODS if method not in self._missing)
+
+    @property
+    def missing_methods(self) -> Mapping[str, str]:
+        """Why the other methods cannot run, in words that name no path."""
+        return self._missing
 
     @property
     def device(self) -> str:
@@ -519,8 +524,10 @@ class Engine:
             asked = speculative.model is not None or speculative.draft_vocab is not None
             if speculative.method == "mtp" or asked:
                 raise
-            self._missing["mtp"] = str(error)
-            logger.debug("method mtp is not available: %s", error)
+            where = str(config.model_dir)
+            reason = str(error).removeprefix(f"{where}: ").removeprefix(f"{where}{os.sep}")
+            self._missing["mtp"] = reason
+            logger.info("method mtp is not available: %s", error)
             return None
 
     def _prompt_token_ids(self, prompt: str | Sequence[int]) -> list[int]:

@@ -183,7 +183,8 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
     )
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, own in compared:
-        engine.config.speculative_for(own, engine.runnable_methods)  # before anything is computed
+        # Before anything is computed.
+        engine.config.speculative_for(own, engine.runnable_methods, engine.missing_methods)
     print(
         f"{engine.model_name} on {engine.device}: {len(prompts)} prompts, up to {args.max_tokens} "
         "tokens each"

@@ -215,7 +215,9 @@ class _Server:
             raise ApiError(400, f"there are no more than {most} logprobs", param="logprobs")
         try:
             speculative = self._engine.config.speculative_for(
-                request.speculative_config, self._engine.runnable_methods
+                request.speculative_config,
+                self._engine.runnable_methods,
+                self._engine.missing_methods,
             )
         except ValueError as error:
             raise ApiError(

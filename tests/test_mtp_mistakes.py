@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""What a user can get wrong about MTP ends in one sentence: on the command line, in a request."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "httpx"):
+    pytest.importorskip(name)
+
+import httpx
+from checkpoints import write_tokenizer
+from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
+from safetensors.torch import save_file
+from serving import serving
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.__main__ import main
+from specops.engine.errors import ModelError
+
+LAYERS = 3  # of the target
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A target with one module."""
+    tiny = make_mtp_checkpoint(tmp_path_factory.mktemp("whole"), "deepseek_v3")
+    write_tokenizer(tiny.directory)
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def bare(whole: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same target without it."""
+    directory = tmp_path_factory.mktemp("bare")
+    config = {k: v for k, v in whole.config.items() if k != "num_nextn_predict_layers"}
+    own = f"model.layers.{LAYERS}."
+    save_checkpoint(
+        directory, config, {k: v for k, v in whole.tensors.items() if not k.startswith(own)}
+    )
+    write_tokenizer(directory)
+    return directory
+
+
+def draft_directory(whole: Tiny, directory: Path, **changes: Any) -> Path:
+    """The module alone, with a config.json of its own."""
+    directory.mkdir()
+    own = f"model.layers.{LAYERS}."
+    tensors = {k: v for k, v in whole.tensors.items() if k.startswith(own)}
+    save_checkpoint(directory, whole.config | changes, tensors)
+    return directory
+
+
+def refused(capsys: pytest.CaptureFixture[str], target: Path, **config: Any) -> str:
+    """What the command says about a configuration, having checked how."""
+    arguments = ["--model", str(target), "--device", "cpu"]
+    assert main([*arguments, "--speculative-config", json.dumps(config)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("specops: ") and said.count("\n") == 1, said
+    return said.removeprefix("specops: ").removesuffix("\n")
+
+
+def test_a_model_without_modules(capsys: pytest.CaptureFixture[str], bare: Path) -> None:
+    said = refused(capsys, bare, method="mtp", num_speculative_tokens=3)
+    assert said.startswith(f"{bare}: the checkpoint holds no MTP weights; looked for tensors named")
+
+
+@pytest.mark.parametrize("method", ["mtp", "MTP"])
+def test_more_steps_than_tokens(
+    capsys: pytest.CaptureFixture[str], whole: Tiny, method: str
+) -> None:
+    said = refused(
+        capsys, whole.directory, method=method, num_speculative_tokens=2, num_model_steps=3
+    )
+    assert said == "num_model_steps must be at most num_speculative_tokens = 2, got 3"
+
+
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+@pytest.mark.parametrize("field,value", [("hidden_size", 128), ("vocab_size", 200)])
+def test_a_draft_directory_of_another_model(
+    capsys: pytest.CaptureFixture[str],
+    whole: Tiny,
+    bare: Path,
+    tmp_path: Path,
+    method: str,
+    field: str,
+    value: int,
+) -> None:
+    drafts = draft_directory(whole, tmp_path / "drafts", **{field: value})
+    assert refused(capsys, bare, method=method, model=str(drafts)) == (
+        f"{drafts / 'config.json'}: {field} is {value}, but the target in {bare} has "
+        f"{whole.config[field]}"
+    )
+
+
+def test_a_draft_directory_of_other_shapes(
+    capsys: pytest.CaptureFixture[str], whole: Tiny, bare: Path, tmp_path: Path
+) -> None:
+    """Its config.json says nothing wrong, its tensors do."""
+    drafts = draft_directory(whole, tmp_path / "drafts")
+    own = f"model.layers.{LAYERS}."
+    halved = {k: v[..., :64] for k, v in whole.tensors.items() if k.startswith(own)}
+    save_checkpoint(drafts, whole.config, halved)
+    said = refused(capsys, bare, method="mtp", model=str(drafts))
+    assert said == f"{drafts}: tensor {own}eh_proj.weight must be [64, 128], got [64, 64]"
+
+
+@pytest.mark.parametrize("method", ["mtp", "naive"])
+def test_a_draft_directory_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], bare: Path, tmp_path: Path, method: str
+) -> None:
+    nowhere = tmp_path / "nowhere"
+    assert refused(capsys, bare, method=method, model=str(nowhere)) == (
+        f"{nowhere}: no such directory"
+    )
+
+
+@pytest.mark.parametrize(
+    "file,content,words",
+    [
+        ("config.json", None, "config.json"),
+        ("config.json", b"{", "config.json"),
+        ("model.safetensors", None, "safetensors"),
+        ("model.safetensors", b"no tensors", "safetensors"),
+    ],
+)
+def test_a_damaged_draft_directory(
+    capsys: pytest.CaptureFixture[str],
+    whole: Tiny,
+    bare: Path,
+    tmp_path: Path,
+    file: str,
+    content: bytes | None,
+    words: str,
+) -> None:
+    drafts = draft_directory(whole, tmp_path / "drafts")
+    if content is None:
+        (drafts / file).unlink()
+    else:
+        (drafts / file).write_bytes(content)
+    said = refused(capsys, bare, method="mtp", model=str(drafts))
+    assert said.startswith(str(drafts)) and words in said
+
+
+@pytest.mark.parametrize("method", ["mtp", "suffix"])
+def test_draft_vocabularies(
+    capsys: pytest.CaptureFixture[str], whole: Tiny, tmp_path: Path, method: str
+) -> None:
+    path = tmp_path / "vocab.safetensors"
+
+    def said() -> str:
+        said = refused(capsys, whole.directory, method=method, draft_vocab=str(path))
+        assert said.startswith(f"{path}: ")
+        return said.removeprefix(f"{path}: ")
+
+    assert said() == "no such file; expected a safetensors file with the tensor d2t"
+    path.write_bytes(b"d2t")
+    assert said().startswith("not a safetensors file")
+    save_file({"t2d": torch.zeros(4, dtype=torch.int64)}, path)
+    assert said() == "tensor d2t is missing"
+    for d2t, words in (
+        (torch.zeros(4), "d2t must be int64"),
+        (torch.zeros(0, dtype=torch.int64), "d2t must be int64"),
+        (torch.zeros(2, 2, dtype=torch.int64), "d2t must be int64"),
+        (torch.tensor([0, -1]), "ascending order, each in [0, 160)"),
+        (torch.tensor([0, 159]), "ascending order, each in [0, 160)"),
+        (torch.tensor([-1, 0]), "ascending order, each in [0, 160)"),
+    ):
+        save_file({"d2t": d2t}, path)
+        assert words in said()
+    path.unlink()
+    path.mkdir()
+    assert said() == "no such file; expected a safetensors file with the tensor d2t"
+
+
+def test_a_draft_vocabulary_for_no_modules(
+    capsys: pytest.CaptureFixture[str], bare: Path, tmp_path: Path
+) -> None:
+    """It is named, so it is meant to be used."""
+    path = tmp_path / "vocab.safetensors"
+    save_file({"d2t": torch.zeros(8, dtype=torch.int64)}, path)
+    said = refused(capsys, bare, method="ngram", draft_vocab=str(path))
+    assert said.startswith(f"{bare}: the checkpoint holds no MTP weights")
+
+
+def test_a_request_for_modules_that_are_not_there(bare: Path) -> None:
+    """Refused with the reason, which names no path of the server's."""
+    engine = tiny_engine(bare)
+    assert engine.runnable_methods == ("naive", "ngram", "suffix")
+    with pytest.raises(ValueError, match="the checkpoint holds no MTP weights"):
+        engine.add_request([1], SamplingParams(), speculative_config={"method": "mtp"})
+    with serving(engine) as served:
+        for own in ({"method": "mtp"}, {"method": "mtp", "mtp_strategy": "with_suffix"}):
+            for stream in (False, True):
+                body = {"prompt": "a", "max_tokens": 2, "speculative_config": own, "stream": stream}
+                answer = httpx.post(f"{served.url}/v1/completions", json=body)
+                assert answer.status_code == 400
+                error = answer.json()["error"]
+                assert error["param"] == "speculative_config"
+                assert error["message"].startswith(
+                    'method "mtp" cannot run in this engine, which has naive, ngram, suffix: '
+                    "the checkpoint holds no MTP weights"
+                )
+                assert str(bare) not in error["message"]
+        card = httpx.get(f"{served.url}/v1/models").json()["data"][0]
+        assert card["methods"] == ["naive", "ngram", "suffix"]
+
+
+def test_modules_of_a_kind_that_does_not_run(whole: Tiny, tmp_path: Path) -> None:
+    """The target runs without them; whoever asks for them is told why."""
+    expert = f"model.layers.{LAYERS}.mlp.experts.0.up_proj.weight"
+    save_checkpoint(tmp_path, whole.config, whole.tensors | {expert: torch.zeros(2)})
+    write_tokenizer(tmp_path)
+    engine = tiny_engine(tmp_path)
+    assert "mtp" not in engine.runnable_methods
+    with pytest.raises(ValueError, match="mixture of experts") as error:
+        engine.add_request([1], SamplingParams(), speculative_config={"method": "mtp"})
+    assert str(tmp_path) not in str(error.value)
+    with pytest.raises(ModelError, match="mixture of experts"):
+        tiny_engine(tmp_path, method="mtp")
+
+
+def test_verify_exactness(
+    capsys: pytest.CaptureFixture[str], whole: Tiny, bare: Path, tmp_path: Path
+) -> None:
+    """It compares what the model runs, and says so where it is asked for more."""
+    command = ["verify-exactness", "--model", str(bare), "--device", "cpu", "--max-tokens", "4"]
+    command += ["--prompts", "2", "--temperature", "0"]
+    assert main(command) == 0
+    assert "mtp" not in capsys.readouterr().out
+    assert main([*command, "--method", "mtp"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith('specops: method "mtp" cannot run in this engine')
+    drafts = draft_directory(whole, tmp_path / "drafts")
+    assert main([*command, "--speculative-config", json.dumps({"model": str(drafts)})]) == 0
+    assert "mtp+suffix, temperature 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "own,message",
+    [
+        (
+            {"num_model_steps": 4},
+            "num_model_steps must be at most num_speculative_tokens = 3, got 4",
+        ),
+        ({"mtp_strategy": "both"}, "mtp_strategy must be one of default, with_ngram, with_suffix"),
+        ({"method": "ngram", "mtp_strategy": "with_ngram"}, "needs method"),
+        ({"model": "/etc"}, "speculative_config.model is the server's alone"),
+        ({"draft_vocab": "/etc/passwd"}, "speculative_config.draft_vocab is the server's alone"),
+    ],
+)
+def test_requests_to_an_engine_with_modules(whole: Tiny, own: dict[str, Any], message: str) -> None:
+    with serving(tiny_engine(whole.directory, method="mtp", num_speculative_tokens=3)) as served:
+        body = {"prompt": "a", "max_tokens": 2, "speculative_config": own}
+        answer = httpx.post(f"{served.url}/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+
+
+def tiny_engine(target: Path, **speculative: Any) -> Engine:
+    config = SpeculativeConfig(**speculative)
+    return Engine(EngineConfig(model=str(target), device="cpu", speculative_config=config))
