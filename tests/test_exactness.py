@@ -81,6 +81,16 @@ def test_a_logprob_that_differs_in_its_last_bit_is_found(
         assert int(row["differences"]) > 0
 
 
+def test_a_comparison_does_not_draft_from_the_one_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    methods = ["mtp+suffix", "suffix", "mtp+suffix", "suffix"]
+    assert main([*COMMAND, "--prompts", "3", "--temperature", "0.8", "--method", *methods]) == 0
+    rows = table(capsys.readouterr().out)
+    assert rows[:2] == rows[2:]
+    assert all(int(row["drafts"]) > 0 for row in rows)
+
+
 def test_a_configuration_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--prompts", "2", "--max-tokens", "8", "--temperature", "0"]
 

@@ -207,6 +207,10 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
             for prompt, one in zip(prompts, params, strict=True)
         ]
         for method, own in compared:
+            # A comparison must not draft from the texts that the one before it has decoded.
+            for response in engine.suffix_cache.cached_requests:
+                engine.suffix_cache.evict(response)
+            engine.suffix_cache.reclaim()
             drafted = engine.generate(prompts, params, speculative_config=own)
             k = config.override(own).num_speculative_tokens
             comparison = Comparison(method, k, temperature)
