@@ -325,8 +325,6 @@ class Runner:
         logprobs = -1
         features = 0
         methods = set()  # that draft for the next step
-        redrafts = -1  # rows before the step's that MTP modules run over again; -1: they do not run
-        has_mtp = False
         for part in plan:
             rows += part.num_rows
             pages += len(part.request.pages)
@@ -340,23 +338,13 @@ class Runner:
                 wanted = part.request.params.logprobs
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
-            if part.request.has_draft_kv:
-                has_mtp = True
-                part.redraft_len = self._redraft_len(part, max(redrafts, 0))
-                if part.redraft_len >= 0:
-                    redrafts = max(redrafts, 0) + part.redraft_len
+        draft_rows = -1 if self._mtp is None else self._plan_modules(plan, rows)
         kept = methods if self._device.captures else set(self._widths)
         if not outputs:
             kept = set()
         # Modules run wherever a request has them, and nowhere else.
-        kept = kept | {"mtp"} if has_mtp else kept - {"mtp"}
+        kept = kept - {"mtp"} if draft_rows < 0 else kept | {"mtp"}
         drafting = tuple(one for one in self._widths.items() if one[0] in kept)
-        draft_rows = -1
-        if has_mtp:
-            assert self._mtp is not None
-            draft_rows = rows + redrafts if redrafts >= 0 else 0
-            if not self._device.captures:  # one size: what is not there costs nothing
-                draft_rows = self._mtp.max_rows
         if outputs:  # the same whatever was found, so that shapes come again
             width = max([width, self._host_drafts.width, *self._widths.values()])
         shape = StepShape(
@@ -465,6 +453,20 @@ class Runner:
             wanted = self.lengths.limit(request.drafting)
         # This step emits a token at least, and so will the one that verifies.
         return max(min(wanted, request.draft_limit - 1), 0)
+
+    def _plan_modules(self, plan: Sequence[Scheduled], rows: int) -> int:
+        """Decides whose MTP modules run in a step; returns its `StepShape.draft_rows`."""
+        assert self._mtp is not None
+        parts = [part for part in plan if part.request.has_draft_kv]
+        if not parts:
+            return -1
+        redrafts = 0
+        for part in parts:
+            part.redraft_len = self._redraft_len(part, redrafts)
+            redrafts += max(part.redraft_len, 0)
+        if not self._device.is_async:  # one size: rows that are not there cost nothing
+            return self._mtp.max_rows
+        return rows + redrafts if any(part.redraft_len >= 0 for part in parts) else 0
 
     def _redraft_len(self, part: Scheduled, redrafts: int) -> int:
         """How many rows before the step's MTP modules run over again; -1: they have a rest.
