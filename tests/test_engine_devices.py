@@ -82,6 +82,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=96,
+        num_nextn_predict_layers=1,
     )
 
 
@@ -147,7 +148,9 @@ def bits(done: list[Completion]) -> list[Any]:
 
 def poison_model(device: TwinDevice, engine: Engine) -> None:
     """The model's activations, too, are gone between steps, and its modules'."""
-    owners = [engine._runner.model, engine._runner._mtp._modules]
+    owners = [engine._runner.model]
+    if engine._runner._mtp is not None:
+        owners.append(engine._runner._mtp._modules)
     device.scratch += [
         value
         for owner in owners
@@ -395,20 +398,25 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_cuda_kernels_in_the_interpreter(
     tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
 ) -> None:
-    """Naive, n-gram drafts, chunks and graphs: every token and logprob is the same."""
+    """Every method, chunks and graphs: every token and logprob is the same."""
     results = []
     for speculative, captures, limits in (
         (NAIVE, False, {"max_num_seqs": 1}),
         (NGRAM, True, {"max_num_seqs": 3}),
         (NGRAM, False, {"max_num_seqs": 2, "max_num_batched_tokens": 8, "page_size": 32}),
         (SUFFIX, True, {"max_num_seqs": 3}),
+        (MTP, True, {"max_num_seqs": 3}),
+        (MTP_NGRAM, False, {"max_num_seqs": 2, "max_num_batched_tokens": 8}),
+        (MTP_SUFFIX, True, {"max_num_seqs": 2}),
     ):
         device = twin(captures=captures)
         engine = make(tiny_dir, speculative, **limits)
         poison_model(device, engine)
         results.append(bits(run(engine, count=2, max_tokens=12)))
         assert (engine.num_captures > 0) == captures
-        if speculative is not NAIVE:
+        if speculative.method == "mtp":  # random modules are seldom right
+            assert engine.stats.speculative.num_draft_tokens > 0
+        elif speculative is not NAIVE:
             assert engine.stats.speculative.num_accepted_tokens > 0
     for other in results[1:]:
         assert other == results[0]
@@ -432,12 +440,23 @@ def test_all_parameters_in_the_interpreter(
     assert results[1] == results[0]
 
 
-@pytest.mark.parametrize("strategy", ["greedy", "rejection", "block", "topp"])
+@pytest.mark.parametrize(
+    "drafter,strategy",
+    [
+        *[(NGRAM, strategy) for strategy in ("greedy", "rejection", "block", "topp")],
+        *[(MTP, strategy) for strategy in ("rejection", "block")],
+    ],
+    ids=lambda one: one if isinstance(one, str) else one.method,
+)
 def test_strategies_in_the_interpreter(
-    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice], strategy: str
+    tiny_dir: Path,
+    interpreter: None,
+    twin: Callable[..., TwinDevice],
+    drafter: SpeculativeConfig,
+    strategy: str,
 ) -> None:
     """A seeded text is the same alone and among others, eager and replayed."""
-    speculative = dataclasses.replace(NGRAM, verify_strategy=strategy)
+    speculative = dataclasses.replace(drafter, verify_strategy=strategy)
     each = [everything(i, 20) for i in range(3)]
     results = []
     for captures, limits in ((False, {"max_num_seqs": 1}), (True, {"max_num_seqs": 3})):
@@ -467,6 +486,9 @@ def test_cuda_kernels_under_any_rounding(
             (NGRAM, True, {"max_num_seqs": 3, "max_num_batched_tokens": 12, "page_size": 64}),
             (NGRAM, False, {"max_num_seqs": 4, "num_pages": 7}),
             (SUFFIX, True, {"max_num_seqs": 5}),
+            (MTP, True, {"max_num_seqs": 5}),
+            (MTP_NGRAM, True, {"max_num_seqs": 3, "max_num_batched_tokens": 12}),
+            (MTP, False, {"max_num_seqs": 4, "num_pages": 7}),
         ):
             device = twin(captures=captures, poison=0x7F)
             engine = make(tiny_dir, speculative, **limits)
@@ -484,12 +506,13 @@ def test_the_bundled_model_in_the_interpreter(
     cpu = Engine(EngineConfig(device="cpu")).generate(BUNDLED_PROMPTS, params)
     request.getfixturevalue("interpreter")
     results = []
-    for speculative in (NAIVE, NGRAM):
+    for speculative in (NAIVE, NGRAM, MTP):
         twin()
         engine = Engine(EngineConfig(speculative_config=speculative, max_model_len=256))
         results.append(engine.generate(BUNDLED_PROMPTS, params))
     agree(cpu, results[0])
-    assert bits(results[1]) == bits(results[0])
+    assert bits(results[1]) == bits(results[0]) == bits(results[2])
+    assert engine.stats.speculative.num_accepted_tokens > 0
 
 
 def test_faults_of_cuda_kernels_come_with_the_results(
