@@ -88,6 +88,8 @@ class MtpDrafter:
         # The first pass of a step, and those behind it, which read one and write the other.
         sizes = (self.max_rows, slots, slots)
         self._indices = [DraftIndices.empty(slots, total_rows=n, device=where) for n in sizes]
+        # Read between passes where the host may look: numpy is the quickest way to do it.
+        self._row_ends = [] if device.is_async else [one.qo_indptr.numpy() for one in self._indices]
         self._same_rows = torch.arange(self.max_rows, dtype=torch.int32, device=where)
         self._given = torch.zeros(slots, dtype=torch.int32, device=where)
         ints = torch.zeros((5, slots), dtype=torch.int32, device=where)
@@ -280,10 +282,10 @@ class MtpDrafter:
 
     def _with_rows(self, which: int, indices: DraftIndices) -> DraftIndices | None:
         """The rows there are, where the host may look; None: there are none."""
-        if self._device.is_async:
+        if not self._row_ends:
             return indices
         size = indices.kv_lens.shape[0]
-        rows = int(indices.qo_indptr[size])
+        rows = int(self._row_ends[which][size])
         return self._view(which, size, rows) if rows else None
 
     def _view(self, which: int, size: int, rows: int) -> DraftIndices:

@@ -141,7 +141,7 @@ class MtpOutput(NamedTuple):
     recycled: Tensor  # what the next draft, or the next module, reads as its hidden state
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MtpBatch(LayerBatch):
     """The rows of one pass of a module, and where their tokens and states are.
 

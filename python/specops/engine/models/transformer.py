@@ -47,7 +47,7 @@ class KvCache:
     v: list[Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LayerBatch:
     """What the layers need to know about the rows that they run over."""
 
@@ -62,7 +62,7 @@ class LayerBatch:
     sums: Tensor | None = None  # [sums_size()], for the projections
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepBatch(LayerBatch):
     """The rows of one step of the target."""
 
