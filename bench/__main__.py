@@ -34,6 +34,8 @@ FAMILIES = {
     "ngram": "engine",
     "suffix": "engine",
     "adaptive": "engine",
+    "methods": "methods",
+    "acceptance": "methods",
     "bundled": "engine",
     "qwen06": "engine",
 }
@@ -49,7 +51,10 @@ CUDA_FAMILIES = {
     "bundled": "engine",
     "qwen8": "engine",
 }
-GROUPS = {"engine": ("server", "lossless", "ngram", "suffix", "adaptive", "bundled", "qwen06")}
+GROUPS = {
+    "engine": ("server", "lossless", "ngram", "suffix", "adaptive", "bundled", "qwen06"),
+    "mtp": ("methods", "acceptance"),
+}
 BUDGET_MINUTES = 20
 
 

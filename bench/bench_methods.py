@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All methods on the bundled model: their speed beside plain decoding, MTP drafts beside its card.
+
+Each case has an engine of its own, as a server with that configuration does; all of them get the
+same requests, in turn.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from statistics import median
+
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from tokenizers import Tokenizer
+
+from bench.bench_engine import prompt_token_ids
+from bench.checkpoints import bundled
+from bench.common import Bench, Figure
+from bench.engine_runs import Decoding, decode_together
+from tools.train import corpus
+from tools.train.train import Ids, encode
+
+METHODS: dict[str, dict[str, object]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+    "mtp1": {"method": "mtp", "num_speculative_tokens": 1},
+    "mtp3": {"method": "mtp", "num_speculative_tokens": 3},
+    "mtp5": {"method": "mtp", "num_speculative_tokens": 5},
+    "mtp_ngram": {
+        "method": "mtp",
+        "num_speculative_tokens": 5,
+        "num_model_steps": 3,
+        "mtp_strategy": "with_ngram",
+    },
+    "mtp_suffix": {
+        "method": "mtp",
+        "num_speculative_tokens": 8,
+        "num_model_steps": 3,
+        "mtp_strategy": "with_suffix",
+    },
+}
+CASES: dict[str, dict[str, object]] = {
+    "naive": {"method": "naive"},
+    **METHODS,
+    **{f"{name}.adaptive": {**one, "adaptive_draft_length": True} for name, one in METHODS.items()},
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Requests at once, the tokens of each, and how often all cases run."""
+
+    batch: int
+    max_tokens: int
+    rounds: int
+
+
+SIZES = (Size(1, 128, 7), Size(8, 128, 3), Size(32, 64, 3), Size(64, 64, 3))
+
+DRAFTS = 5  # of a chain
+STRIDE = 16  # between chains in held-out text
+PROMPT_TOKENS, NEW_TOKENS = 192, 64  # of a continuation
+CHAINS_AT_ONCE = 32
+
+
+def run_methods(bench: Bench) -> None:
+    """Tokens per second of every method, fixed and adaptive, by batch size, text and sampling."""
+    slots = max(size.batch for size in SIZES)
+    engines = {case: _engine(bench, config, slots) for case, config in CASES.items()}
+    prompts = {kind: prompt_token_ids(engines["naive"], kind) for kind in ("completions", "edits")}
+    for engine in engines.values():
+        _warm_up(engine, prompts)
+    for kind, texts in prompts.items():
+        for temperature in (0.0, 0.8):
+            for size in SIZES:
+                _methods(bench, engines, kind, texts, size, temperature)
+
+
+def _warm_up(engine: Engine, prompts: dict[str, list[list[int]]]) -> None:
+    """Gets the engine where a server is after a while: its prefixes are cached, its costs known."""
+    texts = [text for kind in prompts.values() for text in kind]
+    # With their prompts in the cache, the requests of a run begin together.
+    engine.generate(texts, SamplingParams(max_tokens=1))
+    for size in SIZES:
+        params = SamplingParams(max_tokens=size.max_tokens, temperature=0.8, ignore_eos=True)
+        engine.generate((texts * 2)[: size.batch], params)
+
+
+def _engine(bench: Bench, config: dict[str, object], max_num_seqs: int) -> Engine:
+    return Engine(
+        EngineConfig(
+            device="cpu",
+            speculative_config=SpeculativeConfig.from_dict(config),
+            max_num_seqs=max_num_seqs,
+            num_threads=bench.num_threads,
+        )
+    )
+
+
+def _methods(
+    bench: Bench,
+    engines: dict[str, Engine],
+    kind: str,
+    prompts: list[list[int]],
+    size: Size,
+    temperature: float,
+) -> None:
+    """All cases in turn on the same requests; other requests in every round."""
+    rates: dict[str, list[float]] = {case: [] for case in engines}
+    lengths: dict[str, list[float]] = {case: [] for case in engines}
+    reads, differ = [], 0
+    for turn in range(size.rounds):
+        indices = [turn * 5 + index for index in range(size.batch)]
+        params = [
+            SamplingParams(
+                max_tokens=size.max_tokens, temperature=temperature, seed=index, ignore_eos=True
+            )
+            for index in indices
+        ]
+        texts = [prompts[index % len(prompts)] for index in indices]
+        plain: list[list[int]] = []
+        reads.append(bench.read_gb_s())
+        for case, engine in engines.items():
+            done = bench.undisturbed(partial(_decode_afresh, engine, texts, params))
+            rates[case].append(done.num_tokens / done.seconds)
+            lengths[case].append(done.num_tokens / size.batch / done.num_steps)
+            ids = done.token_ids
+            answers = [ids[at : at + size.max_tokens] for at in range(0, len(ids), size.max_tokens)]
+            plain = plain or answers
+            differ += sum(a != b for a, b in zip(answers, plain, strict=True))
+    mode = "greedy" if temperature == 0 else f"t{temperature}"
+    prefix = f"methods.{kind}.{mode}.b{size.batch}"
+    what = f"bundled model, {kind}, {mode}, batch {size.batch}"
+    common = {"threads": bench.num_threads, "read_gb_s": median(reads)}
+    for case in METHODS:
+        for name in (case, f"{case}.adaptive"):
+            gains = [a / b for a, b in zip(rates[name], rates["naive"], strict=True)]
+            bench.add(
+                Figure(
+                    f"{prefix}.{name}",
+                    f"{what}, {name}: {median(lengths[name]):.2f} tokens a step of the batch, "
+                    "times faster than plain decoding",
+                    median(rates[name]),
+                    "tok/s",
+                    "specops, plain",
+                    median(rates["naive"]),
+                    median(gains),
+                    "ratio >= 0.95" if name != case else None,
+                    **common,
+                )
+            )
+    bench.add(
+        Figure(
+            f"{prefix}.differ",
+            f"{what}: texts of {size.rounds * size.batch * (len(engines) - 1)} that differ from "
+            "plain decoding's",
+            differ,
+            "texts",
+            bar="value == 0",
+            **common,
+        )
+    )
+
+
+def _decode_afresh(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> Decoding:
+    """Generates all at once, with nothing in the shared suffix tree."""
+    cache = engine.suffix_cache
+    for name in cache.cached_requests:
+        cache.evict(name)
+    cache.reclaim()  # what is evicted is drafted from until then
+    return decode_together(engine, prompts, params, {})
+
+
+@dataclass
+class Chains:
+    """Drafts behind given tokens: how often the first n are all kept."""
+
+    count: int = 0
+    kept: list[int] = field(default_factory=lambda: [0] * DRAFTS)
+
+    def add(self, num_accepted: int) -> None:
+        """One more, of whose drafts so many are kept."""
+        self.count += 1
+        for position in range(num_accepted):
+            self.kept[position] += 1
+
+    def length(self, drafts: int) -> float:
+        """Mean tokens of a step with so many drafts: those kept and the target's own."""
+        return 1 + sum(self.kept[:drafts]) / self.count
+
+
+def run_acceptance(bench: Bench) -> None:
+    """Lengths of accepted drafts as the engine makes them, beside the model card's."""
+    try:
+        documents = corpus.load(None)
+    except corpus.CorpusError as error:
+        print(f"  no held-out text: {error}", flush=True)
+        return
+    documents = [one for one in documents if one.held_out and not one.is_test]
+    checkpoint = bundled()
+    tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
+    encoded = encode(tokenizer, documents)
+    drafting: dict[str, object] = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+    engine = _engine(bench, drafting, CHAINS_AT_ONCE)
+    card = json.loads((checkpoint.path / "metrics.json").read_text())["held_out"]["chains"]
+    _acceptance(
+        bench, "library", _follow(engine, _windows(engine, encoded), STRIDE, 0), card["library"]
+    )
+    prompts = [ids[:PROMPT_TOKENS].tolist() for ids in encoded if len(ids) >= PROMPT_TOKENS]
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    done = engine.generate(prompts, params)
+    texts = [[*one.prompt_token_ids, *one.token_ids] for one in done]
+    chains = _follow(engine, texts, 1, PROMPT_TOKENS - 1)
+    _acceptance(bench, "continuations", chains, card["own_continuations"])
+
+
+def _windows(engine: Engine, encoded: Sequence[Ids]) -> list[list[int]]:
+    """Texts cut to the context; the next begins with the last token of the one before."""
+    size = engine.max_model_len
+    return [
+        ids[start : start + size].tolist()
+        for ids in encoded
+        for start in range(0, len(ids) - 1, size - 1)
+    ]
+
+
+def _follow(engine: Engine, texts: Sequence[Sequence[int]], stride: int, first: int) -> Chains:
+    """Drafts a chain behind every `stride`-th token of texts from token `first` + 1 on.
+
+    A request of the text up to there emits its next token by force, drafts, and verifies once.
+    """
+    chains = Chains()
+    for text in texts:
+        room = engine.max_model_len - DRAFTS
+        # First the whole text, whose pages the others then find.
+        engine.generate([text[:room]], SamplingParams(max_tokens=1))
+        ends = iter(range(first, min(len(text) - 1, room), stride))
+        while part := list(islice(ends, CHAINS_AT_ONCE)):
+            for num_accepted in _verify_once(engine, text, part):
+                chains.add(num_accepted)
+    return chains
+
+
+def _verify_once(engine: Engine, text: Sequence[int], ends: list[int]) -> Iterator[int]:
+    """How many drafts each request keeps that has read the text up to its end, and one more."""
+    waiting = {}
+    for end in ends:
+        forced = text[end + 1]
+        params = SamplingParams(
+            max_tokens=DRAFTS + 2,
+            temperature=0.0,
+            ignore_eos=True,
+            # After no token at all, thinking is over, and this is how it ends.
+            reasoning_max_tokens=0,
+            think_end_token_id=forced,
+            think_inject_token_ids=(forced,),
+        )
+        waiting[engine.add_request(text[: end + 1], params)] = forced
+    emitted: dict[str, int] = {}
+    while waiting:
+        for output in engine.step():
+            name = output.request_id
+            if name not in emitted:
+                assert output.token_ids == [waiting[name]]
+                emitted[name] = 1
+                continue
+            yield len(output.token_ids) - 1
+            del waiting[name]
+            engine.abort(name)
+
+
+def _acceptance(bench: Bench, kind: str, chains: Chains, card: dict[str, list[float]]) -> None:
+    common = {"threads": bench.num_threads, "peer": "model card, in fp32"}
+    what = f"bundled model, {kind}, {chains.count} chains of {DRAFTS} MTP drafts through the engine"
+    first, card_first = chains.kept[0] / chains.count, card["kept_by_position"][0]
+    bench.add(
+        Figure(
+            f"acceptance.{kind}.first",
+            f"{what}: how often the first is kept",
+            first,
+            "of 1",
+            peer_value=card_first,
+            ratio=first / card_first,
+            bar="ratio >= 0.99",
+            **common,
+        )
+    )
+    for drafts in range(1, DRAFTS + 1):
+        length, card_length = chains.length(drafts), card["mean_acceptance_length"][drafts - 1]
+        bench.add(
+            Figure(
+                f"acceptance.{kind}.k{drafts}",
+                f"{what}: mean acceptance length with k = {drafts}",
+                length,
+                "tokens",
+                peer_value=card_length,
+                ratio=length / card_length,
+                bar="ratio >= 0.99",
+                **common,
+            )
+        )
