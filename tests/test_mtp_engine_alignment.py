@@ -427,6 +427,13 @@ def states_shifted(arguments: list[Any], named: dict[str, Any]) -> None:
     arguments[SOURCES] = sources
 
 
+def states_late(arguments: list[Any], named: dict[str, Any]) -> None:
+    requests, sources = arguments[REQUESTS], arguments[SOURCES].clone()
+    same = requests[1:] == requests[:-1]
+    sources[1:][same] = arguments[SOURCES][:-1][same]
+    arguments[SOURCES] = sources
+
+
 def chunk_tail_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that does not end the prompt has the token that was sampled there behind it."""
     original = MtpDrafter.propose
@@ -490,39 +497,43 @@ def states_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "keep_hidden_rows", lambda *given: None)
 
 
-def recycled_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that read the modules' own states are rotated one position too far."""
-    prepare, advance = batching.prepare_draft_batch, batching.advance_draft_batch
-    forward, rope = MtpModules.forward, attention.rope_append_kv
-    is_recycled = is_inside = False
+def recycled_elsewhere(by: int) -> Plant:
+    """Rows that read the modules' own states are rotated for another position."""
 
-    def prepare_draft_batch(*given: Any, **named: Any) -> DraftIndices:
-        nonlocal is_recycled
-        is_recycled = False
-        return prepare(*given, **named)
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        prepare, advance = batching.prepare_draft_batch, batching.advance_draft_batch
+        forward, rope = MtpModules.forward, attention.rope_append_kv
+        is_recycled = is_inside = False
 
-    def advance_draft_batch(*given: Any, **named: Any) -> None:
-        nonlocal is_recycled
-        is_recycled = named.get("out") is not None
-        advance(*given, **named)
+        def prepare_draft_batch(*given: Any, **named: Any) -> DraftIndices:
+            nonlocal is_recycled
+            is_recycled = False
+            return prepare(*given, **named)
 
-    def inside(self: MtpModules, *given: Any) -> MtpOutput:
-        nonlocal is_inside
-        is_inside = True
-        output = forward(self, *given)
-        is_inside = False
-        return output
+        def advance_draft_batch(*given: Any, **named: Any) -> None:
+            nonlocal is_recycled
+            is_recycled = named.get("out") is not None
+            advance(*given, **named)
 
-    def rope_append_kv(*given: Any, **named: Any) -> Any:
-        arguments = list(given)
-        if is_inside and is_recycled:
-            arguments[6] = arguments[6] + 1
-        return rope(*arguments, **named)
+        def inside(self: MtpModules, *given: Any) -> MtpOutput:
+            nonlocal is_inside
+            is_inside = True
+            output = forward(self, *given)
+            is_inside = False
+            return output
 
-    monkeypatch.setattr(batching, "prepare_draft_batch", prepare_draft_batch)
-    monkeypatch.setattr(batching, "advance_draft_batch", advance_draft_batch)
-    monkeypatch.setattr(MtpModules, "forward", inside)
-    monkeypatch.setattr(attention, "rope_append_kv", rope_append_kv)
+        def rope_append_kv(*given: Any, **named: Any) -> Any:
+            arguments = list(given)
+            if is_inside and is_recycled:
+                arguments[6] = arguments[6] + by
+            return rope(*arguments, **named)
+
+        monkeypatch.setattr(batching, "prepare_draft_batch", prepare_draft_batch)
+        monkeypatch.setattr(batching, "advance_draft_batch", advance_draft_batch)
+        monkeypatch.setattr(MtpModules, "forward", inside)
+        monkeypatch.setattr(attention, "rope_append_kv", rope_append_kv)
+
+    return plant
 
 
 def prefix_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,10 +561,12 @@ PLANTS: dict[str, Plant] = {
     "ids not shifted": inputs(ids_not_shifted),
     "ids shifted twice": inputs(ids_shifted_twice),
     "states shifted": inputs(states_shifted),
+    "states late": inputs(states_late),
     "halves swapped": convention(hidden_first=True),
     "position 0 masked": convention(masks_position_0=True),
     "recycled un-normed": convention(recycle_normed=False),
-    "recycled too far": recycled_too_far,
+    "recycled too far": recycled_elsewhere(1),
+    "recycled stay": recycled_elsewhere(-1),
     "chunk tail sampled": chunk_tail_sampled,
     "accepted not run again": first_pass(accepted_not_run_again),
     "rejected stay": first_pass(rejected_stay),
