@@ -248,6 +248,10 @@ def test_verify_exactness(
         ),
         ({"mtp_strategy": "both"}, "mtp_strategy must be one of default, with_ngram, with_suffix"),
         ({"method": "ngram", "mtp_strategy": "with_ngram"}, "needs method"),
+        (
+            {"num_speculative_tokens": 17, "num_model_steps": 17},
+            "num_model_steps must be at most 16 on this server, got 17",
+        ),
         ({"model": "/etc"}, "speculative_config.model is the server's alone"),
         ({"draft_vocab": "/etc/passwd"}, "speculative_config.draft_vocab is the server's alone"),
     ],

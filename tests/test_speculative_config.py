@@ -346,6 +346,23 @@ def test_a_request_cannot_outgrow_the_server() -> None:
         server.override({"num_speculative_tokens": "9"}, max_num_speculative_tokens=8)
 
 
+def test_a_request_cannot_keep_a_step_waiting() -> None:
+    """Every draft of a module is a pass; what is left open is cut, what is asked for refused."""
+    server = make(method="ngram", num_speculative_tokens=20)
+
+    def steps(**request: Any) -> int:
+        own = {"method": "mtp", **request}
+        return server.override(own, max_num_model_steps=16).num_model_steps
+
+    assert steps() == 16
+    assert steps(num_speculative_tokens=9) == 9
+    assert steps(num_model_steps=16) == 16
+    assert steps(mtp_strategy="with_suffix", num_speculative_tokens=400) == 1
+    with pytest.raises(ValueError, match=r"num_model_steps must be at most 16 on this server"):
+        steps(num_model_steps=17)
+    assert server.override({}, max_num_model_steps=16) == server, "n-grams are no passes"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_what_this_version_runs(method: str) -> None:
     config = make(method=method)

@@ -10,6 +10,9 @@ from specops.engine.speculative_config import SpeculativeConfig
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets"
 BUNDLED_MODEL_NAME = "specops-bundled"
 
+# Each is a pass that its whole step waits for; a server may have more, a request that asks may not.
+_MAX_REQUESTED_MODEL_STEPS = 16
+
 _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "dtype": ("auto", "bfloat16", "float32"),
     "load_format": ("auto", "dummy"),
@@ -156,7 +159,9 @@ class EngineConfig:
         chosen = self.speculative_config
         if override is not None:
             chosen = chosen.override(
-                override, max_num_speculative_tokens=self.max_num_batched_tokens - 1
+                override,
+                max_num_speculative_tokens=self.max_num_batched_tokens - 1,
+                max_num_model_steps=max(_MAX_REQUESTED_MODEL_STEPS, chosen.num_model_steps),
             )
         chosen.require_runnable(methods, missing=missing)
         return chosen

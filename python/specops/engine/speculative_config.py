@@ -383,6 +383,7 @@ class SpeculativeConfig:
         request: RequestSpeculativeConfig | Mapping[str, Any],
         *,
         max_num_speculative_tokens: int | None = None,
+        max_num_model_steps: int | None = None,
     ) -> "SpeculativeConfig":
         """Returns this configuration with a request's own choices put in.
 
@@ -393,10 +394,12 @@ class SpeculativeConfig:
         Args:
             request: the request's choices, or the object it sent.
             max_num_speculative_tokens: most drafts the engine has room for. None sets no limit.
+            max_num_model_steps: most drafts of MTP modules; where the request leaves their number
+                open, it is no more than that. None sets no limit.
 
         Raises:
             ValueError: the object has a key a request may not set, a value is invalid, or the
-                request asks for more drafts than there is room for.
+                request asks for more than a limit.
         """
         if not isinstance(request, RequestSpeculativeConfig):
             request = RequestSpeculativeConfig.from_dict(request)
@@ -425,6 +428,14 @@ class SpeculativeConfig:
                 f"num_speculative_tokens must be at most {limit} on this server, "
                 f"got {config.num_speculative_tokens}"
             )
+        limit = max_num_model_steps
+        if limit is not None and config.method == "mtp" and config.num_model_steps > limit:
+            if request.num_model_steps is not None:
+                raise ValueError(
+                    f"num_model_steps must be at most {limit} on this server, "
+                    f"got {config.num_model_steps}"
+                )
+            config = replace(config, num_model_steps=limit)
         return config
 
     def require_runnable(
