@@ -316,8 +316,9 @@ class Runner:
             self.draft_seconds = (self.draft_seconds or 0.0) + self._memory.clock() - begun
 
     def _mtp_drafts(self, slot: int) -> NDArray[np.int32]:
-        """What MTP modules drafted for a slot in the last step."""
-        return self._drafts["mtp"][slot, : self._counts["mtp"][slot]]
+        """What MTP modules drafted for a slot in the last step: nothing, if all had a rest."""
+        counts = self._counts.get("mtp")
+        return self._drafts["mtp"][slot, : 0 if counts is None else counts[slot]]
 
     def _step_of(self, plan: Sequence[Scheduled]) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
