@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """MTP modules draft, and every token and logprob bit stays plain decoding's.
 
-Tiny models whose modules are right about half of the time, with one module to three and every way
-to draft; and what they draft: after the same text always the same, whatever came before.
+Tiny models with one module to three, and the bundled one, with every way to draft; and what they
+draft: after the same text always the same, whatever came before.
 """
 
+import json
 import random
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from checkpoints import write_tokenizer
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.draft_length import DraftLengths, DraftState
+from specops.engine.exactness import PROMPTS as SHORT_PROMPTS
 from specops.engine.outputs import RequestOutput
 from specops.engine.request import Request
 from specops.engine.runner import Emitted, Runner
 from specops.engine.scheduler import Scheduled
+from test_lossless import PROMPTS, agree, bits, mixed_plain, run_mixed
 
 VOCAB = 160
+proved = partial(pytest.param, marks=pytest.mark.prove)
 STRATEGIES = ("default", "with_ngram", "with_suffix")
 
 
@@ -102,16 +105,6 @@ def params(index: int, temperature: float | None = None) -> SamplingParams:
     )
 
 
-def bits(completion: Completion) -> list[Any]:
-    def pack(value: float) -> bytes:
-        return struct.pack("<f", value)
-
-    return [
-        (one.token_id, pack(one.logprob), [(i, pack(p)) for i, p in one.alternatives])
-        for one in completion.logprobs
-    ]
-
-
 _plain: dict[int, list[Any]] = {}
 
 
@@ -167,8 +160,10 @@ class Record:
             return
         count, text = counts[request.slot], tuple(request.token_ids)
         drafts = tuple(int(i) for i in runner._drafts["mtp"][request.slot, :count])
-        is_drawn = config.draws_drafts and request.params.temperature > 0
-        key: tuple[Any, ...] = (text, request.seed if is_drawn else None)
+        key: tuple[Any, ...] = (text,)
+        params = request.params
+        if (config.draws_drafts or config.drafts_with_target_numbers) and params.temperature > 0:
+            key = (*key, request.seed, params.temperature, params.top_p)
         if config.mtp_strategy == "with_ngram":  # it continues what the modules drafted
             key = (*key, config.num_model_steps)
         known = self.drafts.get(key, ())
@@ -203,6 +198,10 @@ def run(engine: Engine, indices: Sequence[int], own: Any = None) -> dict[int, Co
     return {index: engine.completion(name) for index, name in names.items()}
 
 
+def text_of(completion: Completion) -> list[int]:
+    return [*completion.prompt_token_ids, *completion.token_ids]
+
+
 def shuffled(seed: int, count: int = 60) -> list[int]:
     order = list(range(count))
     random.Random(seed).shuffle(order)
@@ -219,7 +218,7 @@ LIMITS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("k", [1, proved(2), 3, proved(4), 5])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("modules", [1, 2, 3])
 def test_modules_change_nothing(
@@ -291,8 +290,8 @@ def test_drafts_depend_on_the_text_alone(
 
     Nor do the bits that they are chosen by.
     """
-    first = (modules + k // 2) % 3
-    drafts_stay(tinies[modules], k, LIMITS[first::3], monkeypatch)
+    case = (modules + k) % len(LIMITS)
+    drafts_stay(tinies[modules], k, LIMITS[case : case + 1], monkeypatch)
 
 
 @pytest.mark.prove
@@ -319,6 +318,9 @@ def drafts_stay(
             engine = record.watch(make_engine(tiny, speculative, **limits))
         got = run(engine, order)
         assert [i for i in order if bits(got[i]) != plain(tiny, i)] == []
+        # Then they go on where the others have stopped, with what these have left behind.
+        more = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+        engine.generate([[*text_of(got[i]), 7] for i in order[:12]], more)
         return engine
 
     decode(NoLengths, {"max_num_seqs": 1, "enable_prefix_caching": False})
@@ -333,7 +335,23 @@ def drafts_stay(
         assert engine.stats.num_suspended_steps > 100
         assert record.num_seen_again > 500 and record.num_logits_seen_again > 200
     # All texts are of plain decoding; at their ends it is asked for fewer drafts.
-    assert len(record.drafts) <= num_texts + len(order)
+    assert len(record.drafts) <= num_texts + 36
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+@pytest.mark.parametrize("modules", [1, 2, 3])
+def test_drawn_drafts_depend_on_the_text_and_the_seed_alone(
+    tinies: dict[int, Tiny], modules: int, verify: str
+) -> None:
+    record, order = Record(), shuffled(1)[:24]
+    speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=3, verify_strategy=verify)
+    for limits in LIMITS[::2]:
+        engine = record.watch(make_engine(tinies[modules], speculative, **limits))
+        got = run(engine, order)
+        greedy = [i for i in order if params(i).temperature == 0]
+        assert [i for i in greedy if bits(got[i]) != plain(tinies[modules], i)] == []
+    assert record.num_seen_again > len(record.drafts)
+    assert record.num_logits_seen_again > len(record.drafts)
 
 
 METHODS: list[dict[str, Any]] = [
@@ -350,6 +368,19 @@ METHODS: list[dict[str, Any]] = [
         "num_model_steps": 3,
     },
     {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 6},
+    {
+        "method": "mtp",
+        "mtp_strategy": "with_ngram",
+        "num_speculative_tokens": 4,
+        "adaptive_draft_length": True,
+    },
+    {
+        "method": "mtp",
+        "mtp_strategy": "with_suffix",
+        "num_speculative_tokens": 5,
+        "num_model_steps": 2,
+        "adaptive_draft_length": True,
+    },
 ]
 
 
@@ -387,3 +418,96 @@ def test_all_methods_together_change_nothing(
     assert different == []
     assert engine.stats.speculative.num_accepted_tokens > 150
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
+
+
+# ---- the bundled model ----
+
+WITH_MODULES: dict[str, dict[str, Any]] = {
+    "mtp": {"num_speculative_tokens": 3},
+    "mtp+ngram": {
+        "mtp_strategy": "with_ngram",
+        "num_speculative_tokens": 6,
+        "num_model_steps": 2,
+        "min_ngram_size": 1,
+    },
+    "mtp+suffix": {
+        "mtp_strategy": "with_suffix",
+        "num_speculative_tokens": 6,
+        "num_model_steps": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("strategy,k", [("default", 7), ("with_ngram", 3), ("with_suffix", 7)])
+def test_all_parameters_mixed_change_nothing(strategy: str, k: int) -> None:
+    """A hundred requests with every sampling parameter, as test_lossless has them."""
+    mode = "processed_logprobs" if k == 3 else "raw_logprobs"
+    limits: dict[str, Any] = {
+        1: {"max_num_seqs": 32},
+        3: {"max_num_seqs": 8, "max_num_batched_tokens": 40, "page_size": 32},
+        7: {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024},
+    }[k]
+    speculative = SpeculativeConfig(method="mtp", mtp_strategy=strategy, num_speculative_tokens=k)
+    engine = Engine(
+        EngineConfig(device="cpu", speculative_config=speculative, logprobs_mode=mode, **limits)
+    )
+    agree(run_mixed(engine), mixed_plain(mode))
+    spec = engine.stats.speculative
+    assert 0.15 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.8
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
+
+
+@lru_cache
+def hundred() -> list[str]:
+    texts = []
+    for name in ("edits", "completions"):
+        texts += [entry["text"] for entry in json.loads((PROMPTS / f"{name}.json").read_text())]
+    texts += SHORT_PROMPTS
+    return [*texts, *(text[: len(text) // 2] for text in texts)][:100]
+
+
+def of_hundred(index: int, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=96,
+        temperature=temperature,
+        top_p=1.0 if index % 2 else 0.95,
+        seed=index * 0x9E3779B97F4A7C15 % 2**64,
+        ignore_eos=True,
+        logprobs=2,
+    )
+
+
+def decode_hundred(temperature: float, **config: Any) -> tuple[list[Any], Engine]:
+    engine = Engine(EngineConfig(device="cpu", num_threads=2, **config))
+    each = [of_hundred(index, temperature) for index in range(100)]
+    return [bits(done) for done in engine.generate(hundred(), each)], engine
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_hundred_prompts(temperature: float, dtype: str) -> None:
+    expected, _ = decode_hundred(
+        temperature,
+        dtype=dtype,
+        max_num_seqs=1,
+        max_num_batched_tokens=1024,
+        enable_prefix_caching=False,
+    )
+    assert len(set(hundred())) == 100
+    each_limits: list[dict[str, Any]] = [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 32, "page_size": 64},
+        {"max_num_seqs": 16, "max_num_batched_tokens": 48, "num_pages": 100},
+    ]
+    for method, own in WITH_MODULES.items():
+        for limits in each_limits:
+            speculative = SpeculativeConfig(method="mtp", **own)
+            got, engine = decode_hundred(
+                temperature, dtype=dtype, speculative_config=speculative, **limits
+            )
+            different = [i for i in range(100) if got[i] != expected[i]]
+            assert different == [], (method, limits)
+            spec = engine.stats.speculative
+            assert 0.2 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.8
+            assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
