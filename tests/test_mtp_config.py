@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""What a user can get wrong about MTP ends in one sentence: on the command line, in a request."""
+"""What a user says about MTP, at the start or in a request, is done or refused in one sentence."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "httpx"):
 import httpx
 from checkpoints import write_tokenizer
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from serving import serving
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.__main__ import main
+from specops.engine.config import BUNDLED_MODEL
 from specops.engine.errors import ModelError
 
 LAYERS = 3  # of the target
@@ -61,6 +63,71 @@ def refused(capsys: pytest.CaptureFixture[str], target: Path, **config: Any) -> 
     said = capsys.readouterr().err
     assert said.startswith("specops: ") and said.count("\n") == 1, said
     return said.removeprefix("specops: ").removesuffix("\n")
+
+
+PROMPTS = ["def read_lines(path):\n", "import os\nimport "]
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+def outcome(engine: Engine, **own: Any) -> list[tuple[list[int], int, int]]:
+    """Tokens, drafts and accepted drafts of each prompt."""
+    done = engine.generate(PROMPTS, GREEDY, speculative_config=own)
+    stats = [(one.stats.num_draft_tokens, one.stats.num_accepted_tokens) for one in done]
+    return [(one.token_ids, *counts) for one, counts in zip(done, stats, strict=True)]
+
+
+def test_where_modules_come_from_and_who_asks_for_them(tmp_path: Path) -> None:
+    """The checkpoint or a directory; the server's configuration or a request: the same drafts."""
+    config = json.loads((BUNDLED_MODEL / "config.json").read_text())
+    tensors = load_file(BUNDLED_MODEL / "model.safetensors")
+    module = f"model.layers.{config['num_hidden_layers']}."
+    drafts, target = tmp_path / "drafts", tmp_path / "target"
+    for directory, is_draft in ((drafts, True), (target, False)):
+        directory.mkdir()
+        parts = {k: v for k, v in tensors.items() if k.startswith(module) == is_draft}
+        save_checkpoint(directory, config, parts)
+    shutil.copy(BUNDLED_MODEL / "tokenizer.json", target)
+    own = {"method": "mtp", "num_speculative_tokens": 3}
+    whole = tiny_engine(BUNDLED_MODEL)
+    expected = outcome(whole, **own)
+    assert all(0 < accepted < count for _, count, accepted in expected)
+    assert outcome(whole, method="naive") == [(token_ids, 0, 0) for token_ids, *_ in expected]
+    for engine in (
+        tiny_engine(BUNDLED_MODEL, **own),
+        tiny_engine(target, method="MTP", num_speculative_tokens=3, model=str(drafts)),
+        tiny_engine(target, method="suffix", num_speculative_tokens=9, model=str(drafts)),
+    ):
+        assert engine.runnable_methods == ("naive", "ngram", "suffix", "mtp")
+        assert engine.missing_methods == {}
+        assert outcome(engine, **own) == expected
+
+
+def test_a_draft_vocabulary(tmp_path: Path) -> None:
+    """Fewer tokens to draft, no other text."""
+    path = tmp_path / "vocab.safetensors"
+    save_file({"d2t": torch.zeros(500, dtype=torch.int64)}, path)
+    own = {"method": "mtp", "num_speculative_tokens": 3}
+    expected = outcome(tiny_engine(BUNDLED_MODEL), **own)
+    for method in ("mtp", "ngram"):
+        got = outcome(tiny_engine(BUNDLED_MODEL, method=method, draft_vocab=str(path)), **own)
+        assert [tokens for tokens, *_ in got] == [tokens for tokens, *_ in expected]
+        accepted, of_all = (sum(one[2] for one in each) for each in (got, expected))
+        assert 0 < accepted < of_all
+
+
+@pytest.mark.parametrize("method", ["mtp", "suffix"])
+def test_a_total_of_drafts(whole: Tiny, method: str) -> None:
+    engine = tiny_engine(
+        whole.directory, method=method, num_speculative_tokens=4, max_total_draft_tokens=3
+    )
+    for prompt in ([5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9], [3] * 9, [1, 1, 1]):
+        engine.add_request(prompt, GREEDY)
+    before, most = 0, 0
+    while engine.has_unfinished():
+        engine.step()
+        drafts = engine.stats.speculative.num_draft_tokens
+        before, most = drafts, max(most, drafts - before)
+    assert most == 3
 
 
 def test_a_model_without_modules(capsys: pytest.CaptureFixture[str], bare: Path) -> None:
