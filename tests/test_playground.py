@@ -105,6 +105,7 @@ def test_compares_methods(page: Page) -> None:
     assert [row.split("\t")[0] for row in rows.all_inner_texts()] == ["naive", "ngram"]
     assert rows.nth(0).inner_text().split("\t")[2:5] == ["1.00", "0", "0"]
     expect(rows.nth(1).locator("td").last).to_have_text("identical")
+    assert page.locator("#note").is_hidden(), "nothing learns here"
 
 
 @needs_chromium
@@ -160,6 +161,7 @@ def test_mtp_and_what_continues_it(browser: Any) -> None:
         assert [row.split("\t")[0] for row in rows] == [
             "naive", "suffix", "mtp", "mtp + ngram", "mtp + suffix",
         ]  # fmt: skip
+        expect(page.locator("#note")).to_contain_text("the second method with it")
         for method in ("naive", "suffix"):
             page.locator("#method").select_option(method)
             assert page.locator("#steps").is_hidden()
