@@ -124,9 +124,13 @@ class MtpDrafter:
                 has_moved = True
             self._ngram.start(request)
         probs = self.draft_probs
-        if config.draws_drafts and (probs is None or probs.shape[1] < self._num_steps):
+        have = 0 if probs is None else probs.shape[1]
+        # Once they are there every pass writes them, whoever asked for it.
+        if (config.draws_drafts or have) and have < self._num_steps:
             shape = (self._slots, self._num_steps, self._modules.lm_head.num_outputs)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=self._device.device)
+            if probs is not None:  # those of drafts that the next step verifies
+                self.draft_probs[:, : probs.shape[1]] = probs
             has_moved = True
         return has_moved
 
