@@ -31,13 +31,13 @@ proved = partial(pytest.param, marks=pytest.mark.prove)
 STRATEGIES = ("default", "with_ngram", "with_suffix")
 
 
-def make_tiny(directory: Path, modules: int) -> Tiny:
+def make_tiny(directory: Path, modules: int, **changes: Any) -> Tiny:
     """A target that mostly goes by its last token, and modules that mostly do the same.
 
     What layers and states add makes the difference between a right and a wrong draft.
     """
-    base = ("Qwen3", {"tie_word_embeddings": False, "num_hidden_layers": 2})
-    tiny = make_mtp_checkpoint(directory, "deepseek_v3", modules, base=base)
+    changes = {"tie_word_embeddings": False, "num_hidden_layers": 2, **changes}
+    tiny = make_mtp_checkpoint(directory, "deepseek_v3", modules, base=("Qwen3", changes))
     hidden, tensors = tiny.config["hidden_size"], tiny.tensors
     tensors["model.embed_tokens.weight"].mul_(5)
     for name, tensor in tensors.items():
@@ -52,7 +52,7 @@ def make_tiny(directory: Path, modules: int) -> Tiny:
         for name, parameter in tiny.base.named_parameters():
             parameter.copy_(tensors[name])
     save_checkpoint(directory, tiny.config, tensors)
-    write_tokenizer(directory)
+    write_tokenizer(directory, tiny.config["vocab_size"])
     return tiny
 
 

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The law of whole texts, where MTP modules draw the drafts and `rejection` or `block` verifies.
+
+`test_laws.py` holds it for the ops. Here everything lies between them: which row of draft_probs a
+request's drafts are of, what a step overwrites, the numbers that steps draw with. The texts of
+thousands of requests of a tiny vocabulary, each with its own seed, are compared with the exact
+probabilities of their tokens, from the logits of the target over the finished texts.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from mtp_checkpoints import Tiny
+from specops import reference, sampling
+from specops.engine import Completion, Engine, SamplingParams, SpeculativeConfig
+from specops.engine.models import Transformer, load_model
+from specops.sampling import Purpose, VerifyStrategy
+from test_lossless_mtp import bits, make_engine, make_tiny
+from test_models import Runner
+from torch import Tensor
+
+VOCAB = 20
+FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# A p-value below this is a fault. `make test` has some hundred of them, so all together they are
+# wrong on one machine of ten thousand, each of which has logits of its own.
+NOTICED = 1e-6
+
+
+@pytest.fixture(scope="module")
+def tinies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Tiny]:
+    """By the number of modules."""
+    return {
+        n: make_tiny(
+            tmp_path_factory.mktemp(f"modules{n}"),
+            n,
+            vocab_size=VOCAB,
+            max_position_embeddings=64,
+        )
+        for n in (1, 2)
+    }
+
+
+# ---- texts against probabilities ----
+
+
+class Texts(NamedTuple):
+    """Each has a prompt and what the engine went on with."""
+
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+
+
+def target_probs(logits: Tensor, filters: dict[str, Any]) -> Tensor:
+    """`reference.target_probs` of many rows at once."""
+    given = {**FILTERS, **filters}
+    ordered, ids = (logits.double() / given["temperature"]).sort(descending=True, stable=True)
+    weights = (ordered - ordered[:, :1]).exp()
+    if given["top_k"]:
+        weights[:, given["top_k"] :] = 0
+    before = weights.cumsum(1) - weights
+    weights[before >= given["top_p"] * weights.sum(1, keepdim=True)] = 0
+    weights[weights < given["min_p"]] = 0
+    weights /= weights.sum(1, keepdim=True)
+    return torch.zeros_like(weights).scatter(1, ids, weights)
+
+
+def rows_of(model: Transformer, texts: Texts, filters: dict[str, Any]) -> Tensor:
+    """The target's distribution of every token of the outputs, one text after another."""
+    logits = []
+    for first in range(0, len(texts.prompts), 512):
+        pairs = list(zip(texts.prompts, texts.outputs, strict=True))[first : first + 512]
+        each = Runner(model).run([a + b for a, b in pairs], [[len(a + b) for a, b in pairs]])
+        logits += [rows[len(a) - 1 : -1] for (a, _), rows in zip(pairs, each, strict=True)]
+    rows = torch.cat(logits)
+    probs = target_probs(rows, filters)
+    for row in range(0, len(rows), 1 + len(rows) // 20):
+        wanted = reference.target_probs(rows[row], **{**FILTERS, **filters})
+        assert torch.allclose(probs[row], wanted, rtol=1e-9, atol=1e-12)
+    return probs
+
+
+def p_value(tokens: Tensor, probs: Tensor, groups: Tensor) -> float:
+    """How likely counts as far from the expected ones are; counted in each group apart.
+
+    Given what stands before it a token has the probabilities of its row, so what is counted over
+    what is expected is a martingale, whose covariance is known: chi-square in every direction that
+    varies enough for the limit to hold.
+    """
+    statistic, freedom = 0.0, 0
+    for group in groups.unique().tolist():
+        mine = groups == group
+        rows = probs[mine]
+        excess = torch.bincount(tokens[mine], minlength=VOCAB) - rows.sum(0)
+        variances, directions = torch.linalg.eigh(rows.sum(0).diag() - rows.T @ rows)
+        wide = variances > 10
+        statistic += float(((excess @ directions)[wide].square() / variances[wide]).sum())
+        freedom += int(wide.sum())
+    assert freedom > 0
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def p_values(model: Transformer, texts: Texts, filters: dict[str, Any]) -> dict[str, float]:
+    """By what tokens are grouped by: where they stand, and what stands before them."""
+    probs = rows_of(model, texts, filters)
+    tokens = torch.tensor([token for output in texts.outputs for token in output])
+    assert (probs[torch.arange(len(tokens)), tokens] > 0).all(), "a token that filters leave out"
+    before: dict[str, list[int]] = {"place": [], "token": [], "two": [], "all": []}
+    for prompt, output in zip(texts.prompts, texts.outputs, strict=True):
+        for place in range(len(output)):
+            known = prompt + output[:place]
+            before["place"].append(place)
+            before["token"].append(known[-1])
+            before["two"].append(known[-2])
+            before["all"].append(hash(tuple(known)) % 16)
+    found = {name: p_value(tokens, probs, torch.tensor(of)) for name, of in before.items()}
+    # Whether the likely tokens come as often as they should: what most faults change.
+    surprise = -probs.clamp(min=1e-300).log()
+    mean = (probs * surprise).sum(1)
+    variance = (probs * surprise.square()).sum(1) - mean.square()
+    far = (surprise[torch.arange(len(tokens)), tokens] - mean).sum() / variance.sum().sqrt()
+    return {**found, "surprise": float(torch.special.erfc(far.abs() / 2**0.5))}
+
+
+# ---- the engine ----
+
+
+def prompt(index: int) -> list[int]:
+    """Most end just before a page does."""
+    rng = random.Random(index % 30)
+    return [rng.randrange(1, VOCAB) for _ in range((5, 11, 12, 13, 14, 27)[index % 6])]
+
+
+def params(index: int, filters: dict[str, Any], **more: Any) -> SamplingParams:
+    return SamplingParams(
+        seed=index * 0x9E3779B97F4A7C15 % 2**64,
+        ignore_eos=True,
+        **{"max_tokens": random.Random(index).randrange(2, 13), **FILTERS, **filters, **more},
+    )
+
+
+def run(
+    engine: Engine,
+    indices: Sequence[int],
+    params_of: Callable[[int], SamplingParams],
+    own: Callable[[int], dict[str, Any] | None] = lambda index: None,
+) -> dict[int, Completion]:
+    """Requests that come while others run and end."""
+    rng = random.Random(len(indices))
+    left, names = list(indices), {}
+    while left or engine.has_unfinished():
+        for _ in range(min(rng.randrange(40), len(left), 200 - engine.num_waiting)):
+            index = left.pop()
+            names[index] = engine.add_request(
+                prompt(index), params_of(index), speculative_config=own(index)
+            )
+        engine.step()
+    assert engine.num_free_pages == engine.num_pages
+    return {index: engine.completion(name) for index, name in names.items()}
+
+
+@dataclass
+class Drafts:
+    """What `verify` was given: drafts, what they were drawn from, and what stands at their place.
+
+    Both strategies need drafts that follow their draft_probs, whatever was seen before: `rejection`
+    looks at each position's draft once, `block` also at some that are drafted again.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+    before: list[int] = field(
+        default_factory=list
+    )  # the position's draft of the step before, or -1
+    _last: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def note(self, indptr: Tensor, drafts: Tensor, given: dict[str, Any]) -> None:
+        """Takes note of a call."""
+        table = given["draft_probs"].double()
+        columns = (indptr.diff(), given["draft_prob_rows"], given["seeds"], given["positions"])
+        strategies = given["strategy"].tolist()
+        for index, (rows, source, seed, position) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
+            if source < 0:
+                continue
+            for place, token in enumerate(drafts[index, : rows - 1].tolist()):
+                key = seed, position + place
+                if key in self._last and strategies[index] == VerifyStrategy.REJECTION:
+                    continue  # with the same number, which nothing has looked at
+                self.tokens.append(token)
+                self.probs.append(table[source, place])
+                # In halves, since small numbers draw small ids; -1: none.
+                self.before.append(2 * self._last.get(key, -VOCAB // 2) // VOCAB)
+                self._last[key] = token
+
+    def p_value(self) -> float:
+        """Of drafts against draft_probs."""
+        probs = torch.stack(self.probs)
+        assert torch.allclose(probs.sum(1), torch.ones(len(probs), dtype=torch.float64))
+        return p_value(torch.tensor(self.tokens), probs, torch.tensor(self.before))
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
+    """Listens to `verify`."""
+    noted, verify = Drafts(), sampling.verify
+
+    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **given: Any) -> Any:
+        if given.get("draft_probs") is not None:
+            noted.note(indptr, tokens, given)
+        return verify(logits, indptr, tokens, **given)
+
+    monkeypatch.setattr(sampling, "verify", verifying)
+    return noted
+
+
+class Trial(NamedTuple):
+    modules: int
+    k: int
+    strategy: str
+    filters: dict[str, Any]
+    limits: dict[str, Any]
+
+
+def p_values_of(tiny: Tiny, trial: Trial, count: int) -> dict[str, float]:
+    """Of the texts of as many requests."""
+    speculative = SpeculativeConfig(
+        method="mtp", num_speculative_tokens=trial.k, verify_strategy=trial.strategy
+    )
+    engine = make_engine(tiny, speculative, **{"max_num_seqs": 64, **trial.limits})
+    done = run(engine, range(count), lambda index: params(index, trial.filters))
+    spec = engine.stats.speculative
+    assert spec.num_accepted_tokens > spec.num_draft_tokens / 20
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in trial.limits)
+    return p_values(model_of(tiny), texts_of(done), trial.filters)
+
+
+def model_of(tiny: Tiny) -> Transformer:
+    return load_model(tiny.directory, dtype="float32")
+
+
+def texts_of(done: dict[int, Completion]) -> Texts:
+    return Texts([prompt(index) for index in done], [one.token_ids for one in done.values()])
+
+
+FEW_PAGES = {"num_pages": 12, "max_num_seqs": 20}
+FEW_ROWS = {"max_num_batched_tokens": 40, "max_num_seqs": 30}
+WARM, COOL = {"temperature": 1.3, "top_k": 8}, {"temperature": 0.7, "top_p": 0.9}
+TRIALS = [
+    Trial(1, 1, "rejection", {}, {}),
+    Trial(1, 2, "rejection", COOL, {}),
+    Trial(1, 3, "rejection", WARM, FEW_PAGES),
+    Trial(2, 1, "rejection", {"min_p": 0.1}, {}),
+    Trial(2, 3, "rejection", {}, FEW_ROWS),
+    Trial(1, 1, "block", WARM, {}),
+    Trial(1, 3, "block", {}, {}),
+    Trial(2, 2, "block", {"top_k": 6, "top_p": 0.95}, FEW_PAGES),
+    Trial(2, 3, "block", COOL, FEW_ROWS),
+]
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=str)
+def test_texts_follow_the_target(tinies: dict[int, Tiny], trial: Trial, drafts: Drafts) -> None:
+    found = p_values_of(tinies[trial.modules], trial, 1200)
+    found["drafts"] = drafts.p_value()
+    assert min(found.values()) > NOTICED, found
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("filters", [{}, WARM, COOL, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("strategy", ["rejection", "block"])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("modules", [1, 2])
+def test_more_texts_follow_the_target(
+    tinies: dict[int, Tiny],
+    modules: int,
+    k: int,
+    strategy: str,
+    filters: dict[str, Any],
+    drafts: Drafts,
+) -> None:
+    limits = ({}, FEW_PAGES, FEW_ROWS)[(modules + k + len(filters)) % 3]
+    trial = Trial(modules, k, strategy, filters, limits)
+    found = p_values_of(tinies[modules], trial, 3000)
+    found["drafts"] = drafts.p_value()
+    assert min(found.values()) > NOTICED, found
+
+
+# ---- faults ----
+
+
+class Fault(NamedTuple):
+    name: str
+    trials: Sequence[Trial]
+    verify: Callable[[dict[str, Any]], None] = lambda given: None
+    sample: Callable[[dict[str, Any]], None] = lambda given: None
+
+
+def of_other_rows(rows: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], None]:
+    def change(given: dict[str, Any]) -> None:
+        known = given["draft_prob_rows"]
+        given["draft_prob_rows"] = torch.where(known >= 0, rows(known).int(), known)
+
+    return change
+
+
+class Stale:
+    """draft_probs of the call before."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+    def __call__(self, given: dict[str, Any]) -> None:
+        now = given["draft_probs"].clone()
+        given["draft_probs"], self.last = now if self.last is None else self.last, now
+
+
+def of_other_places(given: dict[str, Any]) -> None:
+    given["draft_probs"] = given["draft_probs"].roll(1, dims=1)
+
+
+def without_anchors(given: dict[str, Any]) -> None:
+    given["anchors"] = None
+
+
+def with_target_numbers(given: dict[str, Any]) -> None:
+    given["purpose"] = Purpose.TARGET
+
+
+def taken_as_certain(given: dict[str, Any]) -> None:
+    given["draft_prob_rows"] = torch.full_like(given["draft_prob_rows"], -1)
+
+
+def another_temperature(given: dict[str, Any]) -> None:
+    given["draft_probs"] = given["draft_probs"].sqrt()
+    given["draft_probs"] /= given["draft_probs"].sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def no_probabilities(given: dict[str, Any]) -> None:
+    given["draft_probs"] = torch.zeros_like(given["draft_probs"])
+
+
+BOTH = [Trial(1, 3, "rejection", {}, {}), Trial(2, 3, "block", {}, {})]
+FAULTS = [
+    Fault("rows shifted by one", BOTH, of_other_rows(lambda rows: (rows + 1) % len(rows))),
+    Fault("rows of this step", BOTH, of_other_rows(lambda rows: torch.arange(len(rows)))),
+    Fault("stale draft_probs", BOTH, Stale()),
+    Fault("draft_probs of another place", BOTH, of_other_places),
+    Fault("draft_probs of another temperature", BOTH, another_temperature),
+    Fault("draft_probs lost", BOTH, no_probabilities),
+    Fault("block without anchors", BOTH[1:], sample=without_anchors),
+]
+NO_FAULTS = [
+    Fault("drafts drawn with the target's numbers", BOTH, sample=with_target_numbers),
+    Fault("drafts taken as certain", BOTH, taken_as_certain),
+    Fault("rejection without anchors", BOTH[:1], sample=without_anchors),
+]
+
+
+def p_values_with(
+    tiny: Tiny, trial: Trial, fault: Fault, count: int, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, float]:
+    noted, verify, sample = Drafts(), sampling.verify, sampling.sample
+
+    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **given: Any) -> Any:
+        if given.get("draft_probs") is not None:
+            noted.note(indptr, tokens, given)
+            fault.verify(given)
+        return verify(logits, indptr, tokens, **given)
+
+    def sampling_(*args: Any, **given: Any) -> Any:
+        if given.get("purpose") == Purpose.DRAFT:
+            fault.sample(given)
+        return sample(*args, **given)
+
+    monkeypatch.setattr(sampling, "verify", verifying)
+    monkeypatch.setattr(sampling, "sample", sampling_)
+    return {**p_values_of(tiny, trial, count), "drafts": noted.p_value()}
+
+
+def cases(faults: Sequence[Fault]) -> list[Any]:
+    return [
+        pytest.param(fault, trial, id=f"{fault.name}-{trial.strategy}")
+        for fault in faults
+        for trial in fault.trials
+    ]
+
+
+@pytest.mark.parametrize(("fault", "trial"), cases(FAULTS))
+def test_faults_are_noticed(
+    tinies: dict[int, Tiny], fault: Fault, trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = p_values_with(tinies[trial.modules], trial, fault, 1000, monkeypatch)
+    assert min(found.values()) < NOTICED, found
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("fault", "trial"), cases(NO_FAULTS))
+def test_what_costs_drafts_at_most(
+    tinies: dict[int, Tiny], fault: Fault, trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number is looked at twice, and any distribution may be claimed of a draft that is one.
+
+    A position's draft and the token that the target draws there itself never meet in one text; and
+    a draft d taken with the probability p(d), or else replaced by a token of p without d, is of p.
+    """
+    found = p_values_with(tinies[trial.modules], trial, fault, 3000, monkeypatch)
+    del found["drafts"]
+    assert min(found.values()) > NOTICED, found
+
+
+# ---- in company ----
+
+
+def test_a_text_does_not_depend_on_company(tinies: dict[int, Tiny]) -> None:
+    """As `test_a_strategy_is_a_function_of_the_request`, of drafts that are drawn."""
+
+    def own(index: int) -> dict[str, Any]:
+        return {
+            "verify_strategy": ("rejection", "block")[index % 2],
+            "num_speculative_tokens": 1 + index % 3,
+        }
+
+    texts = []
+    for seqs in (1, 40):
+        engine = make_engine(tinies[2], SpeculativeConfig(method="mtp"), max_num_seqs=seqs)
+        done = run(engine, range(100), lambda index: params(index, {}), own)
+        texts.append({index: one.token_ids for index, one in sorted(done.items())})
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "target_match"])
+def test_another_may_come_and_draft_further(tinies: dict[int, Tiny], strategy: str) -> None:
+    """What the drafts of the step before were drawn from stays known."""
+    texts: list[list[list[int]]] = []
+    late = {"num_speculative_tokens": 3, "verify_strategy": strategy}
+    for has_late in (False, True):
+        speculative = SpeculativeConfig(method="mtp", verify_strategy="rejection")
+        engine = make_engine(tinies[1], speculative, max_num_seqs=64)
+        wanted = [params(index, {}, max_tokens=6) for index in range(60)]
+        names = [engine.add_request(prompt(0), one) for one in wanted]
+        for _ in range(2):
+            engine.step()
+        if has_late:
+            engine.add_request(prompt(1), params(1, {}), speculative_config=late)
+        while engine.has_unfinished():
+            engine.step()
+        texts.append([engine.completion(name).token_ids for name in names])
+    assert texts[0] == texts[1]
+
+
+MIXED: list[tuple[str, dict[str, Any]]] = [
+    ("mtp rejection", {"num_speculative_tokens": 3, "verify_strategy": "rejection"}),
+    ("mtp block", {"num_speculative_tokens": 2, "verify_strategy": "block"}),
+    ("mtp target_match", {"num_speculative_tokens": 3}),
+    ("mtp greedy", {"num_speculative_tokens": 2, "verify_strategy": "greedy"}),
+    ("mtp topp", {"num_speculative_tokens": 2, "verify_strategy": "topp"}),
+    (
+        "mtp with_ngram",
+        {
+            "mtp_strategy": "with_ngram",
+            "num_speculative_tokens": 4,
+            "num_model_steps": 2,
+            "verify_strategy": "rejection",
+            "min_ngram_size": 1,
+        },
+    ),
+    (
+        "ngram",
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 2,
+            "verify_strategy": "rejection",
+            "min_ngram_size": 1,
+        },
+    ),
+    (
+        "suffix",
+        {"method": "suffix", "num_speculative_tokens": 3, "verify_strategy": "block"},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("modules", "limits"), [(1, FEW_PAGES), (2, {"max_num_seqs": 64})], ids=str
+)
+def test_each_keeps_its_promise_among_others(
+    tinies: dict[int, Tiny], modules: int, limits: dict[str, Any]
+) -> None:
+    tiny, size, model = tinies[modules], len(MIXED), model_of(tinies[modules])
+
+    def method(index: int) -> int:
+        return index // 6 % size  # each of the prompts for each of the methods
+
+    def wanted(index: int) -> SamplingParams:
+        return params(index, COOL, logprobs=1 if "match" in MIXED[method(index)][0] else None)
+
+    engine = make_engine(tiny, SpeculativeConfig(method="mtp"), **limits)
+    done = run(engine, range(1920), wanted, lambda index: MIXED[method(index)][1])
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
+    for number, (name, _) in enumerate(MIXED):
+        mine = {index: one for index, one in done.items() if method(index) == number}
+        drafts = sum(one.stats.num_draft_tokens for one in mine.values())
+        accepted = sum(one.stats.num_accepted_tokens for one in mine.values())
+        assert accepted > drafts / 20, name
+        if name in ("mtp target_match", "mtp greedy"):
+            is_greedy = name == "mtp greedy"
+            asked = [
+                params(i, {"temperature": 0.0} if is_greedy else COOL, logprobs=1) for i in mine
+            ]
+            plain = make_engine(tiny).generate([prompt(i) for i in mine], asked)
+            assert [one.token_ids for one in plain] == [one.token_ids for one in mine.values()]
+            if not is_greedy:
+                assert list(map(bits, plain)) == list(map(bits, mine.values()))
+            continue
+        found = p_values(model, texts_of(mine), COOL)  # which looks at the filters, too
+        if name == "mtp topp":
+            assert min(found.values()) < NOTICED, found
+        else:
+            assert min(found.values()) > NOTICED, (name, found)
