@@ -6,6 +6,7 @@ Time is made up in all of these: a step takes what a formula says, whatever the 
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from specops.engine.draft_length import DraftLengths, DraftState, _choose, _choo
 from specops.engine.drafters import DraftBatch, NgramDrafter
 from specops.engine.metrics import Metrics
 from specops.engine.request import Request
-from specops.engine.step_costs import StepCosts
+from specops.engine.step_costs import KNOTS, StepCosts
 
 NGRAM: dict[str, Any] = {
     "method": "ngram",
@@ -165,12 +166,18 @@ class Load:
         seconds: of a step, by its requests and drafts.
         drafter: seconds that the drafter takes when it runs.
         available: how often a drafter that runs finds something.
+        build: seconds that a step takes beside that if there was none of its shape.
+        control: seconds that every decision takes, for each request and for all, unless all rest.
+        has_few_totals: as of DraftLengths.
     """
 
     chances: list[tuple[float, float]]
     seconds: Callable[[int, int], float] = step_seconds
     drafter: float = 0.0
     available: float = 1.0
+    build: float = 0.0
+    control: tuple[float, float] = (0.0, 0.0)
+    has_few_totals: bool = False
     most: int = 6
     seed: int = 0
     lengths: DraftLengths = field(default_factory=DraftLengths)
@@ -180,6 +187,8 @@ class Load:
         self.rng = random.Random(self.seed)
         self.states = [self.lengths.start("x", self.most) for _ in self.chances]
         self.proposed = [0] * len(self.states)
+        self.shapes: set[int] = set()
+        self.lengths.has_few_totals = self.has_few_totals
         self.tokens, self.time = 0, 0.0
 
     def run(self, steps: int) -> list[list[int]]:
@@ -194,18 +203,27 @@ class Load:
             is_found = [self.rng.random() < self.available for _ in limits]
             self.proposed = [n * found for n, found in zip(limits, is_found, strict=True)]
             seconds = self.seconds(len(counts), sum(counts))
-            seconds += self.drafter * any(limits)
+            drafting = 0.0
+            if any(limits) or any(counts):
+                drafting = self.control[0] * len(counts) + self.control[1]
+            drafting += self.drafter * any(limits)
+            build = 0.0 if sum(counts) in self.shapes else self.build
+            self.shapes.add(sum(counts))
             self.tokens += len(counts) + sum(accepted)
-            self.time += seconds
-            told = self.drafter if any(limits) else None
-            self.lengths.observe(
-                self.states,
-                counts,
-                accepted,
-                seconds=seconds * self.rng.uniform(0.95, 1.05),
-                drafting=any(limits),
-                draft_seconds=told,
-            )
+            self.time += seconds + drafting + build
+            seconds = (seconds + drafting) * self.rng.uniform(0.95, 1.05)
+            if self.lengths.is_resting and not any(limits) and not any(counts):
+                self.lengths.pass_by(self.states, seconds)
+            else:
+                self.lengths.observe(
+                    self.states,
+                    counts,
+                    accepted,
+                    seconds=seconds,
+                    drafting=any(limits),
+                    draft_seconds=drafting if any(limits) else None,
+                    build_seconds=build,
+                )
             history.append(counts)
         return history
 
@@ -256,6 +274,26 @@ def test_what_gains_nothing_is_turned_down(batch: int, share: float) -> None:
     load = Load([(0.0, 0.0)] * batch, drafter=share * plain, seed=batch)
     load.run(300)
     assert load.gain(3000) > 0.96
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32, 64])
+@pytest.mark.parametrize("chances", [(0.0, 0.0), (0.3, 0.3), (0.5, 0.6)])
+@pytest.mark.parametrize("available", [0.2, 1.0])
+def test_hidden_costs_are_seen(batch: int, chances: tuple[float, float], available: float) -> None:
+    """Drafter, decisions and new shapes take 10 % and more: texts of 128 tokens hardly suffer."""
+    plain = step_seconds(batch, 0)
+    load = Load(
+        [chances] * batch,
+        drafter=0.03 * plain,
+        available=available,
+        build=0.5 * step_seconds(1, 0),
+        control=(0.02 * plain / batch, 0.05 * plain),
+        seed=batch,
+        has_few_totals=True,
+    )
+    load.run(128)
+    assert load.gain(512) > 0.95
+    assert len(load.shapes) < 40
 
 
 def test_what_gains_nothing_is_turned_down_soon() -> None:
@@ -315,6 +353,39 @@ def test_requests_without_a_state_keep_their_drafts() -> None:
     counts = lengths.allocate([None, state, None], [3, 4, 3], 9)
     assert counts[0] == counts[2] == 3
     assert counts[1] <= 3
+
+
+def test_a_rest_of_all_asks_for_nothing() -> None:
+    """Neither limits nor choices: a step of a rest is one of plain decoding."""
+    load = Load([(0.0, 0.0)] * 8, drafter=0.2 * step_seconds(8, 0))
+    load.run(300)
+    lengths = load.lengths
+    num_resting = 0
+    for _ in range(200):
+        num_resting += lengths.is_resting
+        if lengths.is_resting:
+            assert not any(lengths.limit(state) for state in load.states)
+        load.run(1)
+    assert num_resting > 150
+
+
+def test_a_wrong_first_time_does_not_stay() -> None:
+    """A step without drafts that was slow once makes drafts look free, and must come again."""
+    load = Load([(0.3, 0.3)] * 16)
+    lengths = load.lengths
+    for _ in range(2):
+        lengths.costs.observe(16, 0, 3 * step_seconds(16, 0), drafting=True, draft_seconds=0.0)
+    load.run(128)
+    assert load.gain(256) > 0.96
+
+
+@pytest.mark.parametrize("batch", [1, 16, 64])
+def test_steps_have_few_numbers_of_drafts(batch: int) -> None:
+    load = Load([(0.8, 0.8)] * batch, available=0.7, has_few_totals=True)
+    load.run(200)
+    history = load.run(1000)
+    totals = Counter(sum(counts) for counts in history)
+    assert sum(totals[total] for total in KNOTS) > 900  # the others are trials
 
 
 # ---- in the engine ----
@@ -379,6 +450,25 @@ def test_where_rows_cost_much_the_drafter_rests(
     assert speculative.num_draft_tokens < 0.1 * engine.stats.generation_tokens
     assert engine.stats.num_suspended_steps > 0
     assert calls[0] < engine.stats.num_steps
+
+
+def test_suffixes_are_learnt_after_a_rest(model_dir: Path) -> None:
+    """While all rest no drafter is told anything; in the end the trees hold what was emitted."""
+    clock = Clock()
+    config = NGRAM | {"method": "suffix"}
+    del config["min_ngram_size"]
+    engine = make(model_dir, clock, max_num_seqs=4, num_pages=20, max_model_len=256)
+    clock.rule(engine, lambda batch, drafts: batch + 5.0 * drafts)
+    prompts = [[10 + i, *PROMPT, *PROMPT] for i in range(6)]
+    done = engine.generate(prompts, greedy(150), speculative_config=config)
+    assert engine.stats.num_suspended_steps > 100
+    assert engine.stats.num_preemptions > 0
+    cache = engine.suffix_cache
+    assert cache.num_cached_requests == 6
+    assert cache.num_cached_tokens == 6 * 150
+    for one in done:
+        assert cache.count(one.token_ids[-40:]) > 0
+    assert cache.check_integrity() == ""
 
 
 def test_where_rows_cost_nothing_all_are_verified(model_dir: Path) -> None:

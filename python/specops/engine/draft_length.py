@@ -16,20 +16,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specops.engine.step_costs import StepCosts
+from specops.engine.step_costs import KNOTS, StepCosts
 
-# What a verification still counts for when the next one comes, for how many the prior counts, and
-# what it is in the beginning.
+# What a verification still counts for when the next one comes; what is thought of requests of which
+# nothing is known, and for how many verifications that counts.
 _OWN_MEMORY, _COMMON_MEMORY = 0.93, 0.98
+_COLD_FIRST, _COLD_FOLLOWING = 0.6, 0.8
 _OWN_PRIOR, _COMMON_PRIOR = 3.0, 4.0
-_FADING = 0.7  # what is left of it after a rest
-_DOUBT = 0.95  # what looks best looks better than it is
+_DOUBTED = 2.0  # verifications that an estimate counts for after a rest
+_NEWS = 2.0  # what a request's verification counts for in the common estimates, by how many it had
+_DRIFT = 0.08  # part of the way to the common estimates between two reviews without verification
+_DOUBT = 0.9  # what looks best looks better than it is
 
-# Turning requests down, in steps.
-_PATIENCE = 8  # with the drafter before it may happen
-_FIRST_NAP = 2  # without; doubled each time in a row
-_REVIEW = 4  # from one decision about rests to the next
-_WORTH_WEIGHT = 0.3  # of the steps since then in an average gain
+# Turning requests down.
+_REVIEW = 4  # steps from one decision to the next
+_FIRST_NAP = 8  # steps of a rest; doubled each time in a row
+_PATIENCE = 8  # steps between two rests at least, and as long as this many tokens are not lost:
+_LEAST_BUDGET = 0.5
+_MOST_SAVED = 4.0  # tokens of gains that may be lost later
 _NO_GAIN = 0.01  # tokens per step that are not worth the trouble
 _TRIAL_SHARE = 0.01  # of all time, for drafts that are verified only to learn; also for drafters
 _SMALL = 24  # drafts, up to which plain loops are faster than arrays
@@ -41,79 +45,72 @@ class Acceptance:
 
     Attributes:
         memory: what a verification still counts for when the next one comes.
-        strength: verifications that the prior counts for.
         first: the estimate for a first draft.
         following: the estimate for each next one.
+        num_tries: verifications behind the first one.
+        num_following_tries: drafts behind the other.
     """
 
     memory: float
-    strength: float
     first: float
     following: float
-    num_tries: float = 0.0
-    num_hits: float = 0.0
-    num_following_tries: float = 0.0
-    num_following_hits: float = 0.0
+    num_tries: float
+    num_following_tries: float
 
-    def observe(self, drafts: int, accepted: int, prior: "Acceptance", weight: float = 1.0) -> None:
+    def observe(self, drafts: int, accepted: int, weight: float = 1.0) -> None:
         """Takes in a verification."""
         memory = 1 - (1 - self.memory) * weight
-        self.num_tries = memory * self.num_tries + weight
-        self.num_hits = memory * self.num_hits + weight * (accepted > 0)
-        if accepted:
-            tries, hits = min(accepted, drafts - 1), accepted - 1
-            self.num_following_tries = memory * self.num_following_tries + weight * tries
-            self.num_following_hits = memory * self.num_following_hits + weight * hits
-        self._estimate(prior)
+        kept = memory * self.num_tries
+        self.num_tries = kept + weight
+        self.first = (kept * self.first + weight * (accepted > 0)) / self.num_tries
+        if accepted and drafts > 1:
+            kept, tries = memory * self.num_following_tries, weight * min(accepted, drafts - 1)
+            self.num_following_tries = kept + tries
+            hits = kept * self.following + weight * (accepted - 1)
+            self.following = hits / self.num_following_tries
 
-    def fade(self, prior: "Acceptance") -> None:
-        """Some of it is forgotten: after a rest the text may be another."""
-        self.num_tries *= _FADING
-        self.num_hits *= _FADING
-        self.num_following_tries *= _FADING
-        self.num_following_hits *= _FADING
-        self._estimate(prior)
+    def approach(self, other: "Acceptance", part: float) -> None:
+        """Comes closer to another: what was seen long ago says less of what would be seen now."""
+        self.first += part * (other.first - self.first)
+        self.following += part * (other.following - self.following)
 
-    def _estimate(self, prior: "Acceptance") -> None:
-        strength = self.strength
-        self.first = (self.num_hits + strength * prior.first) / (self.num_tries + strength)
-        self.following = (self.num_following_hits + strength * prior.following) / (
-            self.num_following_tries + strength
-        )
+    def doubt(self) -> None:
+        """Keeps the estimates, to be moved by the next few verifications: the text may change."""
+        self.num_tries = min(self.num_tries, _DOUBTED)
+        self.num_following_tries = min(self.num_following_tries, _DOUBTED)
 
 
 @dataclass(slots=True, eq=False)
 class Rest:
     """When a drafter has a rest, because it gains too little, and for how long.
 
+    After every rest it may lose some tokens; what it gains beyond its cost may be lost later.
+
     Attributes:
         awake_since: the step from which on it runs; in the future while it rests.
-        nap: steps of the next rest.
-        worth: tokens per step that its drafts gained lately beyond what their rows cost.
+        budget: tokens that may still be lost before the next rest.
+        nap: steps of that.
     """
 
     awake_since: int
+    budget: float = _LEAST_BUDGET
     nap: int = _FIRST_NAP
-    worth: float = 0.0
 
-    def judge(self, step: int, surplus: float, least: float, longest: float) -> bool:
+    def judge(self, step: int, gain: float, budget: float) -> bool:
         """Takes in the steps since the last review; returns whether it rests from now on.
 
         Args:
             step: that begins now.
-            surplus: what its drafts gained a step.
-            least: what they must gain on average.
-            longest: rest.
+            gain: tokens that the drafter brought in these beyond what it took.
+            budget: of the time after a rest.
         """
-        steps = step - self.awake_since
-        self.worth += max(min(_REVIEW / steps, 1.0), _WORTH_WEIGHT) * (surplus - self.worth)
-        if steps < _PATIENCE:
+        self.budget = min(self.budget + gain, budget + _MOST_SAVED)
+        if self.budget >= 0:
+            if self.budget > budget:
+                self.nap = _FIRST_NAP
             return False
-        if self.worth >= least:
-            self.nap = _FIRST_NAP
-            return False
-        nap = min(self.nap, max(int(longest), _FIRST_NAP))
-        self.awake_since, self.nap = step + nap, 2 * nap
+        self.awake_since, self.budget = step + self.nap, budget
+        self.nap = min(2 * self.nap, int(budget / _TRIAL_SHARE))
         return True
 
 
@@ -126,19 +123,19 @@ class DraftState:
         common: the acceptance of all requests with its method.
         own: its own.
         rest: its own, too.
+        is_known: drafts of it were verified; `is_fresh`: since the last review.
         wants_trial: its next draft is verified whatever it seems to be worth.
-        surplus: tokens that its drafts gained beyond their cost, since the last review.
+        surplus: tokens that its drafts gained beyond what their rows cost, since the last review.
     """
 
     most: int
     common: Acceptance
     own: Acceptance
     rest: Rest
+    is_known: bool = False
+    is_fresh: bool = False
     wants_trial: bool = True
     surplus: float = 0.0
-
-
-_COLD = Acceptance(memory=1.0, strength=0.0, first=0.6, following=0.8)
 
 
 def share_out(wanted: Sequence[int], total: int) -> list[int]:
@@ -168,17 +165,23 @@ class DraftLengths:
     """Decides how many drafts requests verify, and whether their drafters run.
 
     For every step: `limit` of each request when the step before is filled, `allocate` when it is
-    planned, `observe` when it is done. Requests without a state are not decided upon; their drafts
-    still count as rows.
+    planned, `observe` when it is done, or `pass_by` where it was one of plain decoding in a rest.
+    Requests without a state are not decided upon; their drafts still count as rows.
+
+    Attributes:
+        has_few_totals: a step has one of few numbers of drafts, as every other is a new shape.
+        is_resting: all requests together have a rest.
     """
 
     def __init__(self) -> None:
         self.costs = StepCosts()
+        self.is_resting = False
+        self.has_few_totals = False
+        self._refused: NDArray[np.float64] = np.zeros(0)  # by drafts of a step: 0, or infinity
         self._common: dict[str, Acceptance] = {}
         self._step = 0
         self._batch = 1  # requests of the last step
         self._rest = Rest(0)  # of all together
-        self._is_resting = False
         self._surplus = 0.0  # of all, in the steps since the last review
         self._credit = 0.0  # seconds that may go into trials
         self._is_reference = False  # the step that is going on is for its costs alone
@@ -187,17 +190,19 @@ class DraftLengths:
         """A new request's state."""
         common = self._common.get(method)
         if common is None:
-            common = Acceptance(_COMMON_MEMORY, _COMMON_PRIOR, _COLD.first, _COLD.following)
+            common = Acceptance(
+                _COMMON_MEMORY, _COLD_FIRST, _COLD_FOLLOWING, _COMMON_PRIOR, _COMMON_PRIOR
+            )
             self._common[method] = common
-        own = Acceptance(_OWN_MEMORY, _OWN_PRIOR, common.first, common.following)
-        if self._is_resting:  # all the sooner is it tried, the more the new one counts
+        own = Acceptance(_OWN_MEMORY, common.first, common.following, _OWN_PRIOR, _OWN_PRIOR)
+        if self.is_resting:  # all the sooner is it tried, the more the new one counts
             left = self._rest.awake_since - self._step
             self._rest.awake_since -= left // self._batch
         return DraftState(most, common, own, Rest(self._step))
 
     def limit(self, state: DraftState) -> int:
         """Drafts to propose for the request's next step; 0: its drafter has a rest."""
-        if self._is_resting or self._is_reference or state.rest.awake_since > self._step:
+        if self.is_resting or self._is_reference or state.rest.awake_since > self._step:
             return 0
         return state.most
 
@@ -241,14 +246,19 @@ class DraftLengths:
         first = [_DOUBT * state.own.first for _, state in drafting]
         following = [state.own.following for _, state in drafting]
         most = min(sum(drafts), room)
-        seconds = self.costs.seconds(len(states), fixed + most)[fixed : fixed + most + 1]
+        table = self.costs.seconds(len(states), fixed + most)[: fixed + most + 1]
+        seconds = table[fixed:]
+        if self.has_few_totals:
+            choices = (table + self._refusals(fixed + most))[fixed:]
+            choices[0] = seconds[0]
+        else:
+            choices = seconds
         choose = _choose if most <= _SMALL else _choose_by_arrays
-        chosen, gains = choose(first, following, drafts, seconds, float(len(states)))
+        chosen, gains = choose(first, following, drafts, choices, float(len(states)))
         total = sum(chosen)
         if total:
-            # Every draft's part of what the drafts cost, in the tokens that the time is worth.
-            begin, end = float(seconds[0]), float(seconds[total])
-            toll = (len(states) + sum(gains)) * (1 - begin / end) / total
+            # A draft's part of what all cost, in the tokens that the time would bring without them.
+            toll = len(states) * float(seconds[total] / seconds[0] - 1) / total
             for (index, state), count, gain in zip(drafting, chosen, gains, strict=True):
                 counts[index] = count
                 state.surplus += gain - toll * count
@@ -259,6 +269,13 @@ class DraftLengths:
         elif total < most:
             self._try(drafting, counts, seconds[total:].tolist())
         return counts
+
+    def _refusals(self, most: int) -> NDArray[np.float64]:
+        """What keeps steps to few numbers of drafts, to be added to what 0 .. most take."""
+        if len(self._refused) <= most:
+            self._refused = np.full(2 * most + 1, np.inf)
+            self._refused[[knot for knot in KNOTS if knot <= 2 * most]] = 0.0
+        return self._refused[: most + 1]
 
     def _try(
         self, drafting: Sequence[tuple[int, DraftState]], counts: list[int], seconds: list[float]
@@ -283,6 +300,7 @@ class DraftLengths:
         seconds: float | None,
         drafting: bool,
         draft_seconds: float | None = None,
+        build_seconds: float = 0.0,
     ) -> None:
         """Takes in a step that is done.
 
@@ -293,60 +311,93 @@ class DraftLengths:
             seconds: what the step took; None where that tells nothing about others, because it
                 computed prompts too, or was the first of its shape.
             drafting: a drafter ran in it.
-            draft_seconds: what the drafter took of it; None where that cannot be told.
+            draft_seconds: what the drafter and all decisions about lengths took of it; None where
+                that cannot be told.
+            build_seconds: what it took beside that because nothing had its shape before.
         """
         self._step = step = self._step + 1
         self._is_reference = False
         total = sum(drafts)
         batch = self._batch = len(states)
         if seconds is not None:
-            self.costs.observe(
-                batch, total, seconds, drafting=drafting, draft_seconds=draft_seconds
-            )
+            build_seconds = build_seconds if total else 0.0
+            if step % _REVIEW and self.costs.knows(batch, total):
+                self.costs.count(batch, total, drafting=drafting, build_seconds=build_seconds)
+            else:
+                self.costs.observe(
+                    batch,
+                    total,
+                    seconds,
+                    drafting=drafting,
+                    draft_seconds=draft_seconds,
+                    build_seconds=build_seconds,
+                )
             self._credit = min(self._credit + _TRIAL_SHARE * seconds, seconds)
-        if self._is_resting and step >= self._rest.awake_since:
-            self._is_resting = False
-            self._rest.awake_since = step
-            for state in states:
-                if state is not None:
-                    state.rest.awake_since = step
-                    state.wants_trial = True
+        if self.is_resting and step >= self._rest.awake_since:
+            self._wake(states)
             return
         if not drafting and not total:
             return
         for index in [index for index, verified in enumerate(drafts) if verified]:
             state = states[index]
             if state is not None:
-                state.own.observe(drafts[index], accepted[index], state.common)
+                own = state.own
+                own.observe(drafts[index], accepted[index])
                 # It stands for requests of which little is known: such ones count most.
-                weight = 1 / state.own.num_tries
-                state.common.observe(drafts[index], accepted[index], _COLD, weight)
-                state.wants_trial = False
+                weight = min(max(_NEWS / own.num_tries, 1 / batch), 1.0)
+                state.common.observe(drafts[index], accepted[index], weight)
+                state.wants_trial = accepted[index] > 0
+                state.is_known = state.is_fresh = True
         if step % _REVIEW == 0:
             self._review(states)
+
+    def pass_by(self, states: Sequence[DraftState | None], seconds: float | None) -> None:
+        """Takes in a step in which all rested and nothing was drafted.
+
+        Args:
+            states: as in `observe`.
+            seconds: likewise.
+        """
+        self._step += 1
+        self._batch = len(states)
+        if seconds is not None and self._step % _REVIEW == 0:
+            self.costs.observe(len(states), 0, seconds, drafting=False)
+        if self._step >= self._rest.awake_since:
+            self._wake(states)
+
+    def _wake(self, states: Sequence[DraftState | None]) -> None:
+        """Ends the rest of all."""
+        self.is_resting = False
+        self._rest.awake_since = self._step
+        self._surplus = 0.0
+        for state in states:
+            if state is not None:
+                state.rest.awake_since = self._step
+                state.own.doubt()
+                state.wants_trial = True
+                state.surplus = 0.0
 
     def _review(self, states: Sequence[DraftState | None]) -> None:
         """Decides who rests, by the steps since the last time."""
         step, batch = self._step, len(states)
-        share = self.costs.drafter_share(batch)
-        # Tried for _PATIENCE steps after each rest, a drafter takes up to its share of the time.
-        longest = _PATIENCE * (share / _TRIAL_SHARE - 1)
+        share = max(self.costs.drafter_share(batch), _NO_GAIN)
+        budget = max(_LEAST_BUDGET, _PATIENCE * share)
         # Half of the drafter's time is taken to be for all requests together.
-        least = max(share / 2, _NO_GAIN)
+        own_share = share / 2
         for state in states:
             if state is None:
                 continue
-            if not state.own.num_tries:
-                state.own.first, state.own.following = state.common.first, state.common.following
+            if not state.is_fresh:
+                state.own.approach(state.common, _DRIFT if state.is_known else 1.0)
+            state.is_fresh = False
             if state.rest.awake_since < step:
-                gain, state.surplus = state.surplus / _REVIEW, 0.0
-                if state.rest.judge(step, gain, least, longest):
-                    state.own.fade(state.common)
+                gain, state.surplus = state.surplus - own_share * _REVIEW, 0.0
+                if state.rest.judge(step, gain, budget):
+                    state.own.doubt()
                     state.wants_trial = True
-        gain, self._surplus = self._surplus / batch / _REVIEW, 0.0
-        if not self._is_resting and self._rest.awake_since < step:
-            least = max(share, _NO_GAIN)
-            self._is_resting = self._rest.judge(step, gain, least, longest)
+        gain, self._surplus = self._surplus / batch - share * _REVIEW, 0.0
+        if not self.is_resting and self._rest.awake_since < step:
+            self.is_resting = self._rest.judge(step, gain, budget)
 
 
 def _choose(

@@ -130,6 +130,7 @@ class Engine:
             random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         )
         self.stats = EngineStats()
+        self._learn_seconds = 0.0  # of the last step
 
     @property
     def runnable_methods(self) -> tuple[str, ...]:
@@ -285,7 +286,8 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Drafts, verifies, accepts and commits once; returns what it added to each request."""
-        begun = self._clock()
+        # Learning from the last step took time, which counts as a part of this one.
+        begun = self._clock() - self._learn_seconds
         before = self._scheduler.num_preemptions
         plan = self._scheduler.schedule(
             self._runner.num_drafts, on_start=self._start, on_stop=self._runner.stop
@@ -472,31 +474,38 @@ class Engine:
 
     def _learn(self, plan: Sequence[Scheduled], emitted: Sequence[Emitted], begun: float) -> None:
         """Lets the draft lengths know what came of a step."""
-        parts = [part for part in plan if part.emits]
-        states = [part.request.drafting for part in parts]
-        if any(states):
-            runner = self._runner
-            drafts = [part.num_drafts for part in parts]
-            accepted = [
-                one.num_accepted for one, part in zip(emitted, plan, strict=True) if part.emits
-            ]
-            counts = self.stats.num_steps_per_length
+        taught, self._learn_seconds = self._learn_seconds, 0.0
+        states = [part.request.drafting for part in plan if part.emits]
+        num_adaptive = len(states) - states.count(None)
+        if not num_adaptive:
+            return
+        ended = self._clock()
+        runner, lengths = self._runner, self._runner.lengths
+        drafts = [part.num_drafts for part in plan if part.emits]
+        seconds = ended - begun - runner.build_seconds if runner.was_ordinary else None
+        counts = self.stats.num_steps_per_length
+        if lengths.is_resting and not runner.was_drafting and not any(drafts):
+            counts[0] += num_adaptive
+            self.stats.num_suspended_steps += num_adaptive
+            lengths.pass_by(states, seconds)
+        else:
             for state, count in zip(states, drafts, strict=True):
                 if state is not None:
                     counts[min(count, MAX_COUNTED_LENGTH)] += 1
-            resting = sum(state is not None and not runner.lengths.limit(state) for state in states)
-            self.stats.num_suspended_steps += resting
-            seconds = None
-            if runner.was_ordinary:
-                seconds = self._clock() - begun - runner.build_seconds
-            runner.lengths.observe(
+                    self.stats.num_suspended_steps += not lengths.limit(state)
+            draft_seconds = runner.draft_seconds
+            if draft_seconds is not None:
+                draft_seconds += runner.choice_seconds + taught
+            lengths.observe(
                 states,
                 drafts,
-                accepted,
+                [one.num_accepted for one, part in zip(emitted, plan, strict=True) if part.emits],
                 seconds=seconds,
                 drafting=runner.was_drafting,
-                draft_seconds=runner.draft_seconds,
+                draft_seconds=draft_seconds,
+                build_seconds=runner.build_seconds,
             )
+        self._learn_seconds = self._clock() - ended
 
     def _start(self, request: Request) -> None:
         self._runner.start(request)

@@ -128,10 +128,12 @@ class Runner:
         self._state: NDArray[np.int32] = np.zeros((6, slots), dtype=np.int32)
         self._rates: dict[int, list[float]] = {}
         self.lengths = DraftLengths()
+        self.lengths.has_few_totals = not device.captures
         # Of the last step: whether its time tells what others like it take; if a drafter ran, and
-        # for how long where that is known.
+        # for how long where that is known; and what choosing the drafts took.
         self.was_ordinary = self.was_drafting = False
         self.draft_seconds: float | None = None
+        self.choice_seconds = 0.0
         self.build_seconds = 0.0  # for a step of a new shape
         self._mtp = None
         if modules is not None:
@@ -234,10 +236,14 @@ class Runner:
             requests: all that decode.
             room: rows of the step beside one for each.
         """
-        if not self._counts and not self._host_drafts:
+        self.choice_seconds = 0.0
+        if not self.was_drafting:
             return [0] * len(requests)
+        begun = self._memory.clock()
         states = [request.drafting for request in requests]
-        return self.lengths.allocate(states, list(map(self._num_proposed, requests)), room)
+        counts = self.lengths.allocate(states, list(map(self._num_proposed, requests)), room)
+        self.choice_seconds = self._memory.clock() - begun
+        return counts
 
     def _num_proposed(self, request: Request) -> int:
         """How many drafts the last step proposed for a request, as far as they could be emitted."""
@@ -302,6 +308,9 @@ class Runner:
         step, limits = self._executed, self._host_limits
         if step is None or not self._host_drafts:
             return
+        if not any(limits):
+            self._host_drafts.propose_nothing()
+            return
         begun, batch = self._memory.clock(), len(limits)
         self._host_drafts.propose(
             step.ints[SLOT, :batch],
@@ -311,9 +320,9 @@ class Runner:
             limits=limits,
             given={row: self._mtp_drafts(slot) for row, slot in self._continued},
         )
-        if any(limits):
-            self.was_drafting = True
+        if self.draft_seconds is not None or not self.was_drafting:
             self.draft_seconds = (self.draft_seconds or 0.0) + self._memory.clock() - begun
+        self.was_drafting = True
 
     def _mtp_drafts(self, slot: int) -> NDArray[np.int32]:
         """What MTP modules drafted for a slot in the last step: nothing, if all had a rest."""
@@ -326,6 +335,7 @@ class Runner:
         logprobs = -1
         features = 0
         methods = set()  # that draft for the next step
+        is_resting = self.lengths.is_resting
         for part in plan:
             rows += part.num_rows
             pages += len(part.request.pages)
@@ -333,9 +343,11 @@ class Runner:
                 outputs += 1 + part.num_drafts
                 width = max(width, part.num_drafts)
                 features |= part.request.features
-                method = part.request.speculative.method
-                if method not in methods and self._draft_limit(part.request) > 0:
-                    methods.add(method)
+                config = part.request.speculative
+                if config.num_speculative_tokens and not (is_resting and part.request.drafting):
+                    part.draft_limit = self._draft_limit(part.request)
+                    if part.draft_limit:
+                        methods.add(config.method)
                 wanted = part.request.params.logprobs
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
@@ -412,13 +424,13 @@ class Runner:
             mode, host_limit = _NONE, 0
             if part.emits:
                 mode = _ALL if part.num_drafts else _LAST
-                limit = self._draft_limit(request)
-                if method == "mtp":
-                    host_limit = self._fill_limits(step, part, index, limit)
-                elif method in step.max_drafts:
-                    step.max_drafts[method][request.slot] = limit
-                elif request.speculative.host_method:
-                    host_limit = limit
+                if part.draft_limit:
+                    if method == "mtp":
+                        host_limit = self._fill_limits(step, part, index)
+                    elif method in step.max_drafts:
+                        step.max_drafts[method][request.slot] = part.draft_limit
+                    else:
+                        host_limit = part.draft_limit
             host_limits.append(host_limit)
             slot = request.slot
             changes = slot if request.features & Feature.PROCESSORS else -1
@@ -486,17 +498,17 @@ class Runner:
             return -1
         is_prefill = not part.emits or part.num_rows - part.num_drafts > 1
         is_due = missing + part.num_rows > WINDOW // 2
-        return missing if is_prefill or is_due or self._draft_limit(request) > 0 else -1
+        return missing if is_prefill or is_due or part.draft_limit > 0 else -1
 
-    def _fill_limits(self, step: Step, part: Scheduled, index: int, limit: int) -> int:
+    def _fill_limits(self, step: Step, part: Scheduled, index: int) -> int:
         """Writes how many drafts a request with MTP modules gets; returns the host's part."""
-        config, slot = part.request.speculative, part.request.slot
+        config, slot, limit = part.request.speculative, part.request.slot, part.draft_limit
         if part.redraft_len < 0:
-            limit = 0
+            return 0
         step.max_drafts["mtp"][slot] = min(limit, config.num_model_steps)
         if config.mtp_strategy == "with_ngram":
             step.max_continued_drafts[slot] = limit
-        elif config.mtp_strategy == "with_suffix" and limit:
+        elif config.mtp_strategy == "with_suffix":
             self._continued.append((index, slot))
             return limit
         return 0

@@ -21,7 +21,9 @@ class Scheduled:
     num_rows: int
     num_drafts: int  # of these rows, the last num_drafts hold draft tokens
     emits: bool  # False for a prefill chunk that does not end the known tokens
-    # Rows before these that its MTP modules run over again; -1: they do not run. The runner's.
+    # The runner's: drafts to propose for the step after this one, and rows before these that MTP
+    # modules run over again; -1: they do not run.
+    draft_limit: int = 0
     redraft_len: int = -1
 
 

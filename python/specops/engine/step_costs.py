@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 # The numbers of drafts at which costs are kept, with straight lines between. Small ones each have
 # their own, so that the stairs of padded steps are seen.
-_KNOTS: list[int] = [
+KNOTS: list[int] = [
     *range(9),
     *(part * 2**power for power in range(1, 22) for part in (5, 6, 7, 8)),
 ]
@@ -17,16 +17,20 @@ _COLD_SHARE = 0.4  # of a step's time, for a draft per request, before any was m
 _COLD_REQUESTS = 2  # at least, in that guess: a step has a fixed part
 _COLD_DRAFTING = 0.01  # of a step's time, for the drafter, likewise
 _SLOW, _FAST = 0.005, 0.2  # a new time's weight in its knot, and in the common speed
+_EARLY_WEIGHT = 0.4  # of one of the first times in its knot that is below the average
 _TRUSTED = 4  # times, from which on a knot tells the speed
+_KNOWN = 8.0  # times, from which on a knot is known well
 _LEAST_EVIDENCE, _MOST_EVIDENCE = 2.0, 50.0  # for a slope, of which other curves learn
 _LINE_WEIGHT = 8  # times that a knot must have had to be half-way between the line and its own
 _MEMORY = 0.998  # what a knot's times still count for after another step
 _PRIOR_WEIGHT = 16  # times, with a draft a request, that other curves' slopes count for
+_BUILD = 0.03  # a step's weight in what new shapes take
 _OUTLIER = 0.3  # a time counts as at most so much above, or below, what was expected; and, while
 _FIRST_OUTLIER = 1.0  # little is known, as at most so much above
-_TABLE_STEPS = 8  # for which an array of the costs is good
+_TABLE_STEPS, _EARLY = 8, 8  # steps for which an array of the costs is good; but not of the first
 _LIGHT_STEPS = 100  # with few drafts, after which one with many shows what they cost
-_FIRST_REFERENCE, _REFERENCE_STEPS = 4, 200  # steps after which one shows what drafts cost
+# Steps after which one shows what drafts cost: after the first of all, while little is known, then.
+_FIRST_REFERENCE, _EARLY_REFERENCE_STEPS, _REFERENCE_STEPS = 4, 16, 200
 
 
 class StepCosts:
@@ -44,9 +48,11 @@ class StepCosts:
         self._curves: dict[int, _Curve] = {}
         # By the number of requests, to a power of two.
         self._shares: dict[int, tuple[float, int]] = {}  # of drafters, and how many times it was
+        self._builds: dict[int, float] = {}  # seconds a step for what was met first
         self._ages: dict[int, int] = {}  # steps since the last without drafter and drafts
         self._light: dict[int, int] = {}  # steps since the last with many drafts
         self._speed = 1.0
+        self._is_told = False  # what drafters take; then curves are of steps without
 
     def observe(
         self,
@@ -56,6 +62,7 @@ class StepCosts:
         *,
         drafting: bool,
         draft_seconds: float | None = None,
+        build_seconds: float = 0.0,
     ) -> None:
         """Takes in a step of `batch` requests, one row each and `drafts` more, and no other rows.
 
@@ -64,23 +71,33 @@ class StepCosts:
             drafts: rows beside one per request.
             seconds: what it took.
             drafting: a drafter ran in it.
-            draft_seconds: what the drafter took of it; None where that cannot be told.
+            draft_seconds: what drafting took of it; None where that cannot be told.
+            build_seconds: what it took beside that, once, for its number of drafts.
         """
         curve = self._curve(batch)
-        time = max(seconds, 1e-9) / self._speed  # of a clock that may stand still
-        guess, is_trusted = curve.learn(drafts, time, drafting=drafting)
+        self._is_told = self._is_told or draft_seconds is not None
+        time = max(seconds - (draft_seconds or 0.0), 1e-9) / self._speed  # clocks may stand still
+        is_plain = not drafting and drafts == 0 and not self._is_told
+        guess, is_trusted = curve.learn(drafts, time, is_plain=is_plain)
         if is_trusted:
             error = min(max(time / guess - 1, -_OUTLIER), _OUTLIER)
             self._speed *= 1 + _FAST * error
+        if drafting and draft_seconds is not None:
+            size = batch.bit_length()
+            share, count = self._shares.get(size, (0.0, 0))
+            latest = draft_seconds / self._speed / float(curve.table(0)[0])
+            self._shares[size] = _moved(share, count, latest), count + 1
+        self.count(batch, drafts, drafting=drafting, build_seconds=build_seconds)
+
+    def count(self, batch: int, drafts: int, *, drafting: bool, build_seconds: float = 0.0) -> None:
+        """Takes in a step without looking at its time, which takes time, too; as `observe`."""
         size = batch.bit_length()
         is_light = 2 * drafts < batch
         self._light[size] = self._light.get(size, 0) + 1 if is_light and drafting else 0
         if drafting:
-            self._ages[size] = self._ages.get(size, _REFERENCE_STEPS - _FIRST_REFERENCE) + 1
-            if draft_seconds is not None:
-                share, count = self._shares.get(size, (0.0, 0))
-                latest = draft_seconds / self._speed / float(curve.table(0)[0])
-                self._shares[size] = _moved(share, count, latest), count + 1
+            self._ages[size] = self._ages.get(size, _EARLY_REFERENCE_STEPS - _FIRST_REFERENCE) + 1
+            build = self._builds.get(size, 0.0)
+            self._builds[size] = build + _BUILD * (build_seconds / self._speed - build)
         elif drafts == 0:
             self._ages[size] = 0
 
@@ -89,18 +106,30 @@ class StepCosts:
 
         Before the first step only their ratios mean anything.
         """
-        return self._curve(batch).table(most) * self._speed
+        curve = self._curve(batch)
+        table = curve.table(most)
+        share, _ = self._shares.get(batch.bit_length(), (0.0, 0))
+        return (table + share * float(table[0])) * self._speed
 
     def drafter_share(self, batch: int) -> float:
-        """The part of a step without drafts that its drafter takes, 0 to 1."""
-        share, count = self._shares.get(batch.bit_length(), (0.0, 0))
-        if not count:
+        """What drafting takes whatever it finds, as a part of a step without drafts, 0 to 1."""
+        size = batch.bit_length()
+        share, count = self._shares.get(size, (_COLD_DRAFTING, 0))
+        if count:
+            share /= 1 + share
+        else:
             known = [other for other in self._curves.values() if other.drafter_share is not None]
-            if not known:
-                return _COLD_DRAFTING
-            near = min(known, key=lambda other: abs(other.batch - batch))
-            share = near.drafter_share or 0.0
+            if known:
+                near = min(known, key=lambda other: abs(other.batch - batch))
+                share = near.drafter_share or 0.0
+        if size in self._builds:
+            share += self._builds[size] / float(self._curve(batch).table(0)[0])
         return min(max(share, 0.0), 0.9)
+
+    def knows(self, batch: int, drafts: int) -> bool:
+        """Whether there were many such steps lately."""
+        curve = self._curves.get(batch)
+        return curve is not None and curve.knows(drafts)
 
     def wants_load(self, batch: int) -> bool:
         """Whether there has been no step with many drafts for long."""
@@ -108,7 +137,8 @@ class StepCosts:
 
     def wants_reference(self, batch: int) -> bool:
         """Whether there has been no step without drafter and drafts for long."""
-        return self._ages.get(batch.bit_length(), 0) >= _REFERENCE_STEPS
+        steps = _REFERENCE_STEPS if self.knows(batch, 0) else _EARLY_REFERENCE_STEPS
+        return self._ages.get(batch.bit_length(), 0) >= steps
 
     def _curve(self, batch: int) -> "_Curve":
         curve = self._curves.get(batch)
@@ -153,11 +183,22 @@ class _Curve:
         """Whether the table is made anew before it is used."""
         return self._fresh <= 0
 
-    def learn(self, drafts: int, time: float, *, drafting: bool) -> tuple[float, bool]:
-        """Moves the curve towards a time; returns what it said before, and if that was reliable."""
+    def knows(self, drafts: int) -> bool:
+        """Whether the knot that is nearest to a number of drafts had many times."""
+        index = bisect_left(self._drafts, _knot(drafts))
+        return index < len(self._counts) and self._counts[index] >= _KNOWN
+
+    def learn(self, drafts: int, time: float, *, is_plain: bool) -> tuple[float, bool]:
+        """Moves the curve towards a time; returns what it said before, and if that was reliable.
+
+        Args:
+            drafts: of the step.
+            time: that it took.
+            is_plain: it stands apart, because the others' times are with a drafter.
+        """
         self._fresh -= 1
         self._counts = [_MEMORY * count for count in self._counts]
-        if not drafting and drafts == 0:
+        if is_plain:
             guess, is_trusted = self._plain, self._num_plain >= _TRUSTED
             self._plain = _moved(guess, self._num_plain, time)
             self._num_plain += 1
@@ -181,7 +222,7 @@ class _Curve:
         else:
             self._means[index] = _moved(self._means[index], count, moved)
             self._counts[index] = count + 1
-        if count < _TRUSTED:
+        if count < _TRUSTED and sum(self._counts) < _EARLY:
             self._fresh = 0
         return guess, count >= _TRUSTED
 
@@ -253,16 +294,18 @@ class _Curve:
 
 def _knot(drafts: int) -> int:
     """The knot that is nearest."""
-    right = bisect_right(_KNOTS, drafts)
-    if right == len(_KNOTS) or drafts - _KNOTS[right - 1] <= _KNOTS[right] - drafts:
+    right = bisect_right(KNOTS, drafts)
+    if right == len(KNOTS) or drafts - KNOTS[right - 1] <= KNOTS[right] - drafts:
         right -= 1
-    return _KNOTS[right]
+    return KNOTS[right]
 
 
 def _moved(mean: float, count: float, time: float) -> float:
     """A robust average: the mean of the first times, then an EWMA that outliers hardly move."""
     if count == 0:
         return time
+    if count < _KNOWN and time < mean:  # what was slow at first was slow for another reason
+        return mean + _EARLY_WEIGHT * (time - mean)
     known = count >= _TRUSTED
     highest = mean * (1 + (_OUTLIER if known else _FIRST_OUTLIER))
     lowest = mean * (1 - _OUTLIER) if known else 0.0

@@ -7,7 +7,7 @@ drafts. A host drafter does so once these results are read. Proposals are only e
 drafter can change a token that is emitted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,6 +105,9 @@ class HostDrafter(Protocol):
 
     def start(self, request: Request) -> None:
         """A request got its slot; after a preemption it has been here before, and goes on."""
+
+    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Takes in what a request with a slot emitted while there was nothing to draft."""
 
     def propose(self, batch: HostDraftBatch) -> None:
         """Takes in what a step emitted, and fills the drafts of `batch`."""

@@ -16,6 +16,8 @@ class HostDrafts:
     """Asks host drafters once a step's results are read, each for all its requests in one call.
 
     What is said of a request of the last step stands in a row of its own, in the step's order.
+    While nobody is to get drafts no drafter is asked, nor told what steps emit: it learns all of
+    that at once, when it is asked again or the request goes.
 
     Args:
         slots: requests that run at once.
@@ -28,7 +30,10 @@ class HostDrafts:
         self.width = 0
         self._slots = slots
         self._drafters: dict[str, HostDrafter] = {}
-        self._rows: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)  # by slot
+        self._requests: dict[int, Request] = {}  # by slot, those whose method is here
+        # By slot.
+        self._rows: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._lens_told: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._row_numbers: NDArray[np.int32] = np.arange(slots, dtype=np.int32)
         # By row.
         self._num_tokens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
@@ -62,11 +67,15 @@ class HostDrafts:
             self._tensors.clear()
             self.width = wanted
         self._drafters[method].start(request)
+        self._requests[request.slot] = request
+        self._lens_told[request.slot] = len(request.token_ids)
 
     def stop(self, request: Request) -> None:
         """A request gave its slot back."""
         if _method(request) in self._drafters:
+            self._tell(request, len(request.token_ids))
             self._drafters[_method(request)].stop(request)
+            del self._requests[request.slot]
 
     def leave(self, request: Request) -> None:
         """A request is gone for good, with a slot or without."""
@@ -93,6 +102,10 @@ class HostDrafts:
             given: drafts that are there and are to be continued, by their row; most rows have none.
         """
         batch = len(slots)
+        for slot in slots[self._lens_told[slots] != lens_before].tolist():
+            if slot in self._requests:
+                self._tell(self._requests[slot], int(lens_before[slots == slot][0]))
+        self._lens_told[slots] = lens[slots]
         np.subtract(lens[slots], lens_before, out=self._num_tokens[:batch])
         self._max_drafts[:batch] = limits
         self._rows[slots] = self._row_numbers[:batch]
@@ -104,6 +117,20 @@ class HostDrafts:
             for row, drafts in given.items():
                 self._drafts[method][row, : len(drafts)] = drafts
             drafter.propose(self._batch(slots, token_ids, method))
+
+    def propose_nothing(self) -> None:
+        """Forgets what the drafters said, and neither tells them nor asks them anything."""
+        self._num_given.fill(0)
+        for counts in self._counts.values():
+            counts.fill(0)
+
+    def _tell(self, request: Request, length: int) -> None:
+        """Lets a request's drafter have the first tokens, as far as it has not."""
+        told = self._lens_told[request.slot]
+        if told < length:
+            drafter = self._drafters[_method(request)]
+            drafter.extend(request, request.token_ids[told:length])
+            self._lens_told[request.slot] = length
 
     def num_drafts(self, request: Request) -> int:
         """How many drafts the last step brought for a request that took part in it."""

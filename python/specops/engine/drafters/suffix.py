@@ -2,6 +2,7 @@
 """Suffix decoding: what followed the last tokens, here or in other requests, most often."""
 
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -41,6 +42,10 @@ class SuffixDrafter:
             number = self._cache.start(self._name(request), request.token_ids)
             self._started[request.arrival] = number
         self._numbers[request.slot] = number
+
+    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Appends to a request's tree."""
+        self._cache.extend(self._name(request), token_ids)
 
     def propose(self, batch: HostDraftBatch) -> None:
         """Appends what was emitted to the trees, and fills the drafts, in one call."""
