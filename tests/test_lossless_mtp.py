@@ -384,6 +384,25 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("max_model_len", [9, 50])
+@pytest.mark.parametrize("modules", [1, 2, 3])
+def test_drafts_behind_the_end_of_the_context_change_nothing(
+    tinies: dict[int, Tiny], modules: int, max_model_len: int
+) -> None:
+    """A last page goes on behind it, and so do modules that draft from their own drafts."""
+    limits: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": 4}
+    prompts = [prompt(i)[: (max_model_len - 1) * i // 12 + 1] for i in range(12)]
+    to_the_end = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True, logprobs=1)
+    naive = make_engine(tinies[modules], **limits).generate(prompts, to_the_end)
+    for config in METHODS[3:]:
+        for k in (3, 16):
+            own = {**config, "num_speculative_tokens": k, "num_model_steps": k}
+            engine = make_engine(tinies[modules], SpeculativeConfig(**own), **limits)
+            got = engine.generate(prompts, to_the_end)
+            assert list(map(bits, got)) == list(map(bits, naive)), own
+            assert engine.stats.speculative.num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("modules", [1, 2, 3])
 def test_all_methods_together_change_nothing(

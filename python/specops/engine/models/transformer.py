@@ -19,6 +19,8 @@ from specops.engine.models.config import ModelConfig
 # larger and rarer, so when the table is full it starts anew rather than growing with every size.
 _MAX_KEPT_VIEWS = 64
 
+_LARGEST_PAGE = 64  # tokens
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -159,8 +161,10 @@ class Transformer:
         self._layers = layers
         # The norm that follows each layer: the next layer's input norm, or the final one.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
+        # Up to the end of any page: drafting modules may run on behind the longest text.
+        max_positions = -(-max_model_len // _LARGEST_PAGE) * _LARGEST_PAGE
         self._cos_sin = attention.rope_cos_sin(
-            max_model_len, config.rotary_dim, config.rope_theta, config.rope_scaling
+            max_positions, config.rotary_dim, config.rope_theta, config.rope_scaling
         ).to(self.device)
         self._sm_scale = 1.0 / math.sqrt(config.head_dim)
         self._activations = ActivationBuffers(config, dtype, self.device)
