@@ -166,6 +166,8 @@ class Record:
             key = (*key, request.seed, params.temperature, params.top_p)
         if config.mtp_strategy == "with_ngram":  # it continues what the modules drafted
             key = (*key, config.num_model_steps)
+            if config.num_model_steps > drafter.num_modules:
+                return  # which may be less, where there is no page for it
         known = self.drafts.get(key, ())
         # The end of the text or of the pages may have cut one of them short.
         short = min(len(known), count)
