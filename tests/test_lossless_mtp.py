@@ -247,7 +247,14 @@ def test_modules_change_nothing(
     assert (engine.stats.prefix_cache_hits > 0) == ("enable_prefix_caching" not in LIMITS[case])
 
 
-class NoLengths(DraftLengths):
+class Untaught(DraftLengths):
+    """Does not let a clock decide anything."""
+
+    def observe(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class NoLengths(Untaught):
     """All is drafted, and nothing verified: every step is of one token."""
 
     def limit(self, state: DraftState) -> int:
@@ -259,7 +266,7 @@ class NoLengths(DraftLengths):
         return [0] * len(proposed)
 
 
-class RandomLengths(DraftLengths):
+class RandomLengths(Untaught):
     """Drafts of any length, and rests at any time: whatever a clock could ever lead to."""
 
     def __init__(self) -> None:
