@@ -345,6 +345,23 @@ def test_a_steady_step_calls_no_torch_operator(
                 assert calls.names == []
 
 
+def test_modules_that_catch_up_after_a_rest_fit_their_arrays(
+    model_dir: Path, twin: Callable[..., TwinDevice]
+) -> None:
+    """As many rows as ever run again, in a shape that is rounded up."""
+    prompts, params = [[n, n + 1] for n in range(1, 41)], SamplingParams(max_tokens=30, seed=1)
+    limits = {"max_num_seqs": 40, "max_num_batched_tokens": 40}
+    expected = bits(make(model_dir, NAIVE, **limits).generate(prompts, params))
+    twin()
+    engine = make(model_dir, MTP, **limits)
+    runner = engine._runner
+    limit = runner._draft_limit
+    runner._draft_limit = lambda request: limit(request) * (engine.stats.num_steps % 9 > 5)
+    assert bits(engine.generate(prompts, params)) == expected
+    assert runner._mtp is not None
+    assert max(one.draft_rows for one in runner._memory._steps) == runner._mtp.max_rows
+
+
 def test_memory_that_grows_drops_what_was_captured(
     model_dir: Path, twin: Callable[..., TwinDevice]
 ) -> None:

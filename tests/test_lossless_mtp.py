@@ -393,6 +393,24 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
+def test_rows_that_several_modules_always_run_again_keep_no_request_from_drafting(
+    tinies: dict[int, Tiny],
+) -> None:
+    engine = make_engine(
+        tinies[3],
+        SpeculativeConfig(method="mtp", num_speculative_tokens=3),
+        max_num_seqs=100,
+        max_num_batched_tokens=130,
+    )
+    for index in range(100):
+        engine.add_request([1 + index], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
+    engine.step()  # after which no text is as long as that
+    for _ in range(6):
+        engine.step()
+        behind = [len(one.token_ids) - one.num_drafted for one in engine._scheduler.running]
+        assert behind == [3] * 100
+
+
 @pytest.mark.parametrize("max_model_len", [9, 50])
 @pytest.mark.parametrize("modules", [1, 2, 3])
 def test_drafts_behind_the_end_of_the_context_change_nothing(

@@ -118,10 +118,6 @@ class Runner:
         self._processed_logprobs = processed_logprobs
         self._cache = model.new_kv_cache(num_pages, page_size)
         model.reserve(max_rows)
-        pages = slots * -(-model.max_model_len // page_size)
-        self._memory = StepMemory(
-            device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages, 0, ()), clock
-        )
         # By slot, gathered into every step.
         self._params: NDArray[np.int32] = np.zeros((NUM_PARAMS, slots), dtype=np.int32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
@@ -145,6 +141,12 @@ class Runner:
                 device=device,
                 make_ngram_drafter=lambda: self._make_drafter("ngram"),
             )
+        pages = slots * -(-model.max_model_len // page_size)
+        draft_rows = -1 if self._mtp is None else self._mtp.max_rows
+        most = StepShape(
+            slots, max_rows, max_rows, max_rows - 1, pages, 0, (), draft_rows=draft_rows
+        )
+        self._memory = StepMemory(device, most, clock)
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
         # There once a request drafts.
         self._drafters: dict[str, Drafter] = {}
@@ -473,28 +475,29 @@ class Runner:
         parts = [part for part in plan if part.request.has_draft_kv]
         if not parts:
             return -1
-        redrafts = 0
+        redrafts, room = 0, self._mtp.max_redrafts
         for part in parts:
-            part.redraft_len = self._redraft_len(part, redrafts)
+            part.redraft_len = self._redraft_len(part, room)
             redrafts += max(part.redraft_len, 0)
+            room -= max(part.redraft_len - (self._mtp.num_modules - 1), 0)
         if not self._device.is_async:  # one size: rows that are not there cost nothing
             return self._mtp.max_rows
         return rows + redrafts if any(part.redraft_len >= 0 for part in parts) else 0
 
-    def _redraft_len(self, part: Scheduled, redrafts: int) -> int:
+    def _redraft_len(self, part: Scheduled, room: int) -> int:
         """How many rows before the step's MTP modules run over again; -1: they have a rest.
 
         Where they are behind by half of what is kept, they catch up, drafting or not.
 
         Args:
             part: of a request that has modules.
-            redrafts: rows of that kind that the step has already.
+            room: rows that may run again in the step, but for those that always do.
         """
         assert self._mtp is not None
         request = part.request
         missing = request.num_computed - request.num_drafted
         always = self._mtp.num_modules - 1
-        if missing > WINDOW or redrafts + max(missing - always, 0) > self._mtp.max_redrafts:
+        if missing > WINDOW or missing - always > room:
             return -1
         is_prefill = not part.emits or part.num_rows - part.num_drafts > 1
         is_due = missing + part.num_rows > WINDOW // 2

@@ -77,9 +77,8 @@ def rounded(shape: StepShape, most: StepShape) -> StepShape:
     pages = page_capacity(shape.pages, most.pages)
     draft_rows = shape.draft_rows
     if draft_rows > 0:
-        draft_rows = rows + (
-            _rung(draft_rows - shape.rows, finest=1) if draft_rows > shape.rows else 0
-        )
+        redrafts = _rung(draft_rows - shape.rows, finest=1) if draft_rows > shape.rows else 0
+        draft_rows = min(rows + redrafts, most.draft_rows)
     return shape._replace(
         batch=batch, rows=rows, outputs=rows, width=width, pages=pages, draft_rows=draft_rows
     )
