@@ -484,6 +484,9 @@ class RandomLengths(DraftLengths):
             room -= counts[-1]
         return counts
 
+    def observe(self, *_: Any, **__: Any) -> None:
+        """Has no opinion about rests."""
+
 
 @pytest.mark.parametrize("drafter", ["ngram", "scripted"])
 def test_lengths_at_random_change_nothing(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:

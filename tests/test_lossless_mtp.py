@@ -265,6 +265,9 @@ class NoLengths(Untaught):
     ) -> list[int]:
         return [0] * len(proposed)
 
+    def observe(self, *_: Any, **__: Any) -> None:
+        """Has no opinion about rests."""
+
 
 class RandomLengths(Untaught):
     """Drafts of any length, and rests at any time: whatever a clock could ever lead to."""
@@ -288,6 +291,9 @@ class RandomLengths(Untaught):
             counts.append(min(self._random.randint(0, drafts), room))
             room -= counts[-1]
         return counts
+
+    def observe(self, *_: Any, **__: Any) -> None:
+        """Has no opinion about rests."""
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

@@ -30,9 +30,11 @@ _DOUBT = 0.9  # what looks best looks better than it is
 
 # Turning requests down.
 _REVIEW = 4  # steps from one decision to the next
-_FIRST_NAP = 8  # steps of a rest; doubled each time in a row
-_PATIENCE = 8  # steps between two rests at least, and as long as this many tokens are not lost:
-_LEAST_BUDGET = 0.5
+_LEAST_BUDGET = 0.5  # tokens that may be lost between two rests; at least what this many steps lose
+_PATIENCE = 4
+_SMALL_BUDGET = 1.0
+_FIRST_SHARE = 0.05  # of all time, to be lost; halved with each rest in a row
+_LONG_NAP = 64  # steps
 _MOST_SAVED = 4.0  # tokens of gains that may be lost later
 _NO_GAIN = 0.01  # tokens per step that are not worth the trouble
 _TRIAL_SHARE = 0.01  # of all time, for drafts that are verified only to learn; also for drafters
@@ -89,12 +91,14 @@ class Rest:
     Attributes:
         awake_since: the step from which on it runs; in the future while it rests.
         budget: tokens that may still be lost before the next rest.
-        nap: steps of that.
+        share: of the time since the last rest began, that may be lost until the end of the next.
+        nap: steps of the last rest.
     """
 
     awake_since: int
     budget: float = _LEAST_BUDGET
-    nap: int = _FIRST_NAP
+    share: float = _FIRST_SHARE
+    nap: int = 0
 
     def judge(self, step: int, gain: float, budget: float) -> bool:
         """Takes in the steps since the last review; returns whether it rests from now on.
@@ -107,10 +111,11 @@ class Rest:
         self.budget = min(self.budget + gain, budget + _MOST_SAVED)
         if self.budget >= 0:
             if self.budget > budget:
-                self.nap = _FIRST_NAP
+                self.share = _FIRST_SHARE
             return False
+        self.nap = int(budget / self.share)
         self.awake_since, self.budget = step + self.nap, budget
-        self.nap = min(2 * self.nap, int(budget / _TRIAL_SHARE))
+        self.share = max(self.share / 2, _TRIAL_SHARE)
         return True
 
 
@@ -186,6 +191,11 @@ class DraftLengths:
         self._credit = 0.0  # seconds that may go into trials
         self._is_reference = False  # the step that is going on is for its costs alone
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether all have a rest so long that what a drafter needs for its end may be too much."""
+        return self.is_resting and self._rest.nap >= _LONG_NAP
+
     def start(self, method: str, most: int) -> DraftState:
         """A new request's state."""
         common = self._common.get(method)
@@ -195,7 +205,8 @@ class DraftLengths:
             )
             self._common[method] = common
         own = Acceptance(_OWN_MEMORY, common.first, common.following, _OWN_PRIOR, _OWN_PRIOR)
-        if self.is_resting:  # all the sooner is it tried, the more the new one counts
+        # All the sooner is it tried, the more the new one counts, if trials cost little.
+        if self.is_resting and self._rest.budget <= _SMALL_BUDGET:
             left = self._rest.awake_since - self._step
             self._rest.awake_since -= left // self._batch
         return DraftState(most, common, own, Rest(self._step))
@@ -380,7 +391,8 @@ class DraftLengths:
     def _review(self, states: Sequence[DraftState | None]) -> None:
         """Decides who rests, by the steps since the last time."""
         step, batch = self._step, len(states)
-        share = max(self.costs.drafter_share(batch), _NO_GAIN)
+        share = self.costs.drafter_share(batch)
+        share = max(share / (1 - share), _NO_GAIN)  # of a step without drafter: tokens
         budget = max(_LEAST_BUDGET, _PATIENCE * share)
         # Half of the drafter's time is taken to be for all requests together.
         own_share = share / 2

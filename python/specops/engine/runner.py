@@ -487,7 +487,8 @@ class Runner:
     def _redraft_len(self, part: Scheduled, room: int) -> int:
         """How many rows before the step's MTP modules run over again; -1: they have a rest.
 
-        Where they are behind by half of what is kept, they catch up, drafting or not.
+        Where they are behind by half of what is kept, they catch up, drafting or not, unless all
+        drafters have a long rest: then those that cannot catch up draft no more.
 
         Args:
             part: of a request that has modules.
@@ -501,6 +502,8 @@ class Runner:
             return -1
         is_prefill = not part.emits or part.num_rows - part.num_drafts > 1
         is_due = missing + part.num_rows > WINDOW // 2
+        if request.drafting is not None and self.lengths.has_given_up:
+            is_due = False
         return missing if is_prefill or is_due or part.draft_limit > 0 else -1
 
     def _fill_limits(self, step: Step, part: Scheduled, index: int) -> int:
