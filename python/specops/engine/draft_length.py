@@ -26,6 +26,7 @@ _OWN_PRIOR, _COMMON_PRIOR = 3.0, 4.0
 _DOUBTED = 2.0  # verifications that an estimate counts for after a rest
 _NEWS = 2.0  # what a request's verification counts for in the common estimates, by how many it had
 _DRIFT = 0.08  # part of the way to the common estimates between two reviews without verification
+_EXPECTED, _MOST_EXPECTED = 20.0, 200.0  # tokens by which it is known how right estimates are
 _DOUBT = 0.9  # what looks best looks better than it is
 
 # Turning requests down.
@@ -188,6 +189,9 @@ class DraftLengths:
         self._batch = 1  # requests of the last step
         self._rest = Rest(0)  # of all together
         self._surplus = 0.0  # of all, in the steps since the last review
+        # Tokens of chosen drafts, as they were expected and as they came; both slowly forgotten.
+        self._expected = self._accepted = _EXPECTED
+        self._is_chosen = False  # the drafts of the step that is going on were
         self._credit = 0.0  # seconds that may go into trials
         self._is_reference = False  # the step that is going on is for its costs alone
 
@@ -245,6 +249,7 @@ class DraftLengths:
                     counts[index] = even[index]
                     fixed += counts[index]
             room -= fixed
+        self._is_chosen = False
         drafting = [
             (index, state)
             for index, (state, drafts) in enumerate(zip(states, proposed, strict=True))
@@ -254,7 +259,8 @@ class DraftLengths:
         if not drafting or room <= 0 or self._is_reference:
             return counts
         drafts = [proposed[index] for index, _ in drafting]
-        first = [_DOUBT * state.own.first for _, state in drafting]
+        doubt = min(self._accepted / self._expected, 1.0) * _DOUBT
+        first = [doubt * state.own.first for _, state in drafting]
         following = [state.own.following for _, state in drafting]
         most = min(sum(drafts), room)
         table = self.costs.seconds(len(states), fixed + most)[: fixed + most + 1]
@@ -273,7 +279,10 @@ class DraftLengths:
             for (index, state), count, gain in zip(drafting, chosen, gains, strict=True):
                 counts[index] = count
                 state.surplus += gain - toll * count
-            self._surplus += sum(gains) - toll * total
+            expected = sum(gains)
+            self._surplus += expected - toll * total
+            self._expected += expected / doubt * _DOUBT
+            self._is_chosen = True
         if total < len(drafting) and self.costs.wants_load(len(states)):
             for index, _ in drafting[:room]:
                 counts[index] = 1
@@ -359,6 +368,14 @@ class DraftLengths:
                 state.common.observe(drafts[index], accepted[index], weight)
                 state.wants_trial = accepted[index] > 0
                 state.is_known = state.is_fresh = True
+        if self._is_chosen:
+            self._is_chosen = False
+            self._accepted += sum(
+                right for state, right in zip(states, accepted, strict=True) if state is not None
+            )
+            scale = min(_MOST_EXPECTED / self._expected, 1.0)
+            self._expected *= scale
+            self._accepted *= scale
         if step % _REVIEW == 0:
             self._review(states)
 
