@@ -30,12 +30,13 @@ def oracle_drafts(
     prefix: list[int],
     count: int,
     *,
+    begin: int = 0,
     choose: Callable[[int, Tensor], int] | None = None,
 ) -> Drafts:
     """The first `count` drafts after `prefix`, whose last token the target has just chosen.
 
-    `choose` takes a draft's number and its logits, and returns the token; the most likely one if
-    absent.
+    The modules see nothing before position `begin`. `choose` takes a draft's number and its logits,
+    and returns the token; the most likely one if absent.
     """
     rows, num_modules = len(prefix) - 1, modules.num_modules
     text, logits = list(prefix), []
@@ -50,16 +51,16 @@ def oracle_drafts(
         text.append(token)
         logits.append(row)
 
-    hidden = inputs = target_states(model, prefix)[:rows]
+    hidden = inputs = target_states(model, prefix)[begin:rows]
     for index in range(min(num_modules, count)):
         inputs = hidden
-        out = _whole(modules, index, text, inputs)
+        out = _whole(modules, index, text, inputs, begin)
         draft(out)
         if modules.convention.chained:
             hidden = out.recycled.clone()
     while len(logits) < count:
         inputs = torch.cat((inputs, out.recycled[-1:]))
-        out = _whole(modules, num_modules - 1, text, inputs)
+        out = _whole(modules, num_modules - 1, text, inputs, begin)
         draft(out)
     return Drafts(text[len(prefix) :], torch.stack(logits))
 
@@ -74,13 +75,15 @@ def target_states(model: Transformer, token_ids: list[int]) -> Tensor:
     return model.forward(step, cache).clone()
 
 
-def _whole(modules: MtpModules, index: int, text: list[int], hidden: Tensor) -> MtpOutput:
+def _whole(
+    modules: MtpModules, index: int, text: list[int], hidden: Tensor, begin: int
+) -> MtpOutput:
     """All rows of a module, one for each state."""
-    positions, pages = _rows(len(hidden))
+    rows, pages = _rows(len(hidden))
     batch = MtpBatch(
-        positions=positions,
-        row_to_request=torch.zeros_like(positions),
-        source_rows=positions,
+        positions=rows + begin,
+        row_to_request=torch.zeros_like(rows),
+        source_rows=rows,
         slots=torch.zeros(1, dtype=torch.int32),
         token_ids=torch.tensor([text], dtype=torch.int32),
         lens=torch.tensor([len(text)], dtype=torch.int32),

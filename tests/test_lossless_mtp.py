@@ -160,7 +160,8 @@ class Record:
             return
         count, text = counts[request.slot], tuple(request.token_ids)
         drafts = tuple(int(i) for i in runner._drafts["mtp"][request.slot, :count])
-        key: tuple[Any, ...] = (text,)
+        # After a long rest modules begin anew, and do not see all of the text.
+        key: tuple[Any, ...] = (text, request.draft_begin)
         params = request.params
         if (config.draws_drafts or config.drafts_with_target_numbers) and params.temperature > 0:
             key = (*key, request.seed, params.temperature, params.top_p)

@@ -35,7 +35,6 @@ _LEAST_BUDGET = 0.5  # tokens that may be lost between two rests; at least what 
 _PATIENCE = 4
 _SMALL_BUDGET = 1.0
 _FIRST_SHARE = 0.05  # of all time, to be lost; halved with each rest in a row
-_LONG_NAP = 64  # steps
 _MOST_SAVED = 4.0  # tokens of gains that may be lost later
 _NO_GAIN = 0.01  # tokens per step that are not worth the trouble
 _TRIAL_SHARE = 0.01  # of all time, for drafts that are verified only to learn; also for drafters
@@ -93,13 +92,11 @@ class Rest:
         awake_since: the step from which on it runs; in the future while it rests.
         budget: tokens that may still be lost before the next rest.
         share: of the time since the last rest began, that may be lost until the end of the next.
-        nap: steps of the last rest.
     """
 
     awake_since: int
     budget: float = _LEAST_BUDGET
     share: float = _FIRST_SHARE
-    nap: int = 0
 
     def judge(self, step: int, gain: float, budget: float) -> bool:
         """Takes in the steps since the last review; returns whether it rests from now on.
@@ -114,8 +111,7 @@ class Rest:
             if self.budget > budget:
                 self.share = _FIRST_SHARE
             return False
-        self.nap = int(budget / self.share)
-        self.awake_since, self.budget = step + self.nap, budget
+        self.awake_since, self.budget = step + int(budget / self.share), budget
         self.share = max(self.share / 2, _TRIAL_SHARE)
         return True
 
@@ -194,11 +190,6 @@ class DraftLengths:
         self._is_chosen = False  # the drafts of the step that is going on were
         self._credit = 0.0  # seconds that may go into trials
         self._is_reference = False  # the step that is going on is for its costs alone
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether all have a rest so long that what a drafter needs for its end may be too much."""
-        return self.is_resting and self._rest.nap >= _LONG_NAP
 
     def start(self, method: str, most: int) -> DraftState:
         """A new request's state."""

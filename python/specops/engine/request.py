@@ -62,6 +62,7 @@ class Request:
     num_registered_pages: int = 0  # leading pages that the prefix cache knows
     num_computed: int = 0
     num_drafted: int = 0
+    draft_begin: int = 0  # of its pages; what is before it is not there for drafting modules
     num_cached_tokens: int = 0
     was_preempted: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)

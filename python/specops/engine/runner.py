@@ -12,7 +12,8 @@ from specops.batching import OutputMode
 from specops.engine.device import Device
 from specops.engine.draft_length import DraftLengths
 from specops.engine.drafters import (
-    WINDOW,
+    BEGIN_ANEW,
+    CATCH_UP,
     Drafter,
     HostDrafts,
     MtpDrafter,
@@ -44,6 +45,7 @@ from specops.engine.step import (
     PROCESSOR_SLOT,
     PROMPT_LEN,
     REDRAFT_LEN,
+    SKIPPED,
     SLOT,
     STOP_INDEX,
     STRATEGY,
@@ -114,6 +116,7 @@ class Runner:
         self.model = model
         self._device = device
         self._slots = slots
+        self._page_size = page_size
         self._speculative = speculative
         self._processed_logprobs = processed_logprobs
         self._cache = model.new_kv_cache(num_pages, page_size)
@@ -363,7 +366,16 @@ class Runner:
         if outputs:  # the same whatever was found, so that shapes come again
             width = max([width, self._host_drafts.width, *self._widths.values()])
         shape = StepShape(
-            len(plan), rows, outputs, width, pages, logprobs, drafting, features, draft_rows
+            len(plan),
+            rows,
+            outputs,
+            width,
+            pages,
+            logprobs,
+            drafting,
+            features,
+            draft_rows,
+            draft_rows > 0 and any(part.request.draft_begin for part in plan),
         )
         repeats = rows == outputs
         most = self._memory.most
@@ -449,8 +461,6 @@ class Runner:
         step.slot_state[:] = self._state
         if step.shape.features:
             self._fill_features(step, plan)
-        if step.shape.draft_rows >= 0:
-            self._fill_modules(step, plan)
         if step.shape.rows > row:  # rows of nobody, with a token that there is
             token_ids[row:] = 0
         if step.shape.batch > batch:  # requests without rows
@@ -459,6 +469,8 @@ class Runner:
             ints[PROCESSOR_SLOT, batch:] = -1
             step.params[:, batch:] = 0  # greedy, where drafts are drawn
             step.kv_indptr[batch + 1 :] = page
+        if step.shape.draft_rows >= 0:
+            self._fill_modules(step, plan)
         return page
 
     def _draft_limit(self, request: Request) -> int:
@@ -487,8 +499,7 @@ class Runner:
     def _redraft_len(self, part: Scheduled, room: int) -> int:
         """How many rows before the step's MTP modules run over again; -1: they have a rest.
 
-        Where they are behind by half of what is kept, they catch up, drafting or not, unless all
-        drafters have a long rest: then those that cannot catch up draft no more.
+        Where they are far behind, they begin anew.
 
         Args:
             part: of a request that has modules.
@@ -496,15 +507,19 @@ class Runner:
         """
         assert self._mtp is not None
         request = part.request
-        missing = request.num_computed - request.num_drafted
-        always = self._mtp.num_modules - 1
-        if missing > WINDOW or missing - always > room:
-            return -1
         is_prefill = not part.emits or part.num_rows - part.num_drafts > 1
-        is_due = missing + part.num_rows > WINDOW // 2
-        if request.drafting is not None and self.lengths.has_given_up:
-            is_due = False
-        return missing if is_prefill or is_due or part.draft_limit > 0 else -1
+        if not is_prefill and part.draft_limit == 0:
+            return -1
+        begin = request.num_drafted
+        if request.num_computed - begin > CATCH_UP:
+            anew = request.num_computed - BEGIN_ANEW
+            begin = max(begin, anew - anew % self._page_size)
+        missing = request.num_computed - begin
+        if missing - (self._mtp.num_modules - 1) > room:
+            return -1
+        if begin > request.num_drafted:
+            request.num_drafted = request.draft_begin = begin
+        return missing
 
     def _fill_limits(self, step: Step, part: Scheduled, index: int) -> int:
         """Writes how many drafts a request with MTP modules gets; returns the host's part."""
@@ -523,7 +538,8 @@ class Runner:
         """Writes which requests' MTP modules run, and over what."""
         ints = step.mtp_ints
         ints.fill(-1)
-        ints[REDRAFT_LEN] = 0
+        ints[REDRAFT_LEN : SKIPPED + 1] = 0
+        ints[DRAFT_PROB_ROW] = -1
         for index, part in enumerate(plan):
             request = part.request
             if not request.has_draft_kv:
@@ -532,8 +548,14 @@ class Runner:
             if part.redraft_len >= 0:
                 ints[DRAFTING_SLOT, index] = request.slot
                 ints[REDRAFT_LEN, index] = part.redraft_len
+                ints[SKIPPED, index] = request.draft_begin
             if part.num_drafts and request.features & Feature.DRAFT_PROBS:
                 ints[DRAFT_PROB_ROW, index] = self._rows[request.slot]
+        if step.shape.skips_pages:
+            # A list that is too long at its end, by what the next request skips, is not read there.
+            skipped = ints[SKIPPED] // self._page_size
+            step.module_kv_indptr[:-1] = step.kv_indptr[:-1] + skipped
+            step.module_kv_indptr[-1] = step.kv_indptr[-1]
 
     def _fill_features(self, step: Step, plan: Sequence[Scheduled]) -> None:
         """Writes what only some requests ask for."""

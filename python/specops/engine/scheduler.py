@@ -118,7 +118,8 @@ class Scheduler:
         size, lookahead = self.pool.page_size, self._lookahead_of(request)
         complete = request.num_computed
         if lookahead:
-            complete = min(complete, request.num_drafted)
+            # Rows that do not see all before them are nobody else's.
+            complete = 0 if request.draft_begin else min(complete, request.num_drafted)
         while (end := (request.num_registered_pages + 1) * size) <= complete:
             index = request.num_registered_pages
             parent = request.pages[index - 1] if index else None
@@ -150,6 +151,7 @@ class Scheduler:
         request.pages = array("i", hits)
         request.num_registered_pages = len(hits)
         request.num_computed = request.num_drafted = len(hits) * self.pool.page_size
+        request.draft_begin = 0
         if not request.was_preempted:
             request.num_cached_tokens = request.num_computed
         request.slot = self._free_slots.pop()

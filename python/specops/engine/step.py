@@ -40,7 +40,7 @@ TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, DRAFT_TEMPERATURE = range(5)
 TOP_K, CHOICE, STRATEGY, POLICY, OWN_NUMBERS, HAS_ANCHORS = range(5, 11)
 NUM_PARAMS = 11
 # Rows of what a step has per request for its MTP modules.
-MTP_SLOT, DRAFTING_SLOT, REDRAFT_LEN, DRAFT_PROB_ROW = range(4)
+MTP_SLOT, DRAFTING_SLOT, REDRAFT_LEN, DRAFT_PROB_ROW, SKIPPED = range(5)
 # Rows of what a step has per slot. It returns all of them; `commit` writes the last four.
 PROMPT_LEN, MAX_LEN, LEN, FINISH_REASON, STOP_INDEX, THINKING_STATE = range(6)
 
@@ -58,6 +58,7 @@ class StepShape(NamedTuple):
     features: int = 0  # `Feature`, of its requests
     # Of the first pass of MTP modules; 0: they have a rest; -1: no request has any.
     draft_rows: int = -1
+    skips_pages: bool = False  # modules of a request do not see all of its pages
 
 
 def rounded(shape: StepShape, most: StepShape) -> StepShape:
@@ -210,7 +211,8 @@ class Step:
         accept_rates: [batch, width], float32, where a request has them.
         mask_indices: [outputs], int32, where a request changes logits.
         max_drafts: by method, [slots], int32.
-        mtp_ints: [4, batch], int32; rows MTP_SLOT and so on, where a request has MTP modules.
+        mtp_ints: [5, batch], int32; rows MTP_SLOT and so on, where a request has MTP modules.
+        module_kv_indptr: [batch + 1], int32, where modules skip pages.
         max_continued_drafts: [slots], int32, likewise.
         slot_state: [6, slots], int32, for the host to fill and to read; rows PROMPT_LEN and so on.
         tokens: [batch, width + 1], int32, for the host to read, as are those below.
@@ -276,7 +278,8 @@ class Step:
             accept_rates=(f32, (batch, rated)),
             mask_indices=(i32, (masked,)),
             max_drafts=(i32, (len(methods), slots)),
-            mtp_ints=(i32, (4, batch if has_mtp else 0)),
+            mtp_ints=(i32, (5, batch if has_mtp else 0)),
+            module_kv_indptr=(i32, (batch + 1 if shape.skips_pages else 0,)),
             max_continued_drafts=(i32, (slots if has_mtp else 0,)),
             kv_indices=(i32, (shape.pages,)),  # last, because only what is used of it is copied
         )
@@ -325,6 +328,7 @@ class Step:
             zip(methods, host["max_drafts"], strict=True)
         )
         self.mtp_ints: NDArray[np.int32] = host["mtp_ints"]
+        self.module_kv_indptr: NDArray[np.int32] = host["module_kv_indptr"]
         self.max_continued_drafts: NDArray[np.int32] = host["max_continued_drafts"]
         self.tokens: NDArray[np.int32] = host["tokens"]
         self.committed: NDArray[np.int32] = host["committed"]
@@ -394,6 +398,7 @@ class Step:
     def _target_rows(self, given: Mapping[str, Tensor]) -> TargetRows:
         """The tensors that MTP modules take."""
         batch, params, ints = self._batch, given["params"], given["mtp_ints"]
+        skips = self.shape.skips_pages
         choosing = None
         draws_with_own = bool(self.shape.features & Feature.DRAFT_PROBS)
         if self.shape.features & (Feature.DRAFT_PROBS | Feature.TARGET_NUMBERS):
@@ -415,6 +420,8 @@ class Step:
             kv_lens=batch.kv_lens,
             kv_indptr=batch.kv_indptr,
             kv_indices=batch.kv_indices,
+            module_kv_indptr=given["module_kv_indptr"] if skips else batch.kv_indptr,
+            skipped=ints[SKIPPED] if skips else None,
             max_continued_drafts=given["max_continued_drafts"],
             total_rows=self.shape.draft_rows,
             choosing=choosing,

@@ -11,14 +11,15 @@ from specops.engine.drafters.base import (
     TargetRows,
 )
 from specops.engine.drafters.host import HostDrafts
-from specops.engine.drafters.mtp import WINDOW, MtpDrafter
+from specops.engine.drafters.mtp import BEGIN_ANEW, CATCH_UP, MtpDrafter
 from specops.engine.drafters.ngram import NgramDrafter
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.suffix_tree import SuffixCache
 
 __all__ = [
-    "WINDOW",
+    "BEGIN_ANEW",
+    "CATCH_UP",
     "DraftBatch",
     "Drafter",
     "HostDraftBatch",

@@ -34,6 +34,8 @@ class TargetRows:
     kv_lens: Tensor  # int32 [batch]
     kv_indptr: Tensor  # int32 [batch + 1]
     kv_indices: Tensor  # int32 [pages]
+    module_kv_indptr: Tensor  # int32 [batch + 1]; as kv_indptr, without the pages that are skipped
+    skipped: Tensor | None  # int32 [batch], positions on them; None: no request skips any
     max_continued_drafts: Tensor  # int32 [slots]; > 0: n-grams continue the drafts up to so many
     total_rows: int  # most rows of the first pass; 0: the drafter has a rest
     # As `sampling.sample` has them; None: all drafts are the likeliest tokens.

@@ -16,8 +16,10 @@ from specops.engine.models import KvCache, MtpBatch, MtpModules
 from specops.engine.request import Request
 from specops.sampling import Purpose
 
-# Positions of a request that its modules may be behind, and can still catch up with.
+# Positions of a request whose states are kept, for modules that have been behind.
 WINDOW = 128
+# That they may be behind and catch up with; and, where it is more, those that they begin anew with.
+CATCH_UP, BEGIN_ANEW = 64, 32
 
 _MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
 
@@ -41,6 +43,7 @@ class MtpDrafter:
     In every step the modules run over the rows whose next token the step made known, in place of
     what they drafted there before, and then on into the drafts. A request whose drafter has a rest
     keeps the target's states of its last positions; they run again, in one go, when the rest ends.
+    After a long one the modules begin anew with the last of them, and see nothing before.
 
     Args:
         modules: of the target.
@@ -91,6 +94,7 @@ class MtpDrafter:
         # Read between passes where the host may look: numpy is the quickest way to do it.
         self._row_ends = [] if device.is_async else [one.qo_indptr.numpy() for one in self._indices]
         self._same_rows = torch.arange(self.max_rows, dtype=torch.int32, device=where)
+        self._module_kv_lens = torch.zeros(slots, dtype=torch.int32, device=where)
         self._given = torch.zeros(slots, dtype=torch.int32, device=where)
         ints = torch.zeros((5, slots), dtype=torch.int32, device=where)
         self._choices = _Choices(
@@ -195,13 +199,18 @@ class MtpDrafter:
     def _pass(
         self, batch: DraftBatch, rows: TargetRows, indices: DraftIndices, source_rows: Tensor
     ) -> MtpBatch:
+        kv_lens = indices.kv_lens
+        if rows.skipped is not None:
+            kv_lens = self._module_kv_lens[: rows.skipped.shape[0]]
+            torch.sub(indices.kv_lens, rows.skipped, out=kv_lens)
+            kv_lens.clamp_(min=0)  # without rows
         return MtpBatch(
             positions=indices.positions,
             cache_slots=indices.cache_slots,
             qo_indptr=indices.qo_indptr,
-            kv_indptr=rows.kv_indptr,
+            kv_indptr=rows.module_kv_indptr,
             kv_indices=rows.kv_indices,
-            kv_lens=indices.kv_lens,
+            kv_lens=kv_lens,
             workspace=rows.workspace,
             sums=rows.sums,
             row_to_request=indices.row_to_request,
