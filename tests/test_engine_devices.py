@@ -362,6 +362,27 @@ def test_modules_that_catch_up_after_a_rest_fit_their_arrays(
     assert max(one.draft_rows for one in runner._memory._steps) == runner._mtp.max_rows
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_modules_that_begin_anew_after_a_long_rest_are_replayed(
+    model_dir: Path, twin: Callable[..., TwinDevice], page_size: int
+) -> None:
+    """Some requests' modules skip pages and others' do not, in steps that are padded."""
+    prompts, params = [[n, n + 1] for n in range(1, 6)], SamplingParams(max_tokens=140, seed=1)
+    limits = {"max_num_seqs": 5, "page_size": page_size}
+    expected = bits(make(model_dir, NAIVE, **limits).generate(prompts, params))
+    device = twin()
+    engine = make(model_dir, MTP, **limits)
+    poison_model(device, engine)
+    runner = engine._runner
+    limit = runner._draft_limit
+    runner._draft_limit = lambda request: (
+        limit(request) if request.arrival % 2 or not 20 < len(request.token_ids) < 110 else 0
+    )
+    assert bits(engine.generate(prompts, params)) == expected
+    assert any(shape.skips_pages for shape in runner._memory._steps)
+    assert device.log.count("replay") > 50
+
+
 def test_memory_that_grows_drops_what_was_captured(
     model_dir: Path, twin: Callable[..., TwinDevice]
 ) -> None:
