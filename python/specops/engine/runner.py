@@ -492,9 +492,10 @@ class Runner:
             part.redraft_len = self._redraft_len(part, room)
             redrafts += max(part.redraft_len, 0)
             room -= max(part.redraft_len - (self._mtp.num_modules - 1), 0)
-        if not self._device.is_async:  # one size: rows that are not there cost nothing
-            return self._mtp.max_rows
-        return rows + redrafts if any(part.redraft_len >= 0 for part in parts) else 0
+        if all(part.redraft_len < 0 for part in parts):
+            return 0
+        # On the CPU one size, so that shapes come again: rows that are not there cost nothing.
+        return rows + redrafts if self._device.is_async else self._mtp.max_rows
 
     def _redraft_len(self, part: Scheduled, room: int) -> int:
         """How many rows before the step's MTP modules run over again; -1: they have a rest.
