@@ -265,13 +265,13 @@ class Step:
             num_output_rows=rows,
         )
         batch = StepBatch(
-            token_ids,
-            indices.positions,
-            indices.cache_slots,
-            indices.qo_indptr,
-            kv_indptr,
-            kv_indices,
-            kv_lens,
+            token_ids=token_ids,
+            positions=indices.positions,
+            cache_slots=indices.cache_slots,
+            qo_indptr=indices.qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_lens=kv_lens,
         )
         hidden = batching.gather_output_rows(self.model.forward(batch, cache), indices.output_rows)
         logits = self.model.logits(hidden)
