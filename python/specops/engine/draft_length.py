@@ -34,7 +34,7 @@ _REVIEW = 4  # steps from one decision to the next
 _LEAST_BUDGET = 0.5  # tokens that may be lost between two rests; at least what this many steps lose
 _PATIENCE = 4
 _SMALL_BUDGET = 1.0
-_FIRST_SHARE = 0.02  # of all time, to be lost; halved with each rest in a row
+_FIRST_SHARE = 0.05  # of all time, to be lost; halved with each rest in a row
 _MOST_SAVED = 4.0  # tokens of gains that may be lost later
 _NO_GAIN = 0.01  # tokens per step that are not worth the trouble
 _TRIAL_SHARE = 0.01  # of all time, for drafts that are verified only to learn; also for drafters
@@ -343,7 +343,7 @@ class DraftLengths:
                     draft_seconds=draft_seconds,
                     build_seconds=build_seconds,
                 )
-            self._credit = min(self._credit + _TRIAL_SHARE * seconds, seconds)
+            self._save_for_trials(seconds)
         if self.is_resting and step >= self._rest.awake_since:
             self._wake(states)
             return
@@ -379,10 +379,16 @@ class DraftLengths:
         """
         self._step += 1
         self._batch = len(states)
-        if seconds is not None and self._step % _REVIEW == 0:
-            self.costs.observe(len(states), 0, seconds, drafting=False)
+        if seconds is not None:
+            self._save_for_trials(seconds)
+            if self._step % _REVIEW == 0:
+                self.costs.observe(len(states), 0, seconds, drafting=False)
         if self._step >= self._rest.awake_since:
             self._wake(states)
+
+    def _save_for_trials(self, seconds: float) -> None:
+        """Puts a part of a step's time by, up to the time of a step."""
+        self._credit = min(self._credit + _TRIAL_SHARE * seconds, seconds)
 
     def _wake(self, states: Sequence[DraftState | None]) -> None:
         """Ends the rest of all."""
