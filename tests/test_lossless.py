@@ -465,7 +465,14 @@ def test_all_parameters_mixed_change_nothing(
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
 
 
-class RandomLengths(DraftLengths):
+class Untaught(DraftLengths):
+    """Does not let a clock decide anything."""
+
+    def observe(self, *_: Any, **__: Any) -> None:
+        """Learns nothing, and has no opinion about rests."""
+
+
+class RandomLengths(Untaught):
     """Drafts of any length, and rests at any time: whatever a clock could ever lead to."""
 
     def __init__(self) -> None:
@@ -483,9 +490,6 @@ class RandomLengths(DraftLengths):
             counts.append(min(self._random.randint(0, drafts), room))
             room -= counts[-1]
         return counts
-
-    def observe(self, *_: Any, **__: Any) -> None:
-        """Has no opinion about rests."""
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "scripted"])

@@ -24,7 +24,15 @@ from specops.engine.outputs import RequestOutput
 from specops.engine.request import Request
 from specops.engine.runner import Emitted, Runner
 from specops.engine.scheduler import Scheduled
-from test_lossless import PROMPTS, agree, bits, mixed_plain, run_mixed
+from test_lossless import (
+    PROMPTS,
+    RandomLengths,
+    Untaught,
+    agree,
+    bits,
+    mixed_plain,
+    run_mixed,
+)
 
 VOCAB = 160
 proved = partial(pytest.param, marks=pytest.mark.prove)
@@ -248,13 +256,6 @@ def test_modules_change_nothing(
     assert (engine.stats.prefix_cache_hits > 0) == ("enable_prefix_caching" not in LIMITS[case])
 
 
-class Untaught(DraftLengths):
-    """Does not let a clock decide anything."""
-
-    def observe(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
 class NoLengths(Untaught):
     """All is drafted, and nothing verified: every step is of one token."""
 
@@ -266,16 +267,12 @@ class NoLengths(Untaught):
     ) -> list[int]:
         return [0] * len(proposed)
 
-    def observe(self, *_: Any, **__: Any) -> None:
-        """Has no opinion about rests."""
 
-
-class RandomLengths(Untaught):
-    """Drafts of any length, and rests at any time: whatever a clock could ever lead to."""
+class RandomRests(RandomLengths):
+    """Long rests of all, too: whatever a clock could ever lead to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._random = random.Random(5)
         self._resting = 0
 
     def limit(self, state: DraftState) -> int:
@@ -283,18 +280,6 @@ class RandomLengths(Untaught):
             self._resting = self._random.randrange(1, 300)  # questions, of all requests
         self._resting = max(self._resting - 1, 0)
         return 0 if self._resting else self._random.randint(0, state.most)
-
-    def allocate(
-        self, states: Sequence[DraftState | None], proposed: Sequence[int], room: int
-    ) -> list[int]:
-        counts = []
-        for drafts in proposed:
-            counts.append(min(self._random.randint(0, drafts), room))
-            room -= counts[-1]
-        return counts
-
-    def observe(self, *_: Any, **__: Any) -> None:
-        """Has no opinion about rests."""
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -346,7 +331,7 @@ def drafts_stay(
         record.num_seen_again = record.num_logits_seen_again = 0
         decode(None, limits)
         assert record.num_seen_again > 200 and record.num_logits_seen_again > 150
-        engine = decode(RandomLengths, limits)
+        engine = decode(RandomRests, limits)
         assert min(engine.stats.num_steps_per_length[: k + 1]) > 0
         assert engine.stats.num_suspended_steps > 100
         assert record.num_seen_again > 500 and record.num_logits_seen_again > 200
@@ -447,7 +432,7 @@ def test_all_methods_together_change_nothing(
 ) -> None:
     """Side by side, one after another in the same slots, and with requests that are aborted."""
     rng = random.Random(modules)
-    monkeypatch.setattr("specops.engine.runner.DraftLengths", RandomLengths)
+    monkeypatch.setattr("specops.engine.runner.DraftLengths", RandomRests)
     engine = Record().watch(
         make_engine(tinies[modules], SpeculativeConfig(min_ngram_size=1), **limits)
     )

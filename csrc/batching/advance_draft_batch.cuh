@@ -38,8 +38,8 @@ __device__ inline AdvancedRow next_row(const AdvanceDraftBatchParams& params,
           .position = static_cast<int32_t>(position)};
 }
 
-// draft[step] = the sampled token, where it is wanted; a request that wants more and has a page for it gets one row, at
-// the position whose token `ahead` further on is that draft.
+// draft[step] = the sampled token, where it is wanted; a request that wants more and has a page for
+// it gets one row, at the position whose token `ahead` further on is that draft.
 // Grid:    one block.
 // Block:   256 threads; a thread owns every 256th request.
 // Smem:    a sum per warp: 64 bytes.

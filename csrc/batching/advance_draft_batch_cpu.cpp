@@ -3,8 +3,8 @@
 
 namespace specops::SPECOPS_ISA {
 
-// draft[step] = the sampled token, where it is wanted; a request that wants more and has a page for it gets one row, at
-// the position whose token `ahead` further on is that draft.
+// draft[step] = the sampled token, where it is wanted; a request that wants more and has a page for
+// it gets one row, at the position whose token `ahead` further on is that draft.
 // Cost:    60 bytes moved per request.
 // Assumes: slots, lengths, page table and capacity checked by ops.cpp.
 // Order:   integers only.

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
       params.draft_kv_lens[request] = count > 0 ? own.rows.end : 0;
       bool drafts = own.drafts && row_end <= params.total_rows;
       params.last_rows[request] = drafts ? static_cast<int32_t>(row_end - 1) : -1;
-      // A row's token is one further on, and so is what it drafts.
+      // Rows that draft end at len - 1.
       params.draft_positions[request] = drafts ? own.rows.end + 1 : 0;
     }
     __syncthreads();

@@ -51,8 +51,8 @@ struct VerifyParams {
   ErrorFlag error;
 };
 
-// Where in draft_probs the distribution begins that the drafts after row `row` of a request were drawn
-// from; -1: they were chosen.
+// Where in draft_probs the distribution begins that the drafts after row `row` of a request were
+// drawn from; -1: they were chosen.
 SPECOPS_HOST_DEVICE int64_t draft_probs_begin(const VerifyParams& params,
                                               int64_t batch_idx,
                                               int64_t row) {

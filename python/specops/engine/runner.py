@@ -162,6 +162,8 @@ class Runner:
         self._host_drafts = HostDrafts(slots)
         self._executed: Step | None = None  # the last step, if it emitted anything
         self._host_limits: list[int] = []  # by request of it, the drafts that it may get
+        # Its requests whose MTP drafts the host continues: place and slot.
+        self._continued: list[tuple[int, int]] = []
 
     @property
     def num_captures(self) -> int:
@@ -412,7 +414,7 @@ class Runner:
         batch, row, page = len(plan), 0, 0
         columns: list[tuple[int, int, int, int, int, int]] = []
         self._host_limits = host_limits = []
-        self._continued: list[tuple[int, int]] = []
+        self._continued = []
         page_ends = [0]
         token_ids, page_ids = step.token_ids, step.kv_indices
         for limits in step.max_drafts.values():
@@ -538,9 +540,8 @@ class Runner:
     def _fill_modules(self, step: Step, plan: Sequence[Scheduled]) -> None:
         """Writes which requests' MTP modules run, and over what."""
         ints = step.mtp_ints
-        ints.fill(-1)
-        ints[REDRAFT_LEN : SKIPPED + 1] = 0
-        ints[DRAFT_PROB_ROW] = -1
+        ints[:REDRAFT_LEN] = -1
+        ints[REDRAFT_LEN:] = 0
         for index, part in enumerate(plan):
             request = part.request
             if not request.has_draft_kv:

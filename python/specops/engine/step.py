@@ -40,7 +40,7 @@ TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, DRAFT_TEMPERATURE = range(5)
 TOP_K, CHOICE, STRATEGY, POLICY, OWN_NUMBERS, HAS_ANCHORS = range(5, 11)
 NUM_PARAMS = 11
 # Rows of what a step has per request for its MTP modules.
-MTP_SLOT, DRAFTING_SLOT, REDRAFT_LEN, DRAFT_PROB_ROW, SKIPPED = range(5)
+MTP_SLOT, DRAFTING_SLOT, DRAFT_PROB_ROW, REDRAFT_LEN, SKIPPED = range(5)
 # Rows of what a step has per slot. It returns all of them; `commit` writes the last four.
 PROMPT_LEN, MAX_LEN, LEN, FINISH_REASON, STOP_INDEX, THINKING_STATE = range(6)
 

@@ -16,7 +16,8 @@ from specops.engine.models import KvCache, MtpBatch, MtpModules
 from specops.engine.request import Request
 from specops.sampling import Purpose
 
-# Positions of a request whose states are kept, for modules that have been behind.
+# Positions of a request whose states are kept, for modules that have been behind: as many as they
+# catch up with, and as they begin anew with, what is before these on their page included.
 WINDOW = 128
 # That they may be behind and catch up with; and, where it is more, those that they begin anew with.
 CATCH_UP, BEGIN_ANEW = 64, 32
@@ -35,6 +36,7 @@ class _Choices:
     token_ids: Tensor  # int32 [batch]; the same but for a reduced draft vocabulary
     positions: Tensor  # int32 [batch]; of the tokens, where the pass is of a second module or later
     anchors: Tensor  # int32 [batch]
+    is_drawn: Tensor  # bool [batch]; with numbers of its own
 
 
 class MtpDrafter:
@@ -105,6 +107,7 @@ class MtpDrafter:
             ints[0] if modules.token_map is None else ints[2],
             ints[3],
             ints[4],
+            torch.zeros(slots, dtype=torch.bool, device=where),
         )
         workspace = sampling.sampling_workspace(self._choices.logits)
         if workspace is None:  # given, so that no call has to find out
@@ -186,7 +189,7 @@ class MtpDrafter:
                 hidden = output.recycled
                 source_rows = self._same_rows[: source_rows.shape[0]]
             if index < num_passes:
-                self._choose(batch, rows, indices, output.hidden, step=index)
+                self._choose(batch, rows, indices, output.hidden, step=index, num_passes=num_passes)
         for step in range(self.num_modules, num_passes):
             indices = self._with_rows(1 + step % 2, self._view(1 + step % 2, size, size))
             if indices is None:
@@ -194,7 +197,7 @@ class MtpDrafter:
             passed = self._pass(batch, rows, indices, indices.source_rows)
             module = self.num_modules - 1
             output = modules.forward(module, passed, output.recycled, self._cache)
-            self._choose(batch, rows, indices, output.hidden, step=step)
+            self._choose(batch, rows, indices, output.hidden, step=step, num_passes=num_passes)
 
     def _pass(
         self, batch: DraftBatch, rows: TargetRows, indices: DraftIndices, source_rows: Tensor
@@ -230,6 +233,7 @@ class MtpDrafter:
         hidden: Tensor,
         *,
         step: int,
+        num_passes: int,
     ) -> None:
         """Chooses draft `step` of every request, and makes the rows of the pass behind it."""
         modules, size = self._modules, rows.slots.shape[0]
@@ -253,12 +257,11 @@ class MtpDrafter:
                 probs=self.draft_probs[:size, step],
                 out=choices.drawn,
             )
-            own = rows.has_own_numbers != 0
-            torch.where(own, choices.drawn, choices.sampled, out=choices.sampled)
+            torch.ne(rows.has_own_numbers, 0, out=choices.is_drawn)
+            torch.where(choices.is_drawn, choices.drawn, choices.sampled, out=choices.sampled)
         if modules.token_map is not None:
             torch.index_select(modules.token_map, 0, choices.sampled, out=choices.token_ids)
-        num_passes = min(self._num_steps, batch.draft_token_ids.shape[1])
-        follows = step + 1 >= self.num_modules and step + 1 < num_passes
+        follows = self.num_modules <= step + 1 < num_passes
         batching.advance_draft_batch(
             choices.token_ids,
             indices.last_rows,
@@ -332,5 +335,6 @@ class MtpDrafter:
                 whole.token_ids[:size],
                 whole.positions[:size],
                 whole.anchors[:size],
+                whole.is_drawn[:size],
             )
         return view
