@@ -355,8 +355,8 @@ def test_modules_that_catch_up_after_a_rest_fit_their_arrays(
     twin()
     engine = make(model_dir, MTP, **limits)
     runner = engine._runner
-    limit = runner._draft_limit
-    runner._draft_limit = lambda request: limit(request) * (engine.stats.num_steps % 9 > 5)
+    limit = runner.draft_limit
+    runner.draft_limit = lambda request: limit(request) * (engine.stats.num_steps % 9 > 5)
     assert bits(engine.generate(prompts, params)) == expected
     assert runner._mtp is not None
     assert max(one.draft_rows for one in runner._memory._steps) == runner._mtp.max_rows
@@ -374,8 +374,8 @@ def test_modules_that_begin_anew_after_a_long_rest_are_replayed(
     engine = make(model_dir, MTP, **limits)
     poison_model(device, engine)
     runner = engine._runner
-    limit = runner._draft_limit
-    runner._draft_limit = lambda request: (
+    limit = runner.draft_limit
+    runner.draft_limit = lambda request: (
         limit(request) if request.arrival % 2 or not 20 < len(request.token_ids) < 110 else 0
     )
     assert bits(engine.generate(prompts, params)) == expected

@@ -466,10 +466,20 @@ def test_all_parameters_mixed_change_nothing(
 
 
 class Untaught(DraftLengths):
-    """Does not let a clock decide anything."""
+    """Does not let a clock decide anything: all is drafted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_resting, self.rest = False, 0
+
+    def limit(self, state: DraftState) -> int:
+        return state.most
 
     def observe(self, *_: Any, **__: Any) -> None:
         """Learns nothing, and has no opinion about rests."""
+
+    def pass_by(self, *_: Any, **__: Any) -> None:
+        """Likewise."""
 
 
 class RandomLengths(Untaught):

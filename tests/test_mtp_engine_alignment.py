@@ -323,14 +323,14 @@ def test_drafters_that_rest(
     served: Path, made: list[Made], monkeypatch: pytest.MonkeyPatch, span: int
 ) -> None:
     """Requests that for so many tokens want no drafts, for as many do, and so on."""
-    limit = Runner._draft_limit
+    limit = Runner.draft_limit
 
     def rests(request: Request) -> bool:
         return len(request.token_ids) // span % 2 == 1
 
     monkeypatch.setattr(
         Runner,
-        "_draft_limit",
+        "draft_limit",
         lambda self, request: 0 if rests(request) else limit(self, request),
     )
     # More of them at once than can catch up in one step.

@@ -71,7 +71,12 @@ class World:
 
     def step(self) -> None:
         before = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule(self._num_drafts, self._on_start, lambda request: None)
+        plan = self.scheduler.schedule(
+            self._num_drafts,
+            lambda request: request.speculative.num_speculative_tokens,
+            self._on_start,
+            lambda request: None,
+        )
         self.plans.append([(p.request.request_id, p.num_rows, p.num_drafts, p.emits) for p in plan])
         for request in self.scheduler.waiting:
             assert not (request.num_computed or request.num_drafted or request.pages)
@@ -183,7 +188,7 @@ def test_nobody_is_preempted_for_rows_behind_the_text(lookahead: int) -> None:
         for lends in (True, False):
             world = World(seed, lookahead, caching=False, k=9)
             if not lends:
-                world.scheduler._lend_spare_pages = lambda: None  # type: ignore[method-assign]
+                world.scheduler._lend_spare_pages = lambda draft_limit: None  # type: ignore[method-assign]
                 world._check = lambda part: None  # type: ignore[method-assign]
             for _ in range(300):
                 if len(world.scheduler.waiting) < 4 and world.rng.random() < 0.5:
@@ -215,7 +220,10 @@ def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) ->
     def start(request: Request) -> None:
         scheduler.waiting.append(request)
         scheduler.schedule(
-            lambda requests, room: [0] * len(requests), lambda r: None, lambda r: None
+            lambda requests, room: [0] * len(requests),
+            lambda request: 2,
+            lambda request: None,
+            lambda request: None,
         )
 
     first = make_request(0, range(8), "mtp", 8, num_speculative_tokens=2)

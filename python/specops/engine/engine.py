@@ -290,7 +290,10 @@ class Engine:
         begun = self._clock() - self._learn_seconds
         before = self._scheduler.num_preemptions
         plan = self._scheduler.schedule(
-            self._runner.num_drafts, on_start=self._start, on_stop=self._runner.stop
+            self._runner.num_drafts,
+            self._runner.draft_limit,
+            on_start=self._start,
+            on_stop=self._runner.stop,
         )
         self.stats.num_preemptions += self._scheduler.num_preemptions - before
         if not plan:
@@ -307,7 +310,8 @@ class Engine:
             if part.emits:
                 self._count(request, part.num_drafts, result.num_accepted)
                 outputs.append(self._commit(request, result))
-            self._runner.note_drafted(part)
+            if part.redraft_len >= 0:
+                self._runner.note_drafted(part)
             self._scheduler.register_full_pages(request)
             if request.finish_reason is not None:
                 finished.append(request)
@@ -474,35 +478,34 @@ class Engine:
 
     def _learn(self, plan: Sequence[Scheduled], emitted: Sequence[Emitted], begun: float) -> None:
         """Lets the draft lengths know what came of a step."""
-        taught, self._learn_seconds = self._learn_seconds, 0.0
+        self._learn_seconds = 0.0
         states = [part.request.drafting for part in plan if part.emits]
         num_adaptive = len(states) - states.count(None)
         if not num_adaptive:
             return
         ended = self._clock()
         runner, lengths = self._runner, self._runner.lengths
-        drafts = [part.num_drafts for part in plan if part.emits]
         seconds = ended - begun - runner.build_seconds if runner.was_ordinary else None
         counts = self.stats.num_steps_per_length
-        if lengths.is_resting and not runner.was_drafting and not any(drafts):
+        # In the first step of a rest there may be drafts from before.
+        has_drafts = any([part.num_drafts for part in plan if part.request.drafting is not None])
+        if lengths.is_resting and not has_drafts:
             counts[0] += num_adaptive
             self.stats.num_suspended_steps += num_adaptive
             lengths.pass_by(states, seconds)
+            if lengths.is_resting:
+                return
         else:
+            drafts = [part.num_drafts for part in plan if part.emits]
             for state, count in zip(states, drafts, strict=True):
                 if state is not None:
                     counts[min(count, MAX_COUNTED_LENGTH)] += 1
                     self.stats.num_suspended_steps += not lengths.limit(state)
-            draft_seconds = runner.draft_seconds
-            if draft_seconds is not None:
-                draft_seconds += runner.choice_seconds + taught
             lengths.observe(
                 states,
                 drafts,
                 [one.num_accepted for one, part in zip(emitted, plan, strict=True) if part.emits],
                 seconds=seconds,
-                drafting=runner.was_drafting,
-                draft_seconds=draft_seconds,
                 build_seconds=runner.build_seconds,
             )
         self._learn_seconds = self._clock() - ended

@@ -63,22 +63,22 @@ class Request:
     num_computed: int = 0
     num_drafted: int = 0
     draft_begin: int = 0  # of its pages; what is before it is not there for drafting modules
+    kept_from: int = 0  # since this token the target's states are kept for drafting modules
     num_cached_tokens: int = 0
     was_preempted: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     finish_reason: str | None = None
     stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if one did
+    has_draft_kv: bool = field(init=False)  # drafting modules have keys and values of its tokens
+
+    def __post_init__(self) -> None:
+        self.has_draft_kv = self.speculative.method == "mtp"
 
     @property
     def is_decoding(self) -> bool:
         """Whether everything but the newest token has been computed."""
         return self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
-
-    @property
-    def has_draft_kv(self) -> bool:
-        """Whether drafting modules have keys and values of its tokens."""
-        return self.speculative.method == "mtp"
 
     @property
     def draft_limit(self) -> int:

@@ -14,6 +14,7 @@ from specops.engine.draft_length import DraftLengths
 from specops.engine.drafters import (
     BEGIN_ANEW,
     CATCH_UP,
+    LONG_REST,
     Drafter,
     HostDrafts,
     MtpDrafter,
@@ -128,11 +129,8 @@ class Runner:
         self._rates: dict[int, list[float]] = {}
         self.lengths = DraftLengths()
         self.lengths.has_few_totals = not device.captures
-        # Of the last step: whether its time tells what others like it take; if a drafter ran, and
-        # for how long where that is known; and what choosing the drafts took.
+        # Of the last step: whether its time tells what others like it take, and if a drafter ran.
         self.was_ordinary = self.was_drafting = False
-        self.draft_seconds: float | None = None
-        self.choice_seconds = 0.0
         self.build_seconds = 0.0  # for a step of a new shape
         self._mtp = None
         if modules is not None:
@@ -243,14 +241,18 @@ class Runner:
             requests: all that decode.
             room: rows of the step beside one for each.
         """
-        self.choice_seconds = 0.0
         if not self.was_drafting:
             return [0] * len(requests)
-        begun = self._memory.clock()
         states = [request.drafting for request in requests]
-        counts = self.lengths.allocate(states, list(map(self._num_proposed, requests)), room)
-        self.choice_seconds = self._memory.clock() - begun
-        return counts
+        return self.lengths.allocate(states, list(map(self._num_proposed, requests)), room)
+
+    def draft_limit(self, request: Request) -> int:
+        """Most drafts to propose at the end of a step for the one after it."""
+        wanted = request.speculative.num_speculative_tokens
+        if request.drafting is not None:
+            wanted = self.lengths.limit(request.drafting)
+        # This step emits a token at least, and so will the one that verifies.
+        return max(min(wanted, request.draft_limit - 1), 0) if wanted else 0
 
     def _num_proposed(self, request: Request) -> int:
         """How many drafts the last step proposed for a request, as far as they could be emitted."""
@@ -275,11 +277,11 @@ class Runner:
             step.run(num_pages, drafting=self.was_drafting)
         except ValueError as error:
             raise EngineError(f"a step failed: {error}") from error
-        self.draft_seconds = step.draft_seconds
         self.was_ordinary &= self._memory.num_captures == captures
         # Copies: the next step's inputs may lie where these do.
-        self._counts = {}
+        self._counts, self._drafts = {}, {}
         if self.was_drafting:
+            self._drafts = {name: drafts.copy() for name, drafts in step.drafts.items()}
             self._counts = {name: counts.tolist() for name, counts in step.counts.items()}
             if "mtp" in self._counts:  # of which the others are not written
                 counts = self._counts["mtp"]
@@ -287,7 +289,6 @@ class Runner:
                 for part in plan:
                     if part.redraft_len >= 0 and part.emits:
                         self._counts["mtp"][part.request.slot] = counts[part.request.slot]
-        self._drafts = {name: drafts.copy() for name, drafts in step.drafts.items()}
         if step.shape.features & Feature.DRAFT_PROBS:
             self._rows = {part.request.slot: row for row, part in enumerate(plan)}
         self._executed = step if step.shape.outputs else None
@@ -305,10 +306,10 @@ class Runner:
 
     def note_drafted(self, part: Scheduled) -> None:
         """Takes note of what MTP modules have run over, after a step and its commit."""
+        assert self._mtp is not None
         request = part.request
-        if part.redraft_len >= 0 and self._mtp is not None:
-            known = len(request.token_ids) - self._mtp.num_modules
-            request.num_drafted = max(request.num_drafted, min(request.num_computed, known))
+        known = len(request.token_ids) - self._mtp.num_modules
+        request.num_drafted = max(request.num_drafted, min(request.num_computed, known))
 
     def propose(self) -> None:
         """Has the drafters on the host draft, when all requests of a step are committed."""
@@ -318,7 +319,7 @@ class Runner:
         if not any(limits):
             self._host_drafts.propose_nothing()
             return
-        begun, batch = self._memory.clock(), len(limits)
+        batch = len(limits)
         self._host_drafts.propose(
             step.ints[SLOT, :batch],
             step.token_tensor if batch == step.shape.batch else step.token_tensor[:batch],
@@ -327,22 +328,19 @@ class Runner:
             limits=limits,
             given={row: self._mtp_drafts(slot) for row, slot in self._continued},
         )
-        if self.draft_seconds is not None or not self.was_drafting:
-            self.draft_seconds = (self.draft_seconds or 0.0) + self._memory.clock() - begun
         self.was_drafting = True
 
     def _mtp_drafts(self, slot: int) -> NDArray[np.int32]:
-        """What MTP modules drafted for a slot in the last step: nothing, if all had a rest."""
-        counts = self._counts.get("mtp")
-        return self._drafts["mtp"][slot, : 0 if counts is None else counts[slot]]
+        """What MTP modules drafted for a slot in the last step."""
+        return self._drafts["mtp"][slot, : self._counts["mtp"][slot]]
 
     def _step_of(self, plan: Sequence[Scheduled]) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
         rows = outputs = width = pages = 0
         logprobs = -1
         features = 0
-        methods = set()  # that draft for the next step
         is_resting = self.lengths.is_resting
+        methods = set()  # that draft for the next step
         for part in plan:
             rows += part.num_rows
             pages += len(part.request.pages)
@@ -352,13 +350,19 @@ class Runner:
                 features |= part.request.features
                 config = part.request.speculative
                 if config.num_speculative_tokens and not (is_resting and part.request.drafting):
-                    part.draft_limit = self._draft_limit(part.request)
+                    part.draft_limit = self.draft_limit(part.request)
                     if part.draft_limit:
                         methods.add(config.method)
                 wanted = part.request.params.logprobs
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
-        draft_rows = -1 if self._mtp is None else self._plan_modules(plan, rows)
+        draft_rows = -1
+        if self._mtp is not None and any(part.request.has_draft_kv for part in plan):
+            # Prompts go through the modules whether these have a rest or not.
+            if rows > outputs or "mtp" in methods:
+                draft_rows = self._plan_modules(plan, rows)
+            elif not self._forget_states(plan):
+                draft_rows = 0
         kept = methods if self._device.captures else set(self._widths)
         if not outputs:
             kept = set()
@@ -461,7 +465,7 @@ class Runner:
         step.params[:, :batch] = self._params[:, slots]
         step.seeds[:batch] = self._seeds[slots]
         step.slot_state[:] = self._state
-        if step.shape.features:
+        if step.shape.features & (Feature.PROCESSORS | Feature.ACCEPT_RATES):
             self._fill_features(step, plan)
         if step.shape.rows > row:  # rows of nobody, with a token that there is
             token_ids[row:] = 0
@@ -475,34 +479,41 @@ class Runner:
             self._fill_modules(step, plan)
         return page
 
-    def _draft_limit(self, request: Request) -> int:
-        """Most drafts to propose at the end of a step for the one after it."""
-        wanted = request.speculative.num_speculative_tokens
-        if request.drafting is not None:
-            wanted = self.lengths.limit(request.drafting)
-        # This step emits a token at least, and so will the one that verifies.
-        return max(min(wanted, request.draft_limit - 1), 0)
-
     def _plan_modules(self, plan: Sequence[Scheduled], rows: int) -> int:
         """Decides whose MTP modules run in a step; returns its `StepShape.draft_rows`."""
         assert self._mtp is not None
-        parts = [part for part in plan if part.request.has_draft_kv]
-        if not parts:
-            return -1
         redrafts, room = 0, self._mtp.max_redrafts
-        for part in parts:
+        has_rows = False
+        for part in plan:
+            if not part.request.has_draft_kv:
+                continue
+            if part.emits and part.draft_limit == 0 and part.num_rows - part.num_drafts == 1:
+                continue  # a rest, but not from prompts
             part.redraft_len = self._redraft_len(part, room)
-            redrafts += max(part.redraft_len, 0)
-            room -= max(part.redraft_len - (self._mtp.num_modules - 1), 0)
-        if all(part.redraft_len < 0 for part in parts):
+            if part.redraft_len >= 0:
+                has_rows = True
+                redrafts += part.redraft_len
+                room -= max(part.redraft_len - (self._mtp.num_modules - 1), 0)
+        if not has_rows:
             return 0
         # On the CPU one size, so that shapes come again: rows that are not there cost nothing.
         return rows + redrafts if self._device.is_async else self._mtp.max_rows
 
-    def _redraft_len(self, part: Scheduled, room: int) -> int:
-        """How many rows before the step's MTP modules run over again; -1: they have a rest.
+    def _forget_states(self, plan: Sequence[Scheduled]) -> bool:
+        """Keeps no states where all modules have a long rest; returns whether they have."""
+        if self.lengths.rest <= LONG_REST:
+            return False
+        requests = [part.request for part in plan if part.request.has_draft_kv]
+        if any(request.drafting is None for request in requests):
+            return False
+        for part in plan:
+            part.request.kept_from = part.request.num_computed + part.num_rows
+        return True
 
-        Where they are far behind, they begin anew.
+    def _redraft_len(self, part: Scheduled, room: int) -> int:
+        """How many rows before the step's MTP modules run over again; -1: they cannot run.
+
+        Where they are far behind, they begin anew, on a page's first position.
 
         Args:
             part: of a request that has modules.
@@ -510,15 +521,13 @@ class Runner:
         """
         assert self._mtp is not None
         request = part.request
-        is_prefill = not part.emits or part.num_rows - part.num_drafts > 1
-        if not is_prefill and part.draft_limit == 0:
-            return -1
-        begin = request.num_drafted
-        if request.num_computed - begin > CATCH_UP:
-            anew = request.num_computed - BEGIN_ANEW
-            begin = max(begin, anew - anew % self._page_size)
-        missing = request.num_computed - begin
-        if missing - (self._mtp.num_modules - 1) > room:
+        begin, end = request.num_drafted, request.num_computed
+        if begin < request.kept_from or end - begin > CATCH_UP:
+            size = self._page_size
+            begin = max(begin, (end - BEGIN_ANEW) // size * size)
+            begin = max(begin, -(-request.kept_from // size) * size)
+        missing = end - begin
+        if missing < 0 or missing - (self._mtp.num_modules - 1) > room:
             return -1
         if begin > request.num_drafted:
             request.num_drafted = request.draft_begin = begin
@@ -540,19 +549,24 @@ class Runner:
     def _fill_modules(self, step: Step, plan: Sequence[Scheduled]) -> None:
         """Writes which requests' MTP modules run, and over what."""
         ints = step.mtp_ints
-        ints[:REDRAFT_LEN] = -1
+        ints[MTP_SLOT] = step.ints[SLOT]
+        for index, part in enumerate(plan):
+            if not part.request.has_draft_kv:
+                ints[MTP_SLOT, index] = -1
+        if step.shape.features & Feature.DRAFT_PROBS:
+            ints[DRAFT_PROB_ROW] = -1
+            for index, part in enumerate(plan):
+                if part.num_drafts and part.request.features & Feature.DRAFT_PROBS:
+                    ints[DRAFT_PROB_ROW, index] = self._rows[part.request.slot]
+        if step.shape.draft_rows == 0:  # the others are not read
+            return
+        ints[DRAFTING_SLOT] = -1
         ints[REDRAFT_LEN:] = 0
         for index, part in enumerate(plan):
-            request = part.request
-            if not request.has_draft_kv:
-                continue
-            ints[MTP_SLOT, index] = request.slot
             if part.redraft_len >= 0:
-                ints[DRAFTING_SLOT, index] = request.slot
+                ints[DRAFTING_SLOT, index] = part.request.slot
                 ints[REDRAFT_LEN, index] = part.redraft_len
-                ints[SKIPPED, index] = request.draft_begin
-            if part.num_drafts and request.features & Feature.DRAFT_PROBS:
-                ints[DRAFT_PROB_ROW, index] = self._rows[request.slot]
+                ints[SKIPPED, index] = part.request.draft_begin
         if step.shape.skips_pages:
             # A list that is too long at its end, by what the next request skips, is not read there.
             skipped = ints[SKIPPED] // self._page_size

@@ -58,11 +58,14 @@ class Scheduler:
         self._lookahead = lookahead
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._plan: list[Scheduled] = []  # of the step being planned
+        # Who got spare pages in it, behind how many pages.
+        self._borrowers: list[tuple[Request, int]] = []
         self._on_stop: Callable[[Request], None] = lambda request: None
 
     def schedule(
         self,
         num_drafts: Callable[[Sequence[Request], int], Sequence[int]],
+        draft_limit: Callable[[Request], int],
         on_start: Callable[[Request], None],
         on_stop: Callable[[Request], None],
     ) -> list[Scheduled]:
@@ -71,13 +74,13 @@ class Scheduler:
         Args:
             num_drafts: how many drafts each of the decoding requests is to verify, given how many
                 rows there are beside one for each.
+            draft_limit: how many drafts a request may get in the step, for the one after it.
             on_start: called when a request gets a slot.
             on_stop: called when a request loses its slot to preemption, before it does.
         """
         plan = self._plan = []
         self._on_stop = on_stop
-        if self._lookahead:
-            self._return_spare_pages()
+        self._return_spare_pages()
         budget = self._max_rows
         # Verification rows first, in order of arrival, so that prefill never delays them.
         decoding = [request for request in self.running if request.is_decoding]
@@ -102,7 +105,7 @@ class Scheduler:
             on_start(request)
             budget -= self._plan_chunk(request, budget)
         if self._lookahead:
-            self._lend_spare_pages()
+            self._lend_spare_pages(draft_limit)
         return plan
 
     def finish(self, request: Request) -> None:
@@ -151,7 +154,7 @@ class Scheduler:
         request.pages = array("i", hits)
         request.num_registered_pages = len(hits)
         request.num_computed = request.num_drafted = len(hits) * self.pool.page_size
-        request.draft_begin = 0
+        request.draft_begin = request.kept_from = 0
         if not request.was_preempted:
             request.num_cached_tokens = request.num_computed
         request.slot = self._free_slots.pop()
@@ -199,7 +202,7 @@ class Scheduler:
     def _lookahead_of(self, request: Request) -> int:
         return self._lookahead if request.has_draft_kv else 0
 
-    def _lend_spare_pages(self) -> None:
+    def _lend_spare_pages(self, draft_limit: Callable[[Request], int]) -> None:
         """Gives modules that draft on from their own drafts room for the rows behind the text.
 
         They may have what a plan leaves, and only until the next one is made: nobody waits, loses
@@ -210,19 +213,22 @@ class Scheduler:
             if not (part.emits and request.has_draft_kv):
                 continue
             # The modules' own rows stand on tokens that are there; passes after those do not.
-            rows = part.num_rows + max(request.speculative.num_model_steps - self._lookahead, 0)
+            passes = min(draft_limit(request), request.speculative.num_model_steps)
+            if passes <= self._lookahead:
+                continue
+            rows = part.num_rows + passes - self._lookahead
             wanted = self._pages_for(min(request.num_computed + rows, request.max_len))
             count = min(wanted - len(request.pages), self.pool.num_available)
             if count > 0:
+                self._borrowers.append((request, len(request.pages)))
                 request.pages.extend(self.pool.allocate(count) or ())
 
     def _return_spare_pages(self) -> None:
-        """Takes back the pages behind what has been computed."""
-        for request in self.running:
-            needed = self._pages_for(request.num_computed)
-            if request.has_draft_kv and len(request.pages) > needed:
-                self.pool.release(request.pages[needed:])
-                del request.pages[needed:]
+        """Takes back what was lent."""
+        for request, count in self._borrowers:
+            self.pool.release(request.pages[count:])  # nothing, if it gave all back since
+            del request.pages[count:]
+        self._borrowers.clear()
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.page_size)

@@ -225,7 +225,6 @@ class Step:
         top_logprobs: [outputs, alternatives], float32.
         counts: by method, [slots], int32. Drafts for the next step.
         drafts: by method, [slots, their width], int32.
-        draft_seconds: what the drafters took; None where the device works on its own.
     """
 
     def __init__(
@@ -245,7 +244,6 @@ class Step:
         self._memory = memory
         self._model = model
         self._cache = cache
-        self.draft_seconds: float | None = None
         self._replay: Any = None
         self._runs = 0
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
@@ -579,12 +577,8 @@ class Step:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             sampling.commit(**self._commit_args)
         if self._drafts and (drafting or shape.draft_rows >= 0):
-            clock = self._memory.clock
-            begun = clock()
             for drafter, batch in self._drafts:
                 if drafting or batch.target is not None:
                     drafter.propose(batch)
-            if not self._memory.device.is_async:
-                self.draft_seconds = clock() - begun
         if self._memory.device.is_async:
             specops.take_error(self._error_out)

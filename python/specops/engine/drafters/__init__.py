@@ -11,7 +11,7 @@ from specops.engine.drafters.base import (
     TargetRows,
 )
 from specops.engine.drafters.host import HostDrafts
-from specops.engine.drafters.mtp import BEGIN_ANEW, CATCH_UP, MtpDrafter
+from specops.engine.drafters.mtp import BEGIN_ANEW, CATCH_UP, LONG_REST, MtpDrafter
 from specops.engine.drafters.ngram import NgramDrafter
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.speculative_config import SpeculativeConfig
@@ -20,6 +20,7 @@ from specops.suffix_tree import SuffixCache
 __all__ = [
     "BEGIN_ANEW",
     "CATCH_UP",
+    "LONG_REST",
     "DraftBatch",
     "Drafter",
     "HostDraftBatch",

@@ -21,6 +21,7 @@ from specops.sampling import Purpose
 WINDOW = 128
 # That they may be behind and catch up with; and, where it is more, those that they begin anew with.
 CATCH_UP, BEGIN_ANEW = 64, 32
+LONG_REST = 64  # steps of a rest to come, with which no states are kept yet
 
 _MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
 
@@ -148,10 +149,10 @@ class MtpDrafter:
         """Runs the modules behind the target's step and fills the drafts."""
         rows = batch.target
         assert rows is not None
-        if rows.total_rows:
+        if rows.total_rows:  # else all have a rest
             self._draft(batch, rows)
-        if self._ngram is not None:
-            self._continue(batch, rows)
+            if self._ngram is not None:
+                self._continue(batch, rows)
         # After the passes: these rows may take the place of some that ran again.
         batching.keep_hidden_rows(
             rows.hidden, rows.slots, rows.qo_indptr, rows.kv_lens, batch.lens, self._kept
