@@ -558,9 +558,9 @@ class Runner:
             for index, part in enumerate(plan):
                 if part.num_drafts and part.request.features & Feature.DRAFT_PROBS:
                     ints[DRAFT_PROB_ROW, index] = self._rows[part.request.slot]
-        if step.shape.draft_rows == 0:  # the others are not read
-            return
         ints[DRAFTING_SLOT] = -1
+        if step.shape.draft_rows == 0:  # nobody reads the others
+            return
         ints[REDRAFT_LEN:] = 0
         for index, part in enumerate(plan):
             if part.redraft_len >= 0:
