@@ -146,6 +146,17 @@ def test_a_single_outlier_does_not_stay() -> None:
     assert costs.multiple(1, 4) == pytest.approx(1.2, rel=0.07)
 
 
+def test_more_drafts_are_never_cheaper() -> None:
+    """Whatever was measured; and what was not measured yet is as cheap as the next fewer."""
+    costs = StepCosts()
+    costs.observe_plain(1, 1.0)
+    for _ in range(10):
+        costs.observe(1, [(0, 1.5), (1, 2.0), (2, 1.2), (6, 1.9)])
+    values = [costs.multiple(1, drafts) for drafts in range(10)]
+    assert values == sorted(values) and values[0] >= 1.0
+    assert values[2:6] == [values[2]] * 4
+
+
 def test_costs_are_explored_little_by_little() -> None:
     """Up to twice the drafts that there were, so that no step is much longer than any before."""
     costs = StepCosts()
@@ -414,6 +425,67 @@ def test_requests_are_judged_each_by_itself() -> None:
     assert history[:, 4:].mean() < 0.1
     # None is given up for good: poor ones are tried now and then.
     assert (history[:, 4:].sum(axis=0) > 0).sum() >= 6
+
+
+def test_a_request_that_begins_to_draft_well_is_noticed_among_others() -> None:
+    load = Load([(0.9, 0.9)] * 8 + [(0.0, 0.0)] * 8, seed=3)
+    load.run(500)
+    load.chances = [(0.9, 0.9)] * 16
+    load.run(250)
+    history = np.array(load.run(100))
+    assert (history[:, 8:].mean(axis=0) > 1).sum() >= 7
+
+
+def test_old_estimates_are_doubted_after_a_rest() -> None:
+    """Not only a draft, but as many as may pay: what they were worth before is long ago."""
+    load = Load([(0.02, 0.5)] * 8, drafter=0.05 * step_seconds(8, 0))
+    load.run(1500)
+    while not load.lengths.is_resting:
+        load.run(1)
+    before = [state.own.first for state in load.states]
+    while load.lengths.is_resting:
+        load.run(1)
+    assert max(before) < 0.2
+    assert min(state.own.first for state in load.states) > 0.3
+
+
+def test_drafts_that_are_seldom_found_are_no_cheaper() -> None:
+    """A draft that is found costs what it costs, however many steps pass without any."""
+    load = Load(
+        [(0.55, 0.6)],
+        available=0.2,
+        seconds=lambda batch, drafts: 1e-3 * (1 + 0.3 * drafts),
+    )
+    load.run(500)
+    lengths = Counter(counts[0] for counts in load.run(1500) if counts[0])
+    assert lengths[1] + lengths[2] > 0.9 * lengths.total()
+
+
+def test_a_busy_machine_does_not_end_what_pays() -> None:
+    rng = random.Random(7)
+    load = Load(
+        [(0.8, 0.8)],
+        seconds=lambda batch, drafts: (
+            step_seconds(batch, drafts) * (30 if rng.random() < 0.02 else 1)
+        ),
+    )
+    load.run(300)
+    history = load.run(1000)
+    assert sum(counts[0] > 0 for counts in history) > 850
+
+
+def test_a_batch_that_changes_is_measured_first() -> None:
+    """Before it is known what plain steps of about so many requests take, none drafts."""
+    lengths = DraftLengths()
+    states = [lengths.start("x", 4) for _ in range(24)]
+    resting = []
+    for step in range(40):
+        lengths.pass_by(states[: 16 + step % 8], 1.0)
+        resting.append(lengths.is_resting)
+        if not lengths.is_resting:
+            break
+    assert 15 < len(resting) < 25
+    assert any(lengths.limit(state) for state in states)
 
 
 def test_nobody_starves() -> None:

@@ -8,7 +8,7 @@ of that is bounded from below, whatever drafters, texts and machines do.
 
 from dataclasses import dataclass
 
-MAY_LOSE = 2.0  # between two rests
+_MAY_LOSE = 2.0  # between two rests
 _MAY_BANK = 3.0  # of what was gained, to be lost later
 LOST_SHARE = 0.02  # of all steps, that may be lost for good
 _LEAST_REST = 16
@@ -34,7 +34,7 @@ class Budget:
         stretch: steps of this stretch; `to_come`: of these.
     """
 
-    left: float = MAY_LOSE
+    left: float = _MAY_LOSE
     rest: int = PLAIN_STEPS
     is_reference: bool = False
     num_steps: int = 0
@@ -59,7 +59,7 @@ class Budget:
             self.sunk -= gain
             return
         self.left += gain
-        surplus = self.left - MAY_LOSE - _MAY_BANK
+        surplus = self.left - _MAY_LOSE - _MAY_BANK
         if surplus > 0:
             self.left -= surplus
             self.sunk = max(self.sunk - surplus, 0.0)
@@ -72,23 +72,23 @@ class Budget:
         self.num_steps += 1
         self.to_come -= 1
         if self.left < 0:
-            self.begin_rest()
+            self._begin_rest()
         elif self.num_steps >= self.reference:
             self.is_reference = True
             self.rest = PLAIN_STEPS
             self.reference = min(2 * self.reference, _REFERENCE)
         return self.to_come <= 0 and not self.rest
 
-    def begin_rest(self) -> None:
+    def _begin_rest(self) -> None:
         """Drafting does not pay: it rests until a small share of the time will have been lost."""
         self.is_reference = False
-        self.rest = max(_LEAST_REST, int((MAY_LOSE - self.left + self.sunk) / LOST_SHARE))
+        self.rest = max(_LEAST_REST, int((_MAY_LOSE - self.left + self.sunk) / LOST_SHARE))
         self.sunk = self.unpaid = 0.0
 
     def end_rest(self) -> None:
         """Drafting begins again, and may lose what it may, if it was not for a reference."""
         if not self.is_reference:
-            self.left = max(self.left, MAY_LOSE)
+            self.left = max(self.left, _MAY_LOSE)
             self.stretch = _FIRST_STRETCH
         self.rest, self.num_steps, self.to_come = 0, 0, self.stretch
 

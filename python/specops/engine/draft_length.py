@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specops.engine.acceptance import Acceptance, Tally
-from specops.engine.draft_budget import LOST_SHARE, MAY_LOSE, PLAIN_STEPS, STRETCH, WAKING, Budget
+from specops.engine.draft_budget import LOST_SHARE, PLAIN_STEPS, STRETCH, WAKING, Budget
 from specops.engine.step_costs import StepCosts
 
 # What a verification still counts for when the next one comes, of the same request, and of as many
@@ -314,11 +314,10 @@ class DraftLengths:
         self._asked *= _FOUND_MEMORY
         self._found *= _FOUND_MEMORY
         self._trial_steps = min(self._trial_steps + LOST_SHARE * budget.stretch / 2, 1.0)
-        if not self._choose(costs, states) and budget.left < MAY_LOSE / 2:
-            budget.begin_rest()
+        self._choose(costs, states)
 
-    def _choose(self, costs: StepCosts, states: Sequence[DraftState | None]) -> bool:
-        """Sets the lengths of a stretch; returns whether any draft seems to gain something."""
+    def _choose(self, costs: StepCosts, states: Sequence[DraftState | None]) -> None:
+        """Sets the lengths of a stretch."""
         batch, found = len(states), self._found / self._asked
         drafting = [state for state in states if state is not None]
 
@@ -348,7 +347,6 @@ class DraftLengths:
             idle = drafting
         for state in sorted(idle, key=_idleness, reverse=True)[:room]:
             state.length = 1
-        return total > 0
 
 
 def _idleness(state: DraftState) -> int:
