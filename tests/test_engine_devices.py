@@ -30,6 +30,7 @@ from specops.engine import (
 from specops.engine.__main__ import main
 from specops.engine.device import CpuDevice, CudaDevice, open_device
 from specops.engine.step import StepShape, rounded
+from test_lossless_mtp import RandomRests
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin_device import OP_MODULES, TwinDevice
 
@@ -381,6 +382,26 @@ def test_modules_that_begin_anew_after_a_long_rest_are_replayed(
     assert bits(engine.generate(prompts, params)) == expected
     assert any(shape.skips_pages for shape in runner._memory._steps)
     assert device.log.count("replay") > 50
+
+
+def test_rests_in_which_no_states_are_kept_are_replayed(
+    model_dir: Path, twin: Callable[..., TwinDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long rests of all, which end before they were expected to: the modules begin anew."""
+    monkeypatch.setattr("specops.engine.runner.DraftLengths", RandomRests)
+    prompts, params = [[n, n + 1] for n in range(1, 6)], SamplingParams(max_tokens=240, seed=1)
+    limits = {"max_num_seqs": 5, "max_model_len": 256}
+    expected = bits(make(model_dir, NAIVE, **limits).generate(prompts, params))
+    device = twin()
+    adaptive = dataclasses.replace(MTP, adaptive_draft_length=True)
+    engine = make(model_dir, adaptive, **limits)
+    poison_model(device, engine)
+    assert bits(engine.generate(prompts, params)) == expected
+    shapes = [shape for shape, step in engine._runner._memory._steps.items() if step.is_captured]
+    assert {shape.draft_rows < 0 for shape in shapes} == {True, False}
+    assert any(shape.skips_pages for shape in shapes)
+    assert engine.stats.num_suspended_steps > 50
+    assert engine.stats.speculative.num_accepted_tokens > 0
 
 
 def test_memory_that_grows_drops_what_was_captured(
