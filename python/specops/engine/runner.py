@@ -115,6 +115,7 @@ class Runner:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
+        self._clock = clock
         self._device = device
         self._slots = slots
         self._page_size = page_size
@@ -147,7 +148,7 @@ class Runner:
         most = StepShape(
             slots, max_rows, max_rows, max_rows - 1, pages, 0, (), draft_rows=draft_rows
         )
-        self._memory = StepMemory(device, most, clock)
+        self._memory = StepMemory(device, most)
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
         # There once a request drafts.
         self._drafters: dict[str, Drafter] = {}
@@ -395,7 +396,7 @@ class Runner:
         self.build_seconds = 0.0
         self.was_drafting = not methods.isdisjoint(self._drafters)
         if step is None:
-            begun = self._memory.clock()
+            begun = self._clock()
             step = Step(
                 shape,
                 self._memory,
@@ -407,7 +408,7 @@ class Runner:
                 mtp=self._mtp,
                 processed_logprobs=self._processed_logprobs,
             )
-            self.build_seconds = self._memory.clock() - begun
+            self.build_seconds = self._clock() - begun
             # Prefill chunks come in every size: they must not crowd out what was captured.
             if repeats or not self._device.captures:
                 self._memory.keep(shape, step)

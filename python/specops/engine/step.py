@@ -7,7 +7,7 @@ to a few; a padding request has no rows, and a padding row belongs to no request
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,12 +136,10 @@ class StepMemory:
     Args:
         device: where the blocks live.
         most: the largest step there is.
-        clock: seconds.
     """
 
-    def __init__(self, device: Device, most: StepShape, clock: Callable[[], float]) -> None:
+    def __init__(self, device: Device, most: StepShape) -> None:
         self.device = device
-        self.clock = clock
         self.most = most
         self.num_captures = 0
         self._blocks: dict[str, tuple[Tensor, Tensor]] = {}  # host and device; the same on the CPU
