@@ -29,6 +29,7 @@ _FEW = 16  # requests, below which a step has all that they ask for or nothing
 _FOUND_MEMORY = 0.8  # of a stretch's drafts, when another one is over
 _TRIED = 4  # where no draft seems to gain anything, one request in so many gets one to learn from
 _IDLE = 4  # stretches without drafts, after which a request may be tried
+_TRIAL_SHARE = LOST_SHARE / 2  # of all steps, for that
 _PRECISION = 4  # bits of a step's drafts, where their numbers are to be few
 
 
@@ -65,7 +66,7 @@ class DraftState:
 
 
 class Choice(NamedTuple):
-    """Lengths, and the least chance of a draft within them, or of one that would be."""
+    """Lengths, and the least chance of a draft within them; 1, if all are 0."""
 
     lengths: list[int]
     threshold: float
@@ -313,7 +314,7 @@ class DraftLengths:
             state.learn(batch)
         self._asked *= _FOUND_MEMORY
         self._found *= _FOUND_MEMORY
-        self._trial_steps = min(self._trial_steps + LOST_SHARE * budget.stretch / 2, 1.0)
+        self._trial_steps = min(self._trial_steps + _TRIAL_SHARE * budget.stretch, 1.0)
         self._choose(costs, states)
 
     def _choose(self, costs: StepCosts, states: Sequence[DraftState | None]) -> None:
