@@ -19,8 +19,8 @@ from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConf
 from specops.engine.draft_budget import Budget
 from specops.engine.draft_length import DraftLengths, DraftState, choose, round_down
 from specops.engine.drafters import DraftBatch, NgramDrafter
-from specops.engine.metrics import Metrics
 from specops.engine.request import Request
+from specops.engine.server.metrics import Metrics
 from specops.engine.step_costs import StepCosts
 
 NGRAM: dict[str, Any] = {

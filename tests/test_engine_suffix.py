@@ -19,11 +19,11 @@ from specops.engine import (
     EngineError,
     SamplingParams,
     SpeculativeConfig,
-    engine_thread,
     suffix_store,
 )
 from specops.engine.__main__ import main
-from specops.engine.metrics import Metrics
+from specops.engine.server import engine_thread
+from specops.engine.server.metrics import Metrics
 from specops.suffix_tree import SuffixCache
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]

@@ -26,8 +26,7 @@ ENGINE_GROUPS = (
     {"slot_tables"},
     {"scheduler", "step", "runner"},
     {"engine"},
-    {"", "exactness", "metrics", "protocol"},
-    {"engine_thread"},
+    {"", "exactness"},
     {"server"},
     {"__main__"},
 )
@@ -197,7 +196,7 @@ def test_engine_groups(path: Path) -> None:
     for name in imports(path):
         parts = name.split(".")
         if parts[0] in SERVER_STACK:
-            assert group_of[module] >= group_of["metrics"], f"{name} comes with specops[server]"
+            assert group_of[module] >= group_of["server"], f"{name} comes with specops[server]"
         if parts[:2] != ["specops", "engine"]:
             continue
         other = parts[2] if len(parts) > 2 and parts[2] in group_of else ""

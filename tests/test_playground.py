@@ -20,7 +20,7 @@ from serving import Served, serving
 from specops.engine import EngineConfig, SpeculativeConfig
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-PAGE = Path(__file__).parents[1] / "python/specops/engine/playground/index.html"
+PAGE = Path(__file__).parents[1] / "python/specops/engine/server/playground/index.html"
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 

@@ -25,13 +25,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 import specops
-from specops.engine import protocol
 from specops.engine.engine import Engine
-from specops.engine.engine_thread import ChoiceOutput, EngineThread, Job, JobFailed
 from specops.engine.errors import ContextOverflow, QueueFull
-from specops.engine.metrics import Metrics
 from specops.engine.outputs import Completion, SpeculativeStats
-from specops.engine.protocol import (
+from specops.engine.server import protocol
+from specops.engine.server.engine_thread import ChoiceOutput, EngineThread, Job, JobFailed
+from specops.engine.server.metrics import Metrics
+from specops.engine.server.protocol import (
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from specops.engine.engine import Engine
 from specops.engine.errors import QueueFull
-from specops.engine.metrics import Metrics
 from specops.engine.outputs import Completion, RequestOutput
 from specops.engine.sampling_params import SamplingParams
+from specops.engine.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
