@@ -10,6 +10,7 @@ outcome changes, to the last bit. Nothing here knows how a strategy works.
 import importlib.util
 import inspect
 import math
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,12 +62,17 @@ class ReferenceOps:
     probs_dtype = torch.float64
 
     def __init__(self, *replaced: tuple[str, str]) -> None:
-        source = inspect.getsource(reference)
+        # Two modules in one, so that a replaced text holds for both.
+        source = inspect.getsource(reference.distribution) + re.sub(
+            r"from specops\.reference\.distribution import \([^)]*\)",
+            "",
+            inspect.getsource(reference.sampling),
+        )
         for old, new in replaced:
             assert source.count(old) == 1, f"not in the reference, or not once: {old}"
             source = source.replace(old, new)
         self.module = types.ModuleType("reference_of_a_test")
-        exec(compile(source, reference.__file__, "exec"), self.module.__dict__)
+        exec(compile(source, reference.sampling.__file__, "exec"), self.module.__dict__)
         self.target_probs, self.memory = self.module.target_probs, {}
         self.module.target_probs = self._remembered
 

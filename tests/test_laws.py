@@ -402,7 +402,7 @@ LARGER: dict[str, Callable[[Any], None]] = {
 
 class Bug(NamedTuple):
     name: str
-    old: str  # stands in reference.py once
+    old: str  # stands once in the reference of sampling
     new: str
     checks: list[str]  # each of which fails
 

@@ -104,7 +104,7 @@ def ragged_step(
             row = int(parents[node]) + 1
             kind = float(torch.rand(()))
             if kind < 0.6 if given == "none" else kind < 0.1:
-                depth = len(reference._path(row, parents.tolist())) if tree else row
+                depth = len(reference.distribution._path(row, parents.tolist())) if tree else row
                 token = reference.sample(
                     step["logits"][first + row][None],
                     step["positions"][b : b + 1] + depth,

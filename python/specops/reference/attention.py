@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention, RoPE and the KV cache in plain PyTorch."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rope_cos_sin(
+    max_positions: int, rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
+) -> Tensor:
+    """The table pair by pair in Python floats, from the published formulas."""
+    options = dict(scaling or {})
+    kind = options.get("rope_type", options.get("type", "default"))
+    amplitude = 1.0
+    frequencies = []
+    for pair in range(rotary_dim // 2):
+        frequency = theta ** (-2.0 * pair / rotary_dim)
+        if kind == "linear":
+            frequency /= options["factor"]
+        elif kind == "llama3":
+            turns = options["original_max_position_embeddings"] * frequency / (2 * math.pi)
+            low, high = options["low_freq_factor"], options["high_freq_factor"]
+            keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+            frequency *= keep + (1 - keep) / options["factor"]
+        elif kind == "yarn":
+            length, factor = options["original_max_position_embeddings"], options["factor"]
+
+            def pair_of(turns: float, length: float = length) -> float:
+                return rotary_dim * math.log(length / (2 * math.pi * turns)) / math.log(theta) / 2
+
+            low, high = pair_of(options.get("beta_fast", 32)), pair_of(options.get("beta_slow", 1))
+            if options.get("truncate", True):
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, rotary_dim - 1)
+            slow = min(max((pair - low) / max(high - low, 0.001), 0.0), 1.0)
+            frequency *= 1 - slow + slow / factor
+        frequencies.append(frequency)
+    if kind == "yarn":
+        growth = math.log(max(options["factor"], 1.0)) / 10
+        amplitude = 1 + growth
+        if options.get("mscale") and options.get("mscale_all_dim"):
+            amplitude = (1 + growth * options["mscale"]) / (1 + growth * options["mscale_all_dim"])
+        if options.get("attention_factor") is not None:
+            amplitude = options["attention_factor"]
+    angles = torch.arange(max_positions).double()[:, None] * torch.tensor(frequencies).double()
+    return (amplitude * torch.cat([angles.cos(), angles.sin()], dim=1)).float()
+
+
+def rope_append_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    interleaved: bool = False,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Tensor:
+    """RMSNorm per head, RoPE in fp32 (fp64 for fp64), k and v scattered INTO THE CACHE."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    half = cos_sin.shape[1] // 2
+    table = cos_sin.to(wide)[positions.clamp(min=0).long(), None]
+    cos, sin = table[..., :half], table[..., half:]
+
+    def turn(x: Tensor, weight: Tensor | None) -> Tensor:
+        y = x.to(wide)
+        if weight is not None:
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm_eps)
+            y = (weight * y.to(x.dtype)).to(wide)
+        y = y.clone()
+        a, b = slice(0, half), slice(half, 2 * half)
+        if interleaved:
+            a, b = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        even, odd = y[..., a].clone(), y[..., b].clone()
+        y[..., a] = even * cos - odd * sin
+        y[..., b] = odd * cos + even * sin
+        return y.to(x.dtype)
+
+    kept = cache_slots >= 0
+    k_cache.flatten(0, 1)[cache_slots[kept]] = turn(k, k_norm_weight)[kept]
+    v_cache.flatten(0, 1)[cache_slots[kept]] = v[kept]
+    return turn(q, q_norm_weight) * (positions >= 0)[:, None, None]
+
+
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    *,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    prefix_leaders: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of each request in fp32 (fp64 for fp64), rounded once; and the lse.
+
+    Shared prefixes change nothing.
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    group = q.shape[1] // k_cache.shape[2]
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=wide)
+    for request, kv_len in enumerate(kv_lens.tolist()):
+        begin, end = qo_indptr[request : request + 2].tolist()
+        if begin == end:
+            continue
+        pages = kv_indices[kv_indptr[request] : kv_indptr[request + 1]].long()
+        column = torch.arange(kv_len)
+        position = torch.arange(kv_len - (end - begin), kv_len)[:, None]
+        seen = column <= position
+        if sliding_window is not None:
+            seen &= column > position - sliding_window
+        used = seen.any(0)  # pages before every window may not exist
+        page, slot = pages[column // k_cache.shape[1]], column % k_cache.shape[1]
+        keys = k_cache[page[used], slot[used]].to(wide).repeat_interleave(group, 1)
+        values = v_cache[page[used], slot[used]].to(wide).repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->qhk", q[begin:end].to(wide), keys) * scale
+        scores = scores.masked_fill(~seen[:, None, used], -torch.inf)
+        lse[begin:end] = scores.logsumexp(-1)
+        out[begin:end] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+    return out, lse
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """`sum_i e^(lse_i - lse) * out_i` and `lse = log sum_i e^lse_i`, rounded once."""
+    wide = outs.to(torch.float64 if outs.dtype == torch.float64 else torch.float32)
+    lse = lses.to(wide.dtype).logsumexp(0)
+    weights = torch.where(lses == -torch.inf, 0.0, (lses - lse).exp())[..., None]
+    merged = torch.where(weights > 0, wide * weights, 0.0).sum(0)
+    return merged.to(outs.dtype), lse
+
+
+def compact_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    accepted_nodes: Tensor,
+    num_accepted_tokens: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+) -> None:
+    """Gathers the slots of each accepted path and writes them behind the root, IN THE CACHES."""
+    page_size = k_cache.shape[1]
+    for b, count in enumerate(num_accepted_tokens.tolist()):
+        first = int(kv_lens[b]) - int(qo_indptr[b + 1] - qo_indptr[b]) + 1
+        pages = kv_indices[int(kv_indptr[b]) : int(kv_indptr[b + 1])].long()
+        tokens = first + torch.stack(
+            [accepted_nodes[b, :count].long().cpu(), torch.arange(count)]
+        ).to(pages.device)
+        slots = pages[tokens // page_size] * page_size + tokens % page_size
+        for cache in (k_cache, v_cache):
+            flat = cache.view(-1, *cache.shape[2:])
+            flat[slots[1]] = flat[slots[0]].clone()

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense layers in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` in fp32 (fp64 for fp64 input), rounded once."""
+    wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+    gate, up = wide.chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias` in fp32 (fp64 for fp64 input), rounded once to out_dtype."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = x.to(wide) @ weight.to(wide).T
+    if bias is not None:
+        out = out + bias.to(wide)
+    return out.to(out_dtype or x.dtype)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (the normalised rows, the new residual, which is x where there was none).
+
+    hidden = residual + x, in the dtype; hidden / sqrt(mean(hidden^2) + eps) in fp32 (fp64 for fp64
+    input), rounded to the dtype, then times weight in the dtype.
+    """
+    hidden = x if residual is None else residual + x
+    wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype), hidden
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Row token_ids[i] of weight."""
+    return weight[token_ids.long()]
+
+
+def mtp_input(
+    row_to_request: Tensor,
+    positions: Tensor,
+    source_rows: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor,
+    embedding: Tensor,
+    embedding_norm: Tensor,
+    hidden_norm: Tensor,
+    hidden: Tensor,
+    *,
+    eps: float,
+    ahead: int = 1,
+    kept: Tensor | None = None,
+    hidden_first: bool = False,
+    mask_first_position: bool = False,
+) -> Tensor:
+    """norm(embedding of the token `ahead` of the row) beside norm(the state at the row)."""
+    out = embedding.new_zeros(len(positions), 2, embedding.shape[1])
+    for row, request in enumerate(row_to_request.tolist()):
+        if request < 0:
+            continue
+        slot, position, source = int(slots[request]), int(positions[row]), int(source_rows[row])
+        text = token_ids[slot, : int(lens[slot])].tolist() + draft_token_ids[slot].tolist()
+        token = text[position + ahead] if position + ahead < len(text) else -1
+        if token >= 0 and not (mask_first_position and position == 0):
+            row_of = embedding[token][None]
+            out[row, int(hidden_first)] = rms_norm(row_of, embedding_norm, eps)[0]
+        if source >= 0:
+            state = hidden[source]
+        else:
+            assert kept is not None
+            state = kept.flatten(0, 1)[-2 - source]
+        out[row, 1 - int(hidden_first)] = rms_norm(state[None], hidden_norm, eps)[0]
+    return out.flatten(1)

@@ -1,0 +1,522 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing, verifying and committing tokens in plain PyTorch."""
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specops.reference.distribution import (
+    _FILTERS,
+    ACCEPT,
+    RESIDUAL,
+    TARGET,
+    Uniform,
+    _clean_logits,
+    _draw,
+    _log_probs,
+    _log_softmax,
+    _of,
+    _rank,
+    philox_uniform,
+    process_logits,
+    target_probs,
+)
+
+
+def sample(
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    choice_index: Tensor | None = None,
+    purpose: int = TARGET,
+    anchors: Tensor | None = None,
+    processors: Any = None,
+    processed_logprobs: bool = False,
+    logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
+    probs: Tensor | None = None,
+    uniform: Uniform = philox_uniform,
+) -> Tensor:
+    """Filters, then inverse CDF in token-id order with the row's own uniform, in float64.
+
+    logprobs, ranks and probs (the distribution itself) are written where given.
+    """
+    out = torch.zeros(logits.shape[0], dtype=torch.int32)
+    columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
+    for i, row in enumerate(process_logits(logits, processors, positions)):
+        filters = {name: _of(columns[name], i, off) for name, off in _FILTERS.items()}
+        distribution = target_probs(row, **filters)
+        seed, choice, anchor = _of(seeds, i), _of(choice_index, i), _of(anchors, i)
+        out[i] = _draw(distribution, uniform(seed, int(positions[i]), purpose, choice, 0, anchor))
+        shown = row if processed_logprobs else logits[i]
+        if probs is not None:
+            probs[i] = distribution
+        if logprobs is not None:
+            scores = _log_probs(row, filters) if processed_logprobs else _log_softmax(shown)
+            logprobs[i] = scores[out[i]]
+        if ranks is not None:
+            ranks[i] = _rank(shown, int(out[i]))
+    return out
+
+
+GREEDY, TARGET_MATCH, REJECTION, BLOCK, TOPP = range(5)  # strategies
+NORMAL, ACCEPT_ALL, REJECT_ALL, SYNTHETIC = range(4)  # policies
+
+
+def _residual(target: Tensor, draft: Tensor) -> Tensor:
+    """normalise(max(target - draft, 0)); the target itself where rounding leaves nothing."""
+    rest = (target - draft).clamp(min=0)
+    return target if rest.sum() == 0 else rest / rest.sum()
+
+
+def _rejection_choice(
+    target: Tensor,
+    children: list[int],
+    draft: Tensor | None,
+    coin: Callable[..., float],
+) -> int:
+    """Accepts one of the tokens drawn from `draft` (None: each by itself), or draws what is left.
+
+    coin(purpose, sub_index) is the row's uniform.
+    """
+    for i, token_id in enumerate(children):
+        given = torch.zeros_like(target) if draft is None else draft
+        if draft is None:
+            given[token_id] = 1
+        if coin(ACCEPT, i) * given[token_id] < target[token_id]:
+            return token_id
+        target = _residual(target, given)
+    return _draw(target, coin(RESIDUAL))
+
+
+def _block_choices(
+    targets: list[Tensor],
+    drafts: list[int],
+    given: list[Tensor],
+    coin: Callable[[int, int], float],
+) -> list[int]:
+    """The tokens block verification emits: some of the drafts, and one more.
+
+    coin(purpose, row) is a uniform of this step alone.
+    """
+    n = len(drafts)
+    weights, accepted = [1.0], 0
+    for i, token_id in enumerate(drafts):
+        t, q = float(targets[i][token_id]), float(given[i][token_id])
+        weights.append(min(weights[i] * t / q, 1.0) if q > 0 else float(weights[i] * t > 0))
+    for i in range(1, n + 1):
+        bar = weights[i]
+        if i < n:
+            left = float((weights[i] * targets[i] - given[i]).clamp(min=0).sum())
+            bar = left / (left + 1 - weights[i]) if left + 1 - weights[i] > 0 else 1.0
+        if coin(ACCEPT, i - 1) < bar:
+            accepted = i
+    if accepted == n:
+        return [*drafts, _draw(targets[n], coin(TARGET, n))]
+    rest = (weights[accepted] * targets[accepted] - given[accepted]).clamp(min=0)
+    rest = rest if rest.sum() > 0 else targets[accepted]
+    return [*drafts[:accepted], _draw(rest, coin(RESIDUAL, accepted))]
+
+
+def verify(
+    logits: Tensor,
+    output_indptr: Tensor,
+    draft_token_ids: Tensor,
+    *,
+    positions: Tensor,
+    strategy: Tensor | None = None,
+    policy: Tensor | None = None,
+    accept_rates: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    draft_prob_token_ids: Tensor | None = None,
+    draft_prob_rows: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    choice_index: Tensor | None = None,
+    processors: Any = None,
+    processed_logprobs: bool = False,
+    logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
+    uniform: Uniform = philox_uniform,
+) -> tuple[Tensor, Tensor]:
+    """Per request: every row's choice, emitted up to the first that differs from its draft."""
+    tokens, accepted, _ = _verify(**locals(), parents=None)
+    return tokens, accepted
+
+
+def verify_tree(
+    logits: Tensor,
+    output_indptr: Tensor,
+    draft_token_ids: Tensor,
+    parents: Tensor,
+    *,
+    positions: Tensor,
+    strategy: Tensor | None = None,
+    policy: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    draft_prob_token_ids: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    choice_index: Tensor | None = None,
+    processors: Any = None,
+    processed_logprobs: bool = False,
+    logprobs: Tensor | None = None,
+    ranks: Tensor | None = None,
+    uniform: Uniform = philox_uniform,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per request: from the root to the first child that equals its row's choice, and so on."""
+    return _verify(**locals(), accept_rates=None, draft_prob_rows=None)
+
+
+def _verify(
+    *,
+    logits: Tensor,
+    output_indptr: Tensor,
+    draft_token_ids: Tensor,
+    parents: Tensor | None,
+    positions: Tensor,
+    strategy: Tensor | None,
+    policy: Tensor | None,
+    accept_rates: Tensor | None,
+    draft_probs: Tensor | None,
+    draft_prob_token_ids: Tensor | None,
+    draft_prob_rows: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    typical_p: Tensor | None,
+    seeds: Tensor | None,
+    choice_index: Tensor | None,
+    processors: Any,
+    processed_logprobs: bool,
+    logprobs: Tensor | None,
+    ranks: Tensor | None,
+    uniform: Uniform,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, how many are drafts, their nodes); a chain is a tree without branches."""
+    batch, k = draft_token_ids.shape
+    output_token_ids = torch.full((batch, k + 1), -1, dtype=torch.int32)
+    num_accepted_tokens = torch.zeros(batch, dtype=torch.int32)
+    accepted_nodes = torch.full((batch, k), -1, dtype=torch.int32)
+    for extra in (logprobs, ranks):
+        if extra is not None:
+            extra.zero_()
+    processed = process_logits(
+        logits,
+        processors,
+        positions,
+        output_indptr=output_indptr,
+        draft_token_ids=draft_token_ids,
+        parents=parents,
+    )
+    columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
+    for b, (begin, end) in enumerate(itertools.pairwise(output_indptr.tolist())):
+        if begin == end:
+            continue
+        rule = int(_of(strategy, b, TARGET_MATCH))
+        filters = {name: _of(columns[name], b, off) for name, off in _FILTERS.items()}
+        if rule == GREEDY:
+            filters = dict(_FILTERS)
+        given: list[Tensor | None] = [None] * k
+        source = int(_of(draft_prob_rows, b, b))
+        if draft_probs is not None and source >= 0:
+            ids = None if draft_prob_token_ids is None else draft_prob_token_ids[source]
+            for r in range(min(end - begin - 1, draft_probs.shape[1])):
+                sparse = None if ids is None else ids[r]
+                given[r] = _draft_distribution(draft_probs[source, r], sparse, logits.shape[1])
+        walk = _walk(
+            [target_probs(row, **filters) for row in processed[begin:end]],
+            draft_token_ids[b, : end - begin - 1].tolist(),
+            list(range(-1, k - 1)) if parents is None else parents[b].tolist(),
+            given,
+            rule,
+            int(_of(policy, b, NORMAL)),
+            [1.0] * k if accept_rates is None else accept_rates[b].tolist(),
+            int(positions[b]),
+            functools.partial(_keyed, uniform, _of(seeds, b), _of(choice_index, b)),
+        )
+        num_accepted_tokens[b] = len(walk) - 1
+        row = 0
+        for depth, (choice, node) in enumerate(walk):
+            output_token_ids[b, depth] = choice
+            shown = (processed if processed_logprobs else logits)[begin + row]
+            if logprobs is not None:
+                scores = _log_probs(shown, filters) if processed_logprobs else _log_softmax(shown)
+                logprobs[b, depth] = scores[choice]
+            if ranks is not None:
+                ranks[b, depth] = _rank(shown, choice)
+            if node >= 0:
+                accepted_nodes[b, depth] = node
+            row = node + 1
+    return output_token_ids, num_accepted_tokens, accepted_nodes
+
+
+def _draft_distribution(probs: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Dense, in float64 and within [0, 1]; NaN is 0."""
+    probs = probs.double().nan_to_num(nan=0.0).clamp(0, 1)
+    if token_ids is None:
+        return probs
+    dense = torch.zeros(vocab_size, dtype=torch.float64)
+    dense[token_ids[token_ids >= 0].long()] = probs[token_ids >= 0]
+    return dense
+
+
+def _keyed(
+    uniform: Uniform,
+    seed: int,
+    choice_index: int,
+    purpose: int,
+    position: int,
+    sub_index: int = 0,
+    anchor: int = 0,
+) -> float:
+    """A request's uniform."""
+    return uniform(seed, position, purpose, choice_index, sub_index, anchor)
+
+
+def _walk(
+    targets: list[Tensor],
+    tokens: list[int],
+    parents: list[int],
+    given: list[Tensor | None],
+    rule: int,
+    policy: int,
+    accept_rates: list[float],
+    start: int,
+    coin: Callable[..., float],
+) -> list[tuple[int, int]]:
+    """What a request emits: (token, the node it is, or -1 for the last, which is none).
+
+    Row r > 0 is node r - 1; targets are the rows' distributions, given[r] that of r's children.
+    """
+    # the drafts in reach: a -1 is never accepted, and nothing behind it among its siblings is
+    children: list[list[int]] = [[] for _ in targets]
+    for r in range(len(targets)):
+        for node, token_id in enumerate(tokens):
+            if parents[node] + 1 == r:
+                if token_id < 0:
+                    break
+                children[r].append(node)
+    block: list[int] = []
+    if rule == BLOCK and policy == NORMAL and children[0]:
+        n = [*tokens, -1].index(-1)
+        chosen = torch.nn.functional.one_hot(torch.tensor(tokens[:n]), len(targets[0])).double()
+        block = _block_choices(
+            targets,
+            tokens[:n],
+            [one if q is None else q for one, q in zip(chosen, given, strict=False)],
+            lambda purpose, i: coin(purpose, start + i, 0, start + 1),
+        )
+    emitted: list[tuple[int, int]] = []
+    row = 0
+    while True:
+        depth = len(emitted)
+        drafts = [tokens[node] for node in children[row]]
+        target = targets[row]
+        if policy != NORMAL:
+            rate = {ACCEPT_ALL: 1.0, REJECT_ALL: 0.0}.get(policy, [*accept_rates, 0.0][row])
+            if drafts and coin(ACCEPT, start + depth) < rate:
+                choice = drafts[0]
+            else:
+                drafts, choice = [], _own(target, coin, start + depth)
+        elif block:
+            choice = block[depth]
+            drafts = drafts if depth + 1 < len(block) else []
+        elif rule == REJECTION and drafts:
+            choice = _rejection_choice(
+                target, drafts, given[row], functools.partial(_at, coin, start + depth)
+            )
+        elif rule == TOPP and drafts and target[drafts[0]] > 0:
+            choice = drafts[0]
+        else:
+            choice = _own(target, coin, start + depth)
+        if choice not in drafts:
+            return [*emitted, (choice, -1)]
+        node = children[row][drafts.index(choice)]
+        emitted.append((choice, node))
+        row = node + 1
+
+
+def _at(coin: Callable[..., float], position: int, purpose: int, sub_index: int = 0) -> float:
+    return coin(purpose, position, sub_index)
+
+
+def _own(target: Tensor, coin: Callable[..., float], position: int) -> int:
+    """What `sample` chooses: the row's own token."""
+    return _draw(target, coin(TARGET, position))
+
+
+def top_logprobs(
+    logits: Tensor,
+    n: int,
+    *,
+    processed_logprobs: bool = False,
+    output_indptr: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+    parents: Tensor | None = None,
+    positions: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    processors: Any = None,
+    ranks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first n tokens by (logit descending, id ascending), their log-softmax, and the LSE.
+
+    Processed: by processed logits, with the logarithm of what `sample` draws from; a token that the
+    filters drop keeps its place in the order. The LSE is always that of the untouched logits, and
+    so is everything in rows of no request.
+    """
+    rows = logits
+    if processed_logprobs and processors is not None:
+        assert positions is not None
+        rows = process_logits(
+            logits,
+            processors,
+            positions,
+            output_indptr=output_indptr,
+            draft_token_ids=draft_token_ids,
+            parents=parents,
+        )
+    token_ids = torch.sort(_clean_logits(rows), dim=-1, descending=True, stable=True).indices[:, :n]
+    logprobs = torch.zeros(token_ids.shape)
+    columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
+    bounds = range(len(logits) + 1) if output_indptr is None else output_indptr.tolist()
+    for i, row in enumerate(rows):
+        b = bisect.bisect_right(bounds, i) - 1
+        filters = dict(_FILTERS)
+        if b < len(bounds) - 1:
+            filters = {name: _of(columns[name], b, off) for name, off in _FILTERS.items()}
+        scores = _log_probs(row, filters) if processed_logprobs else _log_softmax(row)
+        logprobs[i] = scores[token_ids[i]]
+        if ranks is not None:
+            ranks[i] = torch.tensor([_rank(row, token_id) for token_id in token_ids[i].tolist()])
+    return token_ids.int(), logprobs, torch.logsumexp(_clean_logits(logits), dim=-1).float()
+
+
+def commit(
+    output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor, **options: Tensor
+) -> dict[str, Tensor]:
+    """Token by token, on lists; returns all arguments by name, as the op would leave them."""
+    after = {
+        "output_token_ids": output_token_ids.clone(),
+        "slots": slots,
+        "token_ids": token_ids.clone(),
+        "lens": lens.clone(),
+        **{name: tensor.clone() for name, tensor in options.items()},
+    }
+
+    def of_slot(name: str, slot: int, absent: int) -> int:
+        return int(after[name][slot]) if name in after else absent
+
+    def ids_of(name: str, slot: int) -> list[int]:
+        return _before_padding(after[name][slot].tolist()) if name in after else []
+
+    for b, s in enumerate(slots.tolist()):
+        tokens: list[int] = []  # committed
+        if s >= 0 and of_slot("finish_reasons", s, 0) == 0:
+            reason, index, is_injected = 0, -1, False
+            row = token_ids[s, : int(lens[s])].tolist()
+            prompt_len = of_slot("prompt_lens", s, 0)
+            stops, inject = ids_of("stop_token_ids", s), ids_of("inject_token_ids", s)
+            state = of_slot("thinking_state", s, -1)
+            for token in _before_padding(output_token_ids[b].tolist()):
+                n = len(row) + 1 - prompt_len
+                may_stop = n >= of_slot("min_tokens", s, 0)
+                if state == 0 and token == of_slot("think_end_token_id", s, -1):
+                    state = len(inject) + 1
+                else:
+                    budget = of_slot("thinking_budget", s, -1)
+                    if state == 0 and 0 <= budget < n:
+                        state = 1
+                    if state == 0 and inject and may_stop and token in stops:
+                        state = 1
+                    if 1 <= state <= len(inject):
+                        token, is_injected = inject[state - 1], True
+                    if state >= 1:
+                        state += 1
+                row.append(token)
+                tokens.append(token)
+                output = row[prompt_len:]
+                matches = [
+                    i
+                    for i, padded in enumerate(
+                        after["stop_sequences"][s].tolist() if "stop_sequences" in after else []
+                    )
+                    if (sequence := _before_padding(padded))
+                    and output[-len(sequence) :] == sequence
+                ]
+                limit, reply = of_slot("max_lens", s, -1), of_slot("reply_budget", s, -1)
+                if may_stop and token in stops:
+                    reason, index = 1, stops.index(token)
+                elif may_stop and matches:
+                    reason, index = 2, matches[0]
+                elif 0 <= limit <= len(row) or (reply >= 0 and state > len(inject) + reply):
+                    reason = 3
+                if reason or is_injected:
+                    break
+            after["token_ids"][s, : len(row)] = torch.tensor(row, dtype=torch.int32)
+            after["lens"][s] = len(row)
+            if is_injected:
+                for name, value in (("logprobs", 0), ("ranks", 1)):
+                    if name in after:
+                        after[name][b, len(tokens) - 1] = value
+            for name, value in (
+                ("thinking_state", state),
+                ("finish_reasons", reason),
+                ("stop_indices", index),
+            ):
+                if name in after:
+                    after[name][s] = value
+            if "token_counts" in after:
+                table = dict(
+                    zip(
+                        ids_of("counted_token_ids", s),
+                        after["token_counts"][s].tolist(),
+                        strict=False,
+                    )
+                )
+                for token in tokens:
+                    table[token] = table.get(token, 0) + 2
+                places = torch.arange(len(table))
+                after["counted_token_ids"][s, places] = torch.tensor(
+                    sorted(table), dtype=torch.int32
+                )
+                after["token_counts"][s, places] = torch.tensor(
+                    [table[token] for token in sorted(table)], dtype=torch.int32
+                )
+        if s >= 0:
+            after["output_token_ids"][b, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            for name, value in (("output_token_ids", -1), ("logprobs", 0), ("ranks", 0)):
+                if name in after:
+                    after[name][b, len(tokens) :] = value
+        if "num_committed_tokens" in after:
+            after["num_committed_tokens"][b] = len(tokens)
+    return after
+
+
+def _before_padding(ids: list[int]) -> list[int]:
+    """Up to the first -1."""
+    return ids[: ids.index(-1)] if -1 in ids else ids
