@@ -12,9 +12,10 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from specops.engine.config import EngineConfig
+from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.engine import Engine
 from specops.engine.errors import EngineError
 from specops.engine.outputs import Completion
@@ -208,9 +209,10 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
         ]
         for method, own in compared:
             # A comparison must not draft from the texts that the one before it has decoded.
-            for response in engine.suffix_cache.cached_requests:
-                engine.suffix_cache.evict(response)
-            engine.suffix_cache.reclaim()
+            cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
+            for response in cache.cached_requests:
+                cache.evict(response)
+            cache.reclaim()
             drafted = engine.generate(prompts, params, speculative_config=own)
             k = config.override(own).num_speculative_tokens
             comparison = Comparison(method, k, temperature)

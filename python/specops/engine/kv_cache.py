@@ -5,14 +5,39 @@ A page is in exactly one of three states: held (reference count > 0), cached (co
 known, least recently used first), or free. Content is identified exactly, not by hash: prefixes are
 a tree whose edges are the tokens of pages, so two can never be taken for one another.
 
-Pages may have draft KV, too: what drafting modules computed from the same tokens and from those
-right behind the page. One prefix may therefore have several pages, which differ in what follows.
+Pages may have draft KV, too: what a drafter computed from the same tokens and, with some drafters,
+from those right behind the page. One prefix may therefore have several pages, which differ in what
+follows.
 """
 
 import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DraftKv:
+    """What a drafter keeps on a request's pages, beside the model's own keys and values.
+
+    Attributes:
+        owner: the drafter; pages of one are of no use to another.
+        lookahead: of a position, how many tokens behind it its draft KV depends on.
+        max_drafts: most drafts that this drafter makes for the request in a step.
+    """
+
+    owner: str
+    lookahead: int
+    max_drafts: int
+
+    def key(self, token_ids: Sequence[int], end: int) -> bytes:
+        """What tells pages apart that end at `end`: the owner, and the tokens that follow."""
+        return self.owner.encode() + b":" + _token_bytes(token_ids[end : end + self.lookahead])
+
+    def num_rows_behind(self, draft_limit: int) -> int:
+        """Rows that drafting writes behind those of the step itself."""
+        return min(draft_limit, self.max_drafts) - self.lookahead
 
 
 class _Prefix:
@@ -28,8 +53,7 @@ class _Prefix:
         self.parent = parent  # None: this is the empty prefix
         self.tokens = tokens  # of its last page
         self.children: dict[bytes, _Prefix] = {}  # by their last page's tokens
-        # Oldest first, by the tokens behind the page that its draft KV was computed from; None: it
-        # has no draft KV.
+        # Oldest first, by the key of their draft KV; None: without draft KV.
         self.pages: dict[bytes | None, int] = {}
 
     @property
@@ -62,28 +86,30 @@ class PagePool:
         return len(self._free) + len(self._cached)
 
     def match_prefix(
-        self, token_ids: Sequence[int], max_tokens: int, lookahead: int = 0
+        self, token_ids: Sequence[int], max_tokens: int, draft_kv: DraftKv | None = None
     ) -> list[int]:
         """Takes hold of the cached pages that start `token_ids`, at most `max_tokens` of them.
 
         Args:
             token_ids: a request's tokens.
             max_tokens: how many of them the pages may hold.
-            lookahead: how many tokens behind a page its draft KV must have been computed from, all
-                of them in `token_ids`; 0: pages with and without draft KV will do.
+            draft_kv: what the pages must have, computed from tokens that all are in `token_ids`;
+                None: pages with and without draft KV will do.
         """
         pages: list[int] = []
         if not self._caching:
             return pages
         prefix, size = self._root, self.page_size
-        for end in range(size, min(max_tokens, len(token_ids) - lookahead) + 1, size):
+        if draft_kv is not None:
+            max_tokens = min(max_tokens, len(token_ids) - draft_kv.lookahead)
+        for end in range(size, min(max_tokens, len(token_ids)) + 1, size):
             child = prefix.children.get(_token_bytes(token_ids[end - size : end]))
             if child is None:
                 break
-            if lookahead:
-                page = child.pages.get(_token_bytes(token_ids[end : end + lookahead]))
-            else:
+            if draft_kv is None:
                 page = child.youngest
+            else:
+                page = child.pages.get(draft_kv.key(token_ids, end))
             if page is None:
                 break
             self._hold(page)
@@ -111,7 +137,7 @@ class PagePool:
         page: int,
         parent: int | None,
         token_ids: Sequence[int],
-        next_token_ids: Sequence[int] | None = None,
+        draft_key: bytes | None = None,
     ) -> int:
         """Makes a full page findable by content.
 
@@ -119,8 +145,7 @@ class PagePool:
             page: a page the caller holds, whose keys and values are complete and not registered.
             parent: the page before it, whose own content is registered; None for the first page.
             token_ids: the page's tokens, exactly page_size of them.
-            next_token_ids: the tokens behind it that its draft KV was computed from, as many as
-                `match_prefix` is to look ahead; None: it has no draft KV.
+            draft_key: `DraftKv.key` of what it has beside; None: it has no draft KV.
 
         Returns:
             The page that stands for this content from now on: `page`, or, when an equal page is
@@ -134,11 +159,10 @@ class PagePool:
         prefix = before.children.get(tokens)
         if prefix is None:
             prefix = before.children[tokens] = _Prefix(before, tokens)
-        key = None if next_token_ids is None else _token_bytes(next_token_ids)
-        known = prefix.youngest if key is None else prefix.pages.get(key)
+        known = prefix.youngest if draft_key is None else prefix.pages.get(draft_key)
         if known is None:
-            prefix.pages[key] = page
-            self._place_of[page] = prefix, key
+            prefix.pages[draft_key] = page
+            self._place_of[page] = prefix, draft_key
             return page
         if known != page:
             self._hold(known)

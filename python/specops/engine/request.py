@@ -4,7 +4,7 @@
 from array import array
 from dataclasses import dataclass, field
 
-from specops.engine.draft_length import DraftState
+from specops.engine.kv_cache import DraftKv
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
@@ -21,8 +21,7 @@ class Feature:
     TYPICAL_P = 2
     ENDINGS = 4  # stop sequences, minimum lengths, limits of thinking
     ACCEPT_RATES = 8
-    DRAFT_PROBS = 16  # drafts are drawn, and verified by what they were drawn from
-    TARGET_NUMBERS = 32  # drafts are drawn with the numbers that the target will draw with
+    DRAFT_PROBS = 16  # drafts are verified by what they were drawn from
 
 
 @dataclass(eq=False)
@@ -30,9 +29,7 @@ class Request:
     """The state of one choice of one prompt.
 
     Invariant: keys and values of `token_ids[:num_computed]` are in `pages`. While decoding,
-    num_computed is len(token_ids) - 1: the newest token is the next step's first row. Where modules
-    draft, theirs of the first num_drafted tokens are there, too, computed from the tokens that
-    really follow.
+    num_computed is len(token_ids) - 1: the newest token is the next step's first row.
     """
 
     request_id: str
@@ -53,27 +50,30 @@ class Request:
     inject_token_ids: tuple[int, ...] = ()
     features: int = 0  # `Feature`
 
+    # What drafts for it, each up to how many drafts, and what of that lies on its pages.
+    draft_stages: dict[str, int] = field(init=False)
+    draft_kv: DraftKv | None = None
+    num_final_draft_kv: int = 0  # leading tokens of which draft_kv is complete and sees all
+    draft_limit: int = field(init=False)  # most drafts to propose at the end of its next step
+    num_drafts: int = 0  # of the proposed ones, how many the next step verifies
+
     thinking_state: int = -1  # as `sampling.commit` has it
     added_at: float = 0.0  # time.perf_counter() when it came
     queue_seconds: float = 0.0  # until it got its first slot
-    drafting: DraftState | None = None  # where the engine decides how many drafts it verifies
     slot: int = -1  # row of the engine's per-request arrays while running
     pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array copies at once
     num_registered_pages: int = 0  # leading pages that the prefix cache knows
     num_computed: int = 0
-    num_drafted: int = 0
-    draft_begin: int = 0  # of its pages; what is before it is not there for drafting modules
-    kept_from: int = 0  # since this token the target's states are kept for drafting modules
     num_cached_tokens: int = 0
     was_preempted: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     finish_reason: str | None = None
     stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if one did
-    has_draft_kv: bool = field(init=False)  # drafting modules have keys and values of its tokens
 
     def __post_init__(self) -> None:
-        self.has_draft_kv = self.speculative.method == "mtp"
+        self.draft_stages = dict(self.speculative.draft_stages)
+        self.draft_limit = self.speculative.num_speculative_tokens
 
     @property
     def is_decoding(self) -> bool:
@@ -81,7 +81,7 @@ class Request:
         return self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
 
     @property
-    def draft_limit(self) -> int:
+    def draft_room(self) -> int:
         """Drafts that could still be emitted: the step's own token takes the last place."""
         return self.max_len - len(self.token_ids) - 1
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-METHODS = ("naive", "ngram", "suffix", "mtp")
+from specops.engine.methods import NAIVE, method_names
+
 METHOD_ALIASES = {"ngram_match": "ngram"}
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
 NGRAM_MATCHES = ("most_recent", "leftmost")
@@ -58,7 +59,7 @@ def _method(value: object) -> str:
     """The method's one spelling: lower case, aliases resolved."""
     if isinstance(value, str):
         value = METHOD_ALIASES.get(value.lower(), value.lower())
-    _choice("method", value, METHODS)
+    _choice("method", value, method_names())
     return cast(str, value)
 
 
@@ -199,7 +200,7 @@ class SpeculativeConfig:
         ValueError: a value is out of range, or two contradict each other.
     """
 
-    method: str = "naive"
+    method: str = NAIVE
     num_speculative_tokens: int = _UNSET
     num_model_steps: int = _UNSET
     mtp_strategy: str = "default"
@@ -269,10 +270,10 @@ class SpeculativeConfig:
 
     def _resolve_lengths(self) -> None:
         tokens, steps = self.num_speculative_tokens, self.num_model_steps
-        if self.method == "naive":
+        if self.method == NAIVE:
             for name, value in (("num_speculative_tokens", tokens), ("num_model_steps", steps)):
                 if value is not None and (isinstance(value, bool) or value != 0):
-                    drafting = ", ".join(METHODS[1:])
+                    drafting = ", ".join(method_names()[1:])
                     raise ValueError(
                         f'{name} must be 0 or absent with method "naive", which drafts nothing; '
                         f"got {value!r} (methods that draft: {drafting})"
@@ -324,10 +325,19 @@ class SpeculativeConfig:
         )
 
     @property
-    def host_method(self) -> str:
-        """The method whose drafter has the last word and runs on the host; empty: none."""
-        is_suffix = self.method == "suffix" or self.mtp_strategy == "with_suffix"
-        return "suffix" if is_suffix else ""
+    def draft_stages(self) -> tuple[tuple[str, int], ...]:
+        """The drafters of a request in their order, each with the drafts that there are behind it.
+
+        A drafter continues what those before it have drafted.
+        """
+        if self.method == NAIVE:
+            return ()
+        if self.method != "mtp":
+            return ((self.method, self.num_speculative_tokens),)
+        first = (self.method, self.num_model_steps)
+        if self.mtp_strategy == "default":
+            return (first,)
+        return (first, (self.mtp_strategy.removeprefix("with_"), self.num_speculative_tokens))
 
     @property
     def drafts_with_target_numbers(self) -> bool:
@@ -412,7 +422,7 @@ class SpeculativeConfig:
             asked["method"] = _method(asked["method"])
             if asked["method"] != self.method:
                 asked.setdefault("mtp_strategy", "default")
-                keep = asked["method"] != "naive" and self.method != "naive"
+                keep = NAIVE not in (asked["method"], self.method)
                 asked.setdefault(
                     "num_speculative_tokens", self.num_speculative_tokens if keep else None
                 )

@@ -1,121 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocols between the engine and whatever proposes draft tokens.
+"""The protocol between the engine and whatever proposes draft tokens.
 
-A drafter sees requests by slot, and may keep state per slot between `start` and `stop`. Most draft
-for a step at the end of the one before, on the device: a step's results bring the next one's
-drafts. A host drafter does so once these results are read. Proposals are only ever proposals: no
-drafter can change a token that is emitted.
+A method is one `Drafter`. The engine asks it what it needs (states of the target's layers, room for
+keys and values), tells it who runs, and gives it a place in every step: behind `commit` on the
+device, and on the host once the results are read. What it knows of a request is its own.
+
+A request may have several drafters. They share one table of proposals, a row per slot: each
+continues what those before it have drafted. So a hybrid is a sequence of drafters, and no drafter
+knows of another. Proposals are only ever proposals: no drafter can change a token that is emitted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specops.engine.config import EngineConfig
+from specops.engine.device import Device
+from specops.engine.errors import ModelError
+from specops.engine.kv_cache import DraftKv
+from specops.engine.models import Transformer
+from specops.engine.plan import Scheduled
 from specops.engine.request import Request
+from specops.engine.step_memory import Layout
+from specops.engine.step_shape import StepShape
+from specops.engine.tokenizer import Tokenizer
+
+
+class MethodUnavailable(ModelError):
+    """This model cannot draft so; an engine runs with the other methods.
+
+    Attributes:
+        reason: the same in words that name no path, for whoever sends requests.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetRows:
-    """The target's step, for drafters that run rows of their own behind it.
+class DrafterContext:
+    """What a drafter is made from.
 
-    Of `batching`: qo_indptr, kv_lens, kv_indptr and kv_indices are the step's own; redraft_lens is
-    as `prepare_draft_batch` has it.
+    Attributes:
+        config: of the engine; `max_num_seqs` slots, `max_num_batched_tokens` rows a step.
+        target: the model that verifies.
+        tokenizer: of the model.
+        device: where steps run.
     """
 
+    config: EngineConfig
+    target: Transformer
+    tokenizer: Tokenizer
+    device: Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetStep:
+    """The target's step as drafters on the device read it, and the table that they draft into.
+
+    Tensors are those of `batching.prepare_batch`, `sampling.sample` and `sampling.commit` under the
+    same names, after `commit`.
+    """
+
+    shape: StepShape
     hidden: Tensor  # [rows, hidden_size], the states after the final norm
-    slots: Tensor  # int32 [batch]; -1: a request of another method
-    drafting_slots: Tensor  # int32 [batch]; -1: or one whose drafter has a rest
-    redraft_lens: Tensor  # int32 [batch]
+    taps: Mapping[int, Tensor]  # by layer, [rows, hidden_size]: the states that leave it
+    positions: Tensor  # int32 [rows]
+    cache_slots: Tensor  # int64 [rows]
+    row_to_request: Tensor  # int32 [rows]
+    slots: Tensor  # int32 [batch]; -1: no request
     qo_indptr: Tensor  # int32 [batch + 1]
     kv_lens: Tensor  # int32 [batch]
     kv_indptr: Tensor  # int32 [batch + 1]
     kv_indices: Tensor  # int32 [pages]
-    module_kv_indptr: Tensor  # int32 [batch + 1]; as kv_indptr, without the pages that are skipped
-    skipped: Tensor | None  # int32 [batch], positions on them; None: no request skips any
-    max_continued_drafts: Tensor  # int32 [slots]; > 0: n-grams continue the drafts up to so many
-    total_rows: int  # most rows of the first pass; 0: the drafter has a rest
-    # As `sampling.sample` has them; None: all drafts are the likeliest tokens.
-    choosing: Mapping[str, Tensor] | None
-    # int32 [batch], 0 or 1; None: no request. Drafts are drawn with numbers of their own, not with
-    # those that the target will draw with; and these are anchored, as BLOCK wants them.
-    has_own_numbers: Tensor | None
-    has_anchors: Tensor | None
-    workspace: Tensor | None  # float32, for attention
-    sums: Tensor | None  # float32, for projections
-
-
-@dataclass(frozen=True)
-class DraftBatch:
-    """Per-slot tensors; slots that this drafter has nothing to do with have max_draft_tokens 0.
-
-    `draft_token_ids` (-1 padded) and `num_draft_tokens` are this drafter's own, for it to fill.
-    Tree drafts will add `parents` beside them.
-    """
-
     token_ids: Tensor  # int32 [slots, max_model_len], prompt and output of each request
     lens: Tensor  # int32 [slots], how many of them are there
-    max_draft_tokens: Tensor  # int32 [slots]
+    # What the target's tokens are drawn with, [batch].
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    choice_index: Tensor
+    # The proposals, by slot: zero drafts in the beginning of a step.
     draft_token_ids: Tensor  # int32 [slots, k]
     num_draft_tokens: Tensor  # int32 [slots]
-    # int32 [slots]: so many drafts are there already, and are to be continued; None: none.
-    num_given_drafts: Tensor | None = None
-    target: TargetRows | None = None  # for drafters that ask for it
+    # Both float32, as large as the step's drafters have asked for.
+    workspace: Tensor | None  # for attention
+    sums: Tensor | None  # for projections
 
 
-class Drafter(Protocol):
-    """Proposes draft tokens for the requests of one method."""
+@dataclass(slots=True)
+class Proposals:
+    """The drafts for the next step, by slot, on the host. Trees will add `parents` beside them."""
+
+    token_ids: NDArray[np.int32]  # [slots, k]
+    counts: NDArray[np.int32]  # [slots]
+    confidences: NDArray[np.float32]  # [slots, k], how sure the drafter is of each, in [0, 1]
+
+
+@dataclass(slots=True)
+class StepResults:
+    """What a step emitted, on the host, when all of its requests have taken it over."""
+
+    parts: Sequence[Scheduled]
+    slots: NDArray[np.int32]  # [batch]
+    token_ids: Tensor  # int32 [batch, w]; a row begins with what was emitted
+    lens_before: NDArray[np.int32]  # [batch], tokens of each request before the step
+    lens: NDArray[np.int32]  # by slot, tokens of each request by now
+    proposals: Proposals  # what the drafters on the device have drafted; to be continued
+
+
+class DrafterStep:
+    """A drafter's part in all steps of one shape: its arrays, and what it does in each of them.
+
+    Attributes:
+        num_rows: rows of its longest pass through layers like the target's, for the workspace.
+        sums_size: floats that its projections split their sums with.
+    """
+
+    num_rows = 0
+    sums_size = 0
+
+    def fill(self, parts: Sequence[Scheduled]) -> None:
+        """Writes the host's side of its arrays, before the step runs."""
+
+    def launch(self, target: TargetStep) -> None:
+        """Drafts on the device, behind `commit`. Captured once and replayed on other numbers."""
+
+    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+        """Takes over what its results say beside the drafts, such as confidences."""
+
+
+class Drafter:
+    """A drafting method.
+
+    Attributes:
+        name: of the method, as the registry has it.
+        taps: layers of the target whose states it reads, beside those after the final norm.
+        kv_bytes_per_token: what it keeps on pages, over all its layers.
+        draft_probs: [slots, k, vocab_size], float32: what the last step's drafts were drawn from,
+            by request of that step; None while no request wants drafts that are drawn so.
+        is_unsaved: whether `save` would write something.
+    """
+
+    name: str
+    taps: tuple[int, ...] = ()
+    kv_bytes_per_token = 0
+    draft_probs: Tensor | None = None
+
+    def allocate(self, num_pages: int) -> None:
+        """Allocates what it keeps on the engine's pages, whose number was chosen with it."""
+
+    def draft_kv(self, request: Request) -> DraftKv | None:
+        """What it keeps on a request's pages; None: nothing. Asked once, when a request comes."""
+        return None
 
     def start(self, request: Request) -> bool:
-        """A request got its slot (again, after a preemption).
+        """A request of this method got its slot (again, after a preemption).
 
         Returns:
             Whether memory has moved, so that steps made so far must be made anew.
         """
+        return False
 
-    def propose(self, batch: DraftBatch) -> None:
-        """Fills the drafts of `batch`; may be captured once and replayed on other numbers."""
-
-    def stop(self, request: Request) -> None:
-        """A request gave its slot back: finished, aborted or preempted."""
-
-
-@dataclass(slots=True)
-class HostDraftBatch:
-    """What a step emitted: a row per request of the step, whatever its method.
-
-    Rows that this drafter has nothing to do with are to be left without drafts. Tensors are int32,
-    on the host. `draft_token_ids` (-1 padded) and `num_draft_tokens` are this drafter's own, for it
-    to fill.
-    """
-
-    slots: NDArray[np.int32]  # [batch]
-    token_ids: Tensor  # [batch, w]; a row begins with what was emitted
-    num_tokens: Tensor  # [batch], so many
-    max_draft_tokens: Tensor  # [batch]
-    draft_token_ids: Tensor  # [batch, k]
-    num_draft_tokens: Tensor  # [batch], those given not among them
-    # [batch]: so many drafts stand in the row already, and are to be continued; None: none.
-    num_given_drafts: Tensor | None = None
-
-
-class HostDrafter(Protocol):
-    """Proposes draft tokens on the host; it is told when a request is gone for good."""
-
-    def start(self, request: Request) -> None:
-        """A request got its slot; after a preemption it has been here before, and goes on."""
-
-    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Takes in what a request with a slot emitted while there was nothing to draft."""
-
-    def propose(self, batch: HostDraftBatch) -> None:
-        """Takes in what a step emitted, and fills the drafts of `batch`."""
-
-    def stop(self, request: Request) -> None:
-        """A request gave its slot back; unless it leaves, it will come back."""
+    def stop(self, request: Request, slot: int) -> None:
+        """It gave its slot back: finished, aborted or preempted."""
 
     def leave(self, request: Request) -> None:
-        """A request finished or was aborted; it need not have been here."""
+        """It finished or was aborted, with a slot or without; it need not have been here."""
+
+    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+        """Says what it does behind a step: all of it that its arrays and launches depend on.
+
+        Args:
+            parts: of the step.
+            shape: of the step, rounded already, without drafters.
+
+        Returns:
+            What `new_step` takes, and replays share; None: nothing.
+        """
+        return None
+
+    def new_step(
+        self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
+    ) -> DrafterStep:
+        """Makes its part of the steps of one shape.
+
+        Args:
+            key: what `plan` said.
+            shape: of the step.
+            inputs: takes the arrays that the host fills for the device.
+            results: takes those that come back.
+        """
+        raise TypeError(f"drafter {self.name} plans work on the device, but has no steps")
+
+    def finish(self, results: StepResults) -> None:
+        """Takes in a step on the host, whatever its requests; may draft into the proposals."""
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether `save` would write something that is in no file."""
+        return False
+
+    def save(self) -> None:
+        """Writes what outlives the engine, where there is any."""
+
+
+def stage_limit(part: Scheduled, name: str) -> int:
+    """Most drafts that a request is to have once drafter `name` has drafted for it; 0: not its."""
+    return min(part.draft_limit, part.request.draft_stages.get(name, 0))

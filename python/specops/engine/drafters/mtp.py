@@ -1,29 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction: the target's own drafting modules, fed with its hidden states."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specops import batching, sampling
 from specops.batching import DraftIndices
-from specops.engine.device import Device
-from specops.engine.drafters.base import DraftBatch, Drafter, TargetRows
-from specops.engine.models import KvCache, MtpBatch, MtpModules
+from specops.engine.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterStep,
+    MethodUnavailable,
+    StepResults,
+    TargetStep,
+    stage_limit,
+)
+from specops.engine.errors import ModelError
+from specops.engine.kv_cache import DraftKv
+from specops.engine.models import KvCache, MtpBatch, MtpModules, load_mtp
+from specops.engine.plan import Scheduled
 from specops.engine.request import Request
+from specops.engine.step_memory import Layout
+from specops.engine.step_shape import StepShape, rung
 from specops.sampling import Purpose
 
 # Positions of a request whose states are kept, for modules that have been behind: as many as they
 # catch up with, and as they begin anew with, what is before these on their page included.
 WINDOW = 128
-# That they may be behind and catch up with; and, where it is more, those that they begin anew with.
+# Longest lag that runs again; behind a longer one modules begin anew, with so many positions.
 CATCH_UP, BEGIN_ANEW = 64, 32
-LONG_REST = 64  # steps of a rest to come, with which no states are kept yet
 
 _MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
+
+
+def load(context: DrafterContext) -> Drafter:
+    """Makes the drafter of the modules in the target's checkpoint, or in a directory of their own.
+
+    Raises:
+        MethodUnavailable: the checkpoint has none that can run.
+        ModelError: those that the configuration names cannot be used.
+    """
+    config, speculative = context.config, context.config.speculative_config
+    try:
+        modules = load_mtp(
+            context.target,
+            config.model_dir,
+            draft_directory=speculative.model,
+            draft_vocab=speculative.draft_vocab,
+            load_format=config.load_format,
+        )
+    except ModelError as error:
+        if speculative.model is not None or speculative.draft_vocab is not None:
+            raise
+        where = str(config.model_dir)
+        reason = str(error).removeprefix(f"{where}: ").removeprefix(f"{where}{os.sep}")
+        raise MethodUnavailable(str(error), reason) from error
+    return MtpDrafter(context, modules)
+
+
+class MtpShape(NamedTuple):
+    """What the modules' part of a step depends on."""
+
+    rows: int  # of the first pass; 0: they only keep the target's states
+    skips_pages: bool  # modules of a request do not see all of its pages
+    draws: bool  # some drafts are drawn, not all the likeliest tokens
+    has_own_numbers: bool  # some of those with numbers of their own
+
+
+class _Inputs(NamedTuple):
+    """Per request of a step; names of the rows of one int32 array."""
+
+    slots: Tensor  # -1: a request of another method
+    drafting_slots: Tensor  # -1: or one whose modules do not run
+    redraft_lens: Tensor  # rows before the step's that run again
+    skipped: Tensor  # positions before the first that its modules see
+    # Drafts are drawn with numbers of their own, not with those that the target will draw with; and
+    # these are anchored, as BLOCK wants them. 0 or 1.
+    own_numbers: Tensor
+    has_anchors: Tensor
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the modules are with the request of a slot."""
+
+    request: Request
+    num_drafted: int  # leading positions whose draft keys and values are final
+    begin: int = 0  # what is before it is not there for the modules
+    redraft_len: int = -1  # of this step: rows before its own that run again; -1: none runs
 
 
 @dataclass(frozen=True)
@@ -40,67 +111,58 @@ class _Choices:
     is_drawn: Tensor  # bool [batch]; with numbers of its own
 
 
-class MtpDrafter:
+class MtpDrafter(Drafter):
     """Drafts with a checkpoint's MTP modules; docs/mtp.md states what meets what.
 
     In every step the modules run over the rows whose next token the step made known, in place of
-    what they drafted there before, and then on into the drafts. A request whose drafter has a rest
-    keeps the target's states of its last positions; they run again, in one go, when the rest ends.
-    After a long one the modules begin anew with the last of them, and see nothing before.
+    what they drafted there before, and then on into the drafts. While a request wants no drafts the
+    target's states of its last positions are kept; they run again, in one go, when it wants some.
+    After a longer pause the modules begin anew with the last of them, and see nothing before.
 
     Args:
+        context: of the engine.
         modules: of the target.
-        cache: their keys and values, on the target's pages.
-        slots: requests that run at once.
-        max_rows: rows of a step.
-        device: where steps run.
-        make_ngram_drafter: makes what continues the drafts of requests that want it.
 
     Attributes:
         num_modules: how many modules there are.
         max_redrafts: rows before the step's that may run again in one step, but for those that
             several modules always run again.
         max_rows: rows of the longest pass.
-        draft_probs: [slots, k, vocab_size], float32. What the last step's drafts were drawn from,
-            by request of that step; None until a request draws its drafts.
     """
 
-    def __init__(
-        self,
-        modules: MtpModules,
-        cache: KvCache,
-        *,
-        slots: int,
-        max_rows: int,
-        device: Device,
-        make_ngram_drafter: Callable[[], Drafter],
-    ) -> None:
+    name = "mtp"
+
+    def __init__(self, context: DrafterContext, modules: MtpModules) -> None:
+        slots, max_rows = context.config.max_num_seqs, context.config.max_num_batched_tokens
         self.num_modules = modules.num_modules
+        self.kv_bytes_per_token = modules.kv_bytes_per_token()
         self.max_redrafts = max(max_rows, WINDOW)
         self.max_rows = max_rows + self.max_redrafts + slots * (modules.num_modules - 1)
-        self.draft_probs: Tensor | None = None
-        self._modules = modules
-        self._cache = cache
-        self._page_size = cache.k[0].shape[1]
-        self._slots = slots
-        self._device = device
-        self._make_ngram_drafter = make_ngram_drafter
-        self._ngram: Drafter | None = None
-        self._num_steps = 0  # passes that any request has asked for
+        self.cache: KvCache
+        self.modules = modules
+        self.page_size = context.config.page_size
+        self.slots = slots
+        self._target = context.target
+        self._device = device = context.device
+        self._progress: dict[int, _Progress] = {}  # by slot
+        # By slot: what drafts are drawn with.
+        self.temperatures: NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
+        self.own_numbers: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self.has_anchors: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self.num_steps = 0  # passes that any request has asked for
         modules.reserve(self.max_rows)
         where, width = device.device, modules.hidden_size
         vocab_size = modules.lm_head.num_outputs
-        self._kept = torch.zeros((slots, WINDOW, width), dtype=modules.dtype, device=where)
+        self.kept = torch.zeros((slots, WINDOW, width), dtype=modules.dtype, device=where)
         # The first pass of a step, and those behind it, which read one and write the other.
         sizes = (self.max_rows, slots, slots)
         self._indices = [DraftIndices.empty(slots, total_rows=n, device=where) for n in sizes]
         # Read between passes where the host may look: numpy is the quickest way to do it.
         self._row_ends = [] if device.is_async else [one.qo_indptr.numpy() for one in self._indices]
-        self._same_rows = torch.arange(self.max_rows, dtype=torch.int32, device=where)
-        self._module_kv_lens = torch.zeros(slots, dtype=torch.int32, device=where)
-        self._given = torch.zeros(slots, dtype=torch.int32, device=where)
+        self.same_rows = torch.arange(self.max_rows, dtype=torch.int32, device=where)
+        self.module_kv_lens = torch.zeros(slots, dtype=torch.int32, device=where)
         ints = torch.zeros((5, slots), dtype=torch.int32, device=where)
-        self._choices = _Choices(
+        self.choices = _Choices(
             torch.empty((slots, width), dtype=modules.dtype, device=where),
             torch.empty((slots, vocab_size), dtype=torch.float32, device=where),
             ints[0],
@@ -110,202 +172,137 @@ class MtpDrafter:
             ints[4],
             torch.zeros(slots, dtype=torch.bool, device=where),
         )
-        workspace = sampling.sampling_workspace(self._choices.logits)
+        workspace = sampling.sampling_workspace(self.choices.logits)
         if workspace is None:  # given, so that no call has to find out
             workspace = torch.empty(0, dtype=torch.uint8, device=where)
-        self._workspace = workspace
+        self.workspace = workspace
         self._index_views: dict[tuple[int, int, int], DraftIndices] = {}
         self._choice_views: dict[int, _Choices] = {}
 
-    def sums_size(self, rows: int, batch: int) -> int:
-        """Returns the floats that projections of `rows` rows split their sums with."""
-        return self._modules.sums_size(rows, batch)
+    def allocate(self, num_pages: int) -> None:
+        """Allocates the modules' keys and values, on the target's pages."""
+        self.cache = self.modules.new_kv_cache(num_pages, self.page_size)
+
+    def draft_kv(self, request: Request) -> DraftKv | None:
+        """The modules' keys and values, which depend on as many tokens as there are modules."""
+        return DraftKv(self.name, self.num_modules, request.draft_stages[self.name])
 
     def start(self, request: Request) -> bool:
         """Makes room for what the request asks of its drafts."""
-        config = request.speculative
-        has_moved = config.num_model_steps > self._num_steps
-        self._num_steps = max(self._num_steps, config.num_model_steps)
-        if config.mtp_strategy == "with_ngram":
-            if self._ngram is None:
-                self._ngram = self._make_ngram_drafter()
-                has_moved = True
-            self._ngram.start(request)
+        config, slot = request.speculative, request.slot
+        self._progress[slot] = _Progress(request, request.num_computed)
+        draws = config.draws_drafts or config.drafts_with_target_numbers
+        self.temperatures[slot] = request.params.temperature if draws else 0.0
+        self.own_numbers[slot] = config.draws_drafts
+        self.has_anchors[slot] = config.verify_strategy == "block"
+        passes = request.draft_stages[self.name]
+        has_moved = passes > self.num_steps
+        self.num_steps = max(self.num_steps, passes)
         probs = self.draft_probs
         have = 0 if probs is None else probs.shape[1]
         # Once they are there every pass writes them, whoever asked for it.
-        if (config.draws_drafts or have) and have < self._num_steps:
-            shape = (self._slots, self._num_steps, self._modules.lm_head.num_outputs)
+        if (config.draws_drafts or have) and have < self.num_steps:
+            shape = (self.slots, self.num_steps, self.modules.lm_head.num_outputs)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=self._device.device)
             if probs is not None:  # those of drafts that the next step verifies
                 self.draft_probs[:, : probs.shape[1]] = probs
             has_moved = True
         return has_moved
 
-    def stop(self, request: Request) -> None:
-        """Nothing to forget: the next request of the slot starts anew."""
+    def stop(self, request: Request, slot: int) -> None:
+        """Forgets how far the modules are: what they have on shared pages says so itself."""
+        self._progress.pop(slot, None)
 
-    def propose(self, batch: DraftBatch) -> None:
-        """Runs the modules behind the target's step and fills the drafts."""
-        rows = batch.target
-        assert rows is not None
-        if rows.total_rows:  # else all have a rest
-            self._draft(batch, rows)
-            if self._ngram is not None:
-                self._continue(batch, rows)
-        # After the passes: these rows may take the place of some that ran again.
-        batching.keep_hidden_rows(
-            rows.hidden, rows.slots, rows.qo_indptr, rows.kv_lens, batch.lens, self._kept
-        )
+    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+        """Decides whose modules run, and over what; all keep the target's states."""
+        ours = [
+            (part, progress)
+            for part in parts
+            if (progress := self._progress.get(part.request.slot)) is not None
+        ]
+        if not ours:
+            return None
+        redrafts, room = 0, self.max_redrafts
+        runs = draws = own_numbers = skips = False
+        for part, progress in ours:
+            progress.redraft_len = -1
+            slot = part.request.slot
+            if part.emits:
+                draws = draws or bool(self.temperatures[slot] > 0)
+                own_numbers = own_numbers or bool(
+                    self.own_numbers[slot] and self.temperatures[slot] > 0
+                )
+                if not part.draft_limit and part.num_rows - part.num_drafts == 1:
+                    continue  # no drafts are wanted; but prompts go through the modules in any case
+            missing = self._redraft_len(progress, room)
+            progress.redraft_len = missing
+            if missing >= 0:
+                runs = True
+                redrafts += missing
+                room -= max(missing - (self.num_modules - 1), 0)
+                skips = skips or progress.begin > 0
+        if not runs:
+            return MtpShape(0, False, draws, own_numbers)
+        rows = self.max_rows  # on the CPU one size, so that shapes come again: see `with_rows`
+        if self._device.is_async:
+            rows = min(shape.rows + (rung(redrafts) if redrafts else 0), self.max_rows)
+        return MtpShape(rows, skips, draws, own_numbers)
 
-    def _draft(self, batch: DraftBatch, rows: TargetRows) -> None:
-        modules, size = self._modules, rows.slots.shape[0]
-        first = batching.prepare_draft_batch(
-            rows.drafting_slots,
-            rows.qo_indptr,
-            rows.kv_lens,
-            rows.redraft_lens,
-            rows.kv_indptr,
-            rows.kv_indices,
-            batch.lens,
-            batch.max_draft_tokens,
-            page_size=self._page_size,
-            total_rows=rows.total_rows,
-            window=WINDOW,
-            out=self._view(0, size, rows.total_rows),
-        )
-        indices = self._with_rows(0, first)
-        if indices is None:
-            return
-        num_passes = min(self._num_steps, batch.draft_token_ids.shape[1])
-        if rows.has_anchors is not None:
-            anchors = self._choice_view(size).anchors
-            torch.add(first.draft_positions, 1, out=anchors)
-            anchors.mul_(rows.has_anchors)
-        hidden, source_rows = rows.hidden, indices.source_rows
-        for index in range(self.num_modules):
-            passed = self._pass(batch, rows, indices, source_rows)
-            output = modules.forward(index, passed, hidden, self._cache)
-            if modules.convention.chained:
-                hidden = output.recycled
-                source_rows = self._same_rows[: source_rows.shape[0]]
-            if index < num_passes:
-                self._choose(batch, rows, indices, output.hidden, step=index, num_passes=num_passes)
-        for step in range(self.num_modules, num_passes):
-            indices = self._with_rows(1 + step % 2, self._view(1 + step % 2, size, size))
-            if indices is None:
-                return
-            passed = self._pass(batch, rows, indices, indices.source_rows)
-            module = self.num_modules - 1
-            output = modules.forward(module, passed, output.recycled, self._cache)
-            self._choose(batch, rows, indices, output.hidden, step=step, num_passes=num_passes)
+    def _redraft_len(self, progress: _Progress, room: int) -> int:
+        """How many rows before the step's run over again; -1: the modules cannot run.
 
-    def _pass(
-        self, batch: DraftBatch, rows: TargetRows, indices: DraftIndices, source_rows: Tensor
-    ) -> MtpBatch:
-        kv_lens = indices.kv_lens
-        if rows.skipped is not None:
-            kv_lens = self._module_kv_lens[: rows.skipped.shape[0]]
-            torch.sub(indices.kv_lens, rows.skipped, out=kv_lens)
-            kv_lens.clamp_(min=0)  # without rows
-        return MtpBatch(
-            positions=indices.positions,
-            cache_slots=indices.cache_slots,
-            qo_indptr=indices.qo_indptr,
-            kv_indptr=rows.module_kv_indptr,
-            kv_indices=rows.kv_indices,
-            kv_lens=kv_lens,
-            workspace=rows.workspace,
-            sums=rows.sums,
-            row_to_request=indices.row_to_request,
-            source_rows=source_rows,
-            slots=rows.drafting_slots,
-            token_ids=batch.token_ids,
-            lens=batch.lens,
-            draft_token_ids=batch.draft_token_ids,
-            kept=self._kept,
-        )
+        Where they are far behind, they begin anew, on a page's first position.
 
-    def _choose(
-        self,
-        batch: DraftBatch,
-        rows: TargetRows,
-        indices: DraftIndices,
-        hidden: Tensor,
-        *,
-        step: int,
-        num_passes: int,
-    ) -> None:
-        """Chooses draft `step` of every request, and makes the rows of the pass behind it."""
-        modules, size = self._modules, rows.slots.shape[0]
-        choices = self._choice_view(size)
-        batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
-        modules.logits(choices.states, out=choices.logits, sums=rows.sums)
-        positions = indices.draft_positions
-        if 0 < step < self.num_modules and rows.choosing is not None:
-            # The rows are the first module's, and the token is one further on for each module.
-            positions = torch.add(positions, step, out=choices.positions)
-        chosen_from = choices.logits, positions
-        choosing: dict[str, Any] = {**(rows.choosing or {}), "workspace": self._workspace}
-        sampling.sample(*chosen_from, **choosing, out=choices.sampled)
-        if rows.has_own_numbers is not None:
-            assert self.draft_probs is not None
-            sampling.sample(
-                *chosen_from,
-                **choosing,
-                anchors=choices.anchors,
-                purpose=Purpose.DRAFT,
-                probs=self.draft_probs[:size, step],
-                out=choices.drawn,
-            )
-            torch.ne(rows.has_own_numbers, 0, out=choices.is_drawn)
-            torch.where(choices.is_drawn, choices.drawn, choices.sampled, out=choices.sampled)
-        if modules.token_map is not None:
-            torch.index_select(modules.token_map, 0, choices.sampled, out=choices.token_ids)
-        follows = self.num_modules <= step + 1 < num_passes
-        batching.advance_draft_batch(
-            choices.token_ids,
-            indices.last_rows,
-            rows.drafting_slots,
-            rows.kv_indptr,
-            rows.kv_indices,
-            batch.lens,
-            batch.max_draft_tokens,
-            page_size=self._page_size,
-            step=step,
-            ahead=self.num_modules,
-            draft_token_ids=batch.draft_token_ids,
-            num_draft_tokens=self._counts(batch),
-            out=self._view(1 + (step + 1) % 2, size, size) if follows else None,
-        )
+        Args:
+            progress: of a request.
+            room: rows that may run again in the step, but for those that always do.
+        """
+        begin, end = progress.num_drafted, progress.request.num_computed
+        if end - begin > CATCH_UP:
+            begin = max(begin, (end - BEGIN_ANEW) // self.page_size * self.page_size)
+        missing = end - begin
+        if missing < 0 or missing - (self.num_modules - 1) > room:
+            return -1
+        if begin > progress.num_drafted:
+            progress.num_drafted = progress.begin = begin
+        return missing
 
-    def _counts(self, batch: DraftBatch) -> Tensor:
-        """Where the numbers of the modules' drafts go."""
-        return batch.num_draft_tokens if self._ngram is None else self._given
+    def new_step(
+        self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
+    ) -> DrafterStep:
+        """Makes the modules' part of the steps of one shape."""
+        assert isinstance(key, MtpShape)
+        return MtpStep(self, key, shape, inputs)
 
-    def _continue(self, batch: DraftBatch, rows: TargetRows) -> None:
-        """Has n-grams of the text and the drafts draft on, where that is asked for."""
-        assert self._ngram is not None
-        self._ngram.propose(
-            DraftBatch(
-                token_ids=batch.token_ids,
-                lens=batch.lens,
-                max_draft_tokens=rows.max_continued_drafts,
-                draft_token_ids=batch.draft_token_ids,
-                num_draft_tokens=batch.num_draft_tokens,
-                num_given_drafts=self._given,
-            )
-        )
+    def finish(self, results: StepResults) -> None:
+        """Takes note of what the modules have run over, after a step and its commit."""
+        for part in results.parts:
+            progress = self._progress.get(part.request.slot)
+            if progress is None or progress.redraft_len < 0:
+                continue
+            request = part.request
+            known = len(request.token_ids) - self.num_modules
+            progress.num_drafted = max(progress.num_drafted, min(request.num_computed, known))
+            # Rows that do not see all before them are nobody else's.
+            request.num_final_draft_kv = 0 if progress.begin else progress.num_drafted
 
-    def _with_rows(self, which: int, indices: DraftIndices) -> DraftIndices | None:
+    def progress_of(self, part: Scheduled) -> _Progress | None:
+        """How far the modules are with a request; None: it is of another method."""
+        return self._progress.get(part.request.slot)
+
+    def sums_size(self, rows: int, batch: int) -> int:
+        """Returns the floats that projections of `rows` rows split their sums with."""
+        return self.modules.sums_size(rows, batch)
+
+    def with_rows(self, which: int, indices: DraftIndices) -> DraftIndices | None:
         """The rows there are, where the host may look; None: there are none."""
         if not self._row_ends:
             return indices
         size = indices.kv_lens.shape[0]
         rows = int(self._row_ends[which][size])
-        return self._view(which, size, rows) if rows else None
+        return self.index_view(which, size, rows) if rows else None
 
-    def _view(self, which: int, size: int, rows: int) -> DraftIndices:
+    def index_view(self, which: int, size: int, rows: int) -> DraftIndices:
         """The first requests and rows of the index arrays."""
         view = self._index_views.get((which, size, rows))
         if view is None:
@@ -324,10 +321,11 @@ class MtpDrafter:
             )
         return view
 
-    def _choice_view(self, size: int) -> _Choices:
+    def choice_view(self, size: int) -> _Choices:
+        """The first requests of what drafts are chosen from."""
         view = self._choice_views.get(size)
         if view is None:
-            whole = self._choices
+            whole = self.choices
             view = self._choice_views[size] = _Choices(
                 whole.states[:size],
                 whole.logits[:size],
@@ -339,3 +337,221 @@ class MtpDrafter:
                 whole.is_drawn[:size],
             )
         return view
+
+
+class MtpStep(DrafterStep):
+    """What the modules do behind the steps of one shape.
+
+    Attributes:
+        rows: per request, what the host says of it; bound when the step is launched.
+        max_draft_tokens: [slots], int32.
+    """
+
+    def __init__(
+        self, drafter: MtpDrafter, shape: MtpShape, step: StepShape, inputs: Layout
+    ) -> None:
+        self._drafter, self._shape, self._step = drafter, shape, step
+        batch = step.batch
+        self._ints = inputs.int32(len(_Inputs._fields), batch)
+        self._temperatures = inputs.float32(batch)
+        self._max_drafts = inputs.int32(drafter.slots)
+        self._kv_indptr = inputs.int32(batch + 1 if shape.skips_pages else 0)
+        self.num_rows = shape.rows
+        self.sums_size = drafter.sums_size(shape.rows, batch) if shape.rows else 0
+        self.rows: _Inputs
+        self.max_draft_tokens: Tensor
+        self._choosing: Mapping[str, Tensor]
+        self._target: TargetStep | None = None
+
+    def fill(self, parts: Sequence[Scheduled]) -> None:
+        """Writes which requests' modules run, and over what."""
+        drafter, ints, count = self._drafter, self._ints.host, len(parts)
+        slots, drafting, redrafts, skipped, own_numbers, has_anchors = ints
+        self._max_drafts.host.fill(0)
+        ints.fill(0)
+        slots.fill(-1)
+        drafting.fill(-1)
+        for index, part in enumerate(parts):
+            progress = drafter.progress_of(part)
+            if progress is None:
+                continue
+            slot = slots[index] = part.request.slot
+            if progress.redraft_len >= 0:
+                drafting[index] = slot
+                redrafts[index] = progress.redraft_len
+                skipped[index] = progress.begin
+                self._max_drafts.host[slot] = stage_limit(part, drafter.name)
+        if self._shape.draws:
+            of_request = [part.request.slot for part in parts]
+            own_numbers[:count] = drafter.own_numbers[of_request]
+            has_anchors[:count] = drafter.has_anchors[of_request]
+            self._temperatures.host[:count] = drafter.temperatures[of_request]
+            self._temperatures.host[count:] = 0  # greedy
+        if self._shape.skips_pages:
+            ends = np.cumsum([0] + [len(part.request.pages) for part in parts])
+            indptr = self._kv_indptr.host
+            indptr[: count + 1] = ends
+            indptr[count + 1 :] = ends[-1]
+            # A list that is too long at its end, by what the next request skips, is not read there.
+            indptr[:-1] += skipped // drafter.page_size
+
+    def launch(self, target: TargetStep) -> None:
+        """Runs the modules behind the target's step and fills the drafts."""
+        if self._target is not target:
+            self._bind(target)
+        if self._shape.rows:
+            self._draft(target)
+        # After the passes: these rows may take the place of some that ran again.
+        rows = self.rows
+        batching.keep_hidden_rows(
+            target.hidden,
+            rows.slots,
+            target.qo_indptr,
+            target.kv_lens,
+            target.lens,
+            self._drafter.kept,
+        )
+
+    def _bind(self, target: TargetStep) -> None:
+        """Makes the views that launches take, once."""
+        self._target = target
+        self.rows = _Inputs(*self._ints.device)
+        self.max_draft_tokens = self._max_drafts.device
+        self._module_kv_indptr = target.kv_indptr
+        if self._shape.skips_pages:
+            self._module_kv_indptr = self._kv_indptr.device
+        self._choosing = {}
+        if self._shape.draws:
+            self._choosing = {
+                "temperature": self._temperatures.device,
+                "top_k": target.top_k,
+                "top_p": target.top_p,
+                "min_p": target.min_p,
+                "seeds": target.seeds,
+                "choice_index": target.choice_index,
+            }
+
+    @property
+    def num_skipped(self) -> Tensor | None:
+        """Positions that modules do not see, by request; None: they see all."""
+        return self.rows.skipped if self._shape.skips_pages else None
+
+    def _draft(self, target: TargetStep) -> None:
+        drafter, rows, size = self._drafter, self.rows, self._step.batch
+        modules, num_modules = drafter.modules, drafter.num_modules
+        first = batching.prepare_draft_batch(
+            rows.drafting_slots,
+            target.qo_indptr,
+            target.kv_lens,
+            rows.redraft_lens,
+            target.kv_indptr,
+            target.kv_indices,
+            target.lens,
+            self.max_draft_tokens,
+            page_size=drafter.page_size,
+            total_rows=self._shape.rows,
+            window=WINDOW,
+            out=drafter.index_view(0, size, self._shape.rows),
+        )
+        indices = drafter.with_rows(0, first)
+        if indices is None:
+            return
+        num_passes = min(drafter.num_steps, target.draft_token_ids.shape[1])
+        if self._shape.has_own_numbers:
+            anchors = drafter.choice_view(size).anchors
+            torch.add(first.draft_positions, 1, out=anchors)
+            anchors.mul_(rows.has_anchors)
+        hidden, source_rows = target.hidden, indices.source_rows
+        for index in range(num_modules):
+            passed = self._pass(target, indices, source_rows)
+            output = modules.forward(index, passed, hidden, drafter.cache)
+            if modules.convention.chained:
+                hidden = output.recycled
+                source_rows = drafter.same_rows[: source_rows.shape[0]]
+            if index < num_passes:
+                self._choose(target, indices, output.hidden, step=index, num_passes=num_passes)
+        for step in range(num_modules, num_passes):
+            which = 1 + step % 2
+            indices = drafter.with_rows(which, drafter.index_view(which, size, size))
+            if indices is None:
+                return
+            passed = self._pass(target, indices, indices.source_rows)
+            output = modules.forward(num_modules - 1, passed, output.recycled, drafter.cache)
+            self._choose(target, indices, output.hidden, step=step, num_passes=num_passes)
+
+    def _pass(self, target: TargetStep, indices: DraftIndices, source_rows: Tensor) -> MtpBatch:
+        kv_lens, skipped = indices.kv_lens, self.num_skipped
+        if skipped is not None:
+            kv_lens = self._drafter.module_kv_lens[: skipped.shape[0]]
+            torch.sub(indices.kv_lens, skipped, out=kv_lens)
+            kv_lens.clamp_(min=0)  # without rows
+        return MtpBatch(
+            positions=indices.positions,
+            cache_slots=indices.cache_slots,
+            qo_indptr=indices.qo_indptr,
+            kv_indptr=self._module_kv_indptr,
+            kv_indices=target.kv_indices,
+            kv_lens=kv_lens,
+            workspace=target.workspace,
+            sums=target.sums,
+            row_to_request=indices.row_to_request,
+            source_rows=source_rows,
+            slots=self.rows.drafting_slots,
+            token_ids=target.token_ids,
+            lens=target.lens,
+            draft_token_ids=target.draft_token_ids,
+            kept=self._drafter.kept,
+        )
+
+    def _choose(
+        self,
+        target: TargetStep,
+        indices: DraftIndices,
+        hidden: Tensor,
+        *,
+        step: int,
+        num_passes: int,
+    ) -> None:
+        """Chooses draft `step` of every request, and makes the rows of the pass behind it."""
+        drafter, modules, size = self._drafter, self._drafter.modules, self._step.batch
+        choices = drafter.choice_view(size)
+        batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
+        modules.logits(choices.states, out=choices.logits, sums=target.sums)
+        positions = indices.draft_positions
+        if 0 < step < drafter.num_modules and self._choosing:
+            # The rows are the first module's, and the token is one further on for each module.
+            positions = torch.add(positions, step, out=choices.positions)
+        choosing: dict[str, Any] = {**self._choosing, "workspace": drafter.workspace}
+        sampling.sample(choices.logits, positions, **choosing, out=choices.sampled)
+        if self._shape.has_own_numbers:
+            assert drafter.draft_probs is not None
+            sampling.sample(
+                choices.logits,
+                positions,
+                **choosing,
+                anchors=choices.anchors,
+                purpose=Purpose.DRAFT,
+                probs=drafter.draft_probs[:size, step],
+                out=choices.drawn,
+            )
+            torch.ne(self.rows.own_numbers, 0, out=choices.is_drawn)
+            torch.where(choices.is_drawn, choices.drawn, choices.sampled, out=choices.sampled)
+        if modules.token_map is not None:
+            torch.index_select(modules.token_map, 0, choices.sampled, out=choices.token_ids)
+        follows = drafter.num_modules <= step + 1 < num_passes
+        which = 1 + (step + 1) % 2
+        batching.advance_draft_batch(
+            choices.token_ids,
+            indices.last_rows,
+            self.rows.drafting_slots,
+            target.kv_indptr,
+            target.kv_indices,
+            target.lens,
+            self.max_draft_tokens,
+            page_size=drafter.page_size,
+            step=step,
+            ahead=drafter.num_modules,
+            draft_token_ids=target.draft_token_ids,
+            num_draft_tokens=target.num_draft_tokens,
+            out=drafter.index_view(which, size, size) if follows else None,
+        )

@@ -1,63 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup: what followed where a request's last tokens stood before in its own text."""
 
-import torch
+from collections.abc import Hashable, Sequence
 
-from specops.engine.drafters.base import DraftBatch
+import torch
+from torch import Tensor
+
+from specops.engine.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterStep,
+    TargetStep,
+    stage_limit,
+)
+from specops.engine.plan import Scheduled
 from specops.engine.request import Request
+from specops.engine.step_memory import Array, Layout
+from specops.engine.step_shape import StepShape
 from specops.ngram import NgramIndex, ngram_propose
 
+_MAX_SIZES = 16  # of n-grams that most requests look for; others share the room for so many
 
-class NgramDrafter:
+
+def load(context: DrafterContext) -> Drafter:
+    """Every model can draft so."""
+    return NgramDrafter(context)
+
+
+class NgramDrafter(Drafter):
     """Drafts with `specops.ngram.ngram_propose`, all requests of a step in one call.
 
     Each slot's tokens are indexed as they come, so a step costs the same at any length. A request
-    that comes back after a preemption is indexed anew, a piece a step.
-
-    Args:
-        slots: requests that run at once.
-        max_len: tokens of the longest request.
-        num_sizes: of n-grams that most requests look for; others share the room for so many.
-        max_total_draft_tokens: most drafts of a step; None: no limit.
-        device: where their tokens are.
+    that comes back after a preemption is indexed anew, a piece a step. The index is there once a
+    request drafts so.
     """
 
-    def __init__(
-        self,
-        slots: int,
-        max_len: int,
-        num_sizes: int,
-        max_total_draft_tokens: int | None,
-        device: torch.device,
-    ) -> None:
-        self._choices = torch.ones((3, slots), dtype=torch.int32, device=device)
-        self._min_sizes, self._max_sizes, self._leftmost = self._choices
-        self._index = NgramIndex.empty(slots, max_len, num_sizes=num_sizes, device=device)
-        self._max_total_draft_tokens = max_total_draft_tokens
+    name = "ngram"
+
+    def __init__(self, context: DrafterContext) -> None:
+        config = context.config
+        self._speculative = config.speculative_config
+        self._slots, self._max_len = config.max_num_seqs, context.target.max_model_len
+        self._device = context.target.device
+        self._index: NgramIndex | None = None
+        self._choices: Tensor
 
     def start(self, request: Request) -> bool:
         """Notes the request's n-gram sizes and its side; what was in the slot is forgotten."""
+        has_moved = self._index is None
+        if self._index is None:
+            shared = self._speculative
+            num_sizes = min(shared.max_ngram_size - shared.min_ngram_size + 1, _MAX_SIZES)
+            self._index = NgramIndex.empty(
+                self._slots, self._max_len, num_sizes=num_sizes, device=self._device
+            )
+            self._choices = torch.ones((3, self._slots), dtype=torch.int32, device=self._device)
         config = request.speculative
         choices = [config.min_ngram_size, config.max_ngram_size, config.ngram_match == "leftmost"]
         self._choices[:, request.slot] = torch.tensor(choices, dtype=torch.int32)
         self._index.reset(request.slot)
-        return False
+        return has_moved
 
-    def propose(self, batch: DraftBatch) -> None:
-        """Fills the drafts of every request in one call."""
+    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+        """Whether anybody wants drafts."""
+        return True if any([stage_limit(part, self.name) for part in parts]) else None
+
+    def new_step(
+        self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
+    ) -> DrafterStep:
+        """Makes its part of the steps of one shape."""
+        return _NgramStep(self, inputs.int32(self._slots))
+
+    def propose(self, target: TargetStep, max_draft_tokens: Tensor) -> None:
+        """Continues the proposals of every request in one call."""
+        min_sizes, max_sizes, leftmost = self._choices
+        given = None
+        if any(name != self.name for name, _ in target.shape.drafters):
+            given = target.num_draft_tokens.clone()
         ngram_propose(
-            batch.token_ids,
-            batch.lens,
-            batch.max_draft_tokens,
-            min_ngram_size=self._min_sizes,
-            max_ngram_size=self._max_sizes,
-            leftmost=self._leftmost,
-            draft_token_ids=batch.draft_token_ids,
-            num_draft_tokens=batch.num_draft_tokens,
-            num_given_drafts=batch.num_given_drafts,
-            max_total_draft_tokens=self._max_total_draft_tokens,
+            target.token_ids,
+            target.lens,
+            max_draft_tokens,
+            min_ngram_size=min_sizes,
+            max_ngram_size=max_sizes,
+            leftmost=leftmost,
+            draft_token_ids=target.draft_token_ids,
+            num_draft_tokens=target.num_draft_tokens,
+            num_given_drafts=given,
+            max_total_draft_tokens=self._speculative.max_total_draft_tokens,
             index=self._index,
         )
 
-    def stop(self, request: Request) -> None:
-        """Nothing to forget: the next request of the slot starts anew."""
+
+class _NgramStep(DrafterStep):
+    def __init__(self, drafter: NgramDrafter, max_drafts: Array) -> None:
+        self._drafter = drafter
+        self._max_drafts = max_drafts
+
+    def fill(self, parts: Sequence[Scheduled]) -> None:
+        limits = self._max_drafts.host
+        limits.fill(0)
+        for part in parts:
+            limit = stage_limit(part, self._drafter.name)
+            if limit:
+                limits[part.request.slot] = limit
+
+    def launch(self, target: TargetStep) -> None:
+        self._drafter.propose(target, self._max_drafts.device)

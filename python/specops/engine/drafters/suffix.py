@@ -2,77 +2,167 @@
 """Suffix decoding: what followed the last tokens, here or in other requests, most often."""
 
 import secrets
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specops.engine.drafters.base import HostDraftBatch
+from specops.engine.drafters.base import Drafter, DrafterContext, StepResults, stage_limit
+from specops.engine.drafters.suffix_store import SuffixStore
 from specops.engine.request import Request
-from specops.suffix_tree import SuffixCache
 
 
-class SuffixDrafter:
+def load(context: DrafterContext) -> Drafter:
+    """Every model can draft so.
+
+    Raises:
+        ValueError: the corpus or the file of the configuration cannot be used.
+    """
+    store = SuffixStore(context.config, context.tokenizer, context.target.config.vocab_size)
+    return SuffixDrafter(context.config.max_num_seqs, store)
+
+
+class SuffixDrafter(Drafter):
     """Drafts with `specops.suffix_tree.SuffixCache`, all requests of a step in one call.
 
     A request is known to the cache from its first slot until it leaves: a preemption takes nothing
-    away from it.
+    away from it. While nobody is to have drafts the cache is not told what steps emit: it learns
+    all of that at once, when it is asked again or the request goes.
 
     Args:
         slots: requests that run at once.
-        cache: of the engine; others may add to it and read from it.
+        store: owns the cache; others may add to it and read from it.
     """
 
-    def __init__(self, slots: int, cache: SuffixCache) -> None:
-        self._cache = cache
+    name = "suffix"
+
+    def __init__(self, slots: int, store: SuffixStore) -> None:
+        self.cache = store.cache
+        self._store = store
+        self._requests: dict[int, Request] = {}  # by slot
+        # By slot.
         self._numbers: NDArray[np.int64] = np.full(slots, -1, dtype=np.int64)  # -1: not here
+        self._lens_told: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        # By row of the step.
         self._rows: NDArray[np.int64] = np.empty(slots, dtype=np.int64)
-        self._tensors: dict[int, Tensor] = {}  # of the first rows, by how many
+        self._num_tokens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._max_drafts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._num_given: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._counts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._drafts: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
+        self._probs: NDArray[np.float32] = np.empty((slots, 0), dtype=np.float32)
+        # Of the first rows, by how many, so that a step makes none.
+        self._tensors: dict[int, tuple[Tensor, ...]] = {}
         self._started: dict[int, int] = {}  # numbers of requests, by their arrival
         # A response stays in the cache under its request's name, and may be saved and loaded: no
         # later request may have the same.
         self._prefix = secrets.token_hex(8)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Request) -> bool:
         """Builds the tree of a request's prompt, unless it is here already."""
         number = self._started.get(request.arrival)
         if number is None:
-            number = self._cache.start(self._name(request), request.token_ids)
+            number = self.cache.start(self._name_of(request), request.token_ids)
             self._started[request.arrival] = number
         self._numbers[request.slot] = number
+        self._lens_told[request.slot] = len(request.token_ids)
+        self._requests[request.slot] = request
+        return False
 
-    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Appends to a request's tree."""
-        self._cache.extend(self._name(request), token_ids)
-
-    def propose(self, batch: HostDraftBatch) -> None:
-        """Appends what was emitted to the trees, and fills the drafts, in one call."""
-        size = len(batch.slots)
-        requests = self._tensors.get(size)
-        if requests is None:
-            requests = self._tensors[size] = torch.from_numpy(self._rows[:size])
-        # Slots are not out of range, and no mode but this writes without a copy.
-        np.take(self._numbers, batch.slots, out=self._rows[:size], mode="clip")
-        self._cache.step(
-            requests,
-            batch.token_ids,
-            batch.num_tokens,
-            batch.max_draft_tokens,
-            draft_token_ids=batch.draft_token_ids,
-            num_draft_tokens=batch.num_draft_tokens,
-            num_given_drafts=batch.num_given_drafts,
-        )
-
-    def stop(self, request: Request) -> None:
+    def stop(self, request: Request, slot: int) -> None:
         """The slot is free; the request's tree stays."""
-        self._numbers[request.slot] = -1
+        if self._requests.pop(slot, None) is not None:
+            self._tell(request, slot, len(request.token_ids))
+            self._numbers[slot] = -1
 
     def leave(self, request: Request) -> None:
         """Drops the request's own tree; its response stays in the shared one."""
         if self._started.pop(request.arrival, None) is not None:
-            self._cache.stop(self._name(request))
+            self.cache.stop(self._name_of(request))
 
-    def _name(self, request: Request) -> str:
+    def finish(self, results: StepResults) -> None:
+        """Appends what was emitted to the trees and continues the proposals, in one call."""
+        limits = [stage_limit(part, self.name) for part in results.parts]
+        if not any(limits):
+            return
+        slots, lens, before = results.slots, results.lens, results.lens_before
+        for row in np.flatnonzero(self._lens_told[slots] != before).tolist():
+            slot = int(slots[row])
+            if slot in self._requests:
+                self._tell(self._requests[slot], slot, int(before[row]))
+        self._lens_told[slots] = lens[slots]
+        proposals, batch = results.proposals, len(limits)
+        requests, *others = self._views(batch, proposals.token_ids.shape[1])
+        # Slots are not out of range, and no mode but this writes without a copy.
+        np.take(self._numbers, slots, out=self._rows[:batch], mode="clip")
+        np.subtract(lens[slots], before, out=self._num_tokens[:batch])
+        given = self._num_given[:batch]
+        np.take(proposals.counts, slots, out=given, mode="clip")
+        np.subtract(limits, given, out=self._max_drafts[:batch], casting="unsafe")
+        np.maximum(self._max_drafts[:batch], 0, out=self._max_drafts[:batch])
+        given[self._max_drafts[:batch] == 0] = 0  # nothing to continue
+        if given.any():
+            np.take(proposals.token_ids, slots, axis=0, out=self._drafts[:batch], mode="clip")
+        num_tokens, max_drafts, drafts, counts, num_given, probs = others
+        self.cache.step(
+            requests,
+            results.token_ids,
+            num_tokens,
+            max_drafts,
+            draft_token_ids=drafts,
+            num_draft_tokens=counts,
+            num_given_drafts=num_given,
+            probs=probs,
+        )
+        rows = np.flatnonzero(self._counts[:batch])
+        found, of_rows = slots[rows], self._counts[rows]
+        proposals.counts[found] += of_rows
+        proposals.token_ids[found] = self._drafts[rows]
+        behind = np.arange(self._probs.shape[1]) >= given[rows, None]
+        proposals.confidences[found] = np.where(
+            behind, self._probs[rows], proposals.confidences[found]
+        )
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether there is a file that has not what is here."""
+        return self._store.is_unsaved
+
+    def save(self) -> None:
+        """Writes the responses that drafts come from to `suffix_cache`, as a whole or not at all.
+
+        Raises:
+            ValueError: there is no file, or it cannot be written.
+        """
+        self._store.save()
+
+    def _tell(self, request: Request, slot: int, length: int) -> None:
+        """Lets the cache have a request's first tokens, as far as it has not."""
+        told = int(self._lens_told[slot])
+        if told < length:
+            self.cache.extend(self._name_of(request), request.token_ids[told:length])
+            self._lens_told[slot] = length
+
+    def _views(self, batch: int, width: int) -> tuple[Tensor, ...]:
+        if self._drafts.shape[1] != width:
+            self._drafts = np.full((len(self._rows), width), -1, dtype=np.int32)
+            self._probs = np.zeros((len(self._rows), width), dtype=np.float32)
+            self._tensors.clear()
+        tensors = self._tensors.get(batch)
+        if tensors is None:
+            arrays = (
+                self._rows,
+                self._num_tokens,
+                self._max_drafts,
+                self._drafts,
+                self._counts,
+                self._num_given,
+                self._probs,
+            )
+            tensors = tuple(torch.from_numpy(array[:batch]) for array in arrays)
+            self._tensors[batch] = tensors
+        return tensors
+
+    def _name_of(self, request: Request) -> str:
         return f"{self._prefix}-{request.arrival}"

@@ -6,12 +6,13 @@ and verification rows. Activations live in one set of buffers, so that a step al
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specops import attention, dense
+from specops import attention, batching, dense
 from specops.dense import PackedWeight
 from specops.engine.models.config import ModelConfig
 
@@ -168,10 +169,13 @@ class Transformer:
         ).to(self.device)
         self._sm_scale = 1.0 / math.sqrt(config.head_dim)
         self._activations = ActivationBuffers(config, dtype, self.device)
+        self._row_numbers = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
         self._activations.reserve(rows)
+        if len(self._row_numbers) < rows:
+            self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
 
     def new_kv_cache(
         self, num_pages: int, page_size: int, num_layers: int | None = None
@@ -206,8 +210,15 @@ class Transformer:
                 sizes.append(dense.linear_workspace_size(rows, weight))
         return max(sizes)
 
-    def forward(self, batch: StepBatch, cache: KvCache) -> Tensor:
+    def forward(
+        self, batch: StepBatch, cache: KvCache, taps: Mapping[int, Tensor] | None = None
+    ) -> Tensor:
         """Runs every layer over the rows of a step and writes their keys and values.
+
+        Args:
+            batch: the rows.
+            cache: from `new_kv_cache`.
+            taps: by layer, [rows, hidden_size]: receives the states that leave the layer.
 
         Returns:
             [rows, hidden_size], the state after the final norm (which the head and the MTP modules
@@ -230,6 +241,9 @@ class Transformer:
                 residual=buffers.residual,
                 out=buffers.normed,
             )
+            if taps and index in taps:
+                rows = self._row_numbers[: buffers.residual.shape[0]]
+                batching.gather_output_rows(buffers.residual, rows, out=taps[index])
         return buffers.normed
 
     def states(self, rows: int) -> Tensor:

@@ -181,19 +181,19 @@ class EngineThread:
             self._deliver()
         self._give_up(JobFailed("the engine has stopped"))
         self._deliver()
-        if self._engine.has_unsaved_suffixes:
-            self._save_suffix_cache()
+        if self._engine.has_unsaved_drafters:
+            self._save_drafters()
 
     def _seconds_to_save(self) -> float | None:
         """How long a thread with nothing to do waits before it saves; None if there is no need."""
-        if not self._engine.has_unsaved_suffixes:
+        if not self._engine.has_unsaved_drafters:
             return None
         return max(self._saved_at + _SAVE_SECONDS - time.monotonic(), 0.0)
 
-    def _save_suffix_cache(self) -> None:
+    def _save_drafters(self) -> None:
         self._saved_at = time.monotonic()
         try:
-            self._engine.save_suffix_cache()
+            self._engine.save_drafters()
         except ValueError as error:
             logger.error("%s", error)
         except Exception:
@@ -206,7 +206,7 @@ class EngineThread:
             try:
                 command, job = self._commands.get(timeout=self._seconds_to_save())
             except queue.Empty:
-                self._save_suffix_cache()
+                self._save_drafters()
                 continue
             wait = False
             if job is None:

@@ -6,6 +6,7 @@ scrape cannot read back, the distributions of times and lengths, is observed as 
 """
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import (
@@ -16,6 +17,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.engine import Engine
 from specops.engine.outputs import Completion
 
@@ -135,7 +137,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
         stats, speculative = engine.stats, engine.stats.speculative
-        cache = engine.suffix_cache
+        cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
         used = 1 - engine.num_free_pages / engine.num_pages
         for name, text, value in (
             ("num_requests_running", "Choices that run", engine.num_running),
@@ -172,7 +174,7 @@ class _EngineCollector(Collector):
             ),
             (
                 "spec_decode_num_suspended_steps",
-                "Steps without a drafter, per choice with adaptive draft lengths",
+                "Steps in which drafting would not have paid, per choice",
                 stats.num_suspended_steps,
             ),
         ):
@@ -198,8 +200,11 @@ class _EngineCollector(Collector):
             yield per_pos
 
     def _draft_lengths(self) -> Metric:
-        """How many drafts were verified, over the steps of choices with adaptive lengths."""
-        counts = self._engine.stats.num_steps_per_length
+        """How many drafts were verified, over all steps of all choices."""
+        speculative = self._engine.stats.speculative
+        counts = [speculative.num_steps - speculative.num_drafts]
+        counts += speculative.num_drafts_per_length[1:]
+        counts += [0] * (_LENGTHS[-1] + 1 - len(counts))
         total, buckets = 0, []
         for length, count in enumerate(counts):
             total += count
@@ -208,7 +213,7 @@ class _EngineCollector(Collector):
         buckets.append(("+Inf", total))
         histogram = HistogramMetricFamily(
             "specops:spec_decode_draft_length",
-            "Drafts verified in a step, per choice with adaptive draft lengths",
+            "Drafts verified in a step, per choice",
             labels=_LABELS,
         )
         weighed = sum(length * count for length, count in enumerate(counts))

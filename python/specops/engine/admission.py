@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a prompt and its parameters to a request: every check of it, and what the model adds."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+from specops.engine.config import EngineConfig
+from specops.engine.drafting import Drafting
+from specops.engine.errors import ContextOverflow
+from specops.engine.request import Feature, Request
+from specops.engine.sampling_params import SamplingParams, check_sequences
+from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.tokenizer import TextStream, Tokenizer
+
+
+class Admission:
+    """Makes the requests of one engine.
+
+    Args:
+        config: of the engine.
+        tokenizer: of the model.
+        drafting: the drafters that requests may choose.
+        max_model_len: tokens of the longest request.
+        vocab_size: of the model.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        drafting: Drafting,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.drafting = drafting
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self._arrivals = 0
+        self._random = (
+            random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        )
+
+    def make(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None,
+        choice_index: int,
+        speculative_config: Mapping[str, object] | None,
+        taken: Mapping[str, Request],
+    ) -> Request:
+        """Makes a request, as `Engine.add_request` documents it.
+
+        Args:
+            prompt: text, or token ids.
+            params: its sampling parameters.
+            request_id: a name for it; made up when absent.
+            choice_index: which of `n` choices this is.
+            speculative_config: the request's own choices.
+            taken: the requests whose names are in use.
+
+        Raises:
+            ContextOverflow: prompt and max_tokens do not fit the context.
+            ValueError: an argument is invalid.
+        """
+        token_ids = self._prompt_token_ids(prompt)
+        room = self._room(token_ids, params)
+        self._check_vocabulary(params)
+        speculative = self.config.speculative_for(
+            speculative_config, self.drafting.methods, self.drafting.missing
+        )
+        think_end, inject = self._thinking(params)
+        if not 0 <= choice_index < 2**31:
+            raise ValueError(f"choice_index must be in [0, 2^31), got {choice_index}")
+        if request_id is None:
+            request_id = f"request-{self._arrivals}"
+            while request_id in taken:  # a caller may have chosen such a name
+                request_id += "-"
+        if request_id in taken:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        request = Request(
+            request_id=request_id,
+            arrival=self._arrivals,
+            params=params,
+            speculative=speculative,
+            seed=_signed64(seed),
+            choice_index=choice_index,
+            prompt_len=len(token_ids),
+            max_len=len(token_ids) + (params.max_tokens or room),
+            token_ids=token_ids,
+            stream=TextStream(self.tokenizer, params.stop),
+            stop_token_ids=self._stop_token_ids(params),
+            bad_words=self._bad_words(params),
+            think_end_token_id=think_end,
+            inject_token_ids=inject,
+            features=_features(params, speculative),
+            thinking_state=0 if params.thinks else -1,
+            added_at=time.perf_counter(),
+        )
+        request.draft_kv = self.drafting.draft_kv(request)
+        self._arrivals += 1
+        return request
+
+    def _room(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+        """Tokens that may follow a prompt."""
+        room = self.max_model_len - len(token_ids)
+        if room < 1 or (params.max_tokens or 1) > room:
+            asked = "" if params.max_tokens is None else f" and max_tokens {params.max_tokens}"
+            raise ContextOverflow(
+                f"a prompt of {len(token_ids)} tokens{asked} exceed the context of "
+                f"{self.max_model_len} tokens"
+            )
+        return room
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        if params.logprobs is not None and params.logprobs > self.vocab_size:
+            raise ValueError(
+                f"logprobs must be at most the vocabulary's {self.vocab_size}, "
+                f"got {params.logprobs}"
+            )
+        name, largest = params.largest_token_id()
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"{name} must hold token ids of the vocabulary of {self.vocab_size}, got {largest}"
+            )
+
+    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            if isinstance(prompt, (bytes, bytearray)):
+                raise ValueError("prompt must be text or token ids, got bytes")
+            token_ids = list(prompt)
+            for token_id in token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int):
+                    raise ValueError(f"prompt must be text or token ids, got {token_id!r} in it")
+                if not 0 <= token_id < self.vocab_size:
+                    raise ValueError(
+                        f"prompt: token id {token_id} is outside the vocabulary of "
+                        f"{self.vocab_size}"
+                    )
+        if not token_ids:
+            raise ValueError("prompt must hold at least one token, got none")
+        return token_ids
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The request's own, and the model's end of sequence."""
+        eos = () if params.ignore_eos else sorted(self.tokenizer.eos_token_ids)
+        return tuple(
+            dict.fromkeys((*params.stop_token_ids, *(i for i in eos if i < self.vocab_size)))
+        )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The sequences that spell a bad word, inside a text and after a space."""
+        sequences = list(params.bad_words_token_ids)
+        for word in params.bad_words:
+            stem = word.lstrip(" ") or word
+            bare = tuple(self.tokenizer.encode(stem, add_special_tokens=False))
+            spaced = tuple(self.tokenizer.encode(" " + stem, add_special_tokens=False))
+            sequences.append(bare)
+            # A space and then the bare word is refused with the bare word already.
+            if spaced[-len(bare) :] != bare:
+                sequences.append(spaced)
+        check_sequences("bad_words", tuple(sequences))
+        return tuple(dict.fromkeys(sequences))
+
+    def _thinking(self, params: SamplingParams) -> tuple[int, tuple[int, ...]]:
+        """The token that ends thinking, and those that end it by force."""
+        if not params.thinks:
+            return -1, ()
+        think_end = params.think_end_token_id
+        if think_end is None:
+            ids = self.tokenizer.encode("</think>", add_special_tokens=False)
+            if len(ids) != 1:
+                raise ValueError(
+                    "think_end_token_id must be given: the tokenizer has no token </think>"
+                )
+            (think_end,) = ids
+        inject = params.think_inject_token_ids
+        return think_end, (think_end,) if inject is None else inject
+
+
+def _features(params: SamplingParams, speculative: SpeculativeConfig) -> int:
+    """What the request asks of steps beyond the plain ops."""
+    wanted = {
+        Feature.PROCESSORS: params.has_penalties
+        or bool(params.logit_bias or params.bad_words or params.bad_words_token_ids)
+        or params.allowed_token_ids is not None
+        or params.min_tokens > 0,
+        Feature.TYPICAL_P: params.typical_p < 1,
+        Feature.ENDINGS: params.thinks
+        or params.min_tokens > 0
+        or bool(params.stop_token_sequences),
+        Feature.ACCEPT_RATES: speculative.accept_policy == "synthetic",
+        Feature.DRAFT_PROBS: speculative.draws_drafts and params.temperature > 0,
+    }
+    features = 0
+    for feature, is_wanted in wanted.items():
+        if is_wanted:
+            features |= feature
+    return features
+
+
+def _signed64(seed: int) -> int:
+    """The signed integer with the same 64 bits."""
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed

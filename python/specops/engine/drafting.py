@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafters of an engine in their order, and the table of what they have proposed."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specops.engine.drafters import (
+    Drafter,
+    DrafterContext,
+    DrafterStep,
+    MethodUnavailable,
+    Proposals,
+    StepResults,
+)
+from specops.engine.kv_cache import DraftKv
+from specops.engine.methods import NAIVE, drafting_order, module_of
+from specops.engine.plan import Scheduled
+from specops.engine.request import Request
+from specops.engine.step_memory import Layout
+from specops.engine.step_shape import StepShape
+
+
+class Drafting:
+    """Knows which drafters a request has, and shares steps and proposals among them.
+
+    Args:
+        context: of the engine.
+
+    Attributes:
+        drafters: by method, in the order in which they draft.
+        missing: why methods are not among them, in words that name no path.
+        proposals: for the next step, by slot.
+
+    Raises:
+        ModelError: a method that the configuration asks for cannot run.
+        ValueError: what the configuration names for one cannot be used.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        self.drafters: dict[str, Drafter] = {}
+        self.missing: dict[str, str] = {}
+        wanted = context.config.speculative_config
+        for method in drafting_order():
+            try:
+                self.drafters[method] = module_of(method).load(context)
+            except MethodUnavailable as error:
+                if method in dict(wanted.draft_stages):
+                    raise
+                self.missing[method] = error.reason
+        slots = context.config.max_num_seqs
+        self.proposals = _no_proposals(slots, 0)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that requests may choose."""
+        return (NAIVE, *reversed(self.drafters))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose states are read."""
+        return tuple(sorted({tap for one in self.drafters.values() for tap in one.taps}))
+
+    @property
+    def width(self) -> int:
+        """The most drafts of any request so far: columns of the proposals."""
+        return int(self.proposals.token_ids.shape[1])
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What drafters keep of a token on pages."""
+        return sum(one.kv_bytes_per_token for one in self.drafters.values())
+
+    @property
+    def draft_probs(self) -> Tensor | None:
+        """What drafts were drawn from, by request of the last step; None: no request wants that.
+
+        At most one drafter of an engine draws drafts with numbers of their own.
+        """
+        found = [one.draft_probs for one in self.drafters.values() if one.draft_probs is not None]
+        assert len(found) <= 1, "two drafters draw drafts with numbers of their own"
+        return found[0] if found else None
+
+    def draft_kv(self, request: Request) -> DraftKv | None:
+        """What a request's drafters keep on its pages; at most one keeps anything."""
+        kept = [self.drafters[name].draft_kv(request) for name in request.draft_stages]
+        found = [one for one in kept if one is not None]
+        assert len(found) <= 1, "two drafters of one request keep keys and values on its pages"
+        return found[0] if found else None
+
+    def allocate(self, num_pages: int) -> None:
+        """Allocates what drafters keep on pages."""
+        for drafter in self.drafters.values():
+            drafter.allocate(num_pages)
+
+    def start(self, request: Request) -> bool:
+        """A request got its slot; returns whether memory has moved that steps use."""
+        has_moved = request.speculative.num_speculative_tokens > self.width
+        if has_moved:
+            slots = len(self.proposals.counts)
+            self.proposals = _widened(
+                self.proposals, slots, request.speculative.num_speculative_tokens
+            )
+        moved = [self.drafters[name].start(request) for name in request.draft_stages]
+        return any(moved) or has_moved
+
+    def stop(self, request: Request, slot: int) -> None:
+        """A request gave its slot back."""
+        self.proposals.counts[slot] = 0
+        for name in request.draft_stages:
+            self.drafters[name].stop(request, slot)
+
+    def leave(self, request: Request) -> None:
+        """A request is gone for good."""
+        for name in request.draft_stages:
+            self.drafters[name].leave(request)
+
+    def select(self, requests: Sequence[Request], room: int) -> None:
+        """Decides how many of their proposed drafts requests verify in the next step.
+
+        Args:
+            requests: all that decode.
+            room: most drafts of all together.
+        """
+        counts = self.proposals.counts
+        proposed = [
+            min(int(counts[request.slot]), max(request.draft_room, 0)) for request in requests
+        ]
+        for request, count in zip(requests, share_out(proposed, room), strict=True):
+            request.num_drafts = count
+
+    def drafts_of(self, request: Request) -> NDArray[np.int32]:
+        """The drafts that a request verifies."""
+        return self.proposals.token_ids[request.slot, : request.num_drafts]
+
+    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> StepShape:
+        """Adds to a step's shape what drafters do behind it."""
+        if not self.width:
+            return shape
+        work: list[tuple[str, Hashable]] = []
+        for name, drafter in self.drafters.items():
+            key = drafter.plan(parts, shape)
+            if key is not None:
+                work.append((name, key))
+        return shape._replace(drafters=tuple(work))
+
+    def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> list[DrafterStep]:
+        """Makes the drafters' parts of the steps of one shape, in their order."""
+        return [
+            self.drafters[name].new_step(key, shape, inputs, results)
+            for name, key in shape.drafters
+        ]
+
+    def finish(self, results: StepResults) -> None:
+        """Has the drafters on the host go on, when all requests of a step have taken it over."""
+        for drafter in self.drafters.values():
+            drafter.finish(results)
+
+
+def share_out(wanted: Sequence[int], total: int) -> list[int]:
+    """Cuts every number to the largest equal cap with which all keep within the total.
+
+    What is left over goes one each to the first that the cap has cut.
+    """
+    if sum(wanted) <= total:
+        return list(wanted)
+    left, most = total, len(wanted)
+    for count in sorted(wanted):
+        if count * most > left:
+            break
+        left -= count
+        most -= 1
+    cap, rest = divmod(max(left, 0), most)
+    shares = []
+    for count in wanted:
+        share = min(count, cap)
+        if count > cap and rest:
+            share += 1
+            rest -= 1
+        shares.append(share)
+    return shares
+
+
+def _no_proposals(slots: int, width: int) -> Proposals:
+    return Proposals(
+        np.full((slots, width), -1, dtype=np.int32),
+        np.zeros(slots, dtype=np.int32),
+        np.zeros((slots, width), dtype=np.float32),
+    )
+
+
+def _widened(proposals: Proposals, slots: int, width: int) -> Proposals:
+    wider = _no_proposals(slots, width)
+    have = proposals.token_ids.shape[1]
+    wider.token_ids[:, :have] = proposals.token_ids
+    wider.confidences[:, :have] = proposals.confidences
+    return replace(wider, counts=proposals.counts)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry of drafting methods: one line for each, and the only place that lists them."""
+
+import importlib
+from types import ModuleType
+
+NAIVE = "naive"  # no drafter
+
+# By name, the module whose `load(context)` makes the method's drafter (drafters/base.py). Where a
+# request has several drafters, those that stand below continue nobody and those above continue
+# them: so a drafter on the host stands above those on the device.
+METHODS: dict[str, str] = {
+    "ngram": "specops.engine.drafters.ngram",
+    "suffix": "specops.engine.drafters.suffix",
+    "mtp": "specops.engine.drafters.mtp",
+}
+
+
+def method_names() -> tuple[str, ...]:
+    """The values that `method` may have."""
+    return (NAIVE, *METHODS)
+
+
+def drafting_order() -> tuple[str, ...]:
+    """The methods in the order in which they draft in a step."""
+    return tuple(reversed(METHODS))
+
+
+def module_of(method: str) -> ModuleType:
+    """Imports the module that makes a method's drafter."""
+    return importlib.import_module(METHODS[method])

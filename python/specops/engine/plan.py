@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step is to compute: the scheduler's answer, which drafters and runner take."""
+
+from dataclasses import dataclass, field
+
+from specops.engine.request import Request
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """A request's part in one step: rows for token_ids[num_computed:] and then its drafts."""
+
+    request: Request
+    num_rows: int
+    num_drafts: int  # of these rows, the last num_drafts hold draft tokens
+    emits: bool  # False for a prefill chunk that does not end the known tokens
+    draft_limit: int = 0  # most drafts to propose at the end of the step, for the one after it
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step, and who gained and lost a slot for it."""
+
+    parts: list[Scheduled] = field(default_factory=list)
+    # In the order of what happened: a request that lost its slot may get one again.
+    stopped: list[tuple[Request, int]] = field(default_factory=list)  # with the slot it had
+    started: list[Request] = field(default_factory=list)
