@@ -2,6 +2,7 @@
 """The page pool: sharing, eviction, and that no page is ever lost or taken for another."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,16 +16,26 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from specops.engine.kv_cache import PagePool
+from specops.engine.kv_cache import DraftKv, PagePool
 
 
 def make(num_pages: int = 8, *, caching: bool = True) -> PagePool:
     return PagePool(num_pages, 4, enable_prefix_caching=caching)
 
 
+def kv(lookahead: int, owner: str = "a drafter") -> DraftKv | None:
+    """What the pages of a request with such a drafter have beside the model's; 0: no drafter."""
+    return DraftKv(owner, lookahead, 1) if lookahead else None
+
+
+def key(tokens: Sequence[int], end: int, lookahead: int) -> bytes | None:
+    draft_kv = kv(lookahead)
+    return None if draft_kv is None else draft_kv.key(tokens, end)
+
+
 def fill(pool: PagePool, tokens: list[int], lookahead: int = 0) -> list[int]:
     """Holds pages for all tokens but the last `lookahead`, found or new."""
-    pages = pool.match_prefix(tokens, len(tokens), lookahead)
+    pages = pool.match_prefix(tokens, len(tokens), kv(lookahead))
     rest = pool.allocate((len(tokens) - lookahead) // 4 - len(pages))
     assert rest is not None
     for index in range(len(pages), len(pages) + len(rest)):
@@ -41,7 +52,7 @@ def register(
         pages[index],
         pages[index - 1] if index else None,
         tokens[begin:end],
-        tokens[end : end + lookahead] if lookahead else None,
+        key(tokens, end, lookahead),
     )
 
 
@@ -155,8 +166,8 @@ def test_a_draft_page_is_found_by_what_follows_it(lookahead: int) -> None:
         assert fill(pool, one, lookahead) == first and fill(pool, other, lookahead) == second
         # Just one of the tokens behind it differs, or is not known yet.
         almost = [*one[:-1], 99]
-        assert pool.match_prefix(almost, 8, lookahead) == first[:1]
-        assert pool.match_prefix(one[:-1], 8, lookahead) == first[:1]
+        assert pool.match_prefix(almost, 8, kv(lookahead)) == first[:1]
+        assert pool.match_prefix(one[:-1], 8, kv(lookahead)) == first[:1]
         pool.check_integrity()
 
 
@@ -164,13 +175,13 @@ def test_a_request_without_draft_kv_takes_any_page_and_one_with_it_only_its_own(
     tokens = [*range(8), 50]
     pool = make()
     plain = fill(pool, tokens)
-    assert pool.match_prefix(tokens, 8, 1) == []
+    assert pool.match_prefix(tokens, 8, kv(1)) == []
     drafted = fill(pool, tokens, 1)
     assert not set(plain) & set(drafted)
     # From now on that page stands for both, and the other falls out of use.
     assert pool.match_prefix(tokens, 8) == drafted
     assert pool.match_prefix([*tokens[:8], 60], 8) == drafted
-    assert pool.match_prefix(tokens, 8, 1) == drafted
+    assert pool.match_prefix(tokens, 8, kv(1)) == drafted
     pool.check_integrity()
 
 
@@ -208,6 +219,21 @@ def test_a_prefix_is_known_as_long_as_it_has_a_page() -> None:
     other = fill(pool, [*range(4), 60], 1)
     assert other != drafted
     assert pool.match_prefix(tokens, 8) == [*other, behind[1]]
+    pool.check_integrity()
+
+
+def test_draft_kv_is_of_use_to_its_own_drafter_alone() -> None:
+    pool = make()
+    tokens = [*range(8), 50]
+    pages = fill(pool, tokens, 1)
+    assert pool.match_prefix(tokens, 8, kv(1, "another")) == []
+    # One whose keys and values depend on nothing behind a page is a drafter like the others.
+    own = DraftKv("another", 0, 1)
+    theirs = pool.allocate(1)
+    assert theirs is not None
+    assert pool.register(theirs[0], None, tokens[:4], own.key(tokens, 4)) == theirs[0]
+    assert pool.match_prefix(tokens, 8, own) == theirs
+    assert pool.match_prefix(tokens, 8, kv(1)) == pages
     pool.check_integrity()
 
 
@@ -304,7 +330,7 @@ class Sharing(RuleBasedStateMachine):
     def come(self, data: st.DataObject, drafts: bool) -> None:
         tokens = self.some_tokens(data)
         lookahead = self.lookahead if drafts else 0
-        pages = self.pool.match_prefix(tokens, len(tokens), lookahead)
+        pages = self.pool.match_prefix(tokens, len(tokens), kv(lookahead))
         assert pages == self.slow.match(tokens, len(tokens), lookahead)
         self.holders.append(Holder(tokens, lookahead, pages))
         self.compute(self.holders[-1])
@@ -346,7 +372,7 @@ class Sharing(RuleBasedStateMachine):
                 page,
                 holder.pages[-1] if holder.pages else None,
                 holder.tokens[end - self.page_size : end],
-                content[1],
+                key(holder.tokens, end, holder.lookahead),
             )
             assert swapped == self.slow.register(page, *content)
             holder.pages.append(swapped)

@@ -19,12 +19,15 @@ SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlett
 
 # Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (
-    {"device", "errors", "outputs", "sampling_params", "speculative_config", "tokenizer"},
-    {"acceptance", "config", "draft_budget", "draft_length", "step_costs"},
-    {"request"},
-    {"kv_cache", "models", "drafters", "suffix_store"},
-    {"slot_tables"},
-    {"scheduler", "step", "runner"},
+    {"device", "errors", "kv_cache", "methods", "outputs", "sampling_params", "tokenizer"},
+    {"speculative_config", "step_shape"},
+    {"config", "step_memory"},
+    {"request", "models"},
+    {"plan"},
+    {"drafters"},
+    {"drafting", "slot_tables"},
+    {"scheduler", "step"},
+    {"admission", "runner"},
     {"engine"},
     {"", "exactness"},
     {"server"},
@@ -205,8 +208,36 @@ def test_engine_groups(path: Path) -> None:
 
 
 def test_config_is_standard_library_only() -> None:
-    for name in imports(PACKAGE / "engine" / "speculative_config.py"):
-        assert name.split(".")[0] in sys.stdlib_module_names, name
+    for file in ("speculative_config.py", "methods.py"):
+        for name in imports(PACKAGE / "engine" / file):
+            is_registry = name.startswith("specops.engine.methods")
+            assert name.split(".")[0] in sys.stdlib_module_names or is_registry, name
+
+
+# What runs every method must name none: a method is its own file, its loader and a registry line.
+METHOD_NAMES = re.compile(r'"(mtp|ngram|suffix)"|[Mm]tp|[Nn]gram|[Ss]uffix')
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "admission",
+        "drafting",
+        "engine",
+        "plan",
+        "request",
+        "runner",
+        "scheduler",
+        "step",
+        "step_memory",
+        "step_shape",
+        "drafters/base",
+    ],
+)
+def test_the_loop_names_no_method(name: str) -> None:
+    text = (PACKAGE / "engine" / f"{name}.py").read_text()
+    text = text.replace("removesuffix", "").replace("removeprefix", "")
+    assert METHOD_NAMES.findall(text) == []
 
 
 def test_the_engine_imports_without_the_server_stack() -> None:

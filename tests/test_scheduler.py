@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from specops.engine import SamplingParams, SpeculativeConfig
-from specops.engine.kv_cache import PagePool
+from specops.engine.kv_cache import DraftKv, PagePool
+from specops.engine.plan import Plan, Scheduled
 from specops.engine.request import Request
-from specops.engine.scheduler import Scheduled, Scheduler
+from specops.engine.scheduler import Scheduler
 
 Tokens = tuple[int, ...]
 
@@ -24,9 +25,15 @@ class Row:
 
 
 def make_request(
-    arrival: int, tokens: Sequence[int], method: str, max_tokens: int, **own: Any
+    arrival: int,
+    tokens: Sequence[int],
+    method: str,
+    max_tokens: int,
+    *,
+    lookahead: int = 0,
+    **own: Any,
 ) -> Request:
-    return Request(
+    request = Request(
         request_id=f"r{arrival}",
         arrival=arrival,
         params=SamplingParams(max_tokens=max_tokens),
@@ -38,6 +45,9 @@ def make_request(
         token_ids=list(tokens),
         stream=None,  # type: ignore[arg-type]
     )
+    if lookahead:
+        request.draft_kv = DraftKv(method, lookahead, request.draft_stages[method])
+    return request
 
 
 class World:
@@ -49,18 +59,18 @@ class World:
         self.rng = random.Random(seed)
         self.lookahead, self.size, self.k = lookahead, 4, k
         self.pool = PagePool(num_pages, self.size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(
-            self.pool, max_num_seqs=6, max_num_batched_tokens=24, lookahead=lookahead
-        )
+        self.scheduler = Scheduler(self.pool, max_num_seqs=6, max_num_batched_tokens=24)
         self.memory = [[Row() for _ in range(self.size)] for _ in range(num_pages)]
         self.num_hits = {"naive": 0, "mtp": 0}
         self.num_spare = 0
         self.plans: list[list[tuple[str, int, int, bool]]] = []
+        self.slots: dict[int, Request] = {}
         self._arrivals = 0
 
     def arrive(self) -> None:
         method = self.rng.choice(["naive", "mtp"]) if self.lookahead else "naive"
-        own = {"num_speculative_tokens": self.k} if method == "mtp" else {}
+        own = {"num_speculative_tokens": self.k, "lookahead": self.lookahead}
+        own = own if method == "mtp" else {}
         # Prompts that share beginnings, some of them longer than what a request may still write.
         tokens = [1] * self.rng.randrange(1, 20) + [self.rng.randrange(2) for _ in range(3)]
         request = make_request(
@@ -71,15 +81,13 @@ class World:
 
     def step(self) -> None:
         before = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule(
-            self._num_drafts,
-            lambda request: request.speculative.num_speculative_tokens,
-            self._on_start,
-            lambda request: None,
-        )
+        self._choose_drafts(*self.scheduler.decoding())
+        scheduled = self.scheduler.schedule()
+        self._check_slots(scheduled)
+        plan = scheduled.parts
         self.plans.append([(p.request.request_id, p.num_rows, p.num_drafts, p.emits) for p in plan])
         for request in self.scheduler.waiting:
-            assert not (request.num_computed or request.num_drafted or request.pages)
+            assert not (request.num_computed or request.num_final_draft_kv or request.pages)
         assert self.scheduler.num_preemptions - before <= 6
         for part in plan:
             self._check(part)
@@ -89,19 +97,30 @@ class World:
 
     def abort(self) -> None:
         if self.scheduler.running:
-            self.scheduler.finish(self.rng.choice(self.scheduler.running))
+            self._finish(self.rng.choice(self.scheduler.running))
 
-    def _num_drafts(self, requests: Sequence[Request], room: int) -> list[int]:
-        counts = []
+    def _choose_drafts(self, requests: Sequence[Request], room: int) -> None:
         for request in requests:
-            wanted = self.rng.randrange(self.k + 1) if request.has_draft_kv else 0
-            counts.append(max(min(wanted, request.draft_limit, room), 0))
-            room -= counts[-1]
-        return counts
+            wanted = self.rng.randrange(self.k + 1) if request.draft_kv else 0
+            request.num_drafts = max(min(wanted, request.draft_room, room), 0)
+            room -= request.num_drafts
 
-    def _on_start(self, request: Request) -> None:
-        assert request.num_drafted == request.num_computed
-        self.num_hits[request.speculative.method] += request.num_computed
+    def _check_slots(self, plan: Plan) -> None:
+        """Who lost and who got a slot, told in order, leaves each slot with one request."""
+        for request, slot in plan.stopped:
+            assert self.slots.pop(slot) is request
+        for request in plan.started:
+            assert request.slot not in self.slots
+            self.slots[request.slot] = request
+            assert request.num_final_draft_kv == request.num_computed
+            self.num_hits[request.speculative.method] += request.num_computed
+        assert {slot: one for slot, one in self.slots.items() if one.slot == slot} == {
+            request.slot: request for request in self.scheduler.running
+        }
+
+    def _finish(self, request: Request) -> None:
+        del self.slots[request.slot]
+        self.scheduler.finish(request)
 
     def _row(self, request: Request, position: int) -> Row:
         return self.memory[request.pages[position // self.size]][position % self.size]
@@ -113,13 +132,13 @@ class World:
             assert self._row(request, position).model == tokens[: position + 1]
         needed = self.scheduler._pages_for(request.num_computed + part.num_rows)
         assert len(request.pages) >= needed
-        if not request.has_draft_kv:
+        if request.draft_kv is None:
             return
-        for position in range(request.num_drafted):
+        for position in range(request.num_final_draft_kv):
             following = tokens[position + 1 : position + 1 + self.lookahead]
             assert self._row(request, position).drafts == following
         if part.emits:
-            last = request.num_computed + part.num_rows + max(self.k - self.lookahead, 0)
+            last = request.num_computed + part.num_rows + max(part.draft_limit - self.lookahead, 0)
             room = len(request.pages) * self.size
             assert room >= min(last, request.max_len) or self.pool.num_available == 0
             assert len(request.pages) <= self.scheduler._pages_for(request.max_len)
@@ -141,22 +160,22 @@ class World:
         request.num_computed += known + accepted
         if part.emits:
             request.token_ids += [*drafts[:accepted], rng.randrange(2)]
-        if request.has_draft_kv and rng.random() < 0.7:  # else the drafter has a rest
+        if request.draft_kv is not None and rng.random() < 0.7:  # else the drafter has a rest
             self._draft(request)
         self.scheduler.register_full_pages(request)
         if len(request.token_ids) >= request.max_len or rng.random() < 0.02:
-            self.scheduler.finish(request)
+            self._finish(request)
 
     def _draft(self, request: Request) -> None:
         """Writes what the modules know, and behind it what they make up."""
         tokens = tuple(request.token_ids)
         final = min(request.num_computed, len(tokens) - self.lookahead)
-        for position in range(request.num_drafted, len(request.pages) * self.size):
+        for position in range(request.num_final_draft_kv, len(request.pages) * self.size):
             row = self._write(request, position)
             row.drafts = None
             if position < final:
                 row.drafts = tokens[position + 1 : position + 1 + self.lookahead]
-        request.num_drafted = max(final, request.num_drafted)
+        request.num_final_draft_kv = max(final, request.num_final_draft_kv)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
@@ -188,7 +207,7 @@ def test_nobody_is_preempted_for_rows_behind_the_text(lookahead: int) -> None:
         for lends in (True, False):
             world = World(seed, lookahead, caching=False, k=9)
             if not lends:
-                world.scheduler._lend_spare_pages = lambda draft_limit: None  # type: ignore[method-assign]
+                world.scheduler._lend_spare_pages = lambda: None  # type: ignore[method-assign]
                 world._check = lambda part: None  # type: ignore[method-assign]
             for _ in range(300):
                 if len(world.scheduler.waiting) < 4 and world.rng.random() < 0.5:
@@ -203,7 +222,7 @@ def test_nobody_is_preempted_for_rows_behind_the_text(lookahead: int) -> None:
 def test_a_request_alone_may_fill_the_pool() -> None:
     """Its spare pages end with its text: there is room for all of it, and for no more."""
     world = World(0, 1, num_pages=6, k=12)
-    request = make_request(0, [1] * 5, "mtp", 19, num_speculative_tokens=12)
+    request = make_request(0, [1] * 5, "mtp", 19, lookahead=1, num_speculative_tokens=12)
     world.scheduler.waiting.append(request)
     world.rng.random = lambda: 0.5  # type: ignore[method-assign]
     while world.scheduler.running or world.scheduler.waiting:
@@ -215,18 +234,14 @@ def test_a_request_alone_may_fill_the_pool() -> None:
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
 def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) -> None:
     pool = PagePool(16, 4, enable_prefix_caching=True)
-    scheduler = Scheduler(pool, max_num_seqs=2, max_num_batched_tokens=64, lookahead=lookahead)
+    scheduler = Scheduler(pool, max_num_seqs=2, max_num_batched_tokens=64)
+    own = {"num_speculative_tokens": 2, "lookahead": lookahead}
 
     def start(request: Request) -> None:
         scheduler.waiting.append(request)
-        scheduler.schedule(
-            lambda requests, room: [0] * len(requests),
-            lambda request: 2,
-            lambda request: None,
-            lambda request: None,
-        )
+        scheduler.schedule()
 
-    first = make_request(0, range(8), "mtp", 8, num_speculative_tokens=2)
+    first = make_request(0, range(8), "mtp", 8, **own)
     start(first)
     first.num_computed = 8
     for length in range(9, 13):
@@ -234,14 +249,14 @@ def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) ->
         first.num_computed = length - 1
         scheduler.register_full_pages(first)
         assert first.num_registered_pages == 0  # the drafter had a rest
-    first.num_drafted = min(first.num_computed, len(first.token_ids) - lookahead)
+    first.num_final_draft_kv = min(first.num_computed, len(first.token_ids) - lookahead)
     scheduler.register_full_pages(first)
     assert first.num_registered_pages == 2
     # With all that follows, with less, and by a request that does not care.
     for count, hits in ((lookahead, 8), (lookahead - 1, 4)):
-        second = make_request(1, first.token_ids[: 8 + count], "mtp", 8, num_speculative_tokens=2)
+        second = make_request(1, first.token_ids[: 8 + count], "mtp", 8, **own)
         start(second)
-        assert second.num_computed == second.num_drafted == hits
+        assert second.num_computed == second.num_final_draft_kv == hits
         scheduler.finish(second)
     plain = make_request(1, [*first.token_ids[:8], 99], "naive", 8)
     start(plain)

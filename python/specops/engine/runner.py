@@ -88,7 +88,9 @@ class Runner:
         self._state: NDArray[np.int32] = np.zeros((len(SlotState._fields), slots), dtype=np.int32)
         self._rates: dict[int, list[float]] = {}
         pages = slots * -(-model.max_model_len // page_size)
-        self._memory = StepMemory(device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages))
+        self._memory: StepMemory[Step] = StepMemory(
+            device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages)
+        )
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
         shape = (max_rows, model.config.hidden_size)
         taps = {

@@ -124,7 +124,7 @@ class Exchange:
         inputs.append(drafters_inputs)
         self.kv_indices = inputs.int32(shape.pages)  # last: only what is used of it is copied
 
-    def place(self, memory: StepMemory) -> None:
+    def place(self, memory: "StepMemory[Step]") -> None:
         """Gives the arrays their memory."""
         host, device = memory.block("exchange", self.inputs.end)
         for layout in (self.results, self.shared, self.inputs):
@@ -166,7 +166,7 @@ class Step:
         arrays: for the host to fill, and to read.
     """
 
-    def __init__(self, shape: StepShape, memory: StepMemory, parts: RunnerParts) -> None:
+    def __init__(self, shape: StepShape, memory: "StepMemory[Step]", parts: RunnerParts) -> None:
         self.shape = shape
         self._memory = memory
         self._parts = parts

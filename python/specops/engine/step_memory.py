@@ -2,7 +2,7 @@
 """The memory of steps: blocks that all steps share, and the arrays that a step has in them."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ from torch import Tensor
 from specops.engine.device import Device
 from specops.engine.step_shape import StepShape
 
-if TYPE_CHECKING:
-    from specops.engine.step import Step
-
 # Shapes whose views, or graphs, are kept; the one not used for longest goes first.
 _MAX_KEPT_STEPS, _MAX_KEPT_GRAPHS = 1024, 128
 _ALIGNMENT = 128  # of every array in a block, in bytes
@@ -23,6 +20,13 @@ _NUMPY: dict[torch.dtype, Any] = {
     torch.int64: np.int64,
     torch.float32: np.float32,
 }
+
+
+class _HasShape(Protocol):
+    shape: StepShape
+
+
+S = TypeVar("S", bound=_HasShape)
 
 
 class Array:
@@ -107,7 +111,7 @@ class Layout:
             array.place(device, host)
 
 
-class StepMemory:
+class StepMemory(Generic[S]):
     """The blocks that the steps use one after the other, and the steps made so far.
 
     Args:
@@ -120,10 +124,10 @@ class StepMemory:
         self.most = most
         self.num_captures = 0
         self._blocks: dict[str, tuple[Tensor, Tensor]] = {}  # host and device; the same on the CPU
-        self._steps: dict[StepShape, Step] = {}  # least recently used first
-        self._last: Step | None = None  # of these, the one used most recently
+        self._steps: dict[StepShape, S] = {}  # least recently used first
+        self._last: S | None = None  # of these, the one used most recently
 
-    def find(self, shape: StepShape) -> "Step | None":
+    def find(self, shape: StepShape) -> S | None:
         """Returns the step of a shape if it is there."""
         if self._last is not None and self._last.shape == shape:  # as it mostly is
             return self._last
@@ -132,7 +136,7 @@ class StepMemory:
             self._steps[shape] = self._last = step
         return step
 
-    def keep(self, shape: StepShape, step: "Step") -> None:
+    def keep(self, shape: StepShape, step: S) -> None:
         """Keeps a step for the next of its shape."""
         most = _MAX_KEPT_GRAPHS if self.device.captures else _MAX_KEPT_STEPS
         while len(self._steps) >= most:
