@@ -139,7 +139,7 @@ def _suffix(
     bench: Bench, engine: Engine, kind: str, prompts: list[list[int]], temperature: float
 ) -> None:
     """Tokens per second after the first token, over all prompts, plain and with suffix drafts."""
-    cache = engine.suffix_cache
+    cache = engine.drafters["suffix"].cache
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
         for i in range(len(prompts))

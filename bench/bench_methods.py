@@ -179,7 +179,7 @@ def _decode_afresh(
     speculative_config: dict[str, object],
 ) -> Decoding:
     """Generates all at once, with nothing in the shared suffix tree."""
-    cache = engine.suffix_cache
+    cache = engine.drafters["suffix"].cache
     for name in cache.cached_requests:
         cache.evict(name)
     cache.reclaim()  # what is evicted is drafted from until then

@@ -84,8 +84,9 @@ class FakeEngine:
         self.runnable_methods = methods
         self.missing_methods: dict[str, str] = {}
         self.stats = EngineStats()
-        self.suffix_cache = SimpleNamespace(num_cached_requests=0, num_cached_tokens=0, num_bytes=0)
-        self.has_unsaved_suffixes = False
+        cache = SimpleNamespace(num_cached_requests=0, num_cached_tokens=0, num_bytes=0)
+        self.drafters = {"suffix": SimpleNamespace(cache=cache)}
+        self.has_unsaved_drafters = False
         self.num_pages = 1000
         self.step_seconds = step_seconds
         self.fail_next_step = False

@@ -19,6 +19,7 @@ import simt
 import specops
 import torch
 from checkpoints import BASE, write_tokenizer
+from draft_lengths import Lengths, RandomRests
 from specops.engine import (
     Completion,
     Engine,
@@ -29,8 +30,9 @@ from specops.engine import (
 )
 from specops.engine.__main__ import main
 from specops.engine.device import CpuDevice, CudaDevice, open_device
-from specops.engine.step import StepShape, rounded
-from test_lossless_mtp import RandomRests
+from specops.engine.drafters.mtp import MtpDrafter, MtpShape
+from specops.engine.request import Request
+from specops.engine.step_shape import StepShape, rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin_device import OP_MODULES, TwinDevice
 
@@ -147,11 +149,26 @@ def bits(done: list[Completion]) -> list[Any]:
     ]
 
 
+def drafter_of(engine: Engine) -> MtpDrafter:
+    drafter = engine.drafters["mtp"]
+    assert isinstance(drafter, MtpDrafter)
+    return drafter
+
+
+def module_shapes(engine: Engine, captured: bool = False) -> list[MtpShape | None]:
+    """What modules do in the steps that are kept."""
+    steps = engine._runner._memory._steps.values()
+    kept = [dict(one.shape.drafters) for one in steps if one.is_captured or not captured]
+    shapes = [one.get("mtp") for one in kept]
+    assert all(one is None or isinstance(one, MtpShape) for one in shapes)
+    return shapes  # type: ignore[return-value]
+
+
 def poison_model(device: TwinDevice, engine: Engine) -> None:
     """The model's activations, too, are gone between steps, and its modules'."""
-    owners = [engine._runner.model]
-    if engine._runner._mtp is not None:
-        owners.append(engine._runner._mtp._modules)
+    owners: list[Any] = [engine._runner._parts.model]
+    if "mtp" in engine.drafters:
+        owners.append(drafter_of(engine).modules)
     device.scratch += [
         value
         for owner in owners
@@ -179,18 +196,17 @@ def agree(left: list[Completion], right: list[Completion]) -> None:
 
 # ---- shapes ----
 
-MOST = StepShape(48, 512, 512, 511, 48 * 16, 0, ())
+MOST = StepShape(48, 512, 512, 511, 48 * 16)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 6, 7, 10])
 def test_every_size_has_a_shape_and_there_are_few(k: int) -> None:
     """Whatever the relation of k + 1 to the ladder, no size is left without a shape of its size."""
-    drafting = (("ngram", k),) if k else ()
     shapes = set()
     for batch in range(1, MOST.batch + 1):
         for rows in range(batch, min(batch * (k + 1), MOST.rows) + 1):
             pages = 3 * batch
-            exact = StepShape(batch, rows, rows, 0, pages, -1, drafting)
+            exact = StepShape(batch, rows, rows, k, pages, proposals=k)
             shape = rounded(exact, MOST)
             assert all(got >= want for got, want in zip(shape[:5], exact[:5], strict=True))
             assert shape.rows == shape.outputs <= MOST.rows and shape.width == k
@@ -200,7 +216,7 @@ def test_every_size_has_a_shape_and_there_are_few(k: int) -> None:
             shapes.add(shape)
         if batch & (batch - 1) == 0 and batch * (k + 1) <= MOST.rows:
             # All requests with all their drafts: nothing is padded at all.
-            full = StepShape(batch, batch * (k + 1), batch * (k + 1), k, 64, -1, drafting)
+            full = StepShape(batch, batch * (k + 1), batch * (k + 1), k, 64, proposals=k)
             assert rounded(full, MOST)[:3] == full[:3]
     assert len(shapes) <= 110  # so that all of them are kept
 
@@ -355,12 +371,15 @@ def test_modules_that_catch_up_after_a_rest_fit_their_arrays(
     expected = bits(make(model_dir, NAIVE, **limits).generate(prompts, params))
     twin()
     engine = make(model_dir, MTP, **limits)
-    runner = engine._runner
-    limit = runner.draft_limit
-    runner.draft_limit = lambda request: limit(request) * (engine.stats.num_steps % 9 > 5)
+
+    class Rests(Lengths):
+        def limit(self, request: Request) -> int:
+            return super().limit(request) * (engine.stats.num_steps % 9 > 5)
+
+    Rests().decide_for(engine)
     assert bits(engine.generate(prompts, params)) == expected
-    assert runner._mtp is not None
-    assert max(one.draft_rows for one in runner._memory._steps) == runner._mtp.max_rows
+    longest = max(one.rows for one in module_shapes(engine) if one is not None)
+    assert longest == drafter_of(engine).max_rows
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -374,33 +393,33 @@ def test_modules_that_begin_anew_after_a_long_rest_are_replayed(
     device = twin()
     engine = make(model_dir, MTP, **limits)
     poison_model(device, engine)
-    runner = engine._runner
-    limit = runner.draft_limit
-    runner.draft_limit = lambda request: (
-        limit(request) if request.arrival % 2 or not 20 < len(request.token_ids) < 110 else 0
-    )
+
+    class Rests(Lengths):
+        def limit(self, request: Request) -> int:
+            rests = not request.arrival % 2 and 20 < len(request.token_ids) < 110
+            return 0 if rests else super().limit(request)
+
+    Rests().decide_for(engine)
     assert bits(engine.generate(prompts, params)) == expected
-    assert any(shape.skips_pages for shape in runner._memory._steps)
+    assert any(shape.skips_pages for shape in module_shapes(engine) if shape is not None)
     assert device.log.count("replay") > 50
 
 
-def test_rests_in_which_no_states_are_kept_are_replayed(
-    model_dir: Path, twin: Callable[..., TwinDevice], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Long rests of all, which end before they were expected to: the modules begin anew."""
-    monkeypatch.setattr("specops.engine.runner.DraftLengths", RandomRests)
+def test_rests_at_random_are_replayed(model_dir: Path, twin: Callable[..., TwinDevice]) -> None:
+    """Long rests of all, and short ones of some."""
     prompts, params = [[n, n + 1] for n in range(1, 6)], SamplingParams(max_tokens=240, seed=1)
     limits = {"max_num_seqs": 5, "max_model_len": 256}
     expected = bits(make(model_dir, NAIVE, **limits).generate(prompts, params))
     device = twin()
-    adaptive = dataclasses.replace(MTP, adaptive_draft_length=True)
-    engine = make(model_dir, adaptive, **limits)
+    engine = make(model_dir, MTP, **limits)
     poison_model(device, engine)
+    lengths = RandomRests()
+    lengths.decide_for(engine)
     assert bits(engine.generate(prompts, params)) == expected
-    shapes = [shape for shape, step in engine._runner._memory._steps.items() if step.is_captured]
-    assert {shape.draft_rows < 0 for shape in shapes} == {True, False}
-    assert any(shape.skips_pages for shape in shapes)
-    assert engine.stats.num_suspended_steps > 50
+    shapes = [one for one in module_shapes(engine, captured=True) if one is not None]
+    assert {one.rows > 0 for one in shapes} == {True, False}
+    assert any(one.skips_pages for one in shapes)
+    assert lengths.num_suspended > 50
     assert engine.stats.speculative.num_accepted_tokens > 0
 
 

@@ -112,7 +112,7 @@ def test_every_number_of_drafts_drafts(model_dir: Path, k: int) -> None:
 def test_one_call_a_step_for_all_requests(model_dir: Path, watched: None) -> None:
     engine = make(model_dir, max_num_seqs=8)
     engine.generate(prompts(8, 20), GREEDY)
-    calls = engine.suffix_cache.calls  # type: ignore[attr-defined]
+    calls = engine.drafters["suffix"].cache.calls  # type: ignore[attr-defined]
     assert calls["start"] == calls["stop"] == 8
     assert calls["step"] <= engine.stats.num_steps
 
@@ -143,8 +143,8 @@ def test_methods_side_by_side(model_dir: Path) -> None:
     done = [engine.completion(name) for name in names]
     assert len({tuple(one.token_ids) for one in done}) == 1
     assert [one.stats.num_accepted_tokens > 0 for one in done] == [False, True, True] * 2
-    assert engine.suffix_cache.num_cached_requests == 2
-    assert engine.suffix_cache.running_requests == []
+    assert engine.drafters["suffix"].cache.num_cached_requests == 2
+    assert engine.drafters["suffix"].cache.running_requests == []
 
 
 def test_a_wider_request_beside_others(model_dir: Path) -> None:
@@ -169,17 +169,17 @@ def test_without_a_shared_tree(model_dir: Path, budget: str) -> None:
     (done,) = engine.generate([PROMPT], GREEDY)
     assert done.token_ids == plain.token_ids
     assert accepted(engine) > 0, "a request's own tree is there"
-    assert engine.suffix_cache.num_cached_requests == 0
+    assert engine.drafters["suffix"].cache.num_cached_requests == 0
 
 
 def test_budgets_take_out_the_oldest(model_dir: Path) -> None:
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     engine = make(model_dir, suffix(max_cached_requests=3))
     engine.generate(prompts(8, 10), params)
-    assert engine.suffix_cache.num_cached_requests == 3
+    assert engine.drafters["suffix"].cache.num_cached_requests == 3
     engine = make(model_dir, suffix(max_cached_tokens=100))
     engine.generate(prompts(8, 10), params)
-    assert 0 < engine.suffix_cache.num_cached_tokens <= 100
+    assert 0 < engine.drafters["suffix"].cache.num_cached_tokens <= 100
 
 
 def test_a_second_time_everything_is_known(model_dir: Path) -> None:
@@ -208,7 +208,7 @@ def test_what_is_cached_is_what_was_said(model_dir: Path) -> None:
     choices = SamplingParams(max_tokens=20, seed=1, n=3, ignore_eos=True)
     done = [plain, *engine.generate([PROMPT], cut), *engine.generate([PROMPT], choices)]
     assert done[1].finish_reason == "stop" and len(done[1].token_ids) < 50
-    cache = engine.suffix_cache
+    cache = engine.drafters["suffix"].cache
     assert cache.num_cached_requests == 5
     assert cache.num_cached_tokens == cached_tokens(done)
     assert cache.running_requests == []
@@ -240,7 +240,7 @@ def test_aborts_leak_nothing(model_dir: Path, watched: None) -> None:
     assert preempted > 0
     while engine.has_unfinished():
         engine.step()
-    cache: Any = engine.suffix_cache
+    cache: Any = engine.drafters["suffix"].cache
     assert cache.running_requests == []
     assert cache.calls["start"] == cache.calls["stop"] <= 150
     assert cache.check_integrity() == ""
@@ -252,7 +252,7 @@ def test_preemption_keeps_a_request_s_tree(model_dir: Path, watched: None) -> No
     expected = make(model_dir, NAIVE, max_num_seqs=1).generate(each, params)
     engine = make(model_dir, suffix(max_cached_requests=0), num_pages=14, max_model_len=96)
     names = [engine.add_request(prompt, params) for prompt in each]
-    cache: Any = engine.suffix_cache
+    cache: Any = engine.drafters["suffix"].cache
     num_seen = 0
     while engine.has_unfinished():
         engine.step()
@@ -272,13 +272,13 @@ def test_a_failed_step_leaves_the_trees_as_they_were(model_dir: Path) -> None:
     name = engine.add_request(PROMPT, GREEDY)
     for _ in range(4):
         engine.step()
-    tokens = engine.suffix_cache.num_cached_tokens
+    tokens = engine.drafters["suffix"].cache.num_cached_tokens
     engine._requests[name].token_ids[-1] = engine.vocab_size
     with pytest.raises(EngineError, match="a step failed"):
         engine.step()
-    assert engine.suffix_cache.num_cached_tokens == tokens
+    assert engine.drafters["suffix"].cache.num_cached_tokens == tokens
     engine.abort(name)
-    assert engine.suffix_cache.running_requests == []
+    assert engine.drafters["suffix"].cache.running_requests == []
 
 
 # ---- corpora ----
@@ -292,9 +292,9 @@ def test_a_corpus_is_drafted_from(model_dir: Path, tmp_path: Path) -> None:
         engine = make(model_dir, suffix(8), suffix_corpus=str(path))
         text = file.read_bytes().decode()
         token_ids = engine.tokenizer.encode(text, add_special_tokens=False)
-        assert engine.suffix_cache.num_cached_requests == 1
-        assert engine.suffix_cache.num_cached_tokens == len(token_ids)
-        assert engine.suffix_cache.count(token_ids[-20:]) == 1
+        assert engine.drafters["suffix"].cache.num_cached_requests == 1
+        assert engine.drafters["suffix"].cache.num_cached_tokens == len(token_ids)
+        assert engine.drafters["suffix"].cache.count(token_ids[-20:]) == 1
         (done,) = engine.generate([[9, 9]], GREEDY)
         assert done.token_ids == plain.token_ids
 
@@ -312,8 +312,8 @@ def test_a_folder_of_texts(
     (tmp_path / "b" / "latin").write_bytes("für".encode("latin-1"))
     with caplog.at_level(logging.INFO):
         engine = make(model_dir, suffix_corpus=str(tmp_path))
-    assert engine.suffix_cache.num_cached_requests == 3
-    tokens = engine.suffix_cache.num_cached_tokens
+    assert engine.drafters["suffix"].cache.num_cached_requests == 3
+    tokens = engine.drafters["suffix"].cache.num_cached_tokens
     told = [record.getMessage() for record in caplog.records if "corpus" in record.getMessage()]
     assert told == [
         f"suffix corpus {tmp_path}: 4 of 7 files are empty or no text and are left out: "
@@ -387,26 +387,29 @@ def test_a_second_engine_drafts_from_its_start(model_dir: Path, tmp_path: Path) 
     params = SamplingParams(max_tokens=60, temperature=0.9, seed=4, ignore_eos=True)
     each = [[9, 9], [17, 3, 4], PROMPT]
     first = make(model_dir, suffix(8), suffix_cache=str(file))
-    assert first.has_unsaved_suffixes and not file.exists()
+    assert first.has_unsaved_drafters and not file.exists()
     cold = first.generate(each, params)
-    first.save_suffix_cache()
-    assert file.is_file() and not first.has_unsaved_suffixes
+    first.save_drafters()
+    assert file.is_file() and not first.has_unsaved_drafters
     assert list(tmp_path.iterdir()) == [file], "nothing else is left"
 
     second = make(model_dir, suffix(8), suffix_cache=str(file))
-    assert not second.has_unsaved_suffixes
-    assert second.suffix_cache.num_cached_tokens == first.suffix_cache.num_cached_tokens
+    assert not second.has_unsaved_drafters
+    assert (
+        second.drafters["suffix"].cache.num_cached_tokens
+        == first.drafters["suffix"].cache.num_cached_tokens
+    )
     warm = second.generate(each, params)
     assert [one.token_ids for one in warm] == [one.token_ids for one in cold]
     assert accepted(second) > 2 * accepted(first)
-    assert second.has_unsaved_suffixes
+    assert second.has_unsaved_drafters
     # As if the first engine had gone on.
     again = first.generate(each, params)
     assert [one.stats for one in again] == [one.stats for one in warm]
 
-    second.save_suffix_cache()
+    second.save_drafters()
     third = make(model_dir, suffix(8), suffix_cache=str(file))
-    assert third.suffix_cache.num_cached_requests == 6
+    assert third.drafters["suffix"].cache.num_cached_requests == 6
 
 
 def test_a_corpus_is_not_added_to_the_cache_twice(
@@ -422,11 +425,11 @@ def test_a_corpus_is_not_added_to_the_cache_twice(
         caplog.clear()
         with caplog.at_level(logging.INFO):
             engine = make(model_dir, **config)
-        assert engine.suffix_cache.num_cached_requests == 2
+        assert engine.drafters["suffix"].cache.num_cached_requests == 2
         assert any("known already" in record.getMessage() for record in caplog.records) or not run
-        engine.save_suffix_cache()
+        engine.save_drafters()
     (corpus / "a").write_text("another text")
-    assert make(model_dir, **config).suffix_cache.num_cached_requests == 3
+    assert make(model_dir, **config).drafters["suffix"].cache.num_cached_requests == 3
 
 
 def damaged(file: Path) -> None:
@@ -452,7 +455,7 @@ def test_files_that_are_refused(model_dir: Path, tmp_path: Path, change: Any) ->
     file = tmp_path / "cache.suffix"
     engine = make(model_dir, suffix_cache=str(file))
     engine.generate([PROMPT], GREEDY)
-    engine.save_suffix_cache()
+    engine.save_drafters()
     change(file)
     before = file.read_bytes()
     with pytest.raises(ValueError, match=r"^suffix_cache cannot be read: .*cache\.suffix"):
@@ -464,7 +467,7 @@ def test_a_file_of_another_tree_or_vocabulary(model_dir: Path, tmp_path: Path) -
     file = tmp_path / "cache.suffix"
     engine = make(model_dir, suffix_cache=str(file))
     engine.generate([PROMPT], GREEDY)
-    engine.save_suffix_cache()
+    engine.save_drafters()
     with pytest.raises(ValueError, match=r"suffix_cache cannot be read: .*depth.*32"):
         make(model_dir, suffix(max_tree_depth=32), suffix_cache=str(file))
     other = tmp_path / "other"
@@ -495,13 +498,13 @@ def test_files_that_cannot_be_written(
     with pytest.raises(ValueError, match=r"suffix_cache must be absent where .*_requests is 0"):
         make(model_dir, suffix(max_cached_requests=0), suffix_cache="file")
     with pytest.raises(ValueError, match="suffix_cache must name a file to be saved to, got None"):
-        make(model_dir).save_suffix_cache()
+        make(model_dir).drafters["suffix"].save()
     folder = tmp_path / "folder"
     folder.mkdir()
     engine = make(model_dir, suffix_cache=str(folder / "file"))
     folder.rmdir()
     with pytest.raises(ValueError, match=r"suffix_cache could not be saved: .*folder/file"):
-        engine.save_suffix_cache()
+        engine.save_drafters()
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ValueError, match=r"suffix_cache: files in .* cannot be written"):
         make(model_dir, suffix_cache=str(tmp_path / "file"))
@@ -542,8 +545,8 @@ def test_the_server_saves_when_it_ends_and_when_it_is_idle(
     monkeypatch.setattr(engine_thread, "_SAVE_SECONDS", 0.01)
     with serving(make(model_dir, suffix_cache=str(file))) as served:
         warm = ask(served.url)
-        wait_for(lambda: not served.engine.has_unsaved_suffixes)
-        assert served.engine.suffix_cache.num_cached_requests == 2
+        wait_for(lambda: not served.engine.has_unsaved_drafters)
+        assert served.engine.drafters["suffix"].cache.num_cached_requests == 2
         metrics = httpx.get(f"{served.url}/metrics").text
         lines = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line[0] != "#")
         name = served.engine.model_name

@@ -17,11 +17,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
+from draft_lengths import RandomLengths
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.draft_length import DraftLengths, DraftState
-from specops.engine.drafters import DraftBatch
-from specops.engine.request import Request
+from specops.engine.drafters import Drafter, StepResults, stage_limit
 from specops.engine.tokenizer import Tokenizer
 from specops.ngram import NgramIndex
 
@@ -215,7 +213,7 @@ def test_what_others_said_changes_nothing(temperature: float, tmp_path: Path) ->
         steps.append(engine.stats.num_steps - before)
 
     decode()
-    engine.save_suffix_cache()
+    engine.save_drafters()
     decode()
     engine = Engine(config)
     decode()
@@ -249,7 +247,7 @@ def test_aborts_and_arrivals_in_the_middle_change_nothing() -> None:
     for name, index in kept:
         assert bits(engine.completion(name)) == bits(plain(0.8)[index])
     assert engine.stats.speculative.num_accepted_tokens > 100
-    assert engine.suffix_cache.running_requests == []
+    assert engine.drafters["suffix"].cache.running_requests == []
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
@@ -352,28 +350,22 @@ def mixed(index: int) -> SamplingParams:
     )
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Knows what comes. Half of its drafts say so to their end, the others only up to some place.
 
     Args:
         truth: what each request will say, by its seed.
     """
 
+    name = "ngram"  # in whose place it is put
+
     def __init__(self, truth: dict[int, Completion]) -> None:
         self._truth = truth
-        self._requests: dict[int, Request] = {}
 
-    def start(self, request: Request) -> None:
-        self._requests[request.slot] = request
-
-    def stop(self, request: Request) -> None:
-        del self._requests[request.slot]
-
-    def propose(self, batch: DraftBatch) -> None:
-        batch.draft_token_ids.fill_(-1)
-        batch.num_draft_tokens.fill_(0)
-        for slot, request in self._requests.items():
-            width, known = int(batch.max_draft_tokens[slot]), int(batch.lens[slot])
+    def finish(self, results: StepResults) -> None:
+        for part in results.parts:
+            request, width = part.request, stage_limit(part, self.name)
+            known = len(request.token_ids)
             truth = self._truth[request.seed % 2**64].token_ids[known - request.prompt_len :]
             rng = random.Random(request.seed + known)
             right = width if rng.random() < 0.5 else rng.randrange(max(width, 1))
@@ -381,8 +373,16 @@ class ScriptedDrafter:
                 truth[i] if i < min(right, len(truth)) else rng.randrange(vocabulary().vocab_size)
                 for i in range(width)
             ]
-            batch.draft_token_ids[slot, :width] = torch.tensor(drafts, dtype=torch.int32)
-            batch.num_draft_tokens[slot] = width
+            results.proposals.token_ids[request.slot, :width] = drafts
+            results.proposals.counts[request.slot] = width
+
+
+def scripted_for(expected: Sequence[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the next engine draft with a script in the place of n-grams."""
+    truth = {one.seed % 2**64: one for one in expected}
+    monkeypatch.setattr(
+        "specops.engine.drafters.ngram.load", lambda context: ScriptedDrafter(truth)
+    )
 
 
 def run_mixed(engine: Engine, count: int = NUM_MIXED) -> list[Completion]:
@@ -443,8 +443,7 @@ def test_all_parameters_mixed_change_nothing(
     mode = "processed_logprobs" if k == 3 else "raw_logprobs"
     expected = mixed_plain(mode)
     if drafter == "scripted":
-        truth = {one.seed % 2**64: one for one in expected}
-        monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
+        scripted_for(expected, monkeypatch)
     method = "suffix" if drafter == "suffix" else "ngram"
     speculative = SpeculativeConfig(
         method=method, num_speculative_tokens=k, adaptive_draft_length=False
@@ -465,73 +464,23 @@ def test_all_parameters_mixed_change_nothing(
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
 
 
-class Untaught(DraftLengths):
-    """Does not let a clock decide anything: all is drafted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_resting, self.rest = False, 0
-
-    def limit(self, state: DraftState) -> int:
-        return state.most
-
-    def observe(self, *_: Any, **__: Any) -> None:
-        """Learns nothing, and has no opinion about rests."""
-
-    def pass_by(self, *_: Any, **__: Any) -> None:
-        """Likewise."""
-
-
-class RandomLengths(Untaught):
-    """Drafts of any length, and rests at any time: whatever a clock could ever lead to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._random = random.Random(5)
-
-    def limit(self, state: DraftState) -> int:
-        return self._random.choice([0, state.most, self._random.randint(0, state.most)])
-
-    def allocate(
-        self, states: Sequence[DraftState | None], proposed: Sequence[int], room: int
-    ) -> list[int]:
-        counts = []
-        for drafts in proposed:
-            counts.append(min(self._random.randint(0, drafts), room))
-            room -= counts[-1]
-        return counts
-
-
 @pytest.mark.parametrize("drafter", ["ngram", "scripted"])
 def test_lengths_at_random_change_nothing(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = mixed_plain()
     if drafter == "scripted":
-        truth = {one.seed % 2**64: one for one in expected}
-        monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
-    monkeypatch.setattr("specops.engine.runner.DraftLengths", RandomLengths)
-    speculative = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=6, min_ngram_size=1, adaptive_draft_length=True
-    )
+        scripted_for(expected, monkeypatch)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=6, min_ngram_size=1)
     limits = {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024}
-    engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **limits))
+    lengths = RandomLengths()
+    engine = lengths.decide_for(
+        Engine(EngineConfig(device="cpu", speculative_config=speculative, **limits))
+    )
     agree(run_mixed(engine), expected)
     spec = engine.stats.speculative
     assert 0.1 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.9
-    assert min(engine.stats.num_steps_per_length[:7]) > 0
-    assert engine.stats.num_suspended_steps > 0
+    assert min(lengths.verified[count] for count in range(7)) > 0
+    assert lengths.num_suspended > 0
     assert engine.stats.num_preemptions > 0
-
-
-def test_lengths_that_adapt_change_nothing() -> None:
-    """With a clock of this machine, which makes every run another."""
-    speculative = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=6, adaptive_draft_length=True
-    )
-    engine = Engine(
-        EngineConfig(device="cpu", speculative_config=speculative, max_num_seqs=12, num_pages=160)
-    )
-    agree(run_mixed(engine), mixed_plain())
-    assert sum(engine.stats.num_steps_per_length) > 0
 
 
 @pytest.mark.prove
@@ -546,8 +495,7 @@ def test_all_parameters_on_every_instruction_set(isa: str, monkeypatch: pytest.M
     agree(run_mixed(engine(speculative, max_num_seqs=10, num_threads=3), 40), expected)
     by_suffix = SpeculativeConfig(method="suffix", num_speculative_tokens=6)
     agree(run_mixed(engine(by_suffix, max_num_seqs=12, num_threads=2), 40), expected)
-    truth = {one.seed % 2**64: one for one in expected}
-    monkeypatch.setattr("specops.engine.runner.make_drafter", lambda *_: ScriptedDrafter(truth))
+    scripted_for(expected, monkeypatch)
     scripted = engine(speculative, max_num_seqs=16, num_threads=2, max_num_batched_tokens=64)
     agree(run_mixed(scripted, 40), expected)
     spec = scripted.stats.speculative

@@ -16,18 +16,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_tokenizer
+from draft_lengths import Lengths, NothingVerified, RandomRests
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.draft_length import DraftLengths, DraftState
+from specops.engine.drafters.mtp import MtpDrafter
 from specops.engine.exactness import PROMPTS as SHORT_PROMPTS
 from specops.engine.outputs import RequestOutput
+from specops.engine.plan import Plan
 from specops.engine.request import Request
-from specops.engine.runner import Emitted, Runner
-from specops.engine.scheduler import Scheduled
+from specops.engine.runner import Emitted
 from test_lossless import (
     PROMPTS,
-    RandomLengths,
-    Untaught,
     agree,
     bits,
     mixed_plain,
@@ -146,30 +145,34 @@ class Record:
         execute, step = engine._runner.execute, engine.step
         executed: list[tuple[int, Request]] = []
 
-        def executing(plan: Sequence[Scheduled]) -> list[Emitted]:
-            emitting = [(row, part.request) for row, part in enumerate(plan) if part.emits]
-            executed[:] = [(row, request) for row, request in emitting if request.has_draft_kv]
+        def executing(plan: Plan) -> list[Emitted]:
+            emitting = [(row, part.request) for row, part in enumerate(plan.parts) if part.emits]
+            executed[:] = [(row, request) for row, request in emitting if request.draft_kv]
             return execute(plan)
 
         def stepping() -> list[RequestOutput]:
             executed.clear()
             outputs = step()
             for row, request in executed:
-                self._note(engine._runner, row, request)
+                self._note(engine, row, request)
             return outputs
 
         engine._runner.execute = executing  # type: ignore[method-assign]
         engine.step = stepping  # type: ignore[method-assign]
         return engine
 
-    def _note(self, runner: Runner, row: int, request: Request) -> None:
-        counts, drafter, config = runner._counts.get("mtp"), runner._mtp, request.speculative
-        if request.slot < 0 or counts is None or drafter is None:
+    def _note(self, engine: Engine, row: int, request: Request) -> None:
+        drafter, config = engine.drafters["mtp"], request.speculative
+        proposals = engine._drafting.proposals
+        if request.slot < 0:
             return
-        count, text = counts[request.slot], tuple(request.token_ids)
-        drafts = tuple(int(i) for i in runner._drafts["mtp"][request.slot, :count])
+        assert isinstance(drafter, MtpDrafter)
+        count, text = int(proposals.counts[request.slot]), tuple(request.token_ids)
+        if config.mtp_strategy == "with_suffix":  # what it adds depends on other texts
+            count = min(count, config.num_model_steps)
+        drafts = tuple(proposals.token_ids[request.slot, :count].tolist())
         # After a long rest modules begin anew, and do not see all of the text.
-        key: tuple[Any, ...] = (text, request.draft_begin)
+        key: tuple[Any, ...] = (text, drafter._progress[request.slot].begin)
         params = request.params
         if (config.draws_drafts or config.drafts_with_target_numbers) and params.temperature > 0:
             key = (*key, request.seed, params.temperature, params.top_p)
@@ -184,9 +187,9 @@ class Record:
         self.num_seen_again += short > 0
         if count > len(known):
             self.drafts[key] = drafts
-        if config.mtp_strategy != "default" or count < drafter._num_steps:
+        if config.mtp_strategy != "default" or count < drafter.num_steps:
             return
-        logits = drafter._choices.logits[row].numpy().tobytes()
+        logits = drafter.choices.logits[row].numpy().tobytes()
         known_logits = self.logits.setdefault((*key, count), logits)
         assert known_logits == logits, f"{request.request_id}: {len(text)} tokens"
         self.num_logits_seen_again += known_logits is not logits
@@ -256,83 +259,49 @@ def test_modules_change_nothing(
     assert (engine.stats.prefix_cache_hits > 0) == ("enable_prefix_caching" not in LIMITS[case])
 
 
-class NoLengths(Untaught):
-    """All is drafted, and nothing verified: every step is of one token."""
-
-    def allocate(
-        self, states: Sequence[DraftState | None], proposed: Sequence[int], room: int
-    ) -> list[int]:
-        return [0] * len(proposed)
-
-
-class RandomRests(RandomLengths):
-    """Long rests of all, too: whatever a clock could ever lead to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._resting = 0
-
-    def limit(self, state: DraftState) -> int:
-        if self._resting == 0 and self._random.random() < 0.01:
-            self._resting = self._random.randrange(1, 300)  # questions, of all requests
-        self._resting = max(self._resting - 1, 0)
-        if self._random.random() < 0.05:  # is it going to be long? who knows
-            self.rest = self._random.choice([0, 1000])
-        return 0 if self._resting else self._random.randint(0, state.most)
-
-
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("modules", [1, 2, 3])
-def test_drafts_depend_on_the_text_alone(
-    tinies: dict[int, Tiny], modules: int, k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_depend_on_the_text_alone(tinies: dict[int, Tiny], modules: int, k: int) -> None:
     """Not on chunks, pages, prefixes found, preemptions, rests, or who else is there.
 
     Nor do the bits that they are chosen by.
     """
     case = (modules + k) % len(LIMITS)
-    drafts_stay(tinies[modules], k, LIMITS[case : case + 1], monkeypatch)
+    drafts_stay(tinies[modules], k, LIMITS[case : case + 1])
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("modules", [1, 2, 3])
 def test_drafts_depend_on_the_text_alone_under_all_limits(
-    tinies: dict[int, Tiny], modules: int, k: int, monkeypatch: pytest.MonkeyPatch
+    tinies: dict[int, Tiny], modules: int, k: int
 ) -> None:
-    drafts_stay(tinies[modules], k, LIMITS, monkeypatch)
+    drafts_stay(tinies[modules], k, LIMITS)
 
 
-def drafts_stay(
-    tiny: Tiny, k: int, each: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
     record, order = Record(), shuffled(k)[:24]
 
-    def decode(lengths: type[DraftLengths] | None, limits: dict[str, Any]) -> Engine:
-        speculative = SpeculativeConfig(
-            method="mtp", num_speculative_tokens=k, adaptive_draft_length=lengths is not None
-        )
-        with monkeypatch.context() as patch:
-            if lengths is not None:
-                patch.setattr("specops.engine.runner.DraftLengths", lengths)
-            engine = record.watch(make_engine(tiny, speculative, **limits))
+    def decode(lengths: Lengths, limits: dict[str, Any]) -> None:
+        speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=k)
+        engine = lengths.decide_for(record.watch(make_engine(tiny, speculative, **limits)))
         got = run(engine, order)
         assert [i for i in order if bits(got[i]) != plain(tiny, i)] == []
         # Then they go on where the others have stopped, with what these have left behind.
         more = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
         engine.generate([[*text_of(got[i]), 7] for i in order[:12]], more)
-        return engine
 
-    decode(NoLengths, {"max_num_seqs": 1, "enable_prefix_caching": False})
+    decode(NothingVerified(), {"max_num_seqs": 1, "enable_prefix_caching": False})
     num_texts = len(record.drafts)
     assert num_texts > 500 and len(record.logits) > 0.8 * num_texts
     for limits in each:
         record.num_seen_again = record.num_logits_seen_again = 0
-        decode(None, limits)
+        decode(Lengths(), limits)
         assert record.num_seen_again > 200 and record.num_logits_seen_again > 150
-        engine = decode(RandomRests, limits)
-        assert min(engine.stats.num_steps_per_length[: k + 1]) > 0
-        assert engine.stats.num_suspended_steps > 100
+        lengths = RandomRests()
+        decode(lengths, limits)
+        assert min(lengths.verified[count] for count in range(k + 1)) > 0
+        assert lengths.num_suspended > 100
         assert record.num_seen_again > 500 and record.num_logits_seen_again > 200
     # All texts are of plain decoding; at their ends it is asked for fewer drafts.
     num_begun_anew = sum(begin > 0 for _, begin, *_ in record.drafts)
@@ -361,7 +330,7 @@ METHODS: list[dict[str, Any]] = [
     {"method": "ngram", "num_speculative_tokens": 4},
     {"method": "suffix", "num_speculative_tokens": 5},
     {"method": "mtp", "num_speculative_tokens": 1},
-    {"method": "mtp", "num_speculative_tokens": 3, "adaptive_draft_length": True},
+    {"method": "mtp", "num_speculative_tokens": 3},
     {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2},
     {
         "method": "mtp",
@@ -374,14 +343,12 @@ METHODS: list[dict[str, Any]] = [
         "method": "mtp",
         "mtp_strategy": "with_ngram",
         "num_speculative_tokens": 4,
-        "adaptive_draft_length": True,
     },
     {
         "method": "mtp",
         "mtp_strategy": "with_suffix",
         "num_speculative_tokens": 5,
         "num_model_steps": 2,
-        "adaptive_draft_length": True,
     },
 ]
 
@@ -400,7 +367,8 @@ def test_rows_that_several_modules_always_run_again_keep_no_request_from_draftin
     engine.step()  # after which no text is as long as that
     for _ in range(6):
         engine.step()
-        behind = [len(one.token_ids) - one.num_drafted for one in engine._scheduler.running]
+        running = engine._scheduler.running
+        behind = [len(one.token_ids) - one.num_final_draft_kv for one in running]
         assert behind == [3] * 100
 
 
@@ -417,7 +385,6 @@ def test_drafts_behind_the_end_of_the_context_change_nothing(
     for config in METHODS[3:]:
         for k in (3, 16):
             own = {**config, "num_speculative_tokens": k, "num_model_steps": k}
-            own["adaptive_draft_length"] = False
             engine = make_engine(tinies[modules], SpeculativeConfig(**own), **limits)
             got = engine.generate(prompts, to_the_end)
             assert list(map(bits, got)) == list(map(bits, naive)), own
@@ -434,10 +401,10 @@ def test_all_methods_together_change_nothing(
 ) -> None:
     """Side by side, one after another in the same slots, and with requests that are aborted."""
     rng = random.Random(modules)
-    monkeypatch.setattr("specops.engine.runner.DraftLengths", RandomRests)
     engine = Record().watch(
         make_engine(tinies[modules], SpeculativeConfig(min_ngram_size=1), **limits)
     )
+    RandomRests().decide_for(engine)
     left = shuffled(modules)
     alive: list[tuple[str, int]] = []
     kept: list[tuple[str, int]] = []

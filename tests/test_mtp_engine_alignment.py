@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_tokenizer
+from draft_lengths import Lengths
 from mtp_checkpoints import make_mtp_checkpoint
 from mtp_oracle import oracle_drafts
 from safetensors.torch import save_file
 from specops import attention, batching, dense, sampling
 from specops.batching import DraftIndices
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters import CATCH_UP, MtpDrafter
-from specops.engine.drafters.base import DraftBatch
+from specops.engine.drafters import TargetStep
+from specops.engine.drafters.mtp import CATCH_UP, MtpStep
 from specops.engine.kv_cache import PagePool
 from specops.engine.models import MtpModules, MtpOutput, load_model, load_mtp
 from specops.engine.request import Request
-from specops.engine.runner import Runner
 from specops.sampling import Purpose
 from torch import Tensor
 
@@ -51,26 +51,25 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     """Notes every draft that modules make from now on."""
     made: list[Made] = []
     passes: list[Tensor] = []
-    logits, propose = MtpModules.logits, MtpDrafter.propose
+    logits, launch = MtpModules.logits, MtpStep.launch
 
     def watched_logits(self: MtpModules, hidden: Tensor, **how: Any) -> Tensor:
         passes.append(logits(self, hidden, **how).clone())
         return passes[-1]
 
-    def watched_propose(self: MtpDrafter, batch: DraftBatch) -> None:
+    def watched_launch(self: MtpStep, target: TargetStep) -> None:
         passes.clear()
-        propose(self, batch)
-        assert batch.target is not None
-        skipped = batch.target.skipped
-        for row, slot in enumerate(batch.target.drafting_slots.tolist()):
-            wanted = 0 if slot < 0 else int(batch.max_draft_tokens[slot])
-            # What n-grams add to them is not the modules'.
-            count = min(wanted, int(batch.num_draft_tokens[slot]))
+        launch(self, target)
+        skipped = self.num_skipped
+        for row, slot in enumerate(self.rows.drafting_slots.tolist()):
+            wanted = 0 if slot < 0 else int(self.max_draft_tokens[slot])
+            # Other drafters continue these afterwards.
+            count = min(wanted, int(target.num_draft_tokens[slot]))
             if wanted:
                 made.append(
                     Made(
-                        batch.token_ids[slot, : batch.lens[slot]].tolist(),
-                        batch.draft_token_ids[slot, :count].tolist(),
+                        target.token_ids[slot, : target.lens[slot]].tolist(),
+                        target.draft_token_ids[slot, :count].tolist(),
                         torch.stack([one[row] for one in passes[:count]]),
                         wanted,
                         0 if skipped is None else int(skipped[row]),
@@ -78,7 +77,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
                 )
 
     monkeypatch.setattr(MtpModules, "logits", watched_logits)
-    monkeypatch.setattr(MtpDrafter, "propose", watched_propose)
+    monkeypatch.setattr(MtpStep, "launch", watched_launch)
     return made
 
 
@@ -319,22 +318,16 @@ def test_preemption(served: Path, made: list[Made]) -> None:
 
 
 @pytest.mark.parametrize("span", [3, 40, 70])
-def test_drafters_that_rest(
-    served: Path, made: list[Made], monkeypatch: pytest.MonkeyPatch, span: int
-) -> None:
+def test_drafters_that_rest(served: Path, made: list[Made], span: int) -> None:
     """Requests that for so many tokens want no drafts, for as many do, and so on."""
-    limit = Runner.draft_limit
 
-    def rests(request: Request) -> bool:
-        return len(request.token_ids) // span % 2 == 1
+    class Rests(Lengths):
+        def limit(self, request: Request) -> int:
+            return 0 if len(request.token_ids) // span % 2 == 1 else super().limit(request)
 
-    monkeypatch.setattr(
-        Runner,
-        "draft_limit",
-        lambda self, request: 0 if rests(request) else limit(self, request),
-    )
     # More of them at once than can catch up in one step.
     engine = engine_of(served, max_num_batched_tokens=13, max_num_seqs=6, **SOME)
+    Rests().decide_for(engine)
     done = run(engine, [random_ids(5 * index + 1) for index in range(6)], 150)
     # What they left in the prefix cache, resting or not.
     again = [[*one.prompt_token_ids, *one.token_ids[:70]] for one in done[3:]]
@@ -441,19 +434,17 @@ def states_late(arguments: list[Any], named: dict[str, Any]) -> None:
 
 def chunk_tail_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that does not end the prompt has the token that was sampled there behind it."""
-    original = MtpDrafter.propose
+    original = MtpStep.launch
 
-    def propose(self: MtpDrafter, batch: DraftBatch) -> None:
-        rows = batch.target
-        assert rows is not None
-        token_ids = batch.token_ids.clone()
-        for slot, end in zip(rows.slots.tolist(), rows.kv_lens.tolist(), strict=True):
-            if slot >= 0 and end < batch.lens[slot] - 1 - DRAFTS:
-                batch.token_ids[slot, end] = (token_ids[slot, end] + 1) % 160
-        original(self, batch)
-        batch.token_ids.copy_(token_ids)
+    def launch(self: MtpStep, target: TargetStep) -> None:
+        token_ids = target.token_ids.clone()
+        for slot, end in zip(target.slots.tolist(), target.kv_lens.tolist(), strict=True):
+            if slot >= 0 and end < target.lens[slot] - 1 - DRAFTS:
+                target.token_ids[slot, end] = (token_ids[slot, end] + 1) % 160
+        original(self, target)
+        target.token_ids.copy_(token_ids)
 
-    monkeypatch.setattr(MtpDrafter, "propose", propose)
+    monkeypatch.setattr(MtpStep, "launch", launch)
 
 
 def first_pass(change: Callable[[DraftIndices], None], **arguments: Any) -> Plant:
@@ -547,7 +538,7 @@ def prefix_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         PagePool,
         "match_prefix",
-        lambda self, token_ids, most, lookahead=0: original(self, token_ids, most),
+        lambda self, token_ids, most, draft_kv=None: original(self, token_ids, most),
     )
 
 
@@ -558,7 +549,7 @@ def plain_block_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         PagePool,
         "register",
-        lambda self, page, parent, token_ids, behind=None: original(self, page, parent, token_ids),
+        lambda self, page, parent, token_ids, key=None: original(self, page, parent, token_ids),
     )
 
 
