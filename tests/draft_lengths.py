@@ -21,6 +21,9 @@ class Lengths:
         self.verified: Counter[int] = Counter()
         self.num_suspended = 0
 
+    def begin_step(self) -> None:
+        """Called before the others, once in every step."""
+
     def limit(self, request: Request) -> int:
         """Most drafts that a request may be given at the end of a step."""
         return request.speculative.num_speculative_tokens
@@ -35,6 +38,7 @@ class Lengths:
 
         def selecting(requests: Sequence[Request], room: int) -> None:
             select(requests, room)
+            self.begin_step()
             for request in requests:
                 request.num_drafts = min(request.num_drafts, self.verify(request))
                 if request.draft_stages:
@@ -75,11 +79,13 @@ class RandomRests(RandomLengths):
 
     def __init__(self) -> None:
         super().__init__()
-        self._resting = 0
+        self._resting = 0  # steps to come
+
+    def begin_step(self) -> None:
+        if self._resting == 0 and self._random.random() < 0.04:
+            self._resting = self._random.choice([self._random.randrange(1, 10), 40])
+        self._resting = max(self._resting - 1, 0)
 
     def limit(self, request: Request) -> int:
-        if self._resting == 0 and self._random.random() < 0.01:
-            self._resting = self._random.randrange(1, 300)  # questions, of all requests
-        self._resting = max(self._resting - 1, 0)
         most = request.speculative.num_speculative_tokens
         return 0 if self._resting else self._random.randint(0, most)

@@ -418,7 +418,6 @@ def test_rests_at_random_are_replayed(model_dir: Path, twin: Callable[..., TwinD
     assert bits(engine.generate(prompts, params)) == expected
     shapes = [one for one in module_shapes(engine, captured=True) if one is not None]
     assert {one.rows > 0 for one in shapes} == {True, False}
-    assert any(one.skips_pages for one in shapes)
     assert lengths.num_suspended > 50
     assert engine.stats.speculative.num_accepted_tokens > 0
 

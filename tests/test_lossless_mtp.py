@@ -279,6 +279,14 @@ def test_drafts_depend_on_the_text_alone_under_all_limits(
     drafts_stay(tinies[modules], k, LIMITS)
 
 
+class LongRests(Lengths):
+    """Of so many tokens that modules begin anew."""
+
+    def limit(self, request: Request) -> int:
+        rests = (len(request.token_ids) - request.prompt_len) // 24 % 2 == 0
+        return 0 if rests else super().limit(request)
+
+
 def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
     record, order = Record(), shuffled(k)[:24]
 
@@ -303,6 +311,10 @@ def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
         assert min(lengths.verified[count] for count in range(k + 1)) > 0
         assert lengths.num_suspended > 100
         assert record.num_seen_again > 500 and record.num_logits_seen_again > 200
+    with pytest.MonkeyPatch.context() as patch:  # pauses are long sooner, as texts are short
+        patch.setattr("specops.engine.drafters.mtp.CATCH_UP", 16)
+        patch.setattr("specops.engine.drafters.mtp.BEGIN_ANEW", 8)
+        decode(LongRests(), {"max_num_seqs": 5})
     # All texts are of plain decoding; at their ends it is asked for fewer drafts.
     num_begun_anew = sum(begin > 0 for _, begin, *_ in record.drafts)
     assert len(record.drafts) - num_begun_anew <= num_texts + 36

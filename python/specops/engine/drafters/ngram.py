@@ -44,6 +44,7 @@ class NgramDrafter(Drafter):
         self._device = context.target.device
         self._index: NgramIndex | None = None
         self._choices: Tensor
+        self._rows: tuple[Tensor, ...]
 
     def start(self, request: Request) -> bool:
         """Notes the request's n-gram sizes and its side; what was in the slot is forgotten."""
@@ -55,6 +56,7 @@ class NgramDrafter(Drafter):
                 self._slots, self._max_len, num_sizes=num_sizes, device=self._device
             )
             self._choices = torch.ones((3, self._slots), dtype=torch.int32, device=self._device)
+            self._rows = tuple(self._choices)  # shortest, longest, and whether the leftmost wins
         config = request.speculative
         choices = [config.min_ngram_size, config.max_ngram_size, config.ngram_match == "leftmost"]
         self._choices[:, request.slot] = torch.tensor(choices, dtype=torch.int32)
@@ -73,7 +75,6 @@ class NgramDrafter(Drafter):
 
     def propose(self, target: TargetStep, max_draft_tokens: Tensor) -> None:
         """Continues the proposals of every request in one call."""
-        min_sizes, max_sizes, leftmost = self._choices
         given = None
         if any(name != self.name for name, _ in target.shape.drafters):
             given = target.num_draft_tokens.clone()
@@ -81,9 +82,9 @@ class NgramDrafter(Drafter):
             target.token_ids,
             target.lens,
             max_draft_tokens,
-            min_ngram_size=min_sizes,
-            max_ngram_size=max_sizes,
-            leftmost=leftmost,
+            min_ngram_size=self._rows[0],
+            max_ngram_size=self._rows[1],
+            leftmost=self._rows[2],
             draft_token_ids=target.draft_token_ids,
             num_draft_tokens=target.num_draft_tokens,
             num_given_drafts=given,
