@@ -609,12 +609,24 @@ def test_faults_of_cuda_kernels_come_with_the_results(
 
 
 def test_faults_on_cpu(model_dir: Path) -> None:
-    engine = make(model_dir, NAIVE)
-    name = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
-    engine.step()
-    engine._requests[name].pages[0] = engine.num_pages
-    with pytest.raises(EngineError, match=r"a step failed: rope_append_kv: cache_slots"):
+    """A failed step ends its requests, leaves nothing behind, and the others go on."""
+    for speculative in (NAIVE, NGRAM, SUFFIX, MTP_SUFFIX):
+        engine = make(model_dir, speculative, max_num_seqs=2)
+        params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+        names = [engine.add_request([1, 2, 3 + index], params) for index in range(3)]
         engine.step()
+        engine._requests[names[1]].token_ids[-1] = engine.vocab_size
+        with pytest.raises(EngineError, match=r"a step failed: embedding: token_ids\[\d\] must be"):
+            engine.step()
+        assert not any(engine.abort(name) for name in names[:2])
+        while engine.has_unfinished():  # the one that waited
+            engine.step()
+        assert (
+            engine.completion(names[2]).token_ids
+            == engine.generate([[1, 2, 5]], params)[0].token_ids
+        )
+        assert engine.num_free_pages == engine.num_pages
+        engine._pool.check_integrity()
 
 
 def test_device_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

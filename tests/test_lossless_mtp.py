@@ -279,6 +279,16 @@ def test_drafts_depend_on_the_text_alone_under_all_limits(
     drafts_stay(tinies[modules], k, LIMITS)
 
 
+class RestsOfSome(RandomRests):
+    """Of every other request."""
+
+    def limit(self, request: Request) -> int:
+        return super().limit(request) if request.arrival % 2 else Lengths.limit(self, request)
+
+    def verify(self, request: Request) -> int:
+        return super().verify(request) if request.arrival % 2 else Lengths.verify(self, request)
+
+
 class LongRests(Lengths):
     """Of so many tokens that modules begin anew."""
 
@@ -416,7 +426,7 @@ def test_all_methods_together_change_nothing(
     engine = Record().watch(
         make_engine(tinies[modules], SpeculativeConfig(min_ngram_size=1), **limits)
     )
-    RandomRests().decide_for(engine)
+    RestsOfSome().decide_for(engine)
     left = shuffled(modules)
     alive: list[tuple[str, int]] = []
     kept: list[tuple[str, int]] = []
