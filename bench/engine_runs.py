@@ -2,7 +2,7 @@
 """How the engine is driven by the benches: steps at a fixed length, and single generations."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -11,39 +11,51 @@ from unittest import mock
 import torch
 from specops import _C
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters import DraftBatch
-from specops.engine.request import Request
-from torch import Tensor
+from specops.engine.drafters import Drafter, DrafterStep, TargetStep, stage_limit
+from specops.engine.plan import Scheduled
+from specops.engine.step_memory import Array, Layout
+from specops.engine.step_shape import StepShape
 
 from bench.checkpoints import Checkpoint
 
 
-class FixedDrafter:
+class FixedDrafter(Drafter):
     """Proposes the same number of arbitrary tokens at every step, to time verification."""
 
-    def __init__(self, device: torch.device) -> None:
-        # On the device, since what `propose` does may have been captured.
+    name = "ngram"  # in whose place it is put
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._slots = slots
+        # On the device, since what a step launches may have been captured.
         self._num_drafts = torch.zeros(1, dtype=torch.int32, device=device)
 
     def set_num_drafts(self, num_drafts: int) -> None:
         """From the next step on."""
         self._num_drafts.fill_(num_drafts)
 
-    def propose(self, batch: DraftBatch) -> None:
-        """Every slot that may draft gets that many tokens."""
-        torch.minimum(batch.max_draft_tokens, self._num_drafts, out=batch.num_draft_tokens)
-        batch.draft_token_ids.fill_(1)
+    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+        """It always drafts."""
+        return True
 
-    def start(self, request: Request) -> None:
-        """Keeps nothing."""
+    def new_step(
+        self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
+    ) -> DrafterStep:
+        """Its part of the steps of one shape."""
+        return _FixedStep(self._num_drafts, inputs.int32(self._slots), self.name)
 
-    def observe(
-        self, requests: Sequence[Request], hidden: Tensor, row_indptr: Sequence[int]
-    ) -> None:
-        """Keeps nothing."""
 
-    def stop(self, request: Request) -> None:
-        """Keeps nothing."""
+class _FixedStep(DrafterStep):
+    def __init__(self, num_drafts: torch.Tensor, limits: Array, name: str) -> None:
+        self._num_drafts, self._limits, self._name = num_drafts, limits, name
+
+    def fill(self, parts: Sequence[Scheduled]) -> None:
+        self._limits.host.fill(0)
+        for part in parts:
+            self._limits.host[part.request.slot] = stage_limit(part, self._name)
+
+    def launch(self, target: TargetStep) -> None:
+        torch.minimum(self._limits.device, self._num_drafts, out=target.num_draft_tokens)
+        target.draft_token_ids.fill_(1)
 
 
 class Stepper:
@@ -71,11 +83,11 @@ class Stepper:
             )
         limit = checkpoint.config["max_position_embeddings"]
         max_model_len = min(limit, kv_len + 512)
-        self._drafter = FixedDrafter(torch.device(device))
+        self._drafter = FixedDrafter(batch, torch.device(device))
         self._names: list[str] = []
         self._lengths: list[float] = []
         self._steps = self._starts = 0
-        with mock.patch("specops.engine.runner.make_drafter", lambda *_: self._drafter):
+        with mock.patch("specops.engine.drafters.ngram.load", lambda _: self._drafter):
             self.engine = Engine(
                 EngineConfig(
                     model=str(checkpoint.path),

@@ -19,9 +19,9 @@ from specops.engine import (
     EngineError,
     SamplingParams,
     SpeculativeConfig,
-    suffix_store,
 )
 from specops.engine.__main__ import main
+from specops.engine.drafters import suffix_store
 from specops.engine.server import engine_thread
 from specops.engine.server.metrics import Metrics
 from specops.suffix_tree import SuffixCache

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from specops.engine.methods import method_names
 from specops.engine.speculative_config import (
-    METHODS,
     REFUSED_FIELDS,
     RequestSpeculativeConfig,
     SpeculativeConfig,
@@ -363,7 +363,7 @@ def test_a_request_cannot_keep_a_step_waiting() -> None:
     assert server.override({}, max_num_model_steps=16) == server, "n-grams are no passes"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", method_names())
 def test_what_this_version_runs(method: str) -> None:
     config = make(method=method)
     if method in ("naive", "ngram"):
