@@ -409,7 +409,7 @@ class Bug(NamedTuple):
 
 BUGS = [
     Bug(
-        "the draft's own coin accepts it",
+        "the draft's own uniform accepts it",
         "if coin(ACCEPT, i) * given[token_id] < target[token_id]:",
         "if coin(DRAFT, i) * given[token_id] < target[token_id]:",
         ["rejection dense", "two steps REJECTION", "keys"],
@@ -457,13 +457,13 @@ BUGS = [
         ["rejection rows", "block rows", "steps of rows REJECTION"],
     ),
     Bug(
-        "the residual is drawn with the coin that refused",
+        "the residual is drawn with the uniform that rejected",
         "return _draw(target, coin(RESIDUAL))",
         "return _draw(target, coin(ACCEPT))",
         ["rejection dense", "rejection one_hot", "keys"],
     ),
     Bug(
-        "siblings share a coin",
+        "siblings share a uniform",
         "if coin(ACCEPT, i) * given[token_id] < target[token_id]:",
         "if coin(ACCEPT, 0) * given[token_id] < target[token_id]:",
         ["tree REJECTION dense", "tree REJECTION one_hot", "keys"],
@@ -475,31 +475,31 @@ BUGS = [
         ["rejection dense", "block dense", "target_match", "sample equality"],
     ),
     Bug(
-        "penalties do not see the drafts in flight",
+        "penalties ignore the drafts before the row",
         "for token_id in in_flight:",
         "for token_id in []:",
         ["processors REJECTION", "processors BLOCK"],
     ),
     Bug(
-        "bad words do not see the drafts in flight",
+        "bad words ignore the drafts before the row",
         "p.token_ids[slot, :position].tolist()) + in_flight",
         "p.token_ids[slot, :position].tolist())",
         ["processors REJECTION"],
     ),
     Bug(
-        "min tokens do not count the drafts in flight",
+        "min tokens ignore the drafts before the row",
         "output_len = position - int(p.prompt_lens[slot]) + len(in_flight)",
         "output_len = position - int(p.prompt_lens[slot])",
         ["processors REJECTION"],
     ),
     Bug(
-        "the row's own token has the next position's coin",
+        "the row's own token has the next position's uniform",
         "return _draw(target, coin(TARGET, position))",
         "return _draw(target, coin(TARGET, position + 1))",
         ["sample equality", "keys"],
     ),
     Bug(
-        "every row has the first position's coins",
+        "every row has the first position's uniforms",
         "functools.partial(_at, coin, start + depth)",
         "functools.partial(_at, coin, start)",
         ["rejection dense", "keys"],
@@ -524,7 +524,7 @@ BUGS = [
         ["two steps BLOCK", "keys"],
     ),
     Bug(
-        "block verification stops at the first refusal",
+        "block verification stops at the first rejection",
         "        if coin(ACCEPT, i - 1) < bar:\n            accepted = i",
         "        if coin(ACCEPT, i - 1) < bar and accepted == i - 1:\n            accepted = i",
         ["block dense"],
@@ -542,7 +542,7 @@ BUGS = [
         ["block dense"],
     ),
     Bug(
-        "a draft outside the nucleus is taken",
+        "a draft outside the nucleus is accepted",
         "elif rule == TOPP and drafts and target[drafts[0]] > 0:",
         "elif rule == TOPP and drafts:",
         ["topp", "edges"],
@@ -554,19 +554,19 @@ BUGS = [
         ["filters REJECTION", "topp"],
     ),
     Bug(
-        "typical_p keeps a token too few",
+        "typical_p keeps one token too few",
         "kept[ids[order[short + 1 :]]] = False",
         "kept[ids[order[max(short, 1) :]]] = False",
         ["ties"],
     ),
     Bug(
-        "synthetic rates of the row before",
+        "synthetic rates of the previous row",
         "[*accept_rates, 0.0][row])",
         "[*accept_rates, 0.0][row - 1])",
         ["policies TARGET_MATCH"],
     ),
     Bug(
-        "a refused draft ends the walk only if it differs",
+        "a rejected draft ends the walk only if it differs",
         "drafts, choice = [], _own(target, coin, start + depth)",
         "choice = _own(target, coin, start + depth)",
         ["policies TARGET_MATCH"],

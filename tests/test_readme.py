@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's example runs and prints what it says; the paths and targets it names exist."""
+"""The README's example prints what it says; what it names exists; it stays short."""
 
 import contextlib
 import io
@@ -26,3 +26,20 @@ def test_every_link_and_target_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"`make ([a-z-]+)`", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_map_and_the_traced_op_name_files_that_exist() -> None:
+    blocks = README.split("## Map")[1].split("## Commands")[0]
+    for written in re.findall(r"(?:csrc|python|tools|docs)/[\w./<>]*", blocks):
+        path = written.replace("<family>", "sampling").replace("<op>", "verify")
+        assert (ROOT / path).exists(), written
+    for name in ("<op>.h", "<op>_cpu.cpp", "<op>.cuh", "<op>.cu"):
+        assert name in blocks
+        assert (ROOT / "csrc" / "sampling" / name.replace("<op>", "verify")).exists(), name
+    trace = blocks.split("layer by layer")[1]
+    for name, path in re.findall(r"(verify\w*)\(.*?\)\s+(\S+\.(?:py|cpp|cu))", trace):
+        assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), (name, path)
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 140
