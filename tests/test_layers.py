@@ -20,6 +20,8 @@ SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlett
 # Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (
     {"device", "errors", "outputs", "sampling_params", "speculative_config", "tokenizer"},
+    {"cost_table", "draft_chances"},
+    {"draft_selection"},
     {"acceptance", "config", "draft_budget", "draft_length", "step_costs"},
     {"request"},
     {"kv_cache", "models", "drafters", "suffix_store"},
