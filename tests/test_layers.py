@@ -20,7 +20,8 @@ SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlett
 # Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (
     {"device", "errors", "kv_cache", "methods", "outputs", "sampling_params", "tokenizer"},
-    {"speculative_config", "step_shape"},
+    {"cost_table", "draft_chances", "speculative_config", "step_shape"},
+    {"draft_selection"},
     {"config", "step_memory"},
     {"request", "models"},
     {"plan"},
@@ -28,6 +29,7 @@ ENGINE_GROUPS = (
     {"drafting", "slot_tables"},
     {"scheduler", "step"},
     {"admission", "runner"},
+    {"calibration"},
     {"engine"},
     {"", "exactness"},
     {"server"},

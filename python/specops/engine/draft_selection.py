@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which drafts a step verifies, and whose drafters run at all.
+
+Of all drafts of a batch those with the highest chances are verified, as many as bring the most
+tokens per second. What drafts brought is set against what they cost: a request that loses by
+drafting pauses until the loss is a small share of its time, and a method as a whole never loses
+more than that share and a few steps. Seconds are those of the cost table. No clock decides, equal
+calls give equal choices, and which tokens are emitted never depends on any of it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, chain, repeat
+from typing import TypeAlias
+
+from specops.engine.cost_table import CostTable
+from specops.engine.draft_chances import MethodChances, RequestChances
+
+_FIRST_BANK, _BANK = 4.0, 8.0  # plain steps that a method may lose: at first, and of its gains
+_FIRST_CREDIT, _CREDIT = 2.0, 8.0  # tokens that a request may lose, likewise
+_KEPT = 0.25  # weight that a request's counts keep over a pause: its text may have changed
+
+
+class Method:
+    """What is remembered of a drafting method.
+
+    Attributes:
+        name: the key of its costs.
+        account: seconds that it may lose; while it is below 0, no request drafts.
+        chances: how likely its drafts are to be accepted.
+    """
+
+    def __init__(self, name: str, account: float) -> None:
+        self.name, self.account = name, account
+        self.chances = MethodChances()
+
+
+class RequestState:
+    """What is remembered of one request, from its start to its end.
+
+    Attributes:
+        drafts: whether its drafter runs at the end of the coming step.
+        method: its method.
+        chances: how likely its drafts are to be accepted.
+        credit: tokens that it may lose, each worth its time in plain decoding; while it is below 0,
+            the request does not draft.
+        is_on_trial: a draft was verified only as a test, and none was rejected since.
+    """
+
+    __slots__ = ("chances", "credit", "drafts", "is_on_trial", "method")
+
+    def __init__(self, method: Method) -> None:
+        self.method, self.chances = method, RequestChances(method.chances)
+        self.credit, self.drafts, self.is_on_trial = _FIRST_CREDIT, method.account >= 0, False
+
+
+States: TypeAlias = Sequence[RequestState]
+Floats: TypeAlias = Sequence[Sequence[float]]
+Nodes: TypeAlias = Sequence[Sequence[int]]
+Trees: TypeAlias = Nodes | None
+
+
+class DraftSelector:
+    """Selects the drafts of every step: `select` when it is planned, `observe` when it is done.
+
+    Args:
+        costs: of steps and drafters. None: every draft is verified, as far as there is room.
+        loss: share of plain decoding's time that drafting may lose, beside a few steps.
+    """
+
+    def __init__(self, costs: CostTable | None, loss: float = 0.02) -> None:
+        self._costs, self._loss = costs, loss
+        self._test_credit = 0.0  # tokens that may be lost with tests
+        self._methods: dict[str, Method] = {}
+
+    def start(self, method: str) -> RequestState:
+        """The state of a new request."""
+        if method not in self._methods:
+            account = _FIRST_BANK * self._costs.curve(1, 1)[1] if self._costs else 0.0
+            self._methods[method] = Method(method, account)
+        return RequestState(self._methods[method])
+
+    def select(
+        self, states: States, confidences: Floats, room: int, parents: Trees = None, others: int = 0
+    ) -> list[list[int]]:
+        """Chooses the drafts that a step verifies, with those before them on their paths.
+
+        Args:
+            states: of all requests that decode in the step.
+            confidences: in [0, 1], of each request's drafts; empty if it has none.
+            room: most drafts of the step.
+            parents: of each draft, the one before it on its path, which precedes it; -1: it comes
+                after the last token. None: all drafts are chains.
+            others: rows of the step beside those of the requests and their drafts.
+
+        Returns:
+            The chosen drafts of each request, ascending; of a chain they are its first ones.
+        """
+        trees = repeat(None, len(states)) if parents is None else parents
+        products = [
+            state.chances.products(own, tree)
+            for state, own, tree in zip(states, confidences, trees, strict=True)
+        ]
+        best = sorted(chain.from_iterable(products), reverse=True)[:room]
+        if not best:
+            return [[] for _ in states]
+        count = self._best_count(states, best, others)
+        least = best[count - 1] if count else 2.0
+        ties = best[:count].count(least)  # to be chosen of those exactly as likely as the last one
+        chosen = [
+            [n for n, p in enumerate(own) if p > least or (p == least and (ties := ties - 1) >= 0)]
+            for own in products
+        ]
+        idle = [i for i, nodes in enumerate(chosen) if not nodes and products[i]]
+        if self._costs and idle and count < room:
+            for i in self._tested(states, idle, others + count)[: room - count]:
+                chosen[i].append(products[i].index(max(products[i])))
+        return chosen
+
+    def _best_count(self, states: States, best: Sequence[float], others: int) -> int:
+        """How many of the likeliest drafts bring the most tokens per second."""
+        if self._costs is None:
+            return len(best)
+        batch, first = len(states), len(states) + others
+        curve = self._costs.curve(batch, first + len(best))
+        fixed = curve[batch] - curve[first]
+        for method, count in _num_drafting(states).items():
+            fixed += self._costs.drafting(method.name, count)
+        tokens = accumulate(best, initial=float(batch))
+        seconds = curve[first : first + len(best) + 1]
+        rates = [n / (fixed + t) for n, t in zip(tokens, seconds, strict=True)]
+        return rates.index(max(rates))
+
+    def _tested(self, states: States, idle: list[int], more_rows: int) -> list[int]:
+        """Those without a draft that seems to pay whose first one is tested in the step.
+
+        All are tested at once, since a first row may cost more than the next; a test that succeeds
+        is repeated until a draft is rejected.
+        """
+        assert self._costs is not None
+        batch, rows = len(states), len(states) + more_rows
+        curve = self._costs.curve(batch, rows + len(idle))
+        price = (curve[rows + len(idle)] - curve[rows]) / curve[batch] * batch
+        if self._test_credit < price:
+            return [i for i in idle if states[i].is_on_trial]
+        self._test_credit = 0.0
+        for i in idle:
+            states[i].is_on_trial = True
+        return idle
+
+    def observe(
+        self,
+        states: States,
+        verified: Floats,
+        accepted: Nodes,
+        parents: Trees = None,
+        others: int = 0,
+    ) -> None:
+        """Takes in a step that is done, and decides which requests draft in the next one.
+
+        Args:
+            states: as in `select`.
+            verified: confidences of the drafts that each request verified.
+            accepted: of these the accepted ones, along a path; of a chain any sequence as long.
+            parents: of the verified drafts; None: they are chains.
+            others: as in `select`.
+        """
+        for index, (state, own, path) in enumerate(zip(states, verified, accepted, strict=True)):
+            if own:
+                decided = own[: len(path) + 1]
+                if parents is not None:
+                    reached = {-1, *path}
+                    nodes = [n for n, parent in enumerate(parents[index]) if parent in reached]
+                    decided = [own[n] for n in [*path, *(n for n in nodes if n not in reached)]]
+                state.chances.observe(decided, len(path))
+                state.is_on_trial &= len(decided) == len(path)
+        for method in {state.method: None for state in states}:
+            method.chances.update()
+        if self._costs and states:
+            self._settle(states, list(map(len, verified)), list(map(len, accepted)), others)
+
+    def _settle(self, states: States, drafts: list[int], hits: list[int], others: int) -> None:
+        """Sets what a step brought against what it cost beyond plain decoding.
+
+        A request pays for its rows and for what it adds to its drafter's cost. The rest of that
+        cost is shared: only the method pays it.
+        """
+        assert self._costs is not None
+        batch, rows = len(states), sum(drafts)
+        first = batch + others
+        curve = self._costs.curve(batch, first + rows)
+        token = curve[batch] / batch  # seconds of one in plain decoding
+        row = (curve[first + rows] - curve[first]) / (rows * token) if rows else 0.0
+        added = {}  # tokens that one more request costs its drafter
+        for method, count in _num_drafting(states).items():
+            seconds = self._costs.drafting(method.name, count)
+            last = seconds - self._costs.drafting(method.name, count - 1)
+            added[method] = last / token
+            method.account -= seconds - last * count
+        for state, n, hit in zip(states, drafts, hits, strict=True):
+            gain = self._loss + hit - row * n
+            if state.drafts:
+                gain -= added[state.method]
+            state.credit = min(state.credit + gain, _CREDIT)
+            state.method.account += gain * token
+        self._test_credit = min(self._test_credit + self._loss * drafts.count(0), float(batch))
+        for method in {state.method: None for state in states}:
+            method.account = min(method.account, _BANK * curve[batch])
+        for state in states:
+            drafts_next = state.credit >= 0 and state.method.account >= 0
+            if drafts_next and not state.drafts:
+                state.chances.observe((), 0, _KEPT)
+            state.drafts = drafts_next
+
+
+def _num_drafting(states: States) -> Counter[Method]:
+    """How many requests of each method draft at the end of the coming step."""
+    return Counter([state.method for state in states if state.drafts])
