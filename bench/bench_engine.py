@@ -34,8 +34,8 @@ DRAFTS = 4
 MAX_TOKENS = 128
 ADAPTIVE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FIXED_LENGTHS = (1, 2, 4, 8)
-SUFFIX = {"method": "suffix", "num_speculative_tokens": 8, "adaptive_draft_length": False}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_draft_length": False}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 8, "adaptive_verification": False}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_verification": False}
 
 
 def run_qwen06(bench: Bench) -> None:
@@ -223,14 +223,14 @@ def run_adaptive(bench: Bench) -> None:
     drafting = {
         "method": "ngram",
         "num_speculative_tokens": max(FIXED_LENGTHS),
-        "adaptive_draft_length": True,
+        "adaptive_verification": True,
     }
     configs: dict[str, dict[str, object]] = {"plain": {"method": "naive"}, "adaptive": drafting}
     for length in FIXED_LENGTHS:
         configs[f"fixed {length}"] = {
             "method": "ngram",
             "num_speculative_tokens": length,
-            "adaptive_draft_length": False,
+            "adaptive_verification": False,
         }
     for kind, temperature in (("edits", 0.0), ("completions", 0.8)):
         prompts = prompt_token_ids(engine, kind)

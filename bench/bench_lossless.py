@@ -31,7 +31,7 @@ def run_lossless(bench: Bench) -> None:
         kind: prompt_token_ids(engine, kind)[:NUM_PROMPTS] for kind in ("edits", "completions")
     }
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    drafting = {"method": "ngram", "num_speculative_tokens": DRAFTS, "adaptive_draft_length": False}
+    drafting = {"method": "ngram", "num_speculative_tokens": DRAFTS, "adaptive_verification": False}
     configs = ({"method": "naive"}, drafting)
     for kind, token_ids in prompts.items():
         plain, drafted = (

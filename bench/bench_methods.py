@@ -45,7 +45,7 @@ METHODS: dict[str, dict[str, object]] = {
 CASES: dict[str, dict[str, object]] = {
     "plain": {"method": "naive"},  # beside itself: how far two runs differ
     **METHODS,
-    **{f"{name}.adaptive": {**one, "adaptive_draft_length": True} for name, one in METHODS.items()},
+    **{f"{name}.adaptive": {**one, "adaptive_verification": True} for name, one in METHODS.items()},
 }
 
 

@@ -31,7 +31,7 @@ def make(model_dir: Path, **config: Any) -> Engine:
 
 
 NGRAM = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=3, min_ngram_size=1, adaptive_draft_length=False
+    method="ngram", num_speculative_tokens=3, min_ngram_size=1, adaptive_verification=False
 )
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 

@@ -39,9 +39,9 @@ from twin_device import OP_MODULES, TwinDevice
 BENCH_PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
 NAIVE = SpeculativeConfig(method="naive")
 NGRAM = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=4, min_ngram_size=1, adaptive_draft_length=False
+    method="ngram", num_speculative_tokens=4, min_ngram_size=1, adaptive_verification=False
 )
-SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=6, adaptive_draft_length=False)
+SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=6, adaptive_verification=False)
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 MTP_NGRAM = SpeculativeConfig(
     method="mtp",

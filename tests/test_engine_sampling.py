@@ -21,7 +21,7 @@ VOCAB_SIZE = 160
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 NAIVE = SpeculativeConfig(method="naive")
 NGRAM = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=3, min_ngram_size=1, adaptive_draft_length=False
+    method="ngram", num_speculative_tokens=3, min_ngram_size=1, adaptive_verification=False
 )
 
 
@@ -344,7 +344,7 @@ def test_a_strategy_is_a_function_of_the_request(model_dir: Path, strategy: str)
         "method": "ngram",
         "num_speculative_tokens": 4,
         "min_ngram_size": 1,
-        "adaptive_draft_length": False,
+        "adaptive_verification": False,
     }
     own["verify_strategy"] = strategy
     each = [

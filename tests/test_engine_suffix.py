@@ -41,7 +41,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def suffix(k: int = 4, **values: Any) -> SpeculativeConfig:
     own = {f"suffix_decoding_{name}": value for name, value in values.items()}
     return SpeculativeConfig(
-        method="suffix", num_speculative_tokens=k, adaptive_draft_length=False, **own
+        method="suffix", num_speculative_tokens=k, adaptive_verification=False, **own
     )
 
 
@@ -134,7 +134,7 @@ def test_methods_side_by_side(model_dir: Path) -> None:
     own: list[dict[str, Any]] = [{}, {"method": "suffix"}, {"method": "ngram"}]
     names = [
         engine.add_request(
-            PROMPT, GREEDY, speculative_config={"adaptive_draft_length": False, **one}
+            PROMPT, GREEDY, speculative_config={"adaptive_verification": False, **one}
         )
         for one in own * 2
     ]

@@ -53,13 +53,13 @@ def run(
 ) -> tuple[dict[int, Completion], Engine]:
     # Greedy text repeats itself: there, more and bolder drafts, so that plenty of them are wrong.
     drafting = (
-        {"num_speculative_tokens": 4, "adaptive_draft_length": False} if method != "naive" else {}
+        {"num_speculative_tokens": 4, "adaptive_verification": False} if method != "naive" else {}
     )
     if drafting and temperature == 0:
         drafting = {
             "num_speculative_tokens": 6,
             "min_ngram_size": 1,
-            "adaptive_draft_length": False,
+            "adaptive_verification": False,
         }
     engine = Engine(
         EngineConfig(
@@ -152,7 +152,7 @@ def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str,
         method="ngram",
         num_speculative_tokens=6,
         min_ngram_size=1,
-        adaptive_draft_length=False,
+        adaptive_verification=False,
         **own,
     )
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))
@@ -198,7 +198,7 @@ def test_what_others_said_changes_nothing(temperature: float, tmp_path: Path) ->
     config = EngineConfig(
         device="cpu",
         speculative_config=SpeculativeConfig(
-            method="suffix", num_speculative_tokens=12, adaptive_draft_length=False
+            method="suffix", num_speculative_tokens=12, adaptive_verification=False
         ),
         suffix_cache=str(tmp_path / "cache"),
         max_num_seqs=4,
@@ -228,7 +228,7 @@ def test_aborts_and_arrivals_in_the_middle_change_nothing() -> None:
     """Requests that come and go among others, with drafts from those that were aborted."""
     rng = random.Random(5)
     speculative = SpeculativeConfig(
-        method="suffix", num_speculative_tokens=7, adaptive_draft_length=False
+        method="suffix", num_speculative_tokens=7, adaptive_verification=False
     )
     engine = Engine(
         EngineConfig(device="cpu", speculative_config=speculative, max_num_seqs=5, num_pages=96)
@@ -259,7 +259,7 @@ def test_a_request_may_choose_its_own_method_and_greedy_strategy(method: str) ->
         "method": method,
         "num_speculative_tokens": 9,
         "verify_strategy": "greedy",
-        "adaptive_draft_length": False,
+        "adaptive_verification": False,
     }
     done = engine.generate(
         [prompts()[i] for i in order], [params(i, 0.8) for i in order], speculative_config=own
@@ -283,7 +283,7 @@ def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dt
         ("suffix", {"max_num_seqs": 4, "num_threads": 3, "page_size": 64}),
     ):
         drafting = (
-            {"num_speculative_tokens": 5, "adaptive_draft_length": False}
+            {"num_speculative_tokens": 5, "adaptive_verification": False}
             if method != "naive"
             else {}
         )
@@ -446,7 +446,7 @@ def test_all_parameters_mixed_change_nothing(
         scripted_for(expected, monkeypatch)
     method = "suffix" if drafter == "suffix" else "ngram"
     speculative = SpeculativeConfig(
-        method=method, num_speculative_tokens=k, adaptive_draft_length=False
+        method=method, num_speculative_tokens=k, adaptive_verification=False
     )
     limits: dict[str, Any] = {
         1: {"max_num_seqs": 32},
@@ -490,7 +490,7 @@ def test_all_parameters_on_every_instruction_set(isa: str, monkeypatch: pytest.M
 
     expected = run_mixed(engine(SpeculativeConfig(method="naive"), max_num_seqs=1), 40)
     speculative = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=5, adaptive_draft_length=False
+        method="ngram", num_speculative_tokens=5, adaptive_verification=False
     )
     agree(run_mixed(engine(speculative, max_num_seqs=10, num_threads=3), 40), expected)
     by_suffix = SpeculativeConfig(method="suffix", num_speculative_tokens=6)

@@ -59,7 +59,9 @@ class EngineConfig:
         suffix_corpus: a text file, or a folder of them, whose texts suffix decoding drafts from as
             from responses it has seen; see docs/engine.md.
         suffix_cache: file that the responses suffix decoding drafts from are read from, if it is
-            there; `Engine.save_suffix_cache` writes it.
+            there; `Engine.save_drafters` writes it.
+        calibrate: measure what steps cost anew, even where an earlier engine has; only adaptive
+            verification needs to know.
     """
 
     model: str | None = None
@@ -82,6 +84,7 @@ class EngineConfig:
     max_waiting: int = 256
     suffix_corpus: str | None = None
     suffix_cache: str | None = None
+    calibrate: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.speculative_config, SpeculativeConfig):
@@ -98,7 +101,7 @@ class EngineConfig:
             value = getattr(self, name)
             if (value is not None or name == "device") and not (isinstance(value, str) and value):
                 raise ValueError(f"{name} must be a non-empty text, got {value!r}")
-        for name in ("enforce_eager", "enable_prefix_caching"):
+        for name in ("calibrate", "enforce_eager", "enable_prefix_caching"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")

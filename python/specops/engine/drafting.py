@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specops.engine.cost_table import CostTable
+from specops.engine.draft_selection import DraftSelector, RequestState
 from specops.engine.drafters import (
     Drafter,
     DrafterContext,
@@ -51,6 +53,11 @@ class Drafting:
                 if method in dict(wanted.draft_stages):
                     raise
                 self.missing[method] = error.reason
+        self._selector: DraftSelector | None = None
+        self._states: dict[Request, RequestState] = {}  # of those whose drafts are selected
+        # Of the step to come: confidences of their drafts, and rows of the other requests.
+        self._verified: dict[Request, list[float]] = {}
+        self._others = 0
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
 
@@ -104,6 +111,10 @@ class Drafting:
             self.proposals = _widened(
                 self.proposals, slots, request.speculative.num_speculative_tokens
             )
+        config = request.speculative
+        if config.selects_drafts and self._selector is not None and request not in self._states:
+            method = "+".join(request.draft_stages)
+            self._states[request] = self._selector.start(method)
         moved = [self.drafters[name].start(request) for name in request.draft_stages]
         return any(moved) or has_moved
 
@@ -115,22 +126,83 @@ class Drafting:
 
     def leave(self, request: Request) -> None:
         """A request is gone for good."""
+        self._states.pop(request, None)
         for name in request.draft_stages:
             self.drafters[name].leave(request)
 
+    def forget(self) -> None:
+        """Forgets the proposals, and how wide their table had to be."""
+        self.proposals = _no_proposals(len(self.proposals.counts), 0)
+
+    def use_costs(self, costs: CostTable) -> None:
+        """Selects the drafts of requests that ask for it by what steps and drafters cost."""
+        self._selector = DraftSelector(costs)
+
+    @property
+    def can_select(self) -> bool:
+        """Whether requests may ask for it."""
+        return self._selector is not None
+
     def select(self, requests: Sequence[Request], room: int) -> None:
-        """Decides how many of their proposed drafts requests verify in the next step.
+        """Decides how many of their proposed drafts requests verify, and who drafts next.
 
         Args:
             requests: all that decode.
             room: most drafts of all together.
         """
-        counts = self.proposals.counts
-        proposed = [
-            min(int(counts[request.slot]), max(request.draft_room, 0)) for request in requests
-        ]
-        for request, count in zip(requests, share_out(proposed, room), strict=True):
+        fixed = [request for request in requests if request not in self._states]
+        proposed = list(map(self._num_proposed, fixed))
+        rows = len(fixed)
+        for request, count in zip(fixed, share_out(proposed, room), strict=True):
             request.num_drafts = count
+            rows += count
+        if len(fixed) < len(requests):
+            assert self._selector is not None
+            self._verified = {
+                request: self.proposals.confidences[
+                    request.slot, : self._num_proposed(request)
+                ].tolist()
+                for request in requests
+                if request in self._states
+            }
+            states = [self._states[request] for request in self._verified]
+            self._others = rows
+            chosen = self._selector.select(
+                states, list(self._verified.values()), room - (rows - len(fixed)), others=rows
+            )
+            for request, nodes, state in zip(self._verified, chosen, states, strict=True):
+                request.num_drafts = len(nodes)
+                wanted = request.speculative.num_speculative_tokens
+                request.draft_limit = wanted if state.drafts else 0
+
+    def observe(self, parts: Sequence[Scheduled], num_accepted: Sequence[int]) -> int:
+        """Learns from a step whose drafts `select` has chosen.
+
+        Args:
+            parts: of the step.
+            num_accepted: drafts of each that were accepted.
+
+        Returns:
+            How many requests did not draft, because it would not have paid.
+        """
+        if not self._verified:
+            return 0
+        assert self._selector is not None
+        states, verified, accepted = [], [], []
+        for part, count in zip(parts, num_accepted, strict=True):
+            confidences = self._verified.pop(part.request, None)
+            if confidences is not None and part.emits:
+                states.append(self._states[part.request])
+                verified.append(confidences[: part.num_drafts])
+                accepted.append(range(count))
+        self._verified = {}  # what is left was preempted
+        num_suspended = sum(not state.drafts for state in states)
+        self._selector.observe(states, verified, accepted, others=self._others)
+        return num_suspended
+
+    def _num_proposed(self, request: Request) -> int:
+        """How many drafts there are for a request, as far as they could be emitted."""
+        return max(min(int(self.proposals.counts[request.slot]), request.draft_room), 0)
 
     def drafts_of(self, request: Request) -> NDArray[np.int32]:
         """The drafts that a request verifies."""

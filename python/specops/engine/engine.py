@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import specops
 from specops.engine.admission import Admission
+from specops.engine.calibration import costs_of
 from specops.engine.config import EngineConfig
 from specops.engine.device import open_device
 from specops.engine.drafters import Drafter, DrafterContext
@@ -106,6 +107,16 @@ class Engine:
             max_rows=config.max_num_batched_tokens,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
+        if config.speculative_config.selects_drafts:
+            costs = costs_of(
+                config,
+                self.tokenizer,
+                self._runner,
+                self._drafting,
+                self._pool,
+                self.max_model_len,
+            )
+            self._drafting.use_costs(costs)
         self._admission = Admission(
             config,
             self.tokenizer,
@@ -259,6 +270,9 @@ class Engine:
             if part.emits:
                 self._count(request, part.num_drafts, result.num_accepted)
                 outputs.append(self._commit(request, result))
+        self.stats.num_suspended_steps += self._drafting.observe(
+            plan.parts, [one.num_accepted for one in emitted]
+        )
         self._runner.finish()
         for part in plan.parts:
             self._scheduler.register_full_pages(part.request)

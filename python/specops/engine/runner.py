@@ -155,6 +155,11 @@ class Runner:
             self.stop(request, request.slot)
         self._drafting.leave(request)
 
+    def forget(self) -> None:
+        """Forgets the steps made so far and what drafters have proposed."""
+        self._memory.forget()
+        self._drafting.forget()
+
     def execute(self, plan: Plan) -> list[Emitted]:
         """Computes the rows of a step and returns what each request emitted, in plan order.
 

@@ -115,7 +115,7 @@ class RequestSpeculativeConfig:
         min_ngram_size: shortest match of n-gram drafting.
         max_ngram_size: longest match of n-gram drafting.
         ngram_match: which of the longest matches n-gram drafting takes.
-        adaptive_draft_length: verify fewer drafts, or none, where that is faster.
+        adaptive_verification: verify fewer drafts, or none, where that is faster.
     """
 
     method: str | None = None
@@ -128,7 +128,7 @@ class RequestSpeculativeConfig:
     min_ngram_size: int | None = None
     max_ngram_size: int | None = None
     ngram_match: str | None = None
-    adaptive_draft_length: bool | None = None
+    adaptive_verification: bool | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RequestSpeculativeConfig":
@@ -191,7 +191,7 @@ class SpeculativeConfig:
             draft_vocab it may be there with any method, for requests that choose "mtp".
         draft_vocab: safetensors file with the tensor d2t, the tokens that the MTP modules may
             draft. None lets them draft all.
-        adaptive_draft_length: num_speculative_tokens is the most; how many of them are verified,
+        adaptive_verification: num_speculative_tokens is the most; how many of them are verified,
             and whether the drafter runs, follows from what steps cost and drafts gain. Only where
             that cannot change a token: with verify_strategy "target_match" or "greedy", and
             accept_policy "normal". Elsewhere, and when False, all drafts are verified.
@@ -220,7 +220,7 @@ class SpeculativeConfig:
     suffix_decoding_read_on: bool = True
     model: str | None = None
     draft_vocab: str | None = None
-    adaptive_draft_length: bool = False
+    adaptive_verification: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", _method(self.method))
@@ -263,9 +263,9 @@ class SpeculativeConfig:
             path = getattr(self, name)
             if path is not None and not (isinstance(path, str) and path):
                 raise ValueError(f"{name} must be a path or null, got {path!r}")
-        if not isinstance(self.adaptive_draft_length, bool):
+        if not isinstance(self.adaptive_verification, bool):
             raise ValueError(
-                f"adaptive_draft_length must be true or false, got {self.adaptive_draft_length!r}"
+                f"adaptive_verification must be true or false, got {self.adaptive_verification!r}"
             )
 
     def _resolve_lengths(self) -> None:
@@ -316,10 +316,10 @@ class SpeculativeConfig:
         object.__setattr__(self, name, tuple(map(float, rates)))
 
     @property
-    def has_adaptive_lengths(self) -> bool:
+    def selects_drafts(self) -> bool:
         """Whether the engine decides how many drafts are verified: no token depends on it then."""
         return (
-            self.adaptive_draft_length
+            self.adaptive_verification
             and self.verify_strategy in ("target_match", "greedy")
             and self.accept_policy == "normal"
         )

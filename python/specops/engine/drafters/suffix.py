@@ -80,6 +80,8 @@ class SuffixDrafter(Drafter):
         """Drops the request's own tree; its response stays in the shared one."""
         if self._started.pop(request.arrival, None) is not None:
             self.cache.stop(self._name_of(request))
+            if not request.output_token_ids:  # there is no response
+                self.cache.evict(self._name_of(request))
 
     def finish(self, results: StepResults) -> None:
         """Appends what was emitted to the trees and continues the proposals, in one call."""

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what steps and drafters cost on this machine, once; the table is kept in a file."""
+
+import dataclasses
+import hashlib
+import logging
+import platform
+import time
+from array import array
+from pathlib import Path
+
+import torch
+
+import specops
+from specops.engine.config import EngineConfig
+from specops.engine.cost_table import STEP, CostTable, cost_path
+from specops.engine.drafting import Drafting
+from specops.engine.kv_cache import PagePool
+from specops.engine.plan import Plan, Scheduled
+from specops.engine.request import Request
+from specops.engine.runner import Runner
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.tokenizer import TextStream, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT = 64  # tokens of the requests that are measured, where the model takes so many
+_DRAFTS = 16  # most drafts of one of them
+
+
+def costs_of(
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    runner: Runner,
+    drafting: Drafting,
+    pool: PagePool,
+    max_model_len: int,
+) -> CostTable:
+    """Returns the costs of an engine that has no request yet, from its file or measured now.
+
+    Args:
+        config: of the engine.
+        tokenizer: of the model.
+        runner: of the engine.
+        drafting: likewise.
+        pool: likewise; all pages are free before and after.
+        max_model_len: tokens of the longest request.
+    """
+    path = cost_path(*_identity(config))
+    table = None if config.calibrate else CostTable.load(path)
+    if table is None:
+        begun = time.perf_counter()
+        trial = _Trial(config, tokenizer, runner, drafting, pool, max_model_len)
+        try:
+            table = CostTable.measure(
+                trial.run,
+                [_method_of(config.speculative_config)],
+                max_rows=min(trial.max_rows, config.max_num_batched_tokens),
+                max_requests=len(trial.requests),
+            )
+        finally:
+            trial.end()
+        table.save(path)
+        logger.info("step costs measured in %.1f s: %s", time.perf_counter() - begun, path)
+    return table
+
+
+def _method_of(config: SpeculativeConfig) -> str:
+    """The name by which costs and chances of a request's drafters are kept."""
+    return "+".join(name for name, _ in config.draft_stages)
+
+
+def _identity(config: EngineConfig) -> list[str]:
+    """Everything that costs depend on."""
+    model = config.model_dir / "config.json"
+    digest = hashlib.sha256(model.read_bytes() if model.is_file() else b"").hexdigest()
+    if specops.has_cuda() and torch.cuda.is_available() and config.device != "cpu":
+        device = torch.cuda.get_device_name()
+    else:
+        device = f"{_cpu_name()} {specops.get_isa()} x {specops.get_num_threads()}"
+    settings = (config.dtype, config.page_size, config.max_num_seqs, config.max_num_batched_tokens)
+    drafting = (config.speculative_config.draft_stages, config.enforce_eager)
+    return [specops.__version__, digest, device, *map(str, (*settings, *drafting))]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+class _Trial:
+    """Requests that decode the same step over and over: they commit nothing."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        runner: Runner,
+        drafting: Drafting,
+        pool: PagePool,
+        max_model_len: int,
+    ) -> None:
+        self._runner, self._drafting, self._pool = runner, drafting, pool
+        drafts = max(
+            min(_DRAFTS, max_model_len // 2 - 2), config.speculative_config.num_model_steps
+        )
+        context = max(min(_CONTEXT, max_model_len - drafts - 2), 1)
+        pages = -(-(context + 2 * drafts + 2) // config.page_size)
+        count = max(min(config.max_num_seqs, pool.num_available // pages), 1)
+        self.max_rows = count * (1 + drafts)
+        self._most = drafts
+        plain = dataclasses.replace(
+            config.speculative_config, accept_policy="reject_all", num_speculative_tokens=drafts
+        )
+        params = SamplingParams(max_tokens=drafts + 1, temperature=0.0, ignore_eos=True)
+        self.requests = [
+            Request(
+                request_id=f"trial-{index}",
+                arrival=-1 - index,  # of no request that comes
+                params=params,
+                speculative=plain,
+                seed=0,
+                choice_index=0,
+                prompt_len=context,
+                max_len=context + drafts + 1,
+                token_ids=[1 + (index + n) % 7 for n in range(context + 1)],
+                stream=TextStream(tokenizer, ()),
+                num_computed=context,
+                slot=index,
+                pages=array("i", pool.allocate(pages) or ()),
+            )
+            for index in range(count)
+        ]
+        for request in self.requests:
+            runner.start(request)
+        drafting.proposals.token_ids[:] = 1
+        self._known: set[tuple[int, int, int]] = set()
+
+    def run(self, name: str, rows: int, requests: int) -> float:
+        """Seconds of a step, or of a method's drafters behind one."""
+        if name == STEP:
+            return self._step(rows, requests, 0)
+        limit = self.requests[0].speculative.num_model_steps
+        with_drafts = self._step(requests, requests, limit)
+        return max(with_drafts - self._step(requests, requests, 0), 1e-9)
+
+    def _step(self, rows: int, requests: int, draft_limit: int) -> float:
+        base, more = divmod(rows - requests, requests)
+        parts = []
+        for index, request in enumerate(self.requests[:requests]):
+            request.num_drafts = min(base + (index < more), self._most)
+            count = 1 + request.num_drafts
+            parts.append(Scheduled(request, count, request.num_drafts, True, draft_limit))
+        key = (sum(part.num_rows for part in parts), requests, draft_limit)
+        for _ in range(0 if key in self._known else 2):  # made, and captured
+            self._execute(parts)
+        self._known.add(key)
+        begun = time.perf_counter()
+        self._execute(parts)
+        return time.perf_counter() - begun
+
+    def _execute(self, parts: list[Scheduled]) -> None:
+        self._runner.execute(Plan(parts=parts))
+        self._runner.finish()
+        self._drafting.proposals.token_ids[:] = 1
+
+    def end(self) -> None:
+        """Leaves nothing behind."""
+        for request in self.requests:
+            self._runner.leave(request)
+            self._pool.release(request.pages)
+        self._runner.forget()
