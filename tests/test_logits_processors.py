@@ -412,7 +412,7 @@ def test_purposes_that_choose_no_token_are_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["slots", "mask_indices", "repetition_penalty", "token_ids"])
-@pytest.mark.parametrize("op", ["verify", "verify_tree", "top_logprobs"])
+@pytest.mark.parametrize("op", ["verify", "verify of trees", "top_logprobs"])
 def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change: str) -> None:
     """The third of four requests has a wrong value; on CUDA it yields nothing, the others all."""
     batch, k, vocab, n = 4, 3, 70, 5
@@ -421,7 +421,7 @@ def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change
         "draft_token_ids": torch.randint(vocab, (batch, k), dtype=torch.int32),
         "positions": torch.tensor([5, 9, 3, 8], dtype=torch.int32),
     }
-    if op == "verify_tree":
+    if op == "verify of trees":
         step["parents"] = torch.tensor([[-1, 0, 0]] * batch, dtype=torch.int32)
     rows = batch * (k + 1)
     processors = random_processors(batch, rows, vocab, step["positions"], step["draft_token_ids"])
@@ -438,8 +438,7 @@ def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change
             out = sampling.top_logprobs(logits.to(device), n, **arguments, **more)[0]
             return out.view(batch, -1).cpu()
         more["ranks"] = torch.zeros(batch, k + 1, dtype=torch.int32, device=device)
-        call = sampling.verify_tree if op == "verify_tree" else sampling.verify
-        out = call(logits.to(device), **arguments, **more)
+        out = sampling.verify(logits.to(device), **arguments, **more)
         assert torch.equal(more["ranks"] > 0, out[0] >= 0)
         return out[0].cpu()
 
@@ -457,7 +456,7 @@ def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change
         want = tokens(processors)
         step["positions"][2] = 9
     got = None
-    with expect_fault(on_cuda, op.replace("_tree", "(_tree)?") + ": .* must be"):
+    with expect_fault(on_cuda, op.split()[0] + ": .* must be"):
         got = tokens(processors)
     if got is not None:
         assert (got[2] == -1).all()

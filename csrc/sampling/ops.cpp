@@ -416,14 +416,14 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
     int32_t rule = params.strategy ? params.strategy[i] : 1;
     if (!is_strategy(rule, tree)) {
       check.fail(at("strategy", i),
-                 tree ? "0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION)"
+                 tree ? "0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION) where parents are given"
                       : "0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 (TOPP)",
                  std::to_string(rule));
     }
     int32_t choice = params.policy ? params.policy[i] : 0;
     if (!is_policy(choice, tree)) {
       check.fail(at("policy", i),
-                 tree ? "0 (NORMAL) or 2 (REJECT_ALL)"
+                 tree ? "0 (NORMAL) or 2 (REJECT_ALL) where parents are given"
                       : "0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC)",
                  std::to_string(choice));
     }
@@ -463,32 +463,35 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
   }
 }
 
-// verify, and verify_tree where parents are wanted.
-void verify_drafts(const char* op,
-                   bool tree,
-                   const TensorView& logits,
-                   const TensorView& output_indptr,
-                   const TensorView& draft_token_ids,
-                   const TensorView& parents,
-                   const TensorView& positions,
-                   const TensorView& strategy,
-                   const TensorView& policy,
-                   const FilterViews& filters,
-                   const ProcessorViews& processor_views,
-                   const TensorView& draft_probs,
-                   const TensorView& draft_prob_token_ids,
-                   const TensorView& draft_prob_rows,
-                   const TensorView& accept_rates,
-                   bool processed_logprobs,
-                   const TensorView& output_token_ids,
-                   const TensorView& num_accepted_tokens,
-                   const TensorView& accepted_nodes,
-                   const TensorView& logprobs,
-                   const TensorView& ranks,
-                   const TensorView& workspace) {
-  Checker check(op);
+void verify(const TensorView& logits,
+            const TensorView& output_indptr,
+            const TensorView& draft_token_ids,
+            const TensorView& positions,
+            const TensorView& parents,
+            const TensorView& strategy,
+            const TensorView& policy,
+            const TensorView& temperature,
+            const TensorView& top_k,
+            const TensorView& top_p,
+            const TensorView& min_p,
+            const TensorView& typical_p,
+            const TensorView& seeds,
+            const TensorView& choice_index,
+            const ProcessorViews& processor_views,
+            const TensorView& draft_probs,
+            const TensorView& draft_prob_token_ids,
+            const TensorView& draft_prob_rows,
+            const TensorView& accept_rates,
+            bool processed_logprobs,
+            const TensorView& logprobs,
+            const TensorView& ranks,
+            const TensorView& output_token_ids,
+            const TensorView& num_accepted_tokens,
+            const TensorView& accepted_nodes,
+            const TensorView& workspace) {
+  Checker check("verify");
   Dim rows{"num_output_rows"}, vocab_size{"vocab_size"}, batch{"batch"};
-  Dim drafts{tree ? "n" : "k"}, batch_plus_one{"batch + 1"}, capacity{tree ? "n + 1" : "k + 1"};
+  Dim drafts{"k"}, batch_plus_one{"batch + 1"}, capacity{"k + 1"};
   Dim num_draft_probs{"num_draft_probs"};
   check.tensor(
       "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
@@ -496,16 +499,15 @@ void verify_drafts(const char* op,
   batch_plus_one.value = batch + 1;
   capacity.value = drafts + 1;
   check.tensor("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
-  if (tree) {
-    check.tensor("parents", parents, {DType::kInt32}, {&batch, &drafts});
-    check.that(drafts <= kMaxTreeDrafts,
-               "draft_token_ids",
-               "of at most " + std::to_string(kMaxTreeDrafts) + " nodes a request",
-               drafts.value);
-  }
+  check.optional("parents", parents, {DType::kInt32}, {&batch, &drafts});
+  check.that(!parents.defined() || drafts <= kMaxTreeDrafts,
+             "draft_token_ids",
+             "of at most " + std::to_string(kMaxTreeDrafts) + " drafts a request where parents are",
+             drafts.value);
   check.tensor("positions", positions, {DType::kInt32}, {&batch});
   check.optional("strategy", strategy, {DType::kInt32}, {&batch});
   check.optional("policy", policy, {DType::kInt32}, {&batch});
+  FilterViews filters{temperature, top_k, top_p, min_p, typical_p, seeds, choice_index};
   filters.check_shapes(check, batch);
   LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
   if (!draft_prob_token_ids.defined()) num_draft_probs.value = vocab_size;
@@ -529,7 +531,7 @@ void verify_drafts(const char* op,
   check.optional("accept_rates", accept_rates, {DType::kFloat32}, {&batch, &drafts});
   check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &capacity});
   check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
-  if (tree) check.tensor("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &drafts});
+  check.optional("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &drafts});
   check.optional("logprobs", logprobs, {DType::kFloat32}, {&batch, &capacity});
   check.optional("ranks", ranks, {DType::kInt32}, {&batch, &capacity});
   if (batch == 0) return;
@@ -540,7 +542,7 @@ void verify_drafts(const char* op,
       .logits = logits.raw(),
       .output_indptr = output_indptr.data<int32_t>(),
       .draft_token_ids = draft_token_ids.data<int32_t>(),
-      .parents = tree ? parents.data<int32_t>() : nullptr,
+      .parents = parents.data<int32_t>(),
       .positions = positions.data<int32_t>(),
       .strategy = strategy.data<int32_t>(),
       .policy = policy.data<int32_t>(),
@@ -552,7 +554,7 @@ void verify_drafts(const char* op,
       .accept_rates = accept_rates.data<float>(),
       .output_token_ids = output_token_ids.data<int32_t>(),
       .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
-      .accepted_nodes = tree ? accepted_nodes.data<int32_t>() : nullptr,
+      .accepted_nodes = accepted_nodes.data<int32_t>(),
       .logprobs = logprobs.data<float>(),
       .ranks = ranks.data<int32_t>(),
       .processed_logprobs = processed_logprobs,
@@ -572,102 +574,6 @@ void verify_drafts(const char* op,
   if (check.on_cuda()) return verify_cuda(params, check.stream());
   check_verify_values(check, params, history_len(processor_views));
   run_on_cpu<VerifyParams>(verify_cpu, params, params.output_indptr[batch] * vocab_size);
-}
-
-void verify(const TensorView& logits,
-            const TensorView& output_indptr,
-            const TensorView& draft_token_ids,
-            const TensorView& positions,
-            const TensorView& strategy,
-            const TensorView& policy,
-            const TensorView& temperature,
-            const TensorView& top_k,
-            const TensorView& top_p,
-            const TensorView& min_p,
-            const TensorView& typical_p,
-            const TensorView& seeds,
-            const TensorView& choice_index,
-            const ProcessorViews& processors,
-            const TensorView& draft_probs,
-            const TensorView& draft_prob_token_ids,
-            const TensorView& draft_prob_rows,
-            const TensorView& accept_rates,
-            bool processed_logprobs,
-            const TensorView& output_token_ids,
-            const TensorView& num_accepted_tokens,
-            const TensorView& logprobs,
-            const TensorView& ranks,
-            const TensorView& workspace) {
-  verify_drafts("verify",
-                /*tree=*/false,
-                logits,
-                output_indptr,
-                draft_token_ids,
-                {},
-                positions,
-                strategy,
-                policy,
-                {temperature, top_k, top_p, min_p, typical_p, seeds, choice_index},
-                processors,
-                draft_probs,
-                draft_prob_token_ids,
-                draft_prob_rows,
-                accept_rates,
-                processed_logprobs,
-                output_token_ids,
-                num_accepted_tokens,
-                {},
-                logprobs,
-                ranks,
-                workspace);
-}
-
-void verify_tree(const TensorView& logits,
-                 const TensorView& output_indptr,
-                 const TensorView& draft_token_ids,
-                 const TensorView& parents,
-                 const TensorView& positions,
-                 const TensorView& strategy,
-                 const TensorView& policy,
-                 const TensorView& temperature,
-                 const TensorView& top_k,
-                 const TensorView& top_p,
-                 const TensorView& min_p,
-                 const TensorView& typical_p,
-                 const TensorView& seeds,
-                 const TensorView& choice_index,
-                 const ProcessorViews& processors,
-                 const TensorView& draft_probs,
-                 const TensorView& draft_prob_token_ids,
-                 bool processed_logprobs,
-                 const TensorView& output_token_ids,
-                 const TensorView& num_accepted_tokens,
-                 const TensorView& accepted_nodes,
-                 const TensorView& logprobs,
-                 const TensorView& ranks,
-                 const TensorView& workspace) {
-  verify_drafts("verify_tree",
-                /*tree=*/true,
-                logits,
-                output_indptr,
-                draft_token_ids,
-                parents,
-                positions,
-                strategy,
-                policy,
-                {temperature, top_k, top_p, min_p, typical_p, seeds, choice_index},
-                processors,
-                draft_probs,
-                draft_prob_token_ids,
-                {},
-                {},
-                processed_logprobs,
-                output_token_ids,
-                num_accepted_tokens,
-                accepted_nodes,
-                logprobs,
-                ranks,
-                workspace);
 }
 
 void top_logprobs(const TensorView& logits,
@@ -923,7 +829,6 @@ std::array<uint32_t, 4> philox(uint64_t seed, const std::array<uint32_t, 4>& cou
 void register_sampling(pybind11::module_& m) {
   m.def("sample", &sample);
   m.def("verify", &verify);
-  m.def("verify_tree", &verify_tree);
   m.def("top_logprobs", &top_logprobs);
   m.def("sampling_workspace_bytes", &sampling_workspace_bytes);
   m.def("commit", &commit);

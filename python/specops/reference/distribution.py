@@ -146,8 +146,8 @@ def process_logits(
     """The logits after mask, bad words, min tokens, bias and penalties, in their own dtype.
 
     `processors` has the fields of `sampling.LogitsProcessors`, or is None. Without output_indptr
-    every row is a request, as in `sample`; with it rows are those of `verify` or, given parents,
-    `verify_tree`. The drafts on the path to a row count as tokens of the output.
+    every row is a request, as in `sample`; with it rows, drafts and parents are those of `verify`.
+    The drafts on the path to a row count as tokens of the output.
     """
     out = logits.clone()
     if processors is None:
