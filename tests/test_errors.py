@@ -381,6 +381,7 @@ def ngram_propose() -> dict[str, Any]:
         "index_tokens": 8,
         "draft_token_ids": torch.zeros(2, 4, dtype=torch.int32),
         "num_draft_tokens": ints(0, 0),
+        "match_lens": ints(0, 0),
     }
 
 

@@ -305,6 +305,7 @@ def ngram_propose(
     index_tokens: int,
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor,
+    match_lens: Tensor | None,
 ) -> None: ...
 
 class SuffixCache:

@@ -95,12 +95,12 @@ _SCHEMAS = (
     "ngram_propose(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, int min_ngram_size, "
     "int max_ngram_size, bool leftmost, Tensor? num_given_drafts, int max_total_draft_tokens, "
     "Tensor(a!)? table, Tensor(b!)? state, int scan_tokens, int index_tokens, "
-    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens) -> ()",
+    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens, Tensor(e!)? match_lens) -> ()",
     "ngram_propose.per_request(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, "
     "Tensor min_ngram_size, Tensor max_ngram_size, Tensor leftmost, "
     "Tensor? num_given_drafts, int max_total_draft_tokens, Tensor(a!)? table, "
     "Tensor(b!)? state, int scan_tokens, int index_tokens, "
-    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens) -> ()",
+    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens, Tensor(e!)? match_lens) -> ()",
 )
 
 _LIBRARY: Any = torch.library.Library("specops", "DEF")  # type: ignore[no-untyped-call]
