@@ -411,6 +411,37 @@ def test_purposes_that_choose_no_token_are_refused(device: str) -> None:
         sampling.sample(logits, positions, purpose=Purpose.ACCEPT)
 
 
+@pytest.mark.parametrize("rules", [{"repetition", "frequency"}, {"bad_words", "min_tokens"}])
+def test_drafts_past_the_vocabulary(device: str, isa: str, rules: set[str]) -> None:
+    """Rows behind such a draft are computed as if it were a token that no table names."""
+    batch, k, vocab, n = 4, 3, 70, 5
+    drafts = torch.randint(vocab, (batch, k), dtype=torch.int32)
+    drafts[1, 1], drafts[2, 0], drafts[3, 2] = vocab, 2**31 - 1, 1024
+    positions = torch.tensor([5, 9, 3, 8], dtype=torch.int32)
+    rows = batch * (k + 1)
+    logits = torch.randn(rows, vocab)
+    processors = only(
+        random_processors(batch, rows, vocab, positions, drafts.clamp(max=vocab - 1)), rules
+    )
+    step = {
+        "output_indptr": torch.arange(batch + 1, dtype=torch.int32) * (k + 1),
+        "draft_token_ids": drafts,
+        "positions": positions,
+    }
+    want_ids, want, _ = reference.top_logprobs(
+        logits, n, processed_logprobs=True, processors=processors, **step
+    )
+    ids, logprobs, _ = sampling.top_logprobs(
+        logits.to(device),
+        n,
+        processed_logprobs=True,
+        processors=to_device(processors, device),
+        **on_device(step, device),
+    )
+    assert torch.equal(ids.cpu(), want_ids)
+    torch.testing.assert_close(logprobs.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("change", ["slots", "mask_indices", "repetition_penalty", "token_ids"])
 @pytest.mark.parametrize("op", ["verify", "verify of trees", "top_logprobs"])
 def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change: str) -> None:

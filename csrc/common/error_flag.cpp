@@ -140,8 +140,6 @@ const char* error_sentence(int32_t code) {
              "another value";
     case ErrorCode::kVerifyNoAcceptRates:
       return "verify: accept_rates must be given where a policy is 3 (SYNTHETIC), got None";
-    case ErrorCode::kVerifyDraftTokenId:
-      return "verify: draft_token_ids must be -1 or below vocab_size, got an id outside";
 
     case ErrorCode::kSampleTypicalP:
       return "sample: typical_p must be within (0, 1], got a value outside";
@@ -180,7 +178,7 @@ const char* error_sentence(int32_t code) {
     case ErrorCode::kVerifyDraftProbRows:
       return "verify: draft_prob_rows must be -1 or a row of draft_probs, got a row outside";
     case ErrorCode::kTopLogprobsParameters:
-      return "top_logprobs: output_indptr, draft_token_ids, parents, filters and processors must "
+      return "top_logprobs: output_indptr, parents, filters and processors must "
              "be "
              "as verify takes them, got another value";
 

@@ -288,8 +288,9 @@ def verify(
 
     Under ACCEPT_ALL choice is the child where there is one; under REJECT_ALL the walk ends at the
     root; under SYNTHETIC draft i is taken where u(ACCEPT) < accept_rates[b, i], and own[row] ends
-    the walk where it is not. A draft of -1 is no token: it is never accepted, and no sibling after
-    it is looked at.
+    the walk where it is not. A draft less than 0 is no token: it is never accepted, and no
+    sibling after it is looked at. A draft past the vocabulary is a token without any probability:
+    it is never accepted either, whatever the policy, and counts as rejected.
 
     Args:
         logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided. Rows from

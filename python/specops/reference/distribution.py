@@ -210,7 +210,7 @@ def _process_row(
             counts[ids[ids >= 0].long()] = packed >> 1
             in_prompt[ids[ids >= 0].long()] = (packed & 1) == 1
         for token_id in in_flight:
-            if token_id >= 0:
+            if 0 <= token_id < len(x):
                 counts[token_id] += 1
         if p.repetition_penalty is not None:
             penalty = p.repetition_penalty[slot]

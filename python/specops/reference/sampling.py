@@ -254,6 +254,11 @@ def _walk(
 
     Row r > 0 is node r - 1; targets are the rows' distributions, given[r] that of r's children.
     """
+    # a draft past the vocabulary is one more token, of which nothing has any
+    vocab_size = len(targets[0])
+    tokens = [min(token_id, vocab_size) for token_id in tokens]
+    targets = [torch.nn.functional.pad(target, (0, 1)) for target in targets]
+    given = [None if q is None else torch.nn.functional.pad(q, (0, 1)) for q in given]
     # the drafts in reach: a -1 is never accepted, and nothing behind it among its siblings is
     children: list[list[int]] = [[] for _ in targets]
     for r in range(len(targets)):
@@ -280,7 +285,8 @@ def _walk(
         target = targets[row]
         if policy != NORMAL:
             rate = {ACCEPT_ALL: 1.0, REJECT_ALL: 0.0}.get(policy, [*accept_rates, 0.0][row])
-            if drafts and coin(ACCEPT, start + depth) < rate:
+            may_emit = bool(drafts) and drafts[0] < vocab_size
+            if may_emit and coin(ACCEPT, start + depth) < rate:
                 choice = drafts[0]
             else:
                 drafts, choice = [], _own(target, coin, start + depth)
