@@ -94,9 +94,6 @@ class ReferenceOps:
     def verify(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.verify(*args, **kwargs, uniform=self.uniform)
 
-    def verify_tree(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.verify_tree(*args, **kwargs, uniform=self.uniform)
-
 
 @cache
 def scripted(name: str) -> ModuleType:
@@ -504,16 +501,18 @@ def play_tree(ops: Any, game: Game, parents: list[int]) -> Callable[[Coins, int]
         more = draft_form(game, game.world.draft[rows[:, :nodes]].float(), visited[0])
         if game.processors_of is not None:
             more["processors"] = game.processors_of(rows[:, 0], rows.flatten())
-        tokens, accepted, walked = ops.verify_tree(
+        walked = torch.empty(n, nodes, dtype=torch.int32)
+        tokens, accepted = ops.verify(
             game.world.target_logits[rows.flatten()],
             torch.arange(0, n * (nodes + 1) + 1, nodes + 1, dtype=torch.int32),
             torch.stack(drafts, 1).int(),
-            torch.tensor(parents, dtype=torch.int32).expand(n, -1).contiguous(),
             positions=column(START, n, torch.int32),
+            parents=torch.tensor(parents, dtype=torch.int32).expand(n, -1).contiguous(),
             strategy=column(game.strategy, n, torch.int32),
             policy=column(game.policy, n, torch.int32),
             temperature=torch.ones(n),
             seeds=torch.arange(n),
+            accepted_nodes=walked,
             **more,
         )
         prefixes = visited[0]

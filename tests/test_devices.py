@@ -31,7 +31,6 @@ OWN_TESTS = {
     "mtp_input": "test_draft_batch.py",
     "commit": "test_commit.py",
     "verify": "test_verify.py",
-    "verify_tree": "test_verify.py",
 }
 
 

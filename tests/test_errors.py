@@ -302,34 +302,21 @@ def verify() -> dict[str, Any]:
         "output_indptr": ints(0, 3, 5),
         "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
         "positions": ints(3, 4),
+        "parents": ints(-1, -1, 1).repeat(2, 1),
         "strategy": ints(2, 1),
-        "policy": ints(0, 3),
+        "policy": ints(0, 2),
         **sampling_params(2, rows=5),
         "draft_probs": torch.full((2, 3, 2), 0.5),
         "draft_prob_token_ids": ints(0, 1).repeat(2, 3, 1),
         "draft_prob_rows": ints(1, -1),
         "accept_rates": torch.full((2, 3), 0.5),
         "processed_logprobs": False,
-        "output_token_ids": torch.zeros(2, 4, dtype=torch.int32),
-        "num_accepted_tokens": ints(0, 0),
         "logprobs": torch.zeros(2, 4),
         "ranks": torch.zeros(2, 4, dtype=torch.int32),
-        "workspace": workspace(),
-    }
-
-
-def verify_tree() -> dict[str, Any]:
-    good = verify()
-    del good["accept_rates"], good["draft_prob_rows"]
-    return {
-        **{name: good.pop(name) for name in ("logits", "output_indptr", "draft_token_ids")},
-        "parents": ints(-1, -1, 1).repeat(2, 1),
-        "positions": good.pop("positions"),
-        "strategy": good.pop("strategy"),
-        "policy": ints(0, 2),
-        **{name: good.pop(name) for name in list(good)[1:-3]},
+        "output_token_ids": torch.zeros(2, 4, dtype=torch.int32),
+        "num_accepted_tokens": ints(0, 0),
         "accepted_nodes": torch.zeros(2, 3, dtype=torch.int32),
-        **{name: good[name] for name in ("logprobs", "ranks", "workspace")},
+        "workspace": workspace(),
     }
 
 
@@ -394,6 +381,7 @@ def ngram_propose() -> dict[str, Any]:
         "index_tokens": 8,
         "draft_token_ids": torch.zeros(2, 4, dtype=torch.int32),
         "num_draft_tokens": ints(0, 0),
+        "match_lens": ints(0, 0),
     }
 
 
@@ -422,7 +410,6 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         mtp_input,
         sample,
         verify,
-        verify_tree,
         top_logprobs,
         commit,
         ngram_propose,
@@ -507,7 +494,7 @@ def test_wrong_argument(name: str, argument: str, wrong: str) -> None:
 
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "none"])
 @pytest.mark.parametrize("field", sampling.LogitsProcessors._fields)
-@pytest.mark.parametrize("name", ["sample", "verify", "verify_tree", "top_logprobs"])
+@pytest.mark.parametrize("name", ["sample", "verify", "top_logprobs"])
 def test_wrong_field(name: str, field: str, wrong: str) -> None:
     arguments = GOOD_CALLS[name]()
     change, got = WRONG[wrong]

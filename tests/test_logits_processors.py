@@ -411,8 +411,39 @@ def test_purposes_that_choose_no_token_are_refused(device: str) -> None:
         sampling.sample(logits, positions, purpose=Purpose.ACCEPT)
 
 
+@pytest.mark.parametrize("rules", [{"repetition", "frequency"}, {"bad_words", "min_tokens"}])
+def test_drafts_past_the_vocabulary(device: str, isa: str, rules: set[str]) -> None:
+    """Rows behind such a draft are computed as if it were a token that no table names."""
+    batch, k, vocab, n = 4, 3, 70, 5
+    drafts = torch.randint(vocab, (batch, k), dtype=torch.int32)
+    drafts[1, 1], drafts[2, 0], drafts[3, 2] = vocab, 2**31 - 1, 1024
+    positions = torch.tensor([5, 9, 3, 8], dtype=torch.int32)
+    rows = batch * (k + 1)
+    logits = torch.randn(rows, vocab)
+    processors = only(
+        random_processors(batch, rows, vocab, positions, drafts.clamp(max=vocab - 1)), rules
+    )
+    step = {
+        "output_indptr": torch.arange(batch + 1, dtype=torch.int32) * (k + 1),
+        "draft_token_ids": drafts,
+        "positions": positions,
+    }
+    want_ids, want, _ = reference.top_logprobs(
+        logits, n, processed_logprobs=True, processors=processors, **step
+    )
+    ids, logprobs, _ = sampling.top_logprobs(
+        logits.to(device),
+        n,
+        processed_logprobs=True,
+        processors=to_device(processors, device),
+        **on_device(step, device),
+    )
+    assert torch.equal(ids.cpu(), want_ids)
+    torch.testing.assert_close(logprobs.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("change", ["slots", "mask_indices", "repetition_penalty", "token_ids"])
-@pytest.mark.parametrize("op", ["verify", "verify_tree", "top_logprobs"])
+@pytest.mark.parametrize("op", ["verify", "verify of trees", "top_logprobs"])
 def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change: str) -> None:
     """The third of four requests has a wrong value; on CUDA it yields nothing, the others all."""
     batch, k, vocab, n = 4, 3, 70, 5
@@ -421,7 +452,7 @@ def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change
         "draft_token_ids": torch.randint(vocab, (batch, k), dtype=torch.int32),
         "positions": torch.tensor([5, 9, 3, 8], dtype=torch.int32),
     }
-    if op == "verify_tree":
+    if op == "verify of trees":
         step["parents"] = torch.tensor([[-1, 0, 0]] * batch, dtype=torch.int32)
     rows = batch * (k + 1)
     processors = random_processors(batch, rows, vocab, step["positions"], step["draft_token_ids"])
@@ -438,8 +469,7 @@ def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change
             out = sampling.top_logprobs(logits.to(device), n, **arguments, **more)[0]
             return out.view(batch, -1).cpu()
         more["ranks"] = torch.zeros(batch, k + 1, dtype=torch.int32, device=device)
-        call = sampling.verify_tree if op == "verify_tree" else sampling.verify
-        out = call(logits.to(device), **arguments, **more)
+        out = sampling.verify(logits.to(device), **arguments, **more)
         assert torch.equal(more["ranks"] > 0, out[0] >= 0)
         return out[0].cpu()
 
@@ -457,7 +487,7 @@ def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change
         want = tokens(processors)
         step["positions"][2] = 9
     got = None
-    with expect_fault(on_cuda, op.replace("_tree", "(_tree)?") + ": .* must be"):
+    with expect_fault(on_cuda, op.split()[0] + ": .* must be"):
         got = tokens(processors)
     if got is not None:
         assert (got[2] == -1).all()

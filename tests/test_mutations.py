@@ -478,7 +478,7 @@ MUTATIONS = [
     Mutation(
         "the cap cuts given drafts",
         "suffix_tree/ngram_share.h",
-        "return num_given > cap ? num_given : cap;",
+        "return share.num_given > cap ? share.num_given : cap;",
         "return cap;",
         NGRAM,
     ),

@@ -50,17 +50,29 @@ def propose(
         "num_given_drafts": ints([len(first) for first in given], device) if given else None,
         "max_total_draft_tokens": total,
     }
+    match_lens = torch.full((len(rows),), 77, dtype=torch.int32, device=device)
+    want_lens = torch.full((len(rows),), 77, dtype=torch.int32)
     want = reference.ngram_propose(
-        token_ids, lens, ints(limits, device), k=k, given_token_ids=canary.clone(), **options
+        token_ids,
+        lens,
+        ints(limits, device),
+        k=k,
+        given_token_ids=canary.clone(),
+        match_lens=want_lens,
+        **options,
     )
+    if given:  # the number there is, and the number there will be, in one
+        options["num_draft_tokens"] = options["num_given_drafts"]
     drafts, counts = ngram.ngram_propose(
         token_ids,
         lens,
         ints(limits, device),
         draft_token_ids=canary[:-1],
         index=index,
+        match_lens=match_lens,
         **options,
     )
+    assert torch.equal(match_lens.cpu(), want_lens)
     assert bool((canary[-1] == 77).all())
     assert torch.equal(drafts.cpu(), want[0]) and torch.equal(counts.cpu(), want[1])
     return drafts.tolist(), counts.tolist()
@@ -150,6 +162,52 @@ def test_given_drafts_are_the_last_tokens(device: str, isa: str) -> None:
         [[6, 6, 6], [4, 4, -1]],
         [3, 2],
     )
+
+
+def test_match_lens(device: str, isa: str) -> None:
+    """Of the longest match, whatever is left of its drafts; 0 where nothing was added."""
+    row = [1, 2, 3, 4, 5, 9, 2, 3, 4]
+    lens = ints([9, 9, 9, 9, 3], device)
+    token_ids = torch.tensor([row] * 5, dtype=torch.int32, device=device)
+    drafts = torch.full((5, 4), 5, dtype=torch.int32, device=device)
+    for total, want in [(None, [3, 3, 0, 4, 0]), (3, [3, 3, 0, 0, 0]), (1, [0, 0, 0, 0, 0])]:
+        match_lens = ints([77] * 5, device)
+        counts = ints([0, 0, 0, 1, 0], device)
+        ngram.ngram_propose(
+            token_ids,
+            lens,
+            ints([4, 2, 0, 4, 4], device),
+            min_ngram_size=1,
+            max_ngram_size=9,
+            draft_token_ids=drafts,
+            num_draft_tokens=counts,
+            num_given_drafts=counts,
+            match_lens=match_lens,
+            max_total_draft_tokens=total,
+        )
+        assert match_lens.tolist() == want
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_drafters_in_a_row_share_a_buffer(device: str, isa: str, shared: bool) -> None:
+    """One number of drafts, read and written; a request that is left out stays as it is."""
+    row = [1, 2, 3, 4, 5, 6, 1]
+    drafts = torch.tensor([[2, 3, 77, 77]] * 3 + [[77] * 4], dtype=torch.int32, device=device)
+    counts = ints([2, 2, 2, 0], device)
+    for limits, want in [([0, 3, 2, 1], [2, 3, 2, 1]), ([0, 3, 9, 0], [2, 3, 4, 1])]:
+        ngram.ngram_propose(
+            torch.tensor([row] * 4, dtype=torch.int32, device=device),
+            ints([7] * 4, device),
+            ints(limits, device),
+            min_ngram_size=1,
+            max_ngram_size=4,
+            draft_token_ids=drafts,
+            num_draft_tokens=counts,
+            num_given_drafts=counts,
+            max_total_draft_tokens=sum(want) if shared else None,
+        )
+        assert counts.tolist() == want
+    assert drafts.tolist() == [[2, 3, -1, -1], [2, 3, 4, -1], [2, 3, 4, 5], [2, -1, -1, -1]]
 
 
 @pytest.mark.parametrize(

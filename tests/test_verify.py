@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verify and verify_tree against their references; their rows are sample rows, bit for bit."""
+"""verify against its reference, over chains and trees; its rows are sample rows, bit for bit."""
 
 import math
 from typing import Any
@@ -119,23 +119,19 @@ def ragged_step(
 
 
 def run_verify(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tensor]:
-    """verify, or verify_tree where there are parents, with every output poisoned before."""
+    """verify, with every output poisoned before."""
     batch, k = step["draft_token_ids"].shape
     out = {
         "output_token_ids": torch.full((batch, k + 1), 7, dtype=torch.int32, device=device),
         "num_accepted_tokens": torch.full((batch,), 7, dtype=torch.int32, device=device),
         "logprobs": torch.full((batch, k + 1), 7.0, device=device),
         "ranks": torch.full((batch, k + 1), 7, dtype=torch.int32, device=device),
+        "accepted_nodes": torch.full((batch, k), 7, dtype=torch.int32, device=device),
     }
-    op: Any = sampling.verify
-    if "parents" in step:
-        op = sampling.verify_tree
-        out["accepted_nodes"] = torch.full((batch, k), 7, dtype=torch.int32, device=device)
     if "processors" in more:
         more["processors"] = to_device(more["processors"], device)
-    got = op(**on_device(step, device), **out, **more)
-    assert got[0] is out["output_token_ids"] and got[1] is out["num_accepted_tokens"]
-    assert len(got) == 2 or got[2] is out["accepted_nodes"]
+    tokens, accepted = sampling.verify(**on_device(step, device), **out, **more)
+    assert tokens is out["output_token_ids"] and accepted is out["num_accepted_tokens"]
     return {name: tensor.cpu() for name, tensor in out.items()}
 
 
@@ -145,13 +141,12 @@ def check_step(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tens
     want: dict[str, Any] = {
         "logprobs": torch.zeros(got["logprobs"].shape, dtype=torch.float64),
         "ranks": torch.zeros_like(got["output_token_ids"]),
+        "accepted_nodes": torch.zeros_like(got["accepted_nodes"]),
     }
-    op = reference.verify_tree if "parents" in step else reference.verify
-    emitted = op(**step, **want, **more)
-    for name, tensor in zip(("output_token_ids", "num_accepted_tokens"), emitted, strict=False):
+    emitted = reference.verify(**step, **want, **more)
+    for name, tensor in zip(("output_token_ids", "num_accepted_tokens"), emitted, strict=True):
         assert torch.equal(got[name], tensor), name
-    if "parents" in step:
-        assert torch.equal(got["accepted_nodes"], emitted[2])
+    assert torch.equal(got["accepted_nodes"], want["accepted_nodes"])
     assert torch.equal(got["ranks"], want["ranks"])
     torch.testing.assert_close(got["logprobs"].double(), want["logprobs"], rtol=1e-5, atol=1e-5)
     return got
@@ -204,7 +199,7 @@ def test_verify_policies_of_every_strategy(device: str, isa: str, given: str) ->
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
 @pytest.mark.parametrize("processed", [False, True])
 @pytest.mark.parametrize("batch,n,vocab", [(60, 9, 20), (8, 20, 2100), (2, 64, 9)])
-def test_verify_tree(
+def test_verify_trees(
     device: str, isa: str, batch: int, n: int, vocab: int, given: str, processed: bool
 ) -> None:
     strategies = [GREEDY, TARGET_MATCH, REJECTION, REJECTION]
@@ -367,6 +362,17 @@ def test_rows_of_draft_probs(
 
 
 @pytest.mark.parametrize("given", ["dense", "sparse"])
+@pytest.mark.parametrize("drawn", [2, 5])
+def test_rows_of_draft_probs_for_trees(device: str, isa: str, given: str, drawn: int) -> None:
+    """Those of the children of each row, from a row of the table."""
+    strategies = [TARGET_MATCH, REJECTION, REJECTION]
+    step = with_rows(60, 5, 20, given=given, drawn=drawn, strategies=strategies, tree=True)
+    got = check_step(step, device, processed_logprobs=True)
+    bare = {name: x for name, x in step.items() if not name.startswith("draft_prob")}
+    assert not same(got, run_verify(bare, device, processed_logprobs=True))
+
+
+@pytest.mark.parametrize("given", ["dense", "sparse"])
 @pytest.mark.parametrize("drawn", [0, 1, 3])
 def test_rows_of_draft_probs_for_the_first_drafts(
     device: str, isa: str, on_cuda: bool, given: str, drawn: int
@@ -472,10 +478,11 @@ def test_a_tree_without_branches_is_a_chain(device: str, isa: str, given: str) -
     want = run_verify(step, device, processed_logprobs=True)
     parents = torch.arange(-1, k - 1, dtype=torch.int32).expand(40, k).contiguous()
     got = run_verify({**step, "parents": parents}, device, processed_logprobs=True)
-    nodes = got.pop("accepted_nodes")
     assert same(got, want)
     rows = torch.arange(k).expand(40, k)
-    assert torch.equal(nodes, torch.where(rows < want["num_accepted_tokens"][:, None], rows, -1))
+    assert torch.equal(
+        got["accepted_nodes"], torch.where(rows < want["num_accepted_tokens"][:, None], rows, -1)
+    )
 
 
 # ---- hand-made cases ----
@@ -555,7 +562,7 @@ TOKENS = [4, 5, 5, 2, 2, 3, -1, 8, 1]
     ],
 )
 @pytest.mark.parametrize("strategy", [GREEDY, TARGET_MATCH, REJECTION])
-def test_verify_tree_by_hand(
+def test_verify_trees_by_hand(
     device: str, choices: dict[int, int], emitted: list[int], nodes: list[int], strategy: int
 ) -> None:
     n = len(TOKENS)
@@ -592,6 +599,49 @@ def test_a_sibling_that_is_no_token_ends_its_siblings(device: str, isa: str) -> 
         got = run_verify({**step, "strategy": ints(strategy)}, device)
         assert got["output_token_ids"].tolist() == [[3, -1, -1, -1]]
         assert got["num_accepted_tokens"].tolist() == [0]
+
+
+# One behind the last token, in its leaf and far away.
+PAST = [50, 51, 1023, 1024, 2**31 - 1]
+
+
+@pytest.mark.parametrize("given", ["none", "dense", "sparse"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_draft_past_the_vocabulary_is_rejected(
+    device: str, isa: str, tree: bool, given: str
+) -> None:
+    """To the bit as a token that no row gives a chance; the other drafts are verified as ever."""
+    vocab, impossible = 50, 7
+    strategies = [GREEDY, TARGET_MATCH, REJECTION] + [BLOCK, TOPP] * (not tree)
+    step = ragged_step(
+        100, 5, vocab, given=given, strategies=strategies, policies=[NORMAL], tree=tree
+    )
+    step["logits"][:, impossible] = -math.inf
+    drafts = step["draft_token_ids"]
+    is_draft = torch.arange(5) < (step["output_indptr"].diff() - 1)[:, None]
+    changed = is_draft & (drafts >= 0) & (torch.rand(drafts.shape) < 0.3)
+    step["draft_token_ids"] = torch.where(changed, impossible, drafts)
+    want = run_verify(step, device, processed_logprobs=True)
+    past = pick(PAST, drafts.numel()).view(drafts.shape)
+    step["draft_token_ids"] = torch.where(changed, past, drafts)
+    got = check_step(step, device, processed_logprobs=True)
+    assert same(got, want)
+    assert got["num_accepted_tokens"][changed.any(1)].any(), "drafts before one are accepted"
+
+
+@pytest.mark.parametrize("given", ["none", "dense"])
+def test_no_policy_emits_a_draft_past_the_vocabulary(device: str, isa: str, given: str) -> None:
+    step = ragged_step(
+        80, 3, 50, given=given, strategies=[*VerifyStrategy], policies=[*AcceptPolicy]
+    )
+    is_draft = torch.arange(3) < (step["output_indptr"].diff() - 1)[:, None]
+    changed = is_draft & (torch.rand(80, 3) < 0.3)
+    past = pick(PAST, 240).view(80, 3)
+    step["draft_token_ids"] = torch.where(changed, past, step["draft_token_ids"])
+    got = check_step(step, device)
+    assert got["output_token_ids"].max() < 50
+    accepted = got["num_accepted_tokens"]
+    assert accepted[(step["policy"] == ACCEPT_ALL) & changed.any(1)].any()
 
 
 def test_verify_policies(device: str, isa: str) -> None:
@@ -874,9 +924,6 @@ def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
         ({"output_indptr": [1, 2]}, r"output_indptr.* must be .*0"),
         ({"strategy": [5]}, r"strategy.* must be 0 \(GREEDY\), 1 \(TARGET_MATCH\), 2 .*, got"),
         ({"policy": [-1]}, r"policy.* must be 0 \(NORMAL\)"),
-        ({"draft_token_ids": [[5, 0]]}, r"draft_token_ids.* must be -1 or below"),
-        ({"draft_token_ids": [[0, -2]]}, r"draft_token_ids.* must be -1 or below"),
-        ({"draft_token_ids": [[5, 0]], "policy": [1]}, r"draft_token_ids.* must be -1 or below"),
         ({"top_p": [7.0]}, r"verify: top_p.* must be within"),
         ({"typical_p": [0.0]}, r"verify: typical_p.* must be within"),
         ({"policy": [3]}, r"verify: accept_rates must be given where a policy is 3"),
@@ -898,14 +945,16 @@ def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
             {"draft_probs": [[[0.2] * 5]], "draft_prob_rows": [-2]},
             r"verify: draft_prob_rows.* must be -1 or .*row.*, got",
         ),
-        ({"parents": [[0, 0]]}, r"verify_tree: parents.* must be at least -1 and below the node"),
-        ({"parents": [[-2, 0]]}, r"verify_tree: parents.* must be at least -1"),
+        ({"parents": [[0, 0]]}, r"verify: parents.* must be at least -1 and below the node"),
+        ({"parents": [[-2, 0]]}, r"verify: parents.* must be at least -1"),
         (
             {"parents": [[-1, -1]], "strategy": [3]},
-            r"strategy.* must be 0.* or 2 \(REJECTION\), got",
+            r"strategy.* must be 0.* or 2 \(REJECTION\) where parents are given, got",
         ),
-        ({"parents": [[-1, -1]], "policy": [1]}, r"policy.* must be 0 \(NORMAL\) or 2"),
-        ({"parents": [[-1, 0]], "draft_token_ids": [[0, 5]]}, r"draft_token_ids.* must be -1 or"),
+        (
+            {"parents": [[-1, -1]], "policy": [1]},
+            r"policy.* must be 0 \(NORMAL\) or 2 .* where parents",
+        ),
     ],
 )
 def test_verify_refuses_values(
@@ -929,22 +978,23 @@ def test_verify_refuses_values(
     arrays = on_device(arrays, device)
     tokens = torch.full((1, 3), 7, dtype=torch.int32, device=device)
     accepted = torch.full((1,), 7, dtype=torch.int32, device=device)
-    op: Any = sampling.verify_tree if "parents" in change else sampling.verify
     with expect_fault(on_cuda, message):
-        op(**arrays, output_token_ids=tokens, num_accepted_tokens=accepted)
+        sampling.verify(**arrays, output_token_ids=tokens, num_accepted_tokens=accepted)
     assert tokens.tolist() == ([[-1, -1, -1]] if on_cuda else [[7, 7, 7]])
     assert accepted.tolist() == ([0] if on_cuda else [7])
 
 
-def test_verify_tree_refuses_too_many_nodes(device: str) -> None:
+def test_verify_refuses_too_large_trees(device: str) -> None:
     nodes = torch.zeros(1, 3073, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="draft_token_ids must be of at most 3072 nodes a request"):
-        sampling.verify_tree(
+    with pytest.raises(
+        ValueError, match="draft_token_ids must be of at most 3072 drafts a request"
+    ):
+        sampling.verify(
             torch.zeros(1, 5, device=device),
             ints(0, 1).to(device),
             nodes,
-            nodes,
             positions=ints(0).to(device),
+            parents=nodes,
         )
 
 

@@ -130,17 +130,16 @@ const char* error_sentence(int32_t code) {
       return "verify: strategy must be 0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 "
              "(TOPP), got another value";
     case ErrorCode::kVerifyTreeStrategy:
-      return "verify_tree: strategy must be 0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION), got "
-             "another value";
+      return "verify: strategy must be 0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION) where parents "
+             "are given, got another value";
     case ErrorCode::kVerifyPolicy:
       return "verify: policy must be 0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 "
              "(SYNTHETIC), got another value";
     case ErrorCode::kVerifyTreePolicy:
-      return "verify_tree: policy must be 0 (NORMAL) or 2 (REJECT_ALL), got another value";
+      return "verify: policy must be 0 (NORMAL) or 2 (REJECT_ALL) where parents are given, got "
+             "another value";
     case ErrorCode::kVerifyNoAcceptRates:
       return "verify: accept_rates must be given where a policy is 3 (SYNTHETIC), got None";
-    case ErrorCode::kVerifyDraftTokenId:
-      return "verify: draft_token_ids must be -1 or below vocab_size, got an id outside";
 
     case ErrorCode::kSampleTypicalP:
       return "sample: typical_p must be within (0, 1], got a value outside";
@@ -173,14 +172,13 @@ const char* error_sentence(int32_t code) {
              "value "
              "outside";
     case ErrorCode::kVerifyParents:
-      return "verify_tree: parents must be at least -1 and below the node itself, got a parent "
-             "outside";
+      return "verify: parents must be at least -1 and below the node itself, got a parent outside";
     case ErrorCode::kVerifyDraftProbTokenIds:
       return "verify: draft_prob_token_ids must be -1 or below vocab_size, got an id outside";
     case ErrorCode::kVerifyDraftProbRows:
       return "verify: draft_prob_rows must be -1 or a row of draft_probs, got a row outside";
     case ErrorCode::kTopLogprobsParameters:
-      return "top_logprobs: output_indptr, draft_token_ids, parents, filters and processors must "
+      return "top_logprobs: output_indptr, parents, filters and processors must "
              "be "
              "as verify takes them, got another value";
 

@@ -68,7 +68,6 @@ enum class ErrorCode : int32_t {
   kVerifyOutputIndptr = 72,
   kVerifyStrategy = 73,
   kVerifyPolicy = 74,
-  kVerifyDraftTokenId = 75,
   kSampleTypicalP = 76,
   kSampleSlots = 77,
   kSampleMaskIndices = 78,

@@ -33,7 +33,7 @@ __device__ inline float draft_prob(const DraftRow& draft,
                                    bool* outside) {
   *outside = false;
   if (draft.one_hot()) return 1.0f;
-  if (!draft.sparse()) return clean_draft_prob(draft.probs[id]);
+  if (!draft.sparse()) return id < vocab_size ? clean_draft_prob(draft.probs[id]) : 0.0f;
   float found = 0.0f;
   bool wrong = false;
 #pragma unroll 1
@@ -73,7 +73,9 @@ class DraftedRow : public RowBlock<T, kProcessed> {
     __syncthreads();
   }
 
+  // Nothing is kept past the vocabulary.
   __device__ bool keeps(int32_t id) const {
+    if (id >= Base::row_.size) return false;
     float x = logit(id);
     return x > -INFINITY && Base::keeps(x, id);
   }
@@ -200,7 +202,7 @@ class DraftedRow : public RowBlock<T, kProcessed> {
       int32_t leaf = item;
       if (draft.one_hot()) leaf = id / Leaf<T>::kSize;
       if (draft.sparse()) leaf = leaf_named(draft, item);
-      if (leaf < 0) continue;
+      if (leaf < 0 || leaf >= Base::num_leaves_) continue;  // past the vocabulary nothing is taken
       float sum = 0.0f;
       if (Base::stats(leaf).max >= shared_.kept.value) {
         for_each_left(

@@ -379,22 +379,13 @@ std::string at(const char* name, int64_t i, int64_t j) {
   return std::string(name) + "[" + std::to_string(i) + ", " + std::to_string(j) + "]";
 }
 
-// The drafts of request i, on cpu.
-void check_drafts(Checker& check,
-                  const int32_t* draft_token_ids,
-                  const int32_t* parents,
-                  int64_t i,
-                  int64_t num_drafts,
-                  int64_t max_draft_tokens,
-                  int64_t vocab_size) {
-  for (int64_t j = 0; j < num_drafts; ++j) {
-    int32_t token = draft_token_ids[i * max_draft_tokens + j];
-    if (token < -1 || token >= vocab_size) {
-      check.fail(at("draft_token_ids", i, j),
-                 "-1 or below vocab_size = " + std::to_string(vocab_size),
-                 std::to_string(token));
-    }
-    if (parents == nullptr) continue;
+// The tree of request i, on cpu.
+void check_parents(Checker& check,
+                   const int32_t* parents,
+                   int64_t i,
+                   int64_t num_drafts,
+                   int64_t max_draft_tokens) {
+  for (int64_t j = 0; parents != nullptr && j < num_drafts; ++j) {
     int32_t parent = parents[i * max_draft_tokens + j];
     if (parent < -1 || parent >= j) {
       check.fail(at("parents", i, j), "at least -1 and below the node", std::to_string(parent));
@@ -416,14 +407,14 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
     int32_t rule = params.strategy ? params.strategy[i] : 1;
     if (!is_strategy(rule, tree)) {
       check.fail(at("strategy", i),
-                 tree ? "0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION)"
+                 tree ? "0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION) where parents are given"
                       : "0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 (TOPP)",
                  std::to_string(rule));
     }
     int32_t choice = params.policy ? params.policy[i] : 0;
     if (!is_policy(choice, tree)) {
       check.fail(at("policy", i),
-                 tree ? "0 (NORMAL) or 2 (REJECT_ALL)"
+                 tree ? "0 (NORMAL) or 2 (REJECT_ALL) where parents are given"
                       : "0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC)",
                  std::to_string(choice));
     }
@@ -438,13 +429,7 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
     if (synthetic && params.max_draft_tokens > 0 && params.accept_rates == nullptr) {
       check.fail("accept_rates", "given where a policy is 3 (SYNTHETIC)", "None");
     }
-    check_drafts(check,
-                 params.draft_token_ids,
-                 params.parents,
-                 i,
-                 num_rows - 1,
-                 params.max_draft_tokens,
-                 params.vocab_size);
+    check_parents(check, params.parents, i, num_rows - 1, params.max_draft_tokens);
     for (int64_t j = 0; j + 1 < num_rows; ++j) {
       int64_t draft = i * params.max_draft_tokens + j;
       float rate = synthetic ? params.accept_rates[draft] : 0.0f;
@@ -463,32 +448,35 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
   }
 }
 
-// verify, and verify_tree where parents are wanted.
-void verify_drafts(const char* op,
-                   bool tree,
-                   const TensorView& logits,
-                   const TensorView& output_indptr,
-                   const TensorView& draft_token_ids,
-                   const TensorView& parents,
-                   const TensorView& positions,
-                   const TensorView& strategy,
-                   const TensorView& policy,
-                   const FilterViews& filters,
-                   const ProcessorViews& processor_views,
-                   const TensorView& draft_probs,
-                   const TensorView& draft_prob_token_ids,
-                   const TensorView& draft_prob_rows,
-                   const TensorView& accept_rates,
-                   bool processed_logprobs,
-                   const TensorView& output_token_ids,
-                   const TensorView& num_accepted_tokens,
-                   const TensorView& accepted_nodes,
-                   const TensorView& logprobs,
-                   const TensorView& ranks,
-                   const TensorView& workspace) {
-  Checker check(op);
+void verify(const TensorView& logits,
+            const TensorView& output_indptr,
+            const TensorView& draft_token_ids,
+            const TensorView& positions,
+            const TensorView& parents,
+            const TensorView& strategy,
+            const TensorView& policy,
+            const TensorView& temperature,
+            const TensorView& top_k,
+            const TensorView& top_p,
+            const TensorView& min_p,
+            const TensorView& typical_p,
+            const TensorView& seeds,
+            const TensorView& choice_index,
+            const ProcessorViews& processor_views,
+            const TensorView& draft_probs,
+            const TensorView& draft_prob_token_ids,
+            const TensorView& draft_prob_rows,
+            const TensorView& accept_rates,
+            bool processed_logprobs,
+            const TensorView& logprobs,
+            const TensorView& ranks,
+            const TensorView& output_token_ids,
+            const TensorView& num_accepted_tokens,
+            const TensorView& accepted_nodes,
+            const TensorView& workspace) {
+  Checker check("verify");
   Dim rows{"num_output_rows"}, vocab_size{"vocab_size"}, batch{"batch"};
-  Dim drafts{tree ? "n" : "k"}, batch_plus_one{"batch + 1"}, capacity{tree ? "n + 1" : "k + 1"};
+  Dim drafts{"k"}, batch_plus_one{"batch + 1"}, capacity{"k + 1"};
   Dim num_draft_probs{"num_draft_probs"};
   check.tensor(
       "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
@@ -496,16 +484,15 @@ void verify_drafts(const char* op,
   batch_plus_one.value = batch + 1;
   capacity.value = drafts + 1;
   check.tensor("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
-  if (tree) {
-    check.tensor("parents", parents, {DType::kInt32}, {&batch, &drafts});
-    check.that(drafts <= kMaxTreeDrafts,
-               "draft_token_ids",
-               "of at most " + std::to_string(kMaxTreeDrafts) + " nodes a request",
-               drafts.value);
-  }
+  check.optional("parents", parents, {DType::kInt32}, {&batch, &drafts});
+  check.that(!parents.defined() || drafts <= kMaxTreeDrafts,
+             "draft_token_ids",
+             "of at most " + std::to_string(kMaxTreeDrafts) + " drafts a request where parents are",
+             drafts.value);
   check.tensor("positions", positions, {DType::kInt32}, {&batch});
   check.optional("strategy", strategy, {DType::kInt32}, {&batch});
   check.optional("policy", policy, {DType::kInt32}, {&batch});
+  FilterViews filters{temperature, top_k, top_p, min_p, typical_p, seeds, choice_index};
   filters.check_shapes(check, batch);
   LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
   if (!draft_prob_token_ids.defined()) num_draft_probs.value = vocab_size;
@@ -529,7 +516,7 @@ void verify_drafts(const char* op,
   check.optional("accept_rates", accept_rates, {DType::kFloat32}, {&batch, &drafts});
   check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &capacity});
   check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
-  if (tree) check.tensor("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &drafts});
+  check.optional("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &drafts});
   check.optional("logprobs", logprobs, {DType::kFloat32}, {&batch, &capacity});
   check.optional("ranks", ranks, {DType::kInt32}, {&batch, &capacity});
   if (batch == 0) return;
@@ -540,7 +527,7 @@ void verify_drafts(const char* op,
       .logits = logits.raw(),
       .output_indptr = output_indptr.data<int32_t>(),
       .draft_token_ids = draft_token_ids.data<int32_t>(),
-      .parents = tree ? parents.data<int32_t>() : nullptr,
+      .parents = parents.data<int32_t>(),
       .positions = positions.data<int32_t>(),
       .strategy = strategy.data<int32_t>(),
       .policy = policy.data<int32_t>(),
@@ -552,7 +539,7 @@ void verify_drafts(const char* op,
       .accept_rates = accept_rates.data<float>(),
       .output_token_ids = output_token_ids.data<int32_t>(),
       .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
-      .accepted_nodes = tree ? accepted_nodes.data<int32_t>() : nullptr,
+      .accepted_nodes = accepted_nodes.data<int32_t>(),
       .logprobs = logprobs.data<float>(),
       .ranks = ranks.data<int32_t>(),
       .processed_logprobs = processed_logprobs,
@@ -572,102 +559,6 @@ void verify_drafts(const char* op,
   if (check.on_cuda()) return verify_cuda(params, check.stream());
   check_verify_values(check, params, history_len(processor_views));
   run_on_cpu<VerifyParams>(verify_cpu, params, params.output_indptr[batch] * vocab_size);
-}
-
-void verify(const TensorView& logits,
-            const TensorView& output_indptr,
-            const TensorView& draft_token_ids,
-            const TensorView& positions,
-            const TensorView& strategy,
-            const TensorView& policy,
-            const TensorView& temperature,
-            const TensorView& top_k,
-            const TensorView& top_p,
-            const TensorView& min_p,
-            const TensorView& typical_p,
-            const TensorView& seeds,
-            const TensorView& choice_index,
-            const ProcessorViews& processors,
-            const TensorView& draft_probs,
-            const TensorView& draft_prob_token_ids,
-            const TensorView& draft_prob_rows,
-            const TensorView& accept_rates,
-            bool processed_logprobs,
-            const TensorView& output_token_ids,
-            const TensorView& num_accepted_tokens,
-            const TensorView& logprobs,
-            const TensorView& ranks,
-            const TensorView& workspace) {
-  verify_drafts("verify",
-                /*tree=*/false,
-                logits,
-                output_indptr,
-                draft_token_ids,
-                {},
-                positions,
-                strategy,
-                policy,
-                {temperature, top_k, top_p, min_p, typical_p, seeds, choice_index},
-                processors,
-                draft_probs,
-                draft_prob_token_ids,
-                draft_prob_rows,
-                accept_rates,
-                processed_logprobs,
-                output_token_ids,
-                num_accepted_tokens,
-                {},
-                logprobs,
-                ranks,
-                workspace);
-}
-
-void verify_tree(const TensorView& logits,
-                 const TensorView& output_indptr,
-                 const TensorView& draft_token_ids,
-                 const TensorView& parents,
-                 const TensorView& positions,
-                 const TensorView& strategy,
-                 const TensorView& policy,
-                 const TensorView& temperature,
-                 const TensorView& top_k,
-                 const TensorView& top_p,
-                 const TensorView& min_p,
-                 const TensorView& typical_p,
-                 const TensorView& seeds,
-                 const TensorView& choice_index,
-                 const ProcessorViews& processors,
-                 const TensorView& draft_probs,
-                 const TensorView& draft_prob_token_ids,
-                 bool processed_logprobs,
-                 const TensorView& output_token_ids,
-                 const TensorView& num_accepted_tokens,
-                 const TensorView& accepted_nodes,
-                 const TensorView& logprobs,
-                 const TensorView& ranks,
-                 const TensorView& workspace) {
-  verify_drafts("verify_tree",
-                /*tree=*/true,
-                logits,
-                output_indptr,
-                draft_token_ids,
-                parents,
-                positions,
-                strategy,
-                policy,
-                {temperature, top_k, top_p, min_p, typical_p, seeds, choice_index},
-                processors,
-                draft_probs,
-                draft_prob_token_ids,
-                {},
-                {},
-                processed_logprobs,
-                output_token_ids,
-                num_accepted_tokens,
-                accepted_nodes,
-                logprobs,
-                ranks,
-                workspace);
 }
 
 void top_logprobs(const TensorView& logits,
@@ -755,8 +646,7 @@ void top_logprobs(const TensorView& logits,
                            history_len(processor_views),
                            first,
                            end);
-    check_drafts(
-        check, params.draft_token_ids, params.parents, i, end - first - 1, drafts, vocab_size);
+    check_parents(check, params.parents, i, end - first - 1, drafts);
   }
   run_on_cpu<TopLogprobsParams>(top_logprobs_cpu, params, rows * vocab_size);
 }
@@ -923,7 +813,6 @@ std::array<uint32_t, 4> philox(uint64_t seed, const std::array<uint32_t, 4>& cou
 void register_sampling(pybind11::module_& m) {
   m.def("sample", &sample);
   m.def("verify", &verify);
-  m.def("verify_tree", &verify_tree);
   m.def("top_logprobs", &top_logprobs);
   m.def("sampling_workspace_bytes", &sampling_workspace_bytes);
   m.def("commit", &commit);

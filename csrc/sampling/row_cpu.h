@@ -150,7 +150,9 @@ class Row {
   double kept_mass() const { return kept_mass_; }
 
   // 0 where the filters drop the token.
+  // 0 for an id past the vocabulary.
   double weight_of(int32_t id) const {
+    if (id >= vocab_size_) return 0.0;
     if (kept_ == Kept::kOne) return id == one_ ? 1.0 : 0.0;
     if (kept_ == Kept::kListed) return list_->weight_of(id);
     float x = logit(id);

@@ -39,8 +39,9 @@ SPECOPS_HOST_DEVICE bool is_policy(int32_t value, bool tree) {
 // One request's drafts. Row 0 of its logits follows the last known token, row r > 0 follows node
 // r - 1.
 struct Drafts {
-  const int32_t* token_ids = nullptr;  // of the nodes; -1 is no token
-  const int32_t* parents = nullptr;    // below the node itself, -1 = row 0; nullptr: a chain
+  // Of the nodes. Less than 0 is no token; past the vocabulary is one that no row gives a chance.
+  const int32_t* token_ids = nullptr;
+  const int32_t* parents = nullptr;  // below the node itself, -1 = row 0; nullptr: a chain
   int32_t num_nodes = 0;
 };
 
@@ -97,27 +98,29 @@ enum class RowRule : int32_t {
   kRejection,  // a child that is accepted, else what the children leave
 };
 
-// `first_child`: node after the row, -1 = none. `accept_rate`: of that draft, under kSynthetic.
-// uniform(purpose, sub_index) is the row's.
+// `first_draft`: token of the first child, -1 = none; no policy emits one past the vocabulary.
+// `accept_rate`: of that draft, under kSynthetic. uniform(purpose, sub_index) is the row's.
 template <typename Uniform>
 SPECOPS_HOST_DEVICE RowRule row_rule(VerifyStrategy strategy,
                                      AcceptPolicy policy,
-                                     int32_t first_child,
+                                     int32_t first_draft,
+                                     int64_t vocab_size,
                                      float accept_rate,
                                      bool certain,
                                      const Uniform& uniform) {
+  bool may_emit = first_draft >= 0 && first_draft < vocab_size;
   switch (policy) {
     case AcceptPolicy::kRejectAll:
       return RowRule::kEnd;
     case AcceptPolicy::kAcceptAll:
-      return first_child >= 0 ? RowRule::kDraft : RowRule::kEnd;
+      return may_emit ? RowRule::kDraft : RowRule::kEnd;
     case AcceptPolicy::kSynthetic:
-      return first_child >= 0 && uniform(Purpose::kAccept, 0) < accept_rate ? RowRule::kDraft
-                                                                            : RowRule::kEnd;
+      return may_emit && uniform(Purpose::kAccept, 0) < accept_rate ? RowRule::kDraft
+                                                                    : RowRule::kEnd;
     case AcceptPolicy::kNormal:
       break;
   }
-  if (first_child < 0 || certain) return RowRule::kOwn;
+  if (first_draft < 0 || certain) return RowRule::kOwn;
   if (strategy == VerifyStrategy::kRejection) return RowRule::kRejection;
   if (strategy == VerifyStrategy::kTopP) return RowRule::kTopP;
   return RowRule::kOwn;

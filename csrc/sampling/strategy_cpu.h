@@ -22,7 +22,7 @@ struct DraftProbs {
 
   float of(int32_t token_id) const {
     if (probs == nullptr) return 1.0f;
-    if (token_ids == nullptr) return clean_draft_prob(probs[token_id]);
+    if (token_ids == nullptr) return token_id < size ? clean_draft_prob(probs[token_id]) : 0.0f;
     for (int32_t i = 0; i < size; ++i) {
       if (token_ids[i] == token_id) return clean_draft_prob(probs[i]);
     }
@@ -137,6 +137,7 @@ class LeftOver {
   }
 
   void link(int32_t i, int32_t token_id) {
+    if (token_id / kLeaf >= row_.num_leaves()) return;  // past the vocabulary: it takes nothing
     next_[i] = head_[token_id / kLeaf];
     head_[token_id / kLeaf] = i;
   }

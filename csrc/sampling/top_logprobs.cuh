@@ -77,9 +77,8 @@ __device__ inline bool is_sound(const TopLogprobsParams& params, int32_t row, Ro
   for (int32_t i = 0; i < owner.num_rows; ++i) {
     if (!is_mask_index(params.processors, row - owner.idx + i)) return false;
     if (i + 1 == owner.num_rows) break;
-    int32_t token = params.draft_token_ids[first + i];
     int32_t parent = params.parents ? params.parents[first + i] : i - 1;
-    if (token < -1 || token >= params.vocab_size || parent < -1 || parent >= i) return false;
+    if (parent < -1 || parent >= i) return false;
   }
   return true;
 }

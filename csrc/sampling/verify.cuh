@@ -139,13 +139,11 @@ __device__ inline bool drafts_in_order(const VerifyParams& params,
   const int32_t* choices = slots_of(params, batch_idx);
   ErrorCode fault = ErrorCode::kNone;
   for (int i = static_cast<int>(threadIdx.x); i < num_rows; i += blockDim.x) {
-    int32_t draft = i < drafts.num_nodes ? drafts.token_ids[i] : -1;
     int32_t parent = i < drafts.num_nodes && drafts.parents ? drafts.parents[i] : -1;
     bool masked = is_mask_index(params.processors, shared.first_row + i);
     if (i < num_read && choices[i] == kNoChoice) fault = ErrorCode::kVerifyDraftProbTokenIds;
     if (!masked) fault = ErrorCode::kVerifyMaskIndices;
     if (parent < -1 || parent >= i) fault = ErrorCode::kVerifyParents;
-    if (draft < -1 || draft >= params.vocab_size) fault = ErrorCode::kVerifyDraftTokenId;
   }
   fault = static_cast<ErrorCode>(block_reduce<Max>(shared, static_cast<int32_t>(fault)));
   if (fault == ErrorCode::kNone) return true;
@@ -226,11 +224,8 @@ __device__ inline DraftRow draft_row(const VerifyParams& params, int64_t batch_i
 }
 
 // Lists the tokens of a row's children in shared.list_id; returns how many. A child that is no token
-// ends them; one that is past the vocabulary is not listed, and the request will emit nothing.
-__device__ inline int list_children(RowShared& shared,
-                                    const Drafts& drafts,
-                                    int32_t row,
-                                    int32_t vocab_size) {
+// ends them.
+__device__ inline int list_children(RowShared& shared, const Drafts& drafts, int32_t row) {
   __syncthreads();
   if (warp_id() == 0) {
     int number = 0;
@@ -243,7 +238,7 @@ __device__ inline int list_children(RowShared& shared,
       int32_t token = child ? drafts.token_ids[node] : -1;
       unsigned ends = __ballot_sync(kFullMask, child && token < 0);
       unsigned before = ends != 0 ? (ends & -ends) - 1 : kFullMask;
-      unsigned listed = __ballot_sync(kFullMask, child && token < vocab_size) & before;
+      unsigned listed = __ballot_sync(kFullMask, child) & before;
       int place = number + __popc(listed & ((1u << lane_id()) - 1));
       if ((listed >> lane_id() & 1u) != 0 && place < kListCapacity) shared.list_id[place] = token;
       number += __popc(listed);
@@ -310,6 +305,7 @@ __device__ inline void enter_request(const VerifyParams& params,
       request.policy == AcceptPolicy::kAcceptAll || request.policy == AcceptPolicy::kSynthetic ||
       request.strategy == VerifyStrategy::kRejection || request.strategy == VerifyStrategy::kTopP;
   int32_t child = !have_say ? -1 : drafts.parents ? 0 : next_child(drafts, row);
+  int32_t draft = child >= 0 && drafts.parents == nullptr ? drafts.token_ids[child] : child;
   float rate = 0.0f;
   if (request.policy == AcceptPolicy::kSynthetic && child >= 0) {
     rate = params.accept_rates[batch_idx * params.max_draft_tokens + child];
@@ -317,7 +313,8 @@ __device__ inline void enter_request(const VerifyParams& params,
   RowRule rule = row_rule(
       request.strategy,
       request.policy,
-      child,
+      draft,
+      params.vocab_size,
       rate,
       is_greedy(request.filters),
       [&](Purpose purpose, uint32_t) { return coin_of(params, batch_idx, row, false, purpose); });
@@ -330,7 +327,7 @@ __device__ inline void enter_request(const VerifyParams& params,
   shared.num_together = request.num_together;
   shared.filters = request.filters;
   shared.rule = static_cast<int32_t>(rule);
-  shared.given_id = rule == RowRule::kDraft ? drafts.token_ids[child] : -1;
+  shared.given_id = rule == RowRule::kDraft ? draft : -1;
 }
 
 // Sends the block to another row of its request.
@@ -382,7 +379,7 @@ __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shar
   // Who is judged: children in a list, or one draft that needs no coin.
   int32_t number = 0, found = kDrawOwn;
   if (rule == RowRule::kRejection) {
-    if (!one_hot) number = list_children(shared, drafts, row, vocab_size);
+    if (!one_hot) number = list_children(shared, drafts, row);
   } else if (together || rule == RowRule::kTopP) {
     int32_t id = drafts.token_ids[row];
     __syncthreads();
@@ -475,8 +472,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     int32_t choice = shared.given_id;
     float logprob = 0.0f;
     int32_t rank = 0;
-    // A given draft past the vocabulary is reported before the walk.
-    if (choice < 0 || (choice < params.vocab_size && (want_logprob || params.ranks != nullptr))) {
+    if (choice < 0 || want_logprob || params.ranks != nullptr) {
       int32_t row_idx = shared.first_row + shared.row_of_request;
       auto* counters = static_cast<int32_t*>(params.workspace);
       auto* workspace = static_cast<unsigned char*>(params.workspace);

@@ -33,7 +33,7 @@ struct VerifyParams {
   const float* accept_rates;     // [batch, max_draft_tokens]; nullptr where none is kSynthetic
   int32_t* output_token_ids;     // [batch, max_draft_tokens + 1]
   int32_t* num_accepted_tokens;  // [batch], the bonus not counted
-  int32_t* accepted_nodes;       // [batch, max_draft_tokens], of trees; else nullptr
+  int32_t* accepted_nodes;       // [batch, max_draft_tokens], may be nullptr
   float* logprobs;               // [batch, max_draft_tokens + 1], may be nullptr
   int32_t* ranks;                // [batch, max_draft_tokens + 1], may be nullptr
   bool processed_logprobs;       // logprobs and ranks after processors and filters

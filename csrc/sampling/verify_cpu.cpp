@@ -168,9 +168,11 @@ class Verifier {
       rate = params_.accept_rates[request.batch_idx * params_.max_draft_tokens + child];
     }
     bool certain = is_greedy(request.filters);
-    RowRule rule = row_rule(request.strategy, request.policy, child, rate, certain, uniform);
+    int32_t draft = child >= 0 ? request.drafts.token_ids[child] : -1;
+    RowRule rule = row_rule(
+        request.strategy, request.policy, draft, params_.vocab_size, rate, certain, uniform);
     if (rule == RowRule::kDraft && !wants_scores()) {
-      params_.output_token_ids[item(request, row_idx)] = request.drafts.token_ids[child];
+      params_.output_token_ids[item(request, row_idx)] = draft;
       return;
     }
     TargetRow<T> row = target_row(request, row_idx);
@@ -189,7 +191,8 @@ class Verifier {
     draft_probs_[at] = draft_probs.of(draft);
     // a chosen draft leaves all other tokens, whatever the weight
     if (draft_probs.probs == nullptr) masses_[at] = left_over.compare(1.0, draft);
-    set_choice(request, row_idx, row, draft);
+    // one past the vocabulary has no scores, and is never on the path
+    if (draft < params_.vocab_size) set_choice(request, row_idx, row, draft);
   }
 
   void weigh_drafts(const Request& request) {

@@ -228,7 +228,11 @@ __global__ void __launch_bounds__(kNgramThreads, 2)
     drafts[i] = nth < count ? token_at(request, end + 1 + static_cast<int32_t>(nth)) : -1;
   }
   if (thread == 0) {
-    params.num_draft_tokens[batch_idx] = request.num_given + count;
+    NgramShare share{request.num_given, request.num_given + count};
+    bool shares = params.max_total_draft_tokens >= 0;
+    params.num_draft_tokens[batch_idx] = shares ? pack_share(share, params.capacity) : share.count;
+    auto match_len = static_cast<int32_t>(best >> 32);
+    if (params.match_lens) params.match_lens[batch_idx] = count > 0 ? match_len : 0;
     keep_state(plan, num_indexed, state);
   }
 }
@@ -251,27 +255,24 @@ __device__ inline int64_t block_sum(int64_t value, int64_t* sums) {
 // Block:   512 threads; a thread has every 512th request.
 // Smem:    a sum per warp: 128 bytes.
 // Cost:    1 + log2(capacity) passes over 8 bytes per request, and a last one; latency.
-// Assumes: what ngram_propose_kernel has left.
+// Assumes: what ngram_propose_kernel has left, packed as in ngram_share.h.
 // Order:   integers only; the rest goes to requests in order.
 // Source:  max-min fairness by water-filling.
 __global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramProposeParams params) {
   auto* sums = reinterpret_cast<int64_t*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
-  auto given_of = [&](int64_t idx, int32_t count) {
-    // A wrong request has none.
-    int32_t given = params.num_given_drafts ? params.num_given_drafts[idx] : 0;
-    return given < count ? given : count;
+  auto share_of = [&](int64_t idx) {
+    return unpack_share(params.num_draft_tokens[idx], params.capacity);
   };
   auto total = [&](int32_t cap) {
     int64_t sum = 0;
     for (int64_t i = thread; i < params.batch; i += kNgramThreads) {
-      int32_t count = params.num_draft_tokens[i];
-      sum += capped(count, given_of(i, count), cap);
+      sum += capped(share_of(i), cap);
     }
     return block_sum(sum, sums);
   };
   auto low = int32_t{0}, high = static_cast<int32_t>(params.capacity);
-  if (total(high) <= params.max_total_draft_tokens) return;
+  if (total(high) <= params.max_total_draft_tokens) low = high;
   while (low + 1 < high) {  // too many at `high`; and at `low`, if it is 0
     int32_t cap = low + (high - low) / 2;
     (total(cap) <= params.max_total_draft_tokens ? low : high) = cap;
@@ -280,9 +281,8 @@ __global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramPropose
   for (int64_t begin = 0; begin < params.batch; begin += kNgramThreads) {
     int64_t idx = begin + thread;
     bool is_there = idx < params.batch;
-    int32_t count = is_there ? params.num_draft_tokens[idx] : 0;
-    int32_t given = is_there ? given_of(idx, count) : 0;
-    bool wants = is_there && is_cut(count, given, low);
+    NgramShare share = is_there ? share_of(idx) : NgramShare{};
+    bool wants = is_there && is_cut(share, low);
     unsigned wanting = __ballot_sync(kFullMask, wants);
     int lane = thread % kWarpSize, warp = thread / kWarpSize;
     __syncthreads();  // the sums before have been read
@@ -294,10 +294,11 @@ __global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramPropose
       all += sums[i];
     }
     if (is_there) {
-      int32_t kept = capped(count, given, low) + (wants && before < rest ? 1 : 0);
+      int32_t kept = capped(share, low) + (wants && before < rest ? 1 : 0);
       int32_t* drafts = params.draft_token_ids + idx * params.capacity;
-      for (int32_t i = kept; i < count; ++i) drafts[i] = -1;
+      for (int32_t i = kept; i < share.count; ++i) drafts[i] = -1;
       params.num_draft_tokens[idx] = kept;
+      if (params.match_lens && kept == share.num_given) params.match_lens[idx] = 0;
     }
     rest -= all;
   }

@@ -18,7 +18,8 @@ struct NgramProposeParams {
   const int32_t* leftmost;          // [batch], or nullptr: is_leftmost for all
   const int32_t* num_given_drafts;  // [batch], or nullptr: none
   int32_t* draft_token_ids;         // [batch, capacity], -1 padded; first the given drafts
-  int32_t* num_draft_tokens;        // [batch]
+  int32_t* num_draft_tokens;        // [batch]; may be num_given_drafts
+  int32_t* match_lens;              // [batch], may be nullptr
   uint32_t* table;                  // [batch, table_entries], or nullptr: every row is scanned
   int32_t* state;                   // [batch, 2], of the table
   int64_t batch;

@@ -219,29 +219,30 @@ NgramMatch best_match(const Row& row) {
 
 // Cuts the drafts of the batch to max_total_draft_tokens; see ngram_share.h.
 void share_drafts(const NgramProposeParams& params) {
-  auto num_given = [&](int64_t idx) {
-    return params.num_given_drafts ? params.num_given_drafts[idx] : 0;
+  auto share_of = [&](int64_t idx) {
+    return unpack_share(params.num_draft_tokens[idx], params.capacity);
   };
   auto total = [&](int32_t cap) {
     int64_t sum = 0;
-    for (int64_t i = 0; i < params.batch; ++i) {
-      sum += capped(params.num_draft_tokens[i], num_given(i), cap);
-    }
+    for (int64_t i = 0; i < params.batch; ++i) sum += capped(share_of(i), cap);
     return sum;
   };
   auto low = int32_t{0}, high = static_cast<int32_t>(params.capacity);
-  if (total(high) <= params.max_total_draft_tokens) return;
+  if (total(high) <= params.max_total_draft_tokens) low = high;
   while (low + 1 < high) {  // too many at `high`; and at `low`, if it is 0
     int32_t cap = low + (high - low) / 2;
     (total(cap) <= params.max_total_draft_tokens ? low : high) = cap;
   }
   int64_t rest = params.max_total_draft_tokens - total(low);
   for (int64_t i = 0; i < params.batch; ++i) {
-    int32_t count = params.num_draft_tokens[i];
-    int32_t kept = capped(count, num_given(i), low);
-    if (is_cut(count, num_given(i), low) && rest-- > 0) ++kept;
-    for (int32_t j = kept; j < count; ++j) params.draft_token_ids[i * params.capacity + j] = -1;
+    NgramShare share = share_of(i);
+    int32_t kept = capped(share, low);
+    if (is_cut(share, low) && rest-- > 0) ++kept;
+    for (int32_t j = kept; j < share.count; ++j) {
+      params.draft_token_ids[i * params.capacity + j] = -1;
+    }
     params.num_draft_tokens[i] = kept;
+    if (params.match_lens && kept == share.num_given) params.match_lens[i] = 0;
   }
 }
 
@@ -259,6 +260,7 @@ void ngram_propose_cpu(const NgramProposeParams& params) {
   constexpr int64_t kTokensWorthAThread = 32 * 1024;
   int64_t chunks = params.work / kTokensWorthAThread + 1;
   int64_t grain = (params.batch + chunks - 1) / chunks;
+  bool shares = params.max_total_draft_tokens >= 0;
   parallel_for(params.batch, grain, [&](int64_t begin, int64_t end) {
     Row rows[2];
     prepare(params, begin, rows[begin % 2]);
@@ -267,10 +269,13 @@ void ngram_propose_cpu(const NgramProposeParams& params) {
       const Row& row = rows[batch_idx % 2];
       const NgramRequest& request = row.request;
       int32_t* drafts = params.draft_token_ids + batch_idx * params.capacity;
-      int32_t count = 0;
+      int32_t count = 0, match_len = 0;
       if (request.room > 0) {
         NgramMatch match = best_match(row);
-        if (match.end >= 0) count = text_len(request) - 1 - match.end;
+        if (match.end >= 0) {
+          count = text_len(request) - 1 - match.end;
+          match_len = match.size;
+        }
         if (count > request.room) count = request.room;
         for (int32_t i = 0; i < count; ++i) {
           drafts[request.num_given + i] = token_at(request, match.end + 1 + i);
@@ -279,10 +284,12 @@ void ngram_propose_cpu(const NgramProposeParams& params) {
       }
       count += request.num_given;
       for (int64_t i = count; i < params.capacity; ++i) drafts[i] = -1;
-      params.num_draft_tokens[batch_idx] = count;
+      NgramShare share{.num_given = request.num_given, .count = count};
+      params.num_draft_tokens[batch_idx] = shares ? pack_share(share, params.capacity) : count;
+      if (params.match_lens) params.match_lens[batch_idx] = match_len;
     }
   });
-  if (params.max_total_draft_tokens >= 0) share_drafts(params);
+  if (shares) share_drafts(params);
 }
 
 }  // namespace specops::SPECOPS_ISA

@@ -8,6 +8,7 @@
 #include "common/tensor_view.h"
 #include "suffix_tree/ngram_index.h"
 #include "suffix_tree/ngram_propose.h"
+#include "suffix_tree/ngram_share.h"
 
 namespace specops {
 namespace {
@@ -121,7 +122,8 @@ void ngram_propose(const TensorView& token_ids,
                    int64_t scan_tokens,
                    int64_t index_tokens,
                    const TensorView& draft_token_ids,
-                   const TensorView& num_draft_tokens) {
+                   const TensorView& num_draft_tokens,
+                   const TensorView& match_lens) {
   Checker check("ngram_propose");
   Dim batch{"batch"}, max_len{"max_len"}, capacity{"k"}, entries{"entries"}, two{"2", 2};
   check.tensor("token_ids", token_ids, {DType::kInt32}, {&batch, &max_len}, Layout::kRows);
@@ -137,9 +139,18 @@ void ngram_propose(const TensorView& token_ids,
              max_total_draft_tokens);
   check.optional("table", table, {DType::kInt32}, {&batch, &entries});
   check.optional("state", state, {DType::kInt32}, {&batch, &two});
-  check.that(table.defined() == state.defined(), "state", "given with table, and only then", "not");
+  check.that(table.defined() == state.defined(),
+             table.defined() ? "state" : "table",
+             std::string("given together with ") + (table.defined() ? "table" : "state"),
+             "None");
   check.tensor("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &capacity});
   check.tensor("num_draft_tokens", num_draft_tokens, {DType::kInt32}, {&batch});
+  check.optional("match_lens", match_lens, {DType::kInt32}, {&batch});
+  check.that(max_total_draft_tokens < 0 || capacity <= kNgramMaxSharedDrafts,
+             "draft_token_ids",
+             "at most " + std::to_string(kNgramMaxSharedDrafts) +
+                 " wide where max_total_draft_tokens is given",
+             capacity.value);
   bool on_cuda = check.on_cuda();
   if (scan_tokens < 0) scan_tokens = on_cuda ? kNgramScanTokensCuda : kNgramScanTokensCpu;
   NgramProposeParams params{
@@ -152,6 +163,7 @@ void ngram_propose(const TensorView& token_ids,
       .num_given_drafts = num_given_drafts.data<int32_t>(),
       .draft_token_ids = draft_token_ids.data<int32_t>(),
       .num_draft_tokens = num_draft_tokens.data<int32_t>(),
+      .match_lens = match_lens.data<int32_t>(),
       .table = table.data<uint32_t>(),
       .state = state.data<int32_t>(),
       .batch = batch,

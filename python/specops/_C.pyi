@@ -219,6 +219,7 @@ def verify(
     output_indptr: Tensor,
     draft_token_ids: Tensor,
     positions: Tensor,
+    parents: Tensor | None,
     strategy: Tensor | None,
     policy: Tensor | None,
     temperature: Tensor | None,
@@ -234,36 +235,11 @@ def verify(
     draft_prob_rows: Tensor | None,
     accept_rates: Tensor | None,
     processed_logprobs: bool,
-    output_token_ids: Tensor,
-    num_accepted_tokens: Tensor,
     logprobs: Tensor | None,
     ranks: Tensor | None,
-    workspace: Tensor | None,
-) -> None: ...
-def verify_tree(
-    logits: Tensor,
-    output_indptr: Tensor,
-    draft_token_ids: Tensor,
-    parents: Tensor,
-    positions: Tensor,
-    strategy: Tensor | None,
-    policy: Tensor | None,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    typical_p: Tensor | None,
-    seeds: Tensor | None,
-    choice_index: Tensor | None,
-    processors: tuple[Tensor | None, ...],
-    draft_probs: Tensor | None,
-    draft_prob_token_ids: Tensor | None,
-    processed_logprobs: bool,
     output_token_ids: Tensor,
     num_accepted_tokens: Tensor,
-    accepted_nodes: Tensor,
-    logprobs: Tensor | None,
-    ranks: Tensor | None,
+    accepted_nodes: Tensor | None,
     workspace: Tensor | None,
 ) -> None: ...
 def top_logprobs(
@@ -329,6 +305,7 @@ def ngram_propose(
     index_tokens: int,
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor,
+    match_lens: Tensor | None,
 ) -> None: ...
 
 class SuffixCache:

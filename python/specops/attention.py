@@ -463,7 +463,7 @@ def compact_kv(
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16 or float16.
         v_cache: as `k_cache`.
         accepted_nodes: [batch, nodes], int32. Ascending; not looked at past
-            num_accepted_tokens[b], where `verify_tree` leaves -1.
+            num_accepted_tokens[b], where `verify` leaves -1.
         num_accepted_tokens: [batch], int32. Length of each path. 0 moves nothing, and nothing else
             of the request is looked at.
         qo_indptr: [batch + 1], int32. Rows of request b are qo_indptr[b] .. qo_indptr[b + 1]: the

@@ -77,6 +77,7 @@ def ngram_propose(
     leftmost: bool | Tensor = False,
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor | None = None,
+    match_lens: Tensor | None = None,
     num_given_drafts: Tensor | None = None,
     max_total_draft_tokens: int | None = None,
     index: NgramIndex | None = None,
@@ -95,7 +96,10 @@ def ngram_propose(
     too. Drafts end where the row ends.
 
     Drafts that another drafter has put into `draft_token_ids` count as the last tokens of t: what
-    is found is written behind them. They count towards every limit, and no limit cuts them.
+    is found is written behind them. They count towards every limit, and no limit cuts them; a
+    request whose limit they reach, or whose limit is 0, keeps them and their number as they are. So
+    several drafters may go on from each other in one buffer, with `num_draft_tokens` both the
+    number that each is given and the number that it leaves.
 
     With `max_total_draft_tokens` the requests share what they found: each is cut to the largest
     equal cap under which all together keep within the total, and what is left over then goes one
@@ -112,7 +116,10 @@ def ngram_propose(
         draft_token_ids: [batch, k], int32. Written: the drafts, then -1. The given drafts stay.
         num_draft_tokens: [batch], int32. Written: how many drafts, given ones included. Allocated
             when absent.
-        num_given_drafts: [batch], int32. How many of each request are there already. None: none.
+        match_lens: [batch], int32. Receives how many tokens matched where the request's drafts were
+            found, at most max_ngram_size, and 0 where this call has added none.
+        num_given_drafts: [batch], int32. How many of each request are there already; may be
+            `num_draft_tokens` itself. None: none.
         max_total_draft_tokens: most drafts of all requests together. None: no limit.
         index: of these rows; changed. None reads every row from its end to the match.
 
@@ -156,5 +163,6 @@ def ngram_propose(
         -1 if index_tokens is None else index_tokens,
         draft_token_ids,
         num_draft_tokens,
+        match_lens,
     )
     return draft_token_ids, num_draft_tokens

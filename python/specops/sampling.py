@@ -234,6 +234,7 @@ def verify(
     draft_token_ids: Tensor,
     *,
     positions: Tensor,
+    parents: Tensor | None = None,
     strategy: Tensor | None = None,
     policy: Tensor | None = None,
     temperature: Tensor | None = None,
@@ -253,42 +254,56 @@ def verify(
     ranks: Tensor | None = None,
     output_token_ids: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    accepted_nodes: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Emits drafts that agree with the target, and one token more.
+    """Emits the path of drafts that agrees with the target, and one token more.
 
-    Same as `reference.verify`. Request b owns rows output_indptr[b] .. output_indptr[b + 1]; with n
-    rows it has n - 1 drafts, and with none it is idle and emits nothing. For a request:
+    Same as `reference.verify`. Request b owns rows output_indptr[b] .. output_indptr[b + 1]. Its
+    first row is the root: it follows the last committed token. Row i + 1 follows draft i, so n rows
+    verify n - 1 drafts, and a request without rows is idle and emits nothing. Drafts form a tree:
+    draft i hangs on draft parents[b, i], or on the root where that is -1. Without `parents` they
+    form a chain: draft i hangs on draft i - 1. With depth(row) the number of drafts from the root
+    down to the row, for a request:
 
-        choice[i] = the strategy's token of row i, at position positions[b] + i
-        accepted  = how many leading i < n - 1 have draft[i] == choice[i]
-        emitted   = choice[0 .. accepted]
+        choice[row] = the strategy's token of the row, at position positions[b] + depth(row)
+        row = root
+        while row has a child with the token choice[row]: emit it, row = the first such child
+        emit choice[row]
 
-    With own[i] the token that `sample` chooses for row i, target[i] the distribution it draws from
-    (processors and filters applied), draft_probs[i] the one that draft i came from, and u() a
-    uniform of the named purpose at the row's position:
+    With own[row] the token that `sample` chooses for the row, target[row] the distribution it draws
+    from (processors and filters applied), draft_probs[row] the one that the row's children came
+    from, and u() a uniform of the named purpose at the row's position:
 
         GREEDY        choice = argmax of the processed logits
-        TARGET_MATCH  choice = own[i]
-        TOPP          choice = draft[i] if target[i][draft[i]] > 0 else own[i]
-        REJECTION     choice = draft[i], if u(ACCEPT) * draft_probs[i][choice] < target[i][choice]
-                      else a token drawn by u(RESIDUAL) from max(target[i] - draft_probs[i], 0)
-                      own[i] where there is no draft
+        TARGET_MATCH  choice = own[row]
+        TOPP          choice = the child if target[row][child] > 0 else own[row]
+        REJECTION     left = target[row], then for the i-th child with token x:
+                          choice = x, done, if u(ACCEPT, i) * draft_probs[row][x] < left[x]
+                          left = max(left - draft_probs[row], 0), renormalised
+                      choice = a token drawn by u(RESIDUAL) from left, if no child is accepted
+                      choice = own[row] where there is no child
         BLOCK         Sun et al. 2024, algorithm 2, with every uniform's anchor positions[b] + 1: it
-                      looks at coins past the accepted prefix, which no later step may use again
+                      looks at uniforms past the accepted prefix, which no later step may use again
 
-    Under ACCEPT_ALL choice[i] of a row with a draft is the draft; under REJECT_ALL accepted is 0;
-    under SYNTHETIC draft i is taken where u(ACCEPT) < accept_rates[b, i], and own[i] ends the walk
-    where it is not. A draft of -1 is never accepted and ends the walk.
+    Under ACCEPT_ALL choice is the child where there is one; under REJECT_ALL the walk ends at the
+    root; under SYNTHETIC draft i is taken where u(ACCEPT) < accept_rates[b, i], and own[row] ends
+    the walk where it is not. A draft less than 0 is no token: it is never accepted, and no
+    sibling after it is looked at. A draft past the vocabulary is a token without any probability:
+    it is never accepted either, whatever the policy, and counts as rejected.
 
     Args:
         logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided. Rows from
             output_indptr[batch] on are not read.
         output_indptr: [batch + 1], int32. Starts at 0, ascends by at most k + 1.
         draft_token_ids: [batch, k], int32. -1 padded; entries past a request's drafts are not read.
+            Siblings may be equal.
         positions: [batch], int32. Absolute position of the first token chosen for the request.
-        strategy: [batch], int32. `VerifyStrategy`; absent: TARGET_MATCH.
-        policy: [batch], int32. `AcceptPolicy`; absent: NORMAL.
+        parents: [batch, k], int32, k at most 3,072. Draft i's parent, below i; -1 is the root.
+            Absent: chains.
+        strategy: [batch], int32. `VerifyStrategy`; absent: TARGET_MATCH. With `parents` GREEDY,
+            TARGET_MATCH or REJECTION.
+        policy: [batch], int32. `AcceptPolicy`; absent: NORMAL. With `parents` NORMAL or REJECT_ALL.
         temperature: [batch], float32. As in `sample`; so are the next six. All absent: greedy.
         top_k: [batch], int32.
         top_p: [batch], float32.
@@ -296,25 +311,29 @@ def verify(
         typical_p: [batch], float32.
         seeds: [batch], int64.
         choice_index: [batch], int32.
-        processors: What changes the logits first; rows count the drafts before them.
+        processors: What changes the logits first; a row counts the drafts from the root down to it.
         draft_probs: [batch, k, vocab_size] or, with draft_prob_token_ids, [batch, k, n], float32.
-            The distribution each draft was drawn from. NaN and less than 0 are 0, more than 1 is
-            1. Absent: each draft had probability 1, as with drafters that do not draw.
+            Entry [b, i] is the distribution from which the children of the request's row i were
+            drawn, independently of each other: in a chain, that of draft i. NaN and less than 0 are
+            0, more than 1 is 1. Absent: each draft had probability 1, as with drafters that do not
+            draw.
         draft_prob_token_ids: [batch, k, n], int32. The tokens that draft_probs are of, each once;
             -1 padded.
         draft_prob_rows: [batch], int32. Which row of draft_probs each request's drafts came from;
             -1: none, each had probability 1. draft_probs and draft_prob_token_ids are then
-            [rows, k', ..] with k' at most k, and drafts past the first k' had probability 1.
-            Absent: row b.
+            [rows, k', ..] with k' at most k, and children of rows past the first k' had probability
+            1. Absent: row b.
         accept_rates: [batch, k], float32, within [0, 1]. Of SYNTHETIC.
-        processed_logprobs: Whether logprobs and ranks are of target[i] (at temperature 0 and under
-            GREEDY: of the processed logits), instead of the untouched logits.
+        processed_logprobs: Whether logprobs and ranks are of target[row] (at temperature 0 and
+            under GREEDY: of the processed logits), instead of the untouched logits.
         logprobs: [batch, k + 1], float32. Receives the log-softmax at every emitted token, and 0
             elsewhere.
         ranks: [batch, k + 1], int32. Receives 1 + how many logits are greater than the emitted
             token's, and 0 elsewhere.
         output_token_ids: [batch, k + 1], int32. Allocated when absent.
         num_accepted_tokens: [batch], int32. Allocated when absent.
+        accepted_nodes: [batch, k], int32. Receives which drafts were accepted, from the root down,
+            then -1: what `attention.compact_kv` takes.
         workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
 
     Returns:
@@ -328,15 +347,15 @@ def verify(
 
     Note:
         Deterministic. A row's choice is bit for bit what `sample` gives for that row under
-        TARGET_MATCH, and in every strategy a function of its own request alone. Parameters of idle
-        requests are not read.
+        TARGET_MATCH, and in every strategy a function of its own request alone. A tree that is a
+        chain gives what the chain gives. Parameters of idle requests are not read.
 
     Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding";
-        Sun et al. 2024, "Block Verification Accelerates Speculative Decoding"; FastDeploy's
-        top_p verification (TOPP).
+        Miao et al. 2024, "SpecInfer" (siblings); Sun et al. 2024, "Block Verification Accelerates
+        Speculative Decoding"; FastDeploy's top_p verification (TOPP).
     """
     if output_token_ids is None:
-        output_token_ids = unless_wrong(lambda: _row_of_tokens(draft_token_ids, 1))
+        output_token_ids = unless_wrong(lambda: _output_tokens(draft_token_ids))
     if num_accepted_tokens is None:
         num_accepted_tokens = unless_wrong(lambda: draft_token_ids.new_empty(len(draft_token_ids)))
     if workspace is None:
@@ -346,6 +365,7 @@ def verify(
         output_indptr,
         draft_token_ids,
         positions,
+        parents,
         strategy,
         policy,
         temperature,
@@ -361,146 +381,20 @@ def verify(
         draft_prob_rows,
         accept_rates,
         processed_logprobs,
-        output_token_ids,
-        num_accepted_tokens,
         logprobs,
         ranks,
+        output_token_ids,
+        num_accepted_tokens,
+        accepted_nodes,
         workspace,
     )
     return output_token_ids, num_accepted_tokens
 
 
-def verify_tree(
-    logits: Tensor,
-    output_indptr: Tensor,
-    draft_token_ids: Tensor,
-    parents: Tensor,
-    *,
-    positions: Tensor,
-    strategy: Tensor | None = None,
-    policy: Tensor | None = None,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    typical_p: Tensor | None = None,
-    seeds: Tensor | None = None,
-    choice_index: Tensor | None = None,
-    processors: LogitsProcessors | None = None,
-    draft_probs: Tensor | None = None,
-    draft_prob_token_ids: Tensor | None = None,
-    processed_logprobs: bool = False,
-    logprobs: Tensor | None = None,
-    ranks: Tensor | None = None,
-    output_token_ids: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    accepted_nodes: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Emits the path of a draft tree that agrees with the target, and one token more.
-
-    Same as `reference.verify_tree`. Request b owns rows output_indptr[b] .. output_indptr[b + 1]:
-    the root, which is the last committed token, then a row for each of its nodes in order. With
-    depth(row) the number of nodes from the root down to the row, for a request:
-
-        choice[row] = the strategy's token of the row, at position positions[b] + depth(row)
-        row = root
-        while row has a child with the token choice[row]: emit it, row = the first such child
-        emit choice[row]
-
-    Strategies are those of `verify` that are a matter of one row. Under REJECTION the children of a
-    row are tried in order, each against what the ones before it have left:
-
-        target = the row's distribution
-        for the i-th child, with u(ACCEPT, i) a uniform of its own:
-            choice = child, done, if u(ACCEPT, i) * draft_probs[child] < target[child]
-            target = max(target - draft_probs, 0), renormalised
-        choice = a token drawn by u(RESIDUAL) from target
-
-    Args:
-        logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided.
-        output_indptr: [batch + 1], int32. Starts at 0, ascends by at most n + 1.
-        draft_token_ids: [batch, n], int32, n at most 3,072. Node j's token; -1 is never accepted,
-            and no sibling after it is. Entries past a request's nodes are not read. Siblings may
-            be equal.
-        parents: [batch, n], int32. Node j's parent, below j; -1 is the root.
-        positions: [batch], int32. Absolute position of the token that follows the root.
-        strategy: [batch], int32. GREEDY, TARGET_MATCH or REJECTION; absent: TARGET_MATCH.
-        policy: [batch], int32. NORMAL or REJECT_ALL; absent: NORMAL.
-        temperature: [batch], float32. As in `sample`; so are the next six. All absent: greedy.
-        top_k: [batch], int32.
-        top_p: [batch], float32.
-        min_p: [batch], float32.
-        typical_p: [batch], float32.
-        seeds: [batch], int64.
-        choice_index: [batch], int32.
-        processors: As in `verify`; a row counts the drafts on its way from the root.
-        draft_probs: [batch, n, vocab_size or m], float32. Row r of it is the distribution from
-            which the children of the request's row r were drawn, independently of each other.
-            Absent: children were chosen, not drawn.
-        draft_prob_token_ids: [batch, n, m], int32. As in `verify`.
-        processed_logprobs: As in `verify`.
-        logprobs: [batch, n + 1], float32. As in `verify`.
-        ranks: [batch, n + 1], int32. As in `verify`.
-        output_token_ids: [batch, n + 1], int32. Allocated when absent.
-        num_accepted_tokens: [batch], int32. Allocated when absent.
-        accepted_nodes: [batch, n], int32. Allocated when absent.
-        workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
-
-    Returns:
-        (`output_token_ids`, `num_accepted_tokens`, `accepted_nodes`): the emitted tokens, then -1;
-        how many drafts were accepted; and their nodes from the root down, then -1, which is what
-        `attention.compact_kv` takes.
-
-    Raises:
-        ValueError: as `verify`.
-
-    Note:
-        Deterministic, as `verify`. A tree that is a chain gives what `verify` gives.
-
-    Source: Miao et al. 2024, "SpecInfer" (multi-step speculative sampling).
-    """
-    if output_token_ids is None:
-        output_token_ids = unless_wrong(lambda: _row_of_tokens(draft_token_ids, 1))
-    if num_accepted_tokens is None:
-        num_accepted_tokens = unless_wrong(lambda: draft_token_ids.new_empty(len(draft_token_ids)))
-    if accepted_nodes is None:
-        accepted_nodes = unless_wrong(lambda: _row_of_tokens(draft_token_ids, 0))
-    if workspace is None:
-        workspace = unless_wrong(lambda: sampling_workspace(logits, draft_token_ids.shape[0]))
-    _C.verify_tree(
-        logits,
-        output_indptr,
-        draft_token_ids,
-        parents,
-        positions,
-        strategy,
-        policy,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        typical_p,
-        seeds,
-        choice_index,
-        processors or (),
-        draft_probs,
-        draft_prob_token_ids,
-        processed_logprobs,
-        output_token_ids,
-        num_accepted_tokens,
-        accepted_nodes,
-        logprobs,
-        ranks,
-        workspace,
-    )
-    return output_token_ids, num_accepted_tokens, accepted_nodes
-
-
-def _row_of_tokens(draft_token_ids: Tensor, more: int) -> Tensor:
-    """Room for `more` tokens than drafts, per request."""
+def _output_tokens(draft_token_ids: Tensor) -> Tensor:
+    """Room for a token more than drafts, per request."""
     batch, drafts = draft_token_ids.shape
-    return draft_token_ids.new_empty(batch, drafts + more, dtype=torch.int32)
+    return draft_token_ids.new_empty(batch, drafts + 1, dtype=torch.int32)
 
 
 def top_logprobs(

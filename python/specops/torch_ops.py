@@ -74,17 +74,12 @@ _SCHEMAS = (
     "int purpose, Tensor? anchors, bool processed_logprobs, Tensor(a!)? logprobs, Tensor(b!)? "
     "ranks, Tensor(c!)? probs, Tensor(d!) out, Tensor(e!)? workspace) -> ()",
     "verify(Tensor logits, Tensor output_indptr, Tensor draft_token_ids, Tensor positions, "
-    "Tensor? strategy, Tensor? policy, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? "
-    "min_p, Tensor? typical_p, Tensor? seeds, Tensor? choice_index, Tensor?[] processors, Tensor? "
-    "draft_probs, Tensor? draft_prob_token_ids, Tensor? draft_prob_rows, Tensor? accept_rates, "
-    "bool processed_logprobs, Tensor(a!) output_token_ids, Tensor(b!) num_accepted_tokens, "
-    "Tensor(c!)? logprobs, Tensor(d!)? ranks, Tensor(e!)? workspace) -> ()",
-    "verify_tree(Tensor logits, Tensor output_indptr, Tensor draft_token_ids, Tensor parents, "
-    "Tensor positions, Tensor? strategy, Tensor? policy, Tensor? temperature, Tensor? top_k, "
+    "Tensor? parents, Tensor? strategy, Tensor? policy, Tensor? temperature, Tensor? top_k, "
     "Tensor? top_p, Tensor? min_p, Tensor? typical_p, Tensor? seeds, Tensor? choice_index, "
-    "Tensor?[] processors, Tensor? draft_probs, Tensor? draft_prob_token_ids, bool "
-    "processed_logprobs, Tensor(a!) output_token_ids, Tensor(b!) num_accepted_tokens, Tensor(c!) "
-    "accepted_nodes, Tensor(d!)? logprobs, Tensor(e!)? ranks, Tensor(f!)? workspace) -> ()",
+    "Tensor?[] processors, Tensor? draft_probs, Tensor? draft_prob_token_ids, Tensor? "
+    "draft_prob_rows, Tensor? accept_rates, bool processed_logprobs, Tensor(a!)? logprobs, "
+    "Tensor(b!)? ranks, Tensor(c!) output_token_ids, Tensor(d!) num_accepted_tokens, "
+    "Tensor(e!)? accepted_nodes, Tensor(f!)? workspace) -> ()",
     "top_logprobs(Tensor logits, bool processed_logprobs, Tensor? output_indptr, Tensor? "
     "draft_token_ids, Tensor? parents, Tensor? positions, Tensor? temperature, Tensor? top_k, "
     "Tensor? top_p, Tensor? min_p, Tensor? typical_p, Tensor?[] processors, Tensor(a!) token_ids, "
@@ -100,12 +95,12 @@ _SCHEMAS = (
     "ngram_propose(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, int min_ngram_size, "
     "int max_ngram_size, bool leftmost, Tensor? num_given_drafts, int max_total_draft_tokens, "
     "Tensor(a!)? table, Tensor(b!)? state, int scan_tokens, int index_tokens, "
-    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens) -> ()",
+    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens, Tensor(e!)? match_lens) -> ()",
     "ngram_propose.per_request(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, "
     "Tensor min_ngram_size, Tensor max_ngram_size, Tensor leftmost, "
     "Tensor? num_given_drafts, int max_total_draft_tokens, Tensor(a!)? table, "
     "Tensor(b!)? state, int scan_tokens, int index_tokens, "
-    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens) -> ()",
+    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens, Tensor(e!)? match_lens) -> ()",
 )
 
 _LIBRARY: Any = torch.library.Library("specops", "DEF")  # type: ignore[no-untyped-call]

@@ -46,7 +46,6 @@ from specops.reference.sampling import (
     sample,
     top_logprobs,
     verify,
-    verify_tree,
 )
 from specops.reference.suffix_tree import SuffixCache, ngram_propose
 
@@ -92,5 +91,4 @@ __all__ = [
     "target_probs",
     "top_logprobs",
     "verify",
-    "verify_tree",
 ]

@@ -146,8 +146,8 @@ def process_logits(
     """The logits after mask, bad words, min tokens, bias and penalties, in their own dtype.
 
     `processors` has the fields of `sampling.LogitsProcessors`, or is None. Without output_indptr
-    every row is a request, as in `sample`; with it rows are those of `verify` or, given parents,
-    `verify_tree`. The drafts on the path to a row count as tokens of the output.
+    every row is a request, as in `sample`; with it rows, drafts and parents are those of `verify`.
+    The drafts on the path to a row count as tokens of the output.
     """
     out = logits.clone()
     if processors is None:
@@ -210,7 +210,7 @@ def _process_row(
             counts[ids[ids >= 0].long()] = packed >> 1
             in_prompt[ids[ids >= 0].long()] = (packed & 1) == 1
         for token_id in in_flight:
-            if token_id >= 0:
+            if 0 <= token_id < len(x):
                 counts[token_id] += 1
         if p.repetition_penalty is not None:
             penalty = p.repetition_penalty[slot]

@@ -135,92 +135,37 @@ def verify(
     draft_token_ids: Tensor,
     *,
     positions: Tensor,
+    parents: Tensor | None = None,
     strategy: Tensor | None = None,
     policy: Tensor | None = None,
-    accept_rates: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    typical_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    choice_index: Tensor | None = None,
+    processors: Any = None,
     draft_probs: Tensor | None = None,
     draft_prob_token_ids: Tensor | None = None,
     draft_prob_rows: Tensor | None = None,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    typical_p: Tensor | None = None,
-    seeds: Tensor | None = None,
-    choice_index: Tensor | None = None,
-    processors: Any = None,
+    accept_rates: Tensor | None = None,
     processed_logprobs: bool = False,
     logprobs: Tensor | None = None,
     ranks: Tensor | None = None,
+    accepted_nodes: Tensor | None = None,
     uniform: Uniform = philox_uniform,
 ) -> tuple[Tensor, Tensor]:
-    """Per request: every row's choice, emitted up to the first that differs from its draft."""
-    tokens, accepted, _ = _verify(**locals(), parents=None)
-    return tokens, accepted
+    """Per request: from the root to the first child that equals its row's choice, and so on.
 
-
-def verify_tree(
-    logits: Tensor,
-    output_indptr: Tensor,
-    draft_token_ids: Tensor,
-    parents: Tensor,
-    *,
-    positions: Tensor,
-    strategy: Tensor | None = None,
-    policy: Tensor | None = None,
-    draft_probs: Tensor | None = None,
-    draft_prob_token_ids: Tensor | None = None,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    typical_p: Tensor | None = None,
-    seeds: Tensor | None = None,
-    choice_index: Tensor | None = None,
-    processors: Any = None,
-    processed_logprobs: bool = False,
-    logprobs: Tensor | None = None,
-    ranks: Tensor | None = None,
-    uniform: Uniform = philox_uniform,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Per request: from the root to the first child that equals its row's choice, and so on."""
-    return _verify(**locals(), accept_rates=None, draft_prob_rows=None)
-
-
-def _verify(
-    *,
-    logits: Tensor,
-    output_indptr: Tensor,
-    draft_token_ids: Tensor,
-    parents: Tensor | None,
-    positions: Tensor,
-    strategy: Tensor | None,
-    policy: Tensor | None,
-    accept_rates: Tensor | None,
-    draft_probs: Tensor | None,
-    draft_prob_token_ids: Tensor | None,
-    draft_prob_rows: Tensor | None,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    typical_p: Tensor | None,
-    seeds: Tensor | None,
-    choice_index: Tensor | None,
-    processors: Any,
-    processed_logprobs: bool,
-    logprobs: Tensor | None,
-    ranks: Tensor | None,
-    uniform: Uniform,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, how many are drafts, their nodes); a chain is a tree without branches."""
+    Without parents drafts are a chain. logprobs, ranks and accepted_nodes are written where given.
+    """
     batch, k = draft_token_ids.shape
     output_token_ids = torch.full((batch, k + 1), -1, dtype=torch.int32)
     num_accepted_tokens = torch.zeros(batch, dtype=torch.int32)
-    accepted_nodes = torch.full((batch, k), -1, dtype=torch.int32)
-    for extra in (logprobs, ranks):
+    for extra, nothing in ((logprobs, 0), (ranks, 0), (accepted_nodes, -1)):
         if extra is not None:
-            extra.zero_()
+            extra.fill_(nothing)
     processed = process_logits(
         logits,
         processors,
@@ -265,10 +210,10 @@ def _verify(
                 logprobs[b, depth] = scores[choice]
             if ranks is not None:
                 ranks[b, depth] = _rank(shown, choice)
-            if node >= 0:
+            if accepted_nodes is not None and node >= 0:
                 accepted_nodes[b, depth] = node
             row = node + 1
-    return output_token_ids, num_accepted_tokens, accepted_nodes
+    return output_token_ids, num_accepted_tokens
 
 
 def _draft_distribution(probs: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
@@ -309,6 +254,11 @@ def _walk(
 
     Row r > 0 is node r - 1; targets are the rows' distributions, given[r] that of r's children.
     """
+    # a draft past the vocabulary is one more token, of which nothing has any
+    vocab_size = len(targets[0])
+    tokens = [min(token_id, vocab_size) for token_id in tokens]
+    targets = [torch.nn.functional.pad(target, (0, 1)) for target in targets]
+    given = [None if q is None else torch.nn.functional.pad(q, (0, 1)) for q in given]
     # the drafts in reach: a -1 is never accepted, and nothing behind it among its siblings is
     children: list[list[int]] = [[] for _ in targets]
     for r in range(len(targets)):
@@ -335,7 +285,8 @@ def _walk(
         target = targets[row]
         if policy != NORMAL:
             rate = {ACCEPT_ALL: 1.0, REJECT_ALL: 0.0}.get(policy, [*accept_rates, 0.0][row])
-            if drafts and coin(ACCEPT, start + depth) < rate:
+            may_emit = bool(drafts) and drafts[0] < vocab_size
+            if may_emit and coin(ACCEPT, start + depth) < rate:
                 choice = drafts[0]
             else:
                 drafts, choice = [], _own(target, coin, start + depth)

@@ -17,41 +17,46 @@ def ngram_propose(
     min_ngram_size: int | Tensor,
     max_ngram_size: int | Tensor,
     leftmost: bool | Tensor = False,
+    match_lens: Tensor | None = None,
     given_token_ids: Tensor | None = None,
     num_given_drafts: Tensor | None = None,
     max_total_draft_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Every size, longest first, against every earlier start, latest (or leftmost) first.
 
-    `given_token_ids` [batch, k] holds the given drafts.
+    `given_token_ids` [batch, k] holds the given drafts; match_lens is written where given.
     """
 
     def of(value: int | Tensor, b: int) -> int:
         return int(value[b] if isinstance(value, Tensor) else value)
 
     batch = len(token_ids)
-    rows, given = [], []
+    rows, given, found = [], [], []
     for b in range(batch):
         num_given = 0 if num_given_drafts is None else int(num_given_drafts[b])
         first = [] if given_token_ids is None else given_token_ids[b, :num_given].tolist()
         tokens = token_ids[b, : int(lens[b])].tolist() + first
         step = 1 if of(leftmost, b) else -1
         matches = (
-            start + size
+            (start + size, size)
             for size in range(of(max_ngram_size, b), of(min_ngram_size, b) - 1, -1)
             for start in range(max(len(tokens) - size, 0))[::step]
             if tokens[start : start + size] == tokens[len(tokens) - size :]
         )
-        end = next(matches, len(tokens))
+        end, size = next(matches, (len(tokens), 0))
         room = max(min(int(max_draft_tokens[b]), k) - num_given, 0)
         rows.append(first + tokens[end : end + room])
         given.append(num_given)
+        found.append(size)
     counts = [len(row) for row in rows]
     if max_total_draft_tokens is not None:
         counts = _shares(counts, given, max_total_draft_tokens)
     draft_token_ids = torch.full((batch, k), -1, dtype=torch.int32)
     for b, count in enumerate(counts):
         draft_token_ids[b, :count] = torch.tensor(rows[b][:count], dtype=torch.int32)
+    if match_lens is not None:
+        added = [count > first for count, first in zip(counts, given, strict=True)]
+        match_lens[:] = torch.tensor(found) * torch.tensor(added)
     return draft_token_ids, torch.tensor(counts, dtype=torch.int32)
 
 
