@@ -216,6 +216,7 @@ class Runner:
     def _take_proposals(self, step: Step, parts: Sequence[Scheduled]) -> None:
         """Copies what drafters on the device proposed: the next step's inputs may lie there."""
         proposals: Proposals = self._drafting.proposals
+        proposals.confidences.fill(0)
         if step.shape.drafters:
             proposals.token_ids[:] = step.arrays.proposed_token_ids.host
             proposals.counts[:] = step.arrays.num_proposed.host

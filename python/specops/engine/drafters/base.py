@@ -99,7 +99,9 @@ class Proposals:
 
     token_ids: NDArray[np.int32]  # [slots, k]
     counts: NDArray[np.int32]  # [slots]
-    confidences: NDArray[np.float32]  # [slots, k], how sure the drafter is of each, in [0, 1]
+    # [slots, k]: how sure the drafter is of each, in [0, 1]; 0: it does not say. Only requests
+    # whose drafts are selected need them.
+    confidences: NDArray[np.float32]
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from specops.engine.drafters.base import (
     DrafterContext,
     DrafterStep,
     MethodUnavailable,
+    Proposals,
     StepResults,
     TargetStep,
     stage_limit,
@@ -72,6 +73,7 @@ class MtpShape(NamedTuple):
     skips_pages: bool  # modules of a request do not see all of its pages
     draws: bool  # some drafts are drawn, not all the likeliest tokens
     has_own_numbers: bool  # some of those with numbers of their own
+    tells: bool  # how likely each draft is
 
 
 class _Inputs(NamedTuple):
@@ -223,7 +225,7 @@ class MtpDrafter(Drafter):
         if not ours:
             return None
         redrafts, room = 0, self.max_redrafts
-        runs = draws = own_numbers = skips = False
+        runs = draws = own_numbers = skips = tells = False
         for part, progress in ours:
             progress.redraft_len = -1
             slot = part.request.slot
@@ -238,15 +240,16 @@ class MtpDrafter(Drafter):
             progress.redraft_len = missing
             if missing >= 0:
                 runs = True
+                tells = tells or part.request.speculative.selects_drafts
                 redrafts += missing
                 room -= max(missing - (self.num_modules - 1), 0)
                 skips = skips or progress.begin > 0
         if not runs:
-            return MtpShape(0, False, draws, own_numbers)
+            return MtpShape(0, False, draws, own_numbers, False)
         rows = self.max_rows  # on the CPU one size, so that shapes come again: see `with_rows`
         if self._device.is_async:
             rows = min(shape.rows + (rung(redrafts) if redrafts else 0), self.max_rows)
-        return MtpShape(rows, skips, draws, own_numbers)
+        return MtpShape(rows, skips, draws, own_numbers, tells)
 
     def _redraft_len(self, progress: _Progress, room: int) -> int:
         """How many rows before the step's run over again; -1: the modules cannot run.
@@ -272,7 +275,7 @@ class MtpDrafter(Drafter):
     ) -> DrafterStep:
         """Makes the modules' part of the steps of one shape."""
         assert isinstance(key, MtpShape)
-        return MtpStep(self, key, shape, inputs)
+        return MtpStep(self, key, shape, inputs, results)
 
     def finish(self, results: StepResults) -> None:
         """Takes note of what the modules have run over, after a step and its commit."""
@@ -348,7 +351,12 @@ class MtpStep(DrafterStep):
     """
 
     def __init__(
-        self, drafter: MtpDrafter, shape: MtpShape, step: StepShape, inputs: Layout
+        self,
+        drafter: MtpDrafter,
+        shape: MtpShape,
+        step: StepShape,
+        inputs: Layout,
+        results: Layout,
     ) -> None:
         self._drafter, self._shape, self._step = drafter, shape, step
         batch = step.batch
@@ -356,6 +364,8 @@ class MtpStep(DrafterStep):
         self._temperatures = inputs.float32(batch)
         self._max_drafts = inputs.int32(drafter.slots)
         self._kv_indptr = inputs.int32(batch + 1 if shape.skips_pages else 0)
+        passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
+        self._logprobs = [results.float32(batch) for _ in range(passes)]  # of the drafts, by pass
         self.num_rows = shape.rows
         self.sums_size = drafter.sums_size(shape.rows, batch) if shape.rows else 0
         self.rows: _Inputs
@@ -411,6 +421,18 @@ class MtpStep(DrafterStep):
             target.lens,
             self._drafter.kept,
         )
+
+    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+        """Takes over how likely the modules hold their drafts."""
+        if not self._logprobs:
+            return
+        probs = np.exp([array.host for array in self._logprobs]).clip(1e-6, 1)
+        for index, part in enumerate(parts):
+            progress = self._drafter.progress_of(part)
+            if progress is not None and progress.redraft_len >= 0:
+                slot = part.request.slot
+                count = min(stage_limit(part, self._drafter.name), len(probs))
+                proposals.confidences[slot, :count] = probs[:count, index]
 
     def _bind(self, target: TargetStep) -> None:
         """Makes the views that launches take, once."""
@@ -522,7 +544,10 @@ class MtpStep(DrafterStep):
             # The rows are the first module's, and the token is one further on for each module.
             positions = torch.add(positions, step, out=choices.positions)
         choosing: dict[str, Any] = {**self._choosing, "workspace": drafter.workspace}
-        sampling.sample(choices.logits, positions, **choosing, out=choices.sampled)
+        logprobs = self._logprobs[step].device if self._logprobs else None
+        sampling.sample(
+            choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
+        )
         if self._shape.has_own_numbers:
             assert drafter.draft_probs is not None
             sampling.sample(

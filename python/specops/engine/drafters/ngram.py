@@ -10,6 +10,7 @@ from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
     DrafterStep,
+    Proposals,
     TargetStep,
     stage_limit,
 )
@@ -71,13 +72,10 @@ class NgramDrafter(Drafter):
         self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
     ) -> DrafterStep:
         """Makes its part of the steps of one shape."""
-        return _NgramStep(self, inputs.int32(self._slots))
+        return _NgramStep(self, inputs.int32(self._slots), results.int32(self._slots))
 
-    def propose(self, target: TargetStep, max_draft_tokens: Tensor) -> None:
+    def propose(self, target: TargetStep, max_draft_tokens: Tensor, match_lens: Tensor) -> None:
         """Continues the proposals of every request in one call."""
-        given = None
-        if any(name != self.name for name, _ in target.shape.drafters):
-            given = target.num_draft_tokens.clone()
         ngram_propose(
             target.token_ids,
             target.lens,
@@ -87,16 +85,17 @@ class NgramDrafter(Drafter):
             leftmost=self._rows[2],
             draft_token_ids=target.draft_token_ids,
             num_draft_tokens=target.num_draft_tokens,
-            num_given_drafts=given,
+            num_given_drafts=target.num_draft_tokens,
+            match_lens=match_lens,
             max_total_draft_tokens=self._speculative.max_total_draft_tokens,
             index=self._index,
         )
 
 
 class _NgramStep(DrafterStep):
-    def __init__(self, drafter: NgramDrafter, max_drafts: Array) -> None:
+    def __init__(self, drafter: NgramDrafter, max_drafts: Array, match_lens: Array) -> None:
         self._drafter = drafter
-        self._max_drafts = max_drafts
+        self._max_drafts, self._match_lens = max_drafts, match_lens
 
     def fill(self, parts: Sequence[Scheduled]) -> None:
         limits = self._max_drafts.host
@@ -107,4 +106,13 @@ class _NgramStep(DrafterStep):
                 limits[part.request.slot] = limit
 
     def launch(self, target: TargetStep) -> None:
-        self._drafter.propose(target, self._max_drafts.device)
+        self._drafter.propose(target, self._max_drafts.device, self._match_lens.device)
+
+    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+        for part in parts:
+            slot = part.request.slot
+            length = int(self._match_lens.host[slot])
+            if length and part.request.speculative.selects_drafts:
+                found = proposals.confidences[slot, : proposals.counts[slot]]
+                # The longer a match, the surer; how sure that is the counts of the method say.
+                found[found == 0] = length / (length + 1)
