@@ -24,7 +24,7 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "httpx", "op
 
 import httpx
 import openai
-from checkpoints import write_tokenizer
+from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
@@ -1035,6 +1035,18 @@ def test_missing_weights(
                 (directory / file.name).write_bytes(file.read_bytes())
         assert main(["--model", str(directory)]) == 2
         assert str(directory) in capsys.readouterr().err
+
+
+def test_a_model_that_the_ops_do_not_run_is_not_served(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "Qwen3", head_dim=80)
+    capsys.readouterr()
+    assert main(["--model", str(tmp_path), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == (
+        f"specops: {tmp_path / 'config.json'}: head_dim must be 64, 96, 128 or 256, got 80 "
+        "(append_attention)\n"
+    )
 
 
 def test_unknown_arguments_exit_with_2() -> None:
