@@ -12,6 +12,7 @@ from specops.engine import (
     Completion,
     ContextOverflow,
     EngineConfig,
+    EngineError,
     QueueFull,
     RequestOutput,
     SamplingParams,
@@ -88,7 +89,7 @@ class FakeEngine:
         self.has_unsaved_suffixes = False
         self.num_pages = 1000
         self.step_seconds = step_seconds
-        self.fail_next_step = False
+        self.num_failures = 0  # steps to come that fail
         self._running: list[_Request] = []
         self._waiting: list[_Request] = []
         self._done: dict[str, _Request] = {}
@@ -164,9 +165,9 @@ class FakeEngine:
     def step(self) -> list[RequestOutput]:
         self._check_thread()
         time.sleep(self.step_seconds)
-        if self.fail_next_step:
-            self.fail_next_step = False
-            raise RuntimeError("as the test wished")
+        if self.num_failures:
+            self.num_failures -= 1
+            raise EngineError("a step failed: as the test wished")
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             request = self._waiting.pop(0)
             request.pages = math.ceil((len(request.prompt) + request.limit) / 16)

@@ -99,8 +99,8 @@ def make_app(
 
     @app.get("/health")
     async def health() -> Response:
-        alive = thread.is_alive
-        return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 503)
+        status = thread.health
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")
     async def prometheus() -> Response:

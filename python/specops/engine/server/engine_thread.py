@@ -11,7 +11,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specops.engine.engine import Engine
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 # Drawn seeds stay exact in JavaScript, so that a browser can send back the one it was told.
 _SEED_BITS = 53
+# Steps that fail one after the other, with none between them that succeeds, before the engine
+# counts as failing: one may be a single request's fault.
+_FAILING = 3
 # Between two saves of the suffix cache, which wait for a moment without requests.
 _SAVE_SECONDS = 300.0
 
@@ -120,12 +123,14 @@ class EngineThread:
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._has_ended = False  # belongs to the event loop
         self._thread = threading.Thread(target=self._run, name="specops-engine", daemon=True)
         # Everything below belongs to the thread.
         self._choices: dict[str, _Choice] = {}  # in the engine, by request id
         self._held: list[_Choice] = []  # ready to be added, but the engine's queue is full
         self._events: list[tuple[Job, ChoiceOutput | Exception | None]] = []
         self._num_requests = 0
+        self._num_failures = 0  # steps that failed since the last one that succeeded
         self._saved_at = time.monotonic()  # the suffix cache, the last time
         seed = engine.config.seed
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
@@ -141,9 +146,11 @@ class EngineThread:
         self._thread.join()
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+    def health(self) -> str:
+        """How the engine is: "ok"; "failing", its last steps failed; "failed", it runs no more."""
+        if not self._thread.is_alive():
+            return "failed"
+        return "ok" if self._num_failures < _FAILING else "failing"
 
     async def submit(self, job: Job) -> None:
         """Queues a job.
@@ -152,7 +159,7 @@ class EngineThread:
             QueueFull, ValueError: the engine refuses it, wholly.
             JobFailed: the engine has failed.
         """
-        if not self.is_alive:
+        if self._has_ended:
             raise JobFailed("the engine has stopped")
         self._commands.put(("add", job))
         try:
@@ -172,17 +179,28 @@ class EngineThread:
                     break
                 if self._engine.has_unfinished():
                     self._step()
+                    self._num_failures = 0
             except Exception:
-                logger.exception("a step failed; every running request is given up")
-                self._give_up(JobFailed("the engine failed; its log says why"))
-                if self._engine.has_unfinished():
+                self._num_failures += 1
+                logger.exception("a step failed; every request ends with an error")
+                self._give_up("error", "a step of the engine failed; the server's log says why")
+                if not self._is_empty():
                     logger.critical("the engine does not recover; its thread ends")
                     break
             self._deliver()
-        self._give_up(JobFailed("the engine has stopped"))
+        self._give_up("abort", "the engine has stopped")
         self._deliver()
+        self._on_loop(self._end)
         if self._engine.has_unsaved_suffixes:
             self._save_suffix_cache()
+
+    def _end(self) -> None:
+        """Called on the event loop: refuses the jobs that came too late for the thread."""
+        self._has_ended = True
+        while not self._commands.empty():
+            _, job = self._commands.get_nowait()
+            if job is not None:
+                job.put(JobFailed("the engine has stopped"))
 
     def _seconds_to_save(self) -> float | None:
         """How long a thread with nothing to do waits before it saves; None if there is no need."""
@@ -326,26 +344,30 @@ class EngineThread:
                     # A sibling waits for its turn outside the engine, too.
                     queued=choice.added_at - job.arrival + completion.queue_seconds,
                 )
-            if output.finish_reason == "error":
-                self._abort_job(job)
-                self._events.append((job, JobFailed("the request failed; the log says why")))
-            elif job.streaming or completion is not None:
+            if job.streaming or completion is not None:
                 event = ChoiceOutput(choice.index, output, completion, choice.seed)
                 self._events.append((job, event))
 
-    def _give_up(self, reason: JobFailed) -> None:
-        """Fails every job."""
-        jobs = {id(one.job): one.job for one in (*self._choices.values(), *self._held)}
-        for job in jobs.values():
+    def _give_up(self, finish_reason: str, message: str) -> None:
+        """Fails every job, and drops what the engine still knows of it."""
+        for request_id in self._choices:
             try:
-                self._abort_job(job)
+                self._engine.abort(request_id)
             except Exception:
-                logger.exception("a request could not be dropped")
-            self._events.append((job, reason))
+                logger.exception("request %s could not be dropped", request_id)
+            self._metrics.finished(finish_reason)
+        jobs = {id(one.job): one.job for one in (*self._choices.values(), *self._held)}
+        self._events += [(job, JobFailed(message)) for job in jobs.values()]
         self._choices.clear()
+        self._held.clear()
+
+    def _is_empty(self) -> bool:
+        """Whether the engine has nothing left, neither a request nor a page that one held."""
+        engine = self._engine
+        return not engine.has_unfinished() and engine.num_free_pages == engine.num_pages
 
     def _deliver(self) -> None:
-        if not self._events or self._loop is None:
+        if not self._events:
             return
         events, self._events = self._events, []
 
@@ -353,8 +375,12 @@ class EngineThread:
             for job, event in events:
                 job.put(event)
 
+        self._on_loop(put)
+
+    def _on_loop(self, work: Callable[[], None]) -> None:
+        assert self._loop is not None, "the thread has been started"
         try:
-            self._loop.call_soon_threadsafe(put)
+            self._loop.call_soon_threadsafe(work)
         except RuntimeError:  # the event loop has ended: nobody waits for this
             logger.debug("results after the end of the event loop", exc_info=True)
 

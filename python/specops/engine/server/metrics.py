@@ -59,7 +59,7 @@ class Metrics:
             (*_LABELS, "finished_reason"),
             registry=self._registry,
         )
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length", "abort", "error"):
             self._success.labels(self._model, reason)
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
