@@ -40,7 +40,7 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return Tokenizer(tokenizer, eos_token_ids=[0], chat_template=CHAT)
+    return Tokenizer(tokenizer, eos_token_ids=[0])
 
 
 @dataclass(eq=False)

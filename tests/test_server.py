@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "httpx", "openai"):
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "httpx", "openai"):
     pytest.importorskip(name)
 
 import httpx
@@ -1027,6 +1027,24 @@ def test_a_stop_is_named(tiny: Served) -> None:
     assert (by_text["finish_reason"], by_text["stop_reason"], by_text["text"]) == ("stop", text, "")
 
 
+def test_a_chat_of_the_real_engine(model_dir: Path) -> None:
+    """With the template of its directory, which names a special token of the tokenizer."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    config = {"chat_template": template, "eos_token": "<|endoftext|>"}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(config))
+    try:
+        with serving(tiny_engine(model_dir)) as served:
+            prompt = "system: hey<|endoftext|>user: you<|endoftext|>"
+            messages = [{"role": "system", "content": "hey"}, {"role": "user", "content": "you"}]
+            sampling = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+            text = post(served, "completions", sampling | {"prompt": prompt}).json()
+            chat = post(served, "chat/completions", sampling | {"messages": messages}).json()
+            assert chat["choices"][0]["message"]["content"] == text["choices"][0]["text"]
+            assert chat["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
+    finally:
+        (model_dir / "tokenizer_config.json").unlink()
+
+
 def test_a_model_without_a_chat_template(tiny: Served) -> None:
     response = post(tiny, "chat/completions", CHAT)
     assert response.status_code == 400
@@ -1168,13 +1186,23 @@ def test_a_model_that_the_ops_do_not_run_is_not_served(
     )
 
 
+def test_a_broken_chat_template_is_not_served(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path
+) -> None:
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    assert main(["--model", str(tmp_path), "--device", "cpu"]) == 2
+    assert "the model's chat template is broken" in capsys.readouterr().err
+
+
 def test_unknown_arguments_exit_with_2() -> None:
     with pytest.raises(SystemExit) as exit:
         main(["--no-such-thing"])
     assert exit.value.code == 2
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("missing", ["fastapi", "jinja2", "uvicorn", "prometheus_client"])
 def test_without_the_server_s_packages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:

@@ -144,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
         engine = Engine(EngineConfig(**settings))
+        app = server.make_app(engine, api_key=args.api_key, max_body_bytes=args.max_body_bytes)
     except ValueError as error:
         return _fail(str(error))
     speculative = engine.config.speculative_config
@@ -156,7 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.host,
         args.port,
     )
-    app = server.make_app(engine, api_key=args.api_key, max_body_bytes=args.max_body_bytes)
     server.serve(
         app,
         host=args.host,

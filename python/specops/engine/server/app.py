@@ -29,6 +29,7 @@ from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, QueueFull
 from specops.engine.outputs import Completion, SpeculativeStats
 from specops.engine.server import protocol
+from specops.engine.server.chat import ChatFormat
 from specops.engine.server.engine_thread import ChoiceOutput, EngineThread, Job, JobFailed
 from specops.engine.server.metrics import Metrics
 from specops.engine.server.protocol import (
@@ -58,15 +59,27 @@ class ClientGone(Exception):
 
 
 def make_app(
-    engine: Engine, *, api_key: str | None = None, max_body_bytes: int = 4 << 20
+    engine: Engine,
+    *,
+    chat_format: ChatFormat | None = None,
+    api_key: str | None = None,
+    max_body_bytes: int = 4 << 20,
 ) -> FastAPI:
     """The application that serves an engine. The engine is the application's from now on.
 
     Args:
         engine: an engine that nobody else uses.
+        chat_format: how the messages of a chat become a prompt; by default as the directory of the
+            engine's model says.
         api_key: what clients must send as bearer token to everything below /v1.
         max_body_bytes: longer bodies are refused.
+
+    Raises:
+        ValueError: the model's chat template is broken.
     """
+    if chat_format is None:
+        directory = engine.config.model_dir
+        chat_format = ChatFormat.from_dir(directory, engine.tokenizer.special_tokens)
     metrics = Metrics(engine)
     thread = EngineThread(engine, metrics)
     metrics.count_waiting(lambda: thread.num_waiting)
@@ -78,7 +91,7 @@ def make_app(
         thread.stop()
 
     app = FastAPI(title="specops", lifespan=lifespan, openapi_url=None)
-    server = _Server(engine, thread, max_body_bytes)
+    server = _Server(engine, thread, chat_format, max_body_bytes)
 
     async def check_key(request: Request) -> None:
         sent = request.headers.get("authorization", "")
@@ -166,12 +179,15 @@ def serve(app: FastAPI, *, host: str, port: int, drain_timeout: int, log_level: 
 class _Server:
     """What the two generating endpoints share."""
 
-    def __init__(self, engine: Engine, thread: EngineThread, max_body_bytes: int) -> None:
+    def __init__(
+        self, engine: Engine, thread: EngineThread, chat_format: ChatFormat, max_body_bytes: int
+    ) -> None:
         # Only what never changes is read from the engine here; the rest is its thread's.
         self.tokenizer = engine.tokenizer
         self.model_name = engine.model_name
         self._engine = engine
         self._thread = thread
+        self._chat_format = chat_format
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         # A longer text cannot fit, and tokenising it for nothing would take seconds. The factor is
@@ -282,7 +298,7 @@ class _Server:
         if isinstance(request, ChatCompletionRequest):
             try:
                 messages = [message.for_template() for message in request.messages]
-                text = self.tokenizer.apply_chat_template(messages)
+                text = self._chat_format.render(messages)
             except ValueError as error:
                 raise ApiError(400, str(error), param="messages", code="invalid_value") from None
             prompts: list[str | list[int]] = [text]
