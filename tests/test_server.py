@@ -747,6 +747,27 @@ def test_what_does_not_finish_in_time_is_told_so() -> None:
     assert engine.num_free_pages == engine.num_pages
 
 
+@pytest.mark.parametrize("stream", [{}, STREAM])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_request_that_cannot_be_added(stream: dict[str, Any], failing: int) -> None:
+    """Neither the first choice, nor one that waited for the first one's pages."""
+
+    class Refusing(FakeEngine):
+        def add_request(self, *args: Any, choice_index: int = 0, **options: Any) -> str:
+            if choice_index == failing:
+                raise RuntimeError("as the test wished")
+            return super().add_request(*args, choice_index=choice_index, **options)
+
+    with serving(Refusing(step_seconds=0.002)) as served:
+        body = {"prompt": "a prompt of more than one page", "n": 2, "max_tokens": 200} | stream
+        message = "the engine could not take the request; the server's log says why"
+        assert_failed(post(served, "completions", body), message)
+        served.wait_until_idle()
+        assert served.engine.num_uncollected == 0
+        assert health(served) == (200, "ok")
+        assert counters(served)["specops:request_success_total"]["error"] == failing
+
+
 class CannotAbort(FakeEngine):
     def abort(self, request_id: str) -> bool:
         raise RuntimeError("as the test wished")

@@ -2,7 +2,7 @@
 """An OpenAI-compatible HTTP server over the engine: its routes, and how it runs.
 
 Handlers run on the event loop and never touch the engine: they give jobs to `EngineThread` and
-spell what comes back. A client that goes away, at whatever point, takes its job with it.
+answer with what comes back. A client that goes away, at whatever point, takes its job with it.
 """
 
 import contextlib

@@ -24,9 +24,11 @@ logger = logging.getLogger(__name__)
 
 # Drawn seeds stay exact in JavaScript, so that a browser can send back the one it was told.
 _SEED_BITS = 53
-# Steps that fail one after the other, with none between them that succeeds, before the engine
-# counts as failing: one may be a single request's fault.
+# Failed steps in a row after which the engine counts as failing. One alone may be the fault of a
+# single request.
 _FAILING = 3
+_STEP_FAILED = "a step of the engine failed; the server's log says why"
+_NOT_ADDED = "the engine could not take the request; the server's log says why"
 # Between two saves of the suffix cache, which wait for a moment without requests.
 _SAVE_SECONDS = 300.0
 
@@ -47,7 +49,11 @@ class _Choice:
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own."""
+    """Runs an engine in a thread of its own.
+
+    A step that fails ends every request that the engine has; the thread goes on with the next ones,
+    unless the engine keeps a request or a page.
+    """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
@@ -114,7 +120,7 @@ class EngineThread:
             except Exception:
                 self._num_failures += 1
                 logger.exception("a step failed; every request ends with an error")
-                self._give_up("error", "a step of the engine failed; the server's log says why")
+                self._give_up("error", _STEP_FAILED)
                 if not self._is_empty():
                     logger.critical("the engine does not recover; its thread ends")
                     break
@@ -194,7 +200,7 @@ class EngineThread:
                 del self._choices[request_id]
             if not isinstance(error, (ValueError, QueueFull)):
                 logger.exception("a request could not be added")
-                error = JobFailed("the engine failed; its log says why")
+                error = JobFailed(_NOT_ADDED)
             self._events.append((job, error))
         else:
             self._events.append((job, None))
@@ -231,19 +237,20 @@ class EngineThread:
                 self._add_choice(self._held[0])
             except QueueFull:  # its place was taken by preempted requests: try after the next step
                 return
-            except Exception as error:
+            except Exception:
                 logger.exception("a choice could not be added")
-                self._abort_job(self._held[0].job)
-                self._events.append((self._held[0].job, JobFailed(str(error))))
+                job = self._held[0].job
+                self._abort_job(job, "error")
+                self._events.append((job, JobFailed(_NOT_ADDED)))
                 return
             self._held.pop(0)
 
-    def _abort_job(self, job: Job) -> None:
+    def _abort_job(self, job: Job, finish_reason: str = "abort") -> None:
         self._held = [choice for choice in self._held if choice.job is not job]
         for request_id in [name for name, one in self._choices.items() if one.job is job]:
             self._engine.abort(request_id)
             del self._choices[request_id]
-            self._metrics.finished("abort")
+            self._metrics.finished(finish_reason)
 
     def _step(self) -> None:
         outputs = self._engine.step()

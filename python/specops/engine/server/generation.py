@@ -46,8 +46,8 @@ class Generation:
         self._chat_format = chat_format
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
-        # A longer text cannot fit, and tokenising it for nothing would take seconds. The factor is
-        # for tokenizers that shorten texts before they read them.
+        # A longer text cannot fit the context, and tokenising it would take seconds. The factor
+        # of 4 allows for tokenizers that shorten a text first.
         self._max_characters = 4 * engine.max_model_len * engine.tokenizer.longest_token()
 
     def model_card(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Generation:
         """The body, up to the limit."""
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # Also keeps web pages of other origins out, which can send any other type unasked.
+            # Browsers let pages of other origins send the other types without asking the server.
             raise ApiError(415, f"Content-Type must be application/json, got {kind or 'none'}")
         chunks: list[bytes] = []
         size = 0
@@ -127,7 +127,7 @@ class Generation:
             if size <= self._max_body_bytes:
                 chunks.append(chunk)
             elif size > 16 * self._max_body_bytes:
-                break  # a client that still sends then may miss the answer
+                break  # a client that goes on sending may miss the answer
         if size > self._max_body_bytes:
             raise ApiError(
                 413,

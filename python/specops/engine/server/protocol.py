@@ -19,11 +19,11 @@ MAX_PROMPTS = 256
 MAX_LISTS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 MAX_PARTS = 1000  # of one message
 
-# Steps into a union, as pydantic calls them; no part of the path a client knows.
+# What pydantic calls the branches of a union: they are left out of the paths that clients are told.
 _UNION_BRANCHES = ("str", "list[str]", "list[TextPart]")
 
-# Fields of OpenAI's API, and of engines like this one, that ask for what is not there; with these
-# values they ask for nothing and are let through. A client library sends many of them unasked.
+# Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
+# values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
@@ -52,7 +52,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream tells beside the text."""
+    """What a stream reports besides the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # usage so far in every chunk
@@ -298,7 +298,7 @@ def parse(model: type[CompletionRequest] | type[ChatCompletionRequest], body: by
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    """One complaint of pydantic, in our words; of a union's branches, the one that got furthest."""
+    """One mistake that pydantic found; of a union, that of the branch which got furthest."""
     if error.error_count() > 100:  # it would take long to find out about each
         return ApiError(422, f"the body has {error.error_count()} mistakes")
     first = max(error.errors(), key=lambda one: len(one["loc"]))
@@ -324,7 +324,7 @@ def _unknown_field(name: str) -> ApiError:
 
 
 def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a body; a name given twice is a mistake, not the last one's win."""
+    """An object of a body; a name that is given twice is refused."""
     values = dict(items)
     if len(values) < len(items):
         for name, _ in items:
@@ -341,7 +341,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _without_nothing(message: Any) -> Any:
-    """A message as a client library echoes it holds empty fields for tools and the like."""
+    """A message without the empty fields, for tools and the like, that client libraries echo."""
     if not isinstance(message, dict):
         return message
     content = message.get("content")
