@@ -1079,8 +1079,8 @@ def test_a_failed_step_of_the_real_engine_ends_its_requests(
     """An op that refuses its arguments, and anything else that may happen in a step."""
     real, fail = Transformer.forward, threading.Event()
 
-    def forward(self: Transformer, *args: Any) -> Any:
-        states = real(self, *args)
+    def forward(self: Transformer, *args: Any, **options: Any) -> Any:
+        states = real(self, *args, **options)
         time.sleep(0.005)
         if fail.is_set():
             fail.clear()
