@@ -2,6 +2,7 @@
 """An engine without a model, for tests of the server: it repeats the prompt, at any speed."""
 
 import math
+import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from specops.engine import (
     Completion,
     ContextOverflow,
     EngineConfig,
+    EngineError,
     QueueFull,
     RequestOutput,
     SamplingParams,
@@ -39,7 +41,7 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return Tokenizer(tokenizer, eos_token_ids=[0], chat_template=CHAT)
+    return Tokenizer(tokenizer, eos_token_ids=[0])
 
 
 @dataclass(eq=False)
@@ -89,12 +91,13 @@ class FakeEngine:
         self.has_unsaved_drafters = False
         self.num_pages = 1000
         self.step_seconds = step_seconds
-        self.fail_next_step = False
+        self.num_failures = 0  # steps to come that fail
         self._running: list[_Request] = []
         self._waiting: list[_Request] = []
         self._done: dict[str, _Request] = {}
         self._seen: set[tuple[int, ...]] = set()  # prefilled prompts
         self._owner: int | None = None
+        self._random = random.Random(self.config.seed)
 
     @property
     def num_running(self) -> int:
@@ -122,8 +125,7 @@ class FakeEngine:
         speculative_config: Mapping[str, object] | None = None,
     ) -> str:
         self._check_thread()
-        if self.num_waiting >= self.config.max_waiting:
-            raise QueueFull(f"{self.num_waiting} requests are waiting already")
+        self.require_room(1)
         assert not isinstance(prompt, str) and request_id is not None and params.seed is not None
         if not prompt:
             raise ValueError("prompt must hold at least one token, got none")
@@ -150,6 +152,13 @@ class FakeEngine:
         self.stats.prompt_tokens += len(prompt)
         return request_id
 
+    def require_room(self, count: int) -> None:
+        if self.num_waiting + count > self.config.max_waiting:
+            raise QueueFull(f"{self.num_waiting} requests are waiting already")
+
+    def draw_seed(self, bits: int) -> int:
+        return self._random.getrandbits(bits)
+
     def abort(self, request_id: str) -> bool:
         self._check_thread()
         for where in (self._running, self._waiting):
@@ -165,9 +174,9 @@ class FakeEngine:
     def step(self) -> list[RequestOutput]:
         self._check_thread()
         time.sleep(self.step_seconds)
-        if self.fail_next_step:
-            self.fail_next_step = False
-            raise RuntimeError("as the test wished")
+        if self.num_failures:
+            self.num_failures -= 1
+            raise EngineError("a step failed: as the test wished")
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             request = self._waiting.pop(0)
             request.pages = math.ceil((len(request.prompt) + request.limit) / 16)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from fake_engine import CHAT, FakeEngine
 from specops.engine.server import make_app
+from specops.engine.server.chat import ChatFormat
 
 
 class Served:
@@ -36,6 +38,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 @contextlib.contextmanager
 def serving(engine: Any, *, drain_timeout: int = 5, **options: Any) -> Iterator[Served]:
     """Serves `engine` in a thread until the block ends; what then runs gets `drain_timeout` s."""
+    if isinstance(engine, FakeEngine):
+        options.setdefault("chat_format", ChatFormat(CHAT))
     app = make_app(engine, **options)
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
     config.timeout_graceful_shutdown = drain_timeout

@@ -2,12 +2,25 @@
 """`verify-exactness`: it finds no difference where there is none, and the one that is put there."""
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from specops import sampling
-from specops.engine import exactness, runner
+from specops.engine import (
+    Completion,
+    Engine,
+    SpeculativeStats,
+    TokenLogprob,
+    exactness,
+    runner,
+)
 from specops.engine.__main__ import main
+
+Plant = Callable[[TokenLogprob], TokenLogprob]
 
 COMMAND = ["verify-exactness", "--device", "cpu", "--num-threads", "2", "--max-tokens", "32"]
 
@@ -39,7 +52,7 @@ def test_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows[:5]:
         assert 0 < float(row["accepted"].rstrip("%")) < 100
         assert float(row["tokens/step"]) > 1
-    assert "No difference: every token and every logprob bit" in text
+    assert "No difference: every token and rank, and every logprob bit" in text
 
 
 def test_drafts_let_through_are_found(
@@ -60,25 +73,66 @@ def test_drafts_let_through_are_found(
     )
 
 
-def test_a_logprob_that_differs_in_its_last_bit_is_found(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def last_bit(value: float) -> float:
+    """The float32 beside it."""
+    return float(np.nextafter(np.float32(value), np.float32(-9)))
+
+
+def in_alternative(place: int, change: Callable[[int, float], tuple[int, float]]) -> Plant:
+    def plant(one: TokenLogprob) -> TokenLogprob:
+        others = list(one.alternatives)
+        others[place] = change(*others[place])
+        return replace(one, alternatives=tuple(others))
+
+    return plant
+
+
+PLANTED: dict[str, Plant] = {
+    "logprob": lambda one: replace(one, logprob=last_bit(one.logprob)),
+    "rank": lambda one: replace(one, rank=one.rank + 1),
+    "alternative id": in_alternative(4, lambda i, value: (i + 1, value)),
+    "alternative logprob": in_alternative(1, lambda i, value: (i, last_bit(value))),
+    "alternative missing": lambda one: replace(one, alternatives=one.alternatives[:-1]),
+    "alternatives swapped": lambda one: replace(one, alternatives=one.alternatives[::-1]),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_difference_in_one_token_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    import numpy as np
+    """In the third token of the second prompt, with drafts alone."""
+    generate = Engine.generate
 
-    attach = runner._attach_logprobs
+    def nudged(engine: Engine, prompts: Any, params: Any, **options: Any) -> list[Completion]:
+        completions = generate(engine, prompts, params, **options)
+        if options["speculative_config"]["method"] != "naive":
+            logprobs = completions[1].logprobs
+            assert len(logprobs[2].alternatives) == 5
+            logprobs[2] = PLANTED[planted](logprobs[2])
+        return completions
 
-    def nudge(plan: list[runner.Scheduled], emitted: list[runner.Emitted], step: object) -> None:
-        attach(plan, emitted, step)  # type: ignore[arg-type]
-        for one in emitted:
-            if len(one.token_ids) > 1:  # of a draft that was accepted
-                first = one.logprobs[0]
-                nudged = float(np.nextafter(np.float32(first.logprob), np.float32(-9)))
-                one.logprobs[0] = runner.TokenLogprob(first.token_id, nudged)
+    monkeypatch.setattr(Engine, "generate", nudged)
+    options = ["--prompts", "2", "--max-tokens", "6", "--temperature", "0", "--method", "ngram"]
+    assert main([*COMMAND, *options]) == 1
+    text = capsys.readouterr().out
+    assert [row["differences"] for row in table(text)] == ["1"]
+    plain, drafted = re.findall(r"(?:plain|drafted): +output token 2 is (.*)", text)
+    assert plain != drafted and ", rank 1, of [" in plain
 
-    monkeypatch.setattr(runner, "_attach_logprobs", nudge)
-    assert main([*COMMAND, "--prompts", "4", "--temperature", "0"]) == 1
-    for row in table(capsys.readouterr().out):
-        assert int(row["differences"]) > 0
+
+@pytest.mark.parametrize("field", ["text", "finish_reason", "stop_reason", "token_ids"])
+def test_a_difference_beside_the_logprobs_is_found(field: str) -> None:
+    logprobs = [TokenLogprob(token_id, -0.5, ((token_id, -0.5),), 1) for token_id in (4, 5)]
+    one = Completion("a", 0, [1], [4, 5], "xy", logprobs, "stop", 0, 0, SpeculativeStats())
+    others: dict[str, Any] = {"text": "xz", "finish_reason": "length", "stop_reason": "z"}
+    other = replace(one, **{field: others.get(field, [4, 6])})
+    assert exactness.first_difference(one, one) is None
+    assert exactness.first_difference(one, other) == (1 if field == "token_ids" else 2)
+    shorter = replace(one, token_ids=[4], logprobs=logprobs[:1], text="x")
+    assert exactness.first_difference(one, shorter) == 1
+    with pytest.raises(ValueError, match="must have a logprob, got 1 for 2 tokens"):
+        exactness.first_difference(one, replace(one, logprobs=logprobs[:1]))
 
 
 def test_a_comparison_does_not_draft_from_the_one_before(

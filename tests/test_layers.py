@@ -15,7 +15,7 @@ CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "specops"
 
 FAMILIES = ("batching", "attention", "dense", "sampling", "suffix_tree")
-SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette")
+SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 
 # Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (

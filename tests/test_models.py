@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformer against Hugging Face's own code, and its rows against themselves."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from specops import batching
 from specops.batching import OutputMode
 from specops.engine.errors import ModelError
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
+from specops.engine.models.dry_run import dry_run
 from torch import Tensor
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -158,9 +160,124 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
         assert torch.equal(alone, Runner(model).run([ids], [[37], [63]])[0])
 
 
-def test_refusals(tmp_path: Path) -> None:
-    import json
+def rewrite_config(directory: Path, **changes: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
 
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "family,changes,sentence",
+    [
+        # what the ops do not run
+        (
+            "Qwen3",
+            {"head_dim": 80},
+            "head_dim must be 64, 96, 128 or 256, got 80 (append_attention)",
+        ),
+        ("Qwen3", {"head_dim": 512}, "head_dim must be at most 256, got 512 (rope_append_kv)"),
+        ("Qwen3", {"head_dim": None}, "head_dim must be 64, 96, 128 or 256, got 16 (append_att"),
+        (
+            "Qwen3",
+            {"num_key_value_heads": 3},
+            "num_attention_heads must be 1 to 64 times num_key_value_heads=3, got 4 (append_atten",
+        ),
+        (
+            "Qwen3",
+            {"num_attention_heads": 65, "num_key_value_heads": 1},
+            "num_attention_heads must be 1 to 64 times num_key_value_heads=1, got 65 (append_att",
+        ),
+        (
+            "Llama",
+            {"partial_rotary_factor": 0.52},
+            "head_dim * partial_rotary_factor must be even and at least 2, got 33 (rope_cos_sin)",
+        ),
+        (
+            "Llama",
+            {"partial_rotary_factor": 2},
+            "head_dim * partial_rotary_factor must be even and at most head_dim=64, got 128 (rope_",
+        ),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type must be one of default, linear, llama3, yarn, got 'dynamic' (rope_cos_sin)",
+        ),
+        (
+            "Llama",
+            {"rope_parameters": YARN},
+            "rope_type 'yarn' needs the key 'original_max_position_embeddings' (rope_cos_sin)",
+        ),
+        # what no model has
+        ("Qwen3", {"head_dim": "64"}, "head_dim must be an integer of at least 1, got '64'"),
+        ("Qwen3", {"num_attention_heads": 0}, "num_attention_heads must be an integer of at"),
+        ("Qwen3", {"num_key_value_heads": 0}, "num_key_value_heads must be an integer of at"),
+        ("Qwen3", {"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
+        ("Qwen3", {"hidden_size": 64.5}, "hidden_size must be an integer of at least 1, got 64.5"),
+        ("Qwen3", {"intermediate_size": -1}, "intermediate_size must be an integer of at least 1"),
+        ("Qwen3", {"vocab_size": True}, "vocab_size must be an integer of at least 1, got True"),
+        ("Qwen3", {"max_position_embeddings": 0}, "max_position_embeddings must be an integer"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, got"),
+        ("Qwen3", {"rms_norm_eps": -1e-6}, "rms_norm_eps must be a number of at least 0, got -1e"),
+        ("Llama", {"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a number above 0"),
+        ("Llama", {"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
+        ("Qwen3", {"layer_types": ["full_attention"]}, "layer_types must name num_hidden_layers=3"),
+        (
+            "Qwen3",
+            {"layer_types": ["linear_attention"] * 3},
+            "layer_types must hold full_attention or sliding_attention alone, got 'linear_attent",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_is_read(
+    tmp_path: Path, family: str, changes: dict[str, Any], sentence: str
+) -> None:
+    make_checkpoint(tmp_path, family)
+    rewrite_config(tmp_path, **changes)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    for load_format in ("auto", "dummy"):
+        with pytest.raises(ModelError) as refusal:
+            load_model(tmp_path, load_format=load_format)
+        message = str(refusal.value)
+        assert message.startswith(f"{tmp_path / 'config.json'}: {sentence}"), message
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize("head_dim,sizes", [(64, (50, 33)), (96, (96, 80)), (128, (17, 16))])
+def test_what_is_not_refused_runs(
+    tmp_path: Path, device: str, head_dim: int, sizes: tuple[int, int]
+) -> None:
+    """Widths that no kernel was made for: the dry run does not try them, since all may be had."""
+    hidden, inner = sizes
+    changes = {"head_dim": head_dim, "hidden_size": hidden, "intermediate_size": inner}
+    theirs = make_checkpoint(tmp_path, "Qwen3", **changes)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([[0]])).logits[0]
+    assert expected.std().item() > 0.5
+    got = dry_run(load_model(tmp_path, device=device))
+    assert (got - expected).abs().max().item() <= 1e-4
+    assert dry_run(load_model(tmp_path, dtype="bfloat16", device=device)).isfinite().all()
+
+
+def test_every_window_of_a_model_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specops import attention
+
+    make_checkpoint(
+        tmp_path, "Qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1
+    )
+    real, windows = attention.append_attention, []
+
+    def record(*args: Any, **options: Any) -> Any:
+        windows.append(options["sliding_window"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(attention, "append_attention", record)
+    load_model(tmp_path)
+    assert windows == [None, 20]
+
+
+def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such directory"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config\.json is missing"):
@@ -180,7 +297,7 @@ def test_refusals(tmp_path: Path) -> None:
     save(vocab_size=161)
     with pytest.raises(ModelError, match=r"must be \[161, 64\], got \[160, 64\]"):
         load_model(tmp_path)
-    save(num_hidden_layers=4)
+    save(num_hidden_layers=4, layer_types=None)
     with pytest.raises(ModelError, match=r"model\.layers\.3\..* is missing"):
         load_model(tmp_path)
     save(dtype="float16")

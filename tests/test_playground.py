@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "playwright"):
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "playwright"):
     pytest.importorskip(name)
 
 from fake_engine import FakeEngine

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,19 +20,20 @@ from typing import Any
 
 import pytest
 
-for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "httpx", "openai"):
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "httpx", "openai"):
     pytest.importorskip(name)
 
 import httpx
 import openai
-from checkpoints import write_tokenizer
+from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, serving, wait_for
-from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine import Engine, EngineConfig, EngineError, SamplingParams, SpeculativeConfig
 from specops.engine.__main__ import main
 from specops.engine.config import BUNDLED_MODEL
+from specops.engine.models import Transformer
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest, parse
 
 TESTS = Path(__file__).parent
@@ -651,22 +653,83 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(slow: Served) -> None:
     slow.wait_until_idle()
 
 
-def test_a_failing_step_fails_requests_but_not_the_server(slow: Served) -> None:
+def health(served: Served) -> tuple[int, str]:
+    response = HTTP.get(f"{served.url}/health")
+    return response.status_code, response.json()["status"]
+
+
+STEP_FAILED = "a step of the engine failed; the server's log says why"
+
+
+def assert_failed(response: httpx.Response, message: str = STEP_FAILED) -> None:
+    """An error in the place of an answer, or at the end of a stream."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        assert response.status_code == 200
+        body = events(response)[-1]
+    else:
+        assert response.status_code == 500
+        body = response.json()
+    error = {"message": message, "type": "server_error", "param": None, "code": "internal_error"}
+    assert body == {"error": error}
+
+
+def test_a_failed_step_ends_its_requests_but_not_the_server(slow: Served) -> None:
+    chat = CHAT | STREAM | {"ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        whole = pool.submit(post, slow, "completions", LONG)
-        stream = pool.submit(post, slow, "chat/completions", CHAT | STREAM | {"ignore_eos": True})
-        wait_for(lambda: slow.engine.num_running + slow.engine.num_waiting == 2)
-        slow.engine.fail_next_step = True
-        assert whole.result().status_code == 500
-        error = whole.result().json()["error"]
-        assert error["type"] == "server_error" and "the engine failed" in error["message"]
-        assert "the engine failed" in events(stream.result())[-1]["error"]["message"]
+        answers = [
+            pool.submit(post, slow, "completions", LONG),
+            pool.submit(post, slow, "completions", LONG | STREAM),
+            pool.submit(post, slow, "chat/completions", chat | {"n": 2}),
+        ]
+        wait_for(lambda: slow.engine.num_running + slow.engine.num_waiting == 4)
+        slow.engine.num_failures = 1
+        for answer in answers:  # one runs, the others wait
+            assert_failed(answer.result())
+    slow.wait_until_idle()
+    assert slow.engine.num_uncollected == 0
+    assert health(slow) == (200, "ok")
+    assert counters(slow)["specops:request_success_total"]["error"] == 4
+    assert counters(slow)["specops:request_success_total"]["abort"] == 0
     assert post(slow, "completions", TEXT).status_code == 200
     slow.wait_until_idle()
-    slow.engine.fail_next_step = True
-    with connect(slow) as client, pytest.raises(openai.InternalServerError):
+    slow.engine.num_failures = 1
+    with connect(slow) as client, pytest.raises(openai.InternalServerError, match=STEP_FAILED):
         client.completions.create(model="fake", prompt="a")
-    assert HTTP.get(f"{slow.url}/health").status_code == 200
+
+
+def test_steps_that_keep_failing_show_in_health(slow: Served) -> None:
+    slow.engine.num_failures = 3
+    for expected in ((200, "ok"), (200, "ok"), (503, "failing")):
+        assert_failed(post(slow, "completions", TEXT))
+        assert health(slow) == expected
+    assert post(slow, "completions", TEXT).status_code == 200, "it is tried again nevertheless"
+    assert health(slow) == (200, "ok")
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_engine_that_drops_the_requests_of_a_failed_step_itself(drops: bool) -> None:
+    """Nor does it matter whether it does: the thread drops what is left."""
+
+    class Dropping(FakeEngine):
+        def step(self) -> Any:
+            try:
+                return super().step()
+            except EngineError:
+                if drops:
+                    self._running.clear()
+                raise
+
+    with serving(Dropping(step_seconds=0.002)) as served:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            long = {"prompt": "abc", "max_tokens": 250}
+            answers = [pool.submit(post, served, "completions", long) for _ in range(6)]
+            wait_for(lambda: served.engine.num_running == 4 and served.engine.num_waiting == 2)
+            served.engine.num_failures = 1
+            for answer in answers:
+                assert_failed(answer.result())
+        served.wait_until_idle()
+        assert health(served) == (200, "ok")
+        assert post(served, "completions", TEXT).status_code == 200
 
 
 def test_what_does_not_finish_in_time_is_told_so() -> None:
@@ -684,16 +747,50 @@ def test_what_does_not_finish_in_time_is_told_so() -> None:
     assert engine.num_free_pages == engine.num_pages
 
 
-def test_an_engine_that_does_not_recover_is_reported() -> None:
-    class Broken(FakeEngine):
-        def abort(self, request_id: str) -> bool:
-            raise RuntimeError("as the test wished")
+@pytest.mark.parametrize("stream", [{}, STREAM])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_request_that_cannot_be_added(stream: dict[str, Any], failing: int) -> None:
+    """Neither the first choice, nor one that waited for the first one's pages."""
 
-    with serving(Broken()) as served:
-        served.engine.fail_next_step = True
-        assert post(served, "completions", TEXT).status_code == 500
-        wait_for(lambda: HTTP.get(f"{served.url}/health").status_code == 503)
-        assert post(served, "completions", TEXT).status_code == 500
+    class Refusing(FakeEngine):
+        def add_request(self, *args: Any, choice_index: int = 0, **options: Any) -> str:
+            if choice_index == failing:
+                raise RuntimeError("as the test wished")
+            return super().add_request(*args, choice_index=choice_index, **options)
+
+    with serving(Refusing(step_seconds=0.002)) as served:
+        body = {"prompt": "a prompt of more than one page", "n": 2, "max_tokens": 200} | stream
+        message = "the engine could not take the request; the server's log says why"
+        assert_failed(post(served, "completions", body), message)
+        served.wait_until_idle()
+        assert served.engine.num_uncollected == 0
+        assert health(served) == (200, "ok")
+        assert counters(served)["specops:request_success_total"]["error"] == failing
+
+
+class CannotAbort(FakeEngine):
+    def abort(self, request_id: str) -> bool:
+        raise RuntimeError("as the test wished")
+
+
+class LosesPages(FakeEngine):
+    def abort(self, request_id: str) -> bool:
+        self.num_pages += 1  # of which one stays taken
+        self.lost = True
+        return super().abort(request_id)
+
+    @property
+    def num_free_pages(self) -> int:
+        return super().num_free_pages - getattr(self, "lost", False)
+
+
+@pytest.mark.parametrize("broken", [CannotAbort, LosesPages])
+def test_an_engine_that_does_not_recover_is_reported(broken: type[FakeEngine]) -> None:
+    with serving(broken()) as served:
+        served.engine.num_failures = 1
+        assert_failed(post(served, "completions", TEXT))
+        wait_for(lambda: health(served) == (503, "failed"))
+        assert_failed(post(served, "completions", TEXT), "the engine has stopped")
 
 
 def counters(served: Served) -> dict[str, dict[str, float]]:
@@ -712,7 +809,12 @@ def test_metrics() -> None:
     with serving(FakeEngine()) as served:
         before = counters(served)
         assert before["specops:generation_tokens_total"] == {"": 0}
-        assert before["specops:request_success_total"] == {"stop": 0, "length": 0, "abort": 0}
+        assert before["specops:request_success_total"] == {
+            "stop": 0,
+            "length": 0,
+            "abort": 0,
+            "error": 0,
+        }
         body = {"prompt": "abcde", "max_tokens": 11}
         for _ in range(3):
             assert post(served, "completions", body).status_code == 200
@@ -946,10 +1048,66 @@ def test_a_stop_is_named(tiny: Served) -> None:
     assert (by_text["finish_reason"], by_text["stop_reason"], by_text["text"]) == ("stop", text, "")
 
 
+def test_a_chat_of_the_real_engine(model_dir: Path) -> None:
+    """With the template of its directory, which names a special token of the tokenizer."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    config = {"chat_template": template, "eos_token": "<|endoftext|>"}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(config))
+    try:
+        with serving(tiny_engine(model_dir)) as served:
+            prompt = "system: hey<|endoftext|>user: you<|endoftext|>"
+            messages = [{"role": "system", "content": "hey"}, {"role": "user", "content": "you"}]
+            sampling = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+            text = post(served, "completions", sampling | {"prompt": prompt}).json()
+            chat = post(served, "chat/completions", sampling | {"messages": messages}).json()
+            assert chat["choices"][0]["message"]["content"] == text["choices"][0]["text"]
+            assert chat["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
+    finally:
+        (model_dir / "tokenizer_config.json").unlink()
+
+
 def test_a_model_without_a_chat_template(tiny: Served) -> None:
     response = post(tiny, "chat/completions", CHAT)
     assert response.status_code == 400
     assert "no chat template" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("mistake", [ValueError, RuntimeError])
+def test_a_failed_step_of_the_real_engine_ends_its_requests(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, mistake: type[Exception]
+) -> None:
+    """An op that refuses its arguments, and anything else that may happen in a step."""
+    real, fail = Transformer.forward, threading.Event()
+
+    def forward(self: Transformer, *args: Any, **options: Any) -> Any:
+        states = real(self, *args, **options)
+        time.sleep(0.005)
+        if fail.is_set():
+            fail.clear()
+            raise mistake("as the test wished")
+        return states
+
+    monkeypatch.setattr(Transformer, "forward", forward)
+    with serving(tiny_engine(model_dir, max_num_seqs=2, max_waiting=64)) as served:
+        engine = served.engine
+        body = {"prompt": "abc abc", "temperature": 0, "ignore_eos": True, "max_tokens": 30}
+        expected = post(served, "completions", body).json()["choices"][0]
+        bodies = [
+            body | {"max_tokens": 240, "speculative_config": {"method": method}} | stream
+            for method in ("naive", *engine.runnable_methods)
+            for stream in ({}, STREAM)
+        ]
+        with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+            answers = [pool.submit(post, served, "completions", one) for one in bodies]
+            wait_for(lambda: engine.num_running == 2 and engine.num_waiting == len(bodies) - 2)
+            fail.set()
+            for answer in answers:
+                assert_failed(answer.result())
+        served.wait_until_idle()
+        engine._pool.check_integrity()
+        assert health(served) == (200, "ok")
+        again = post(served, "completions", body).json()["choices"][0]
+        assert (again["text"], again["finish_reason"]) == (expected["text"], "length")
 
 
 def test_no_page_leaks_in_the_real_engine(tiny: Served) -> None:
@@ -1037,13 +1195,35 @@ def test_missing_weights(
         assert str(directory) in capsys.readouterr().err
 
 
+def test_a_model_that_the_ops_do_not_run_is_not_served(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "Qwen3", head_dim=80)
+    capsys.readouterr()
+    assert main(["--model", str(tmp_path), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == (
+        f"specops: {tmp_path / 'config.json'}: head_dim must be 64, 96, 128 or 256, got 80 "
+        "(append_attention)\n"
+    )
+
+
+def test_a_broken_chat_template_is_not_served(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path
+) -> None:
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    assert main(["--model", str(tmp_path), "--device", "cpu"]) == 2
+    assert "the model's chat template is broken" in capsys.readouterr().err
+
+
 def test_unknown_arguments_exit_with_2() -> None:
     with pytest.raises(SystemExit) as exit:
         main(["--no-such-thing"])
     assert exit.value.code == 2
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("missing", ["fastapi", "jinja2", "uvicorn", "prometheus_client"])
 def test_without_the_server_s_packages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:

@@ -255,12 +255,6 @@ def test_long_prompts_are_not_truncated() -> None:
     assert len(tokenizer.encode("a")) == 1
 
 
-CHAT = (
-    "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}{% endgeneration %}"
-    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Callable[..., Path]:
     def make(**files: Any) -> Path:
@@ -277,10 +271,7 @@ def test_from_dir(model_dir: Callable[..., Path]) -> None:
         tokenizer_config={
             "eos_token": {"content": "<|im_end|>"},
             "bos_token": None,
-            "chat_template": [
-                {"name": "tool_use", "template": ""},
-                {"name": "default", "template": CHAT},
-            ],
+            "pad_token": "<|end|>",
         },
         generation_config={"eos_token_id": None},
         config={"eos_token_id": [0], "bos_token_id": 0},
@@ -288,27 +279,18 @@ def test_from_dir(model_dir: Callable[..., Path]) -> None:
     tokenizer = Tokenizer.from_dir(path)
     assert tokenizer.eos_token_ids == {0, 1}
     assert tokenizer.bos_token_id == 0
-    messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(messages) == "<|user|>hi<|im_end|><|assistant|>"
-    short = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-    assert short == "<|user|>hi<|im_end|>"
-    # A template file of its own goes before the one in the config.
-    (path / "chat_template.jinja").write_text("{{ messages | tojson }}", encoding="utf-8")
-    assert Tokenizer.from_dir(path).apply_chat_template([{"é": "<"}]) == '[{"é": "<"}]'
+    assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|end|>"}
 
 
 def test_generation_config_goes_before_config(model_dir: Callable[..., Path]) -> None:
     path = model_dir(generation_config={"eos_token_id": 1}, config={"eos_token_id": 0})
     assert Tokenizer.from_dir(path).eos_token_ids == {1}
-    assert not Tokenizer.from_dir(path).has_chat_template
 
 
 def test_refusals(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json does not exist"):
         Tokenizer.from_dir(tmp_path / "nowhere")
     path = model_dir()
-    with pytest.raises(ValueError, match="no chat template"):
-        Tokenizer.from_dir(path).apply_chat_template([])
     (path / "tokenizer_config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="must hold a JSON object, got list"):
         Tokenizer.from_dir(path)
@@ -324,23 +306,3 @@ def test_refusals(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
         Tokenizer(library)
     with pytest.raises(ValueError, match="must not be empty"):
         TextStream(TOKENIZERS["byte level"], ("",))
-
-
-@pytest.mark.parametrize(
-    "template,message",
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].content.missing.more }}", "refused the messages"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
-    ],
-)
-def test_templates_are_sandboxed_and_may_refuse(template: str, message: str) -> None:
-    tokenizer = Tokenizer(byte_level(), chat_template=template)
-    with pytest.raises(ValueError, match=message):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
-
-
-def test_a_broken_template_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="chat template is broken"):
-        Tokenizer(byte_level(), chat_template="{% if %}")

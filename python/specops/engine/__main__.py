@@ -25,7 +25,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="verify-exactness as the first argument, with --help for more: compares every token "
         "with and without speculation, and serves nothing.",
     )
-    default = EngineConfig
+    _add_engine_options(parser)
+    _add_server_options(parser)
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     # Absent means EngineConfig's default, so that every default is written down once.
     add = parser.add_argument
     add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
@@ -58,6 +63,23 @@ def _parser() -> argparse.ArgumentParser:
         help="logprobs of the model's logits, or of what tokens are drawn from (default: raw)",
     )
     add("--dtype", choices=("auto", "bfloat16", "float32"), help="(default: the checkpoint's)")
+    _add_sizes(parser)
+    add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
+    add(
+        "--suffix-corpus",
+        metavar="PATH",
+        help="text file, or folder of them, that suffix decoding drafts from",
+    )
+    add(
+        "--suffix-cache",
+        metavar="FILE",
+        help="where suffix decoding keeps the responses it drafts from: loaded at the start if it "
+        "is there, saved at the end and every few minutes",
+    )
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    default, add = EngineConfig, parser.add_argument
     add("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
     add("--max-num-seqs", type=int, metavar="N", help=f"(default: {default.max_num_seqs})")
     add(
@@ -75,24 +97,16 @@ def _parser() -> argparse.ArgumentParser:
         help="share the pages of equal prefixes (default: yes)",
     )
     add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
-    add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
     add(
         "--max-waiting",
         type=int,
         metavar="N",
         help=f"requests that may wait, further ones get 429 (default: {default.max_waiting})",
     )
-    add(
-        "--suffix-corpus",
-        metavar="PATH",
-        help="text file, or folder of them, that suffix decoding drafts from",
-    )
-    add(
-        "--suffix-cache",
-        metavar="FILE",
-        help="where suffix decoding keeps the responses it drafts from: loaded at the start if it "
-        "is there, saved at the end and every few minutes",
-    )
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="(default: %(default)s)")
     add("--api-key", metavar="KEY", help="bearer token that requests below /v1 must carry")
@@ -116,7 +130,6 @@ def _parser() -> argparse.ArgumentParser:
         default="info",
         help="(default: %(default)s)",
     )
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
         engine = Engine(EngineConfig(**settings))
+        app = server.make_app(engine, api_key=args.api_key, max_body_bytes=args.max_body_bytes)
     except ValueError as error:
         return _fail(str(error))
     speculative = engine.config.speculative_config
@@ -156,7 +170,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.host,
         args.port,
     )
-    app = server.make_app(engine, api_key=args.api_key, max_body_bytes=args.max_body_bytes)
     server.serve(
         app,
         host=args.host,

@@ -88,7 +88,7 @@ class Admission:
                 request_id += "-"
         if request_id in taken:
             raise ValueError(f"request_id {request_id!r} is in use")
-        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        seed = self.draw_seed(64) if params.seed is None else params.seed
         request = Request(
             request_id=request_id,
             arrival=self._arrivals,
@@ -111,6 +111,10 @@ class Admission:
         request.draft_kv = self.drafting.draft_kv(request)
         self._arrivals += 1
         return request
+
+    def draw_seed(self, bits: int) -> int:
+        """Draws a seed of so many bits, for a request that came without one."""
+        return self._random.getrandbits(bits)
 
     def _room(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Tokens that may follow a prompt."""

@@ -211,8 +211,7 @@ class Engine:
             QueueFull: as many requests wait as the engine may hold.
             ValueError: an argument is invalid.
         """
-        if self.num_waiting >= self.config.max_waiting:
-            raise QueueFull(f"{self.num_waiting} requests are waiting already")
+        self.require_room(1)
         request = self._admission.make(
             prompt,
             params,
@@ -225,6 +224,19 @@ class Engine:
         self._scheduler.waiting.append(request)
         self.stats.prompt_tokens += request.prompt_len
         return request.request_id
+
+    def require_room(self, count: int) -> None:
+        """Refuses so many further requests where they would not find room to wait.
+
+        Raises:
+            QueueFull: more would wait than the engine may hold.
+        """
+        if self.num_waiting + count > self.config.max_waiting:
+            raise QueueFull(f"{self.num_waiting} requests are waiting already")
+
+    def draw_seed(self, bits: int = 64) -> int:
+        """Draws a seed, as `add_request` does for a request that came without one."""
+        return self._admission.draw_seed(bits)
 
     def abort(self, request_id: str) -> bool:
         """Drops a request at once, whatever it is doing; False if there is none of that name."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m specops.engine verify-exactness`: does speculation change a token? Try it yourself.
 
-Every prompt is decoded plainly, alone; then all of them together with drafts. Tokens, text and the
-bits of every logprob are compared.
+Every prompt is decoded plainly, alone; then all of them together with drafts. Tokens, text, ranks
+and the bits of every logprob are compared, those of the likeliest alternatives too.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from specops.engine.config import EngineConfig
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.engine import Engine
 from specops.engine.errors import EngineError
-from specops.engine.outputs import Completion
+from specops.engine.outputs import Completion, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 
@@ -46,6 +46,7 @@ PROMPTS = (
     "x = [i * i for i in range(10)]\ny = [i + 1 for i in x]\nz = [i - 1 for i in y]\n",
 )
 _SHOWN = 40  # characters of a prompt
+_ALTERNATIVES = 5  # of every token, compared by id and logprob
 
 # What is compared unless something is chosen, as far as the model runs it.
 METHODS = ("ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix")
@@ -101,7 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if different:
         print(f"\n{different} outputs differ: speculation changed what the model says.")
         return 1
-    print("\nNo difference: every token and every logprob bit is plain decoding's.")
+    print(
+        "\nNo difference: every token and rank, and every logprob bit, is plain decoding's, "
+        "alternatives included."
+    )
     for one in comparisons:
         if not 0 < one.num_accepted < one.num_drafts:
             print(
@@ -115,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m specops.engine verify-exactness",
         description="Decodes prompts plainly, one by one, and again with speculation, together; "
-        "compares every token and the bits of every logprob.",
+        "compares every token, its rank, and the bits of its logprob and of its alternatives'.",
     )
     add = parser.add_argument
     add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
@@ -170,18 +174,7 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
     config = SpeculativeConfig()
     if args.speculative_config is not None:
         config = SpeculativeConfig.from_json(args.speculative_config)
-    engine = Engine(
-        EngineConfig(
-            model=args.model,
-            device=args.device,
-            dtype=args.dtype,
-            max_num_seqs=args.max_num_seqs,
-            num_threads=args.num_threads,
-            speculative_config=config,
-            # A prompt's second computation must not find the first one's.
-            enable_prefix_caching=False,
-        )
-    )
+    engine = _open_engine(args, config)
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, own in compared:
         # Before anything is computed.
@@ -192,17 +185,7 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
     )
     comparisons = []
     for temperature in args.temperature:
-        params = [
-            SamplingParams(
-                max_tokens=args.max_tokens,
-                temperature=temperature,
-                top_p=args.top_p,
-                repetition_penalty=args.repetition_penalty,
-                seed=args.seed + index,
-                logprobs=0,
-            )
-            for index in range(len(prompts))
-        ]
+        params = _params(args, temperature, len(prompts), engine.vocab_size)
         plain = [
             engine.generate([prompt], one, speculative_config={"method": "naive"})[0]
             for prompt, one in zip(prompts, params, strict=True)
@@ -221,6 +204,38 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
                 _compare(engine, comparison, prompt, left, right)
             comparisons.append(comparison)
     return comparisons
+
+
+def _open_engine(args: argparse.Namespace, config: SpeculativeConfig) -> Engine:
+    return Engine(
+        EngineConfig(
+            model=args.model,
+            device=args.device,
+            dtype=args.dtype,
+            max_num_seqs=args.max_num_seqs,
+            num_threads=args.num_threads,
+            speculative_config=config,
+            # A prompt's second computation must not find the first one's.
+            enable_prefix_caching=False,
+        )
+    )
+
+
+def _params(
+    args: argparse.Namespace, temperature: float, count: int, vocab_size: int
+) -> list[SamplingParams]:
+    """The sampling parameters of each prompt, which has a seed of its own."""
+    return [
+        SamplingParams(
+            max_tokens=args.max_tokens,
+            temperature=temperature,
+            top_p=args.top_p,
+            repetition_penalty=args.repetition_penalty,
+            seed=args.seed + index,
+            logprobs=min(_ALTERNATIVES, vocab_size),
+        )
+        for index in range(count)
+    ]
 
 
 def _to_compare(
@@ -278,15 +293,22 @@ def _compare(
     for name, one in (("plain", plain), ("drafted", drafted)):
         what = f"the end ({one.finish_reason})"
         if difference < len(one.token_ids):
-            token_id = one.token_ids[difference]
-            text = engine.tokenizer.decode([token_id], skip_special_tokens=False)
-            logprob = one.logprobs[difference].logprob
-            what = f"token {token_id} {text!r}, logprob {logprob!r}"
+            what = _describe(engine, one.logprobs[difference])
         print(f"        {name + ':':8} output token {difference} is {what}")
 
 
+def _describe(engine: Engine, one: TokenLogprob) -> str:
+    text = engine.tokenizer.decode([one.token_id], skip_special_tokens=False)
+    others = ", ".join(f"{token_id} {logprob!r}" for token_id, logprob in one.alternatives)
+    return f"token {one.token_id} {text!r}, logprob {one.logprob!r}, rank {one.rank}, of [{others}]"
+
+
 def first_difference(left: Completion, right: Completion) -> int | None:
-    """The first output token in which two completions differ by id or logprob; None if equal."""
+    """The first output token in which two completions differ; None if there is none.
+
+    Tokens differ by id, by rank, or by a bit of a logprob, its own or an alternative's; completions
+    by text and by what ended them, too.
+    """
     for index, (a, b) in enumerate(zip(_bits(left), _bits(right), strict=False)):
         if a != b:
             return index
@@ -297,8 +319,27 @@ def first_difference(left: Completion, right: Completion) -> int | None:
     return None
 
 
-def _bits(completion: Completion) -> list[tuple[int, bytes]]:
-    return [(one.token_id, struct.pack("<f", one.logprob)) for one in completion.logprobs]
+def _bits(completion: Completion) -> list[tuple[Any, ...]]:
+    """What is compared of each token."""
+    if len(completion.logprobs) != len(completion.token_ids):
+        raise ValueError(
+            f"every output token must have a logprob, got {len(completion.logprobs)} for "
+            f"{len(completion.token_ids)} tokens"
+        )
+    return [
+        (
+            token_id,
+            one.token_id,
+            one.rank,
+            _float_bits(one.logprob),
+            [(other, _float_bits(logprob)) for other, logprob in one.alternatives],
+        )
+        for token_id, one in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+
+
+def _float_bits(value: float) -> bytes:
+    return struct.pack("<f", value)
 
 
 def _read_prompts(file: str) -> list[str]:

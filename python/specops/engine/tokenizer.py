@@ -6,7 +6,6 @@ end to end. That makes streaming exact: `TextStream` gives the same text however
 """
 
 import codecs
-import datetime
 import hashlib
 import json
 import re
@@ -14,11 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
 _LONG_TEXT = 4096
@@ -32,6 +26,7 @@ class Tokenizer:
         vocab_size: one more than the largest token id the tokenizer knows.
         eos_token_ids: ids that end an output, of the model and of its chat format.
         bos_token_id: id that starts a text, if the model has one.
+        special_tokens: the texts of special tokens by what they are for, such as "eos_token".
     """
 
     def __init__(
@@ -41,7 +36,6 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
         bos_token_id: int | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         # A truncated or padded prompt would be silently another prompt.
@@ -51,15 +45,14 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._token_to_bytes = _bytes_of_tokens(json.loads(tokenizer.to_str())["decoder"])
         self._bytes: dict[int, bytes] = {}
-        self._special_tokens = dict(special_tokens or {})
-        self._chat_template = None if chat_template is None else _compile_template(chat_template)
+        self.special_tokens = dict(special_tokens or {})
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.bos_token_id = bos_token_id
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and from the files beside it the special tokens and chat format.
+        """Reads tokenizer.json, and from the files beside it the special tokens.
 
         Raises:
             ValueError: tokenizer.json is missing or broken, or decodes by rules not known here.
@@ -73,38 +66,28 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{file} is not a tokenizer: {error}") from None
 
-        config = _read_json(path / "tokenizer_config.json")
+        config = read_json_object(path / "tokenizer_config.json")
         specials = {
             name: _token_text(value)
             for name, value in config.items()
             if name.endswith("_token") and isinstance(value, (str, dict))
         }
         # What ends an output is said in up to three places; chat models add their own to the first.
-        files = [_read_json(path / name) for name in ("generation_config.json", "config.json")]
+        files = [
+            read_json_object(path / name) for name in ("generation_config.json", "config.json")
+        ]
         eos = _id_list(_first(file.get("eos_token_id") for file in files))
         if "eos_token" in specials:
             eos += _id_list(tokenizer.token_to_id(specials["eos_token"]))
         bos = _first(file.get("bos_token_id") for file in files)
         if "bos_token" in specials:
             bos = tokenizer.token_to_id(specials["bos_token"])
-
-        template = config.get("chat_template")
-        if isinstance(template, list):  # several named templates
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        if (path / "chat_template.jinja").is_file():
-            template = (path / "chat_template.jinja").read_text(encoding="utf-8")
         return cls(
             tokenizer,
             eos_token_ids=eos,
             bos_token_id=bos,
             special_tokens=specials,
-            chat_template=template,
         )
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model comes with a chat format."""
-        return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -160,27 +143,6 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a control token that does not show in the text."""
         return token_id in self._special_ids
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
-        """Renders messages as the model was trained to read them.
-
-        Raises:
-            ValueError: the model has no chat template, or the template refuses the messages.
-        """
-        if self._chat_template is None:
-            raise ValueError("the model has no chat template; send a prompt to /v1/completions")
-        try:
-            return self._chat_template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
-        except Exception as error:  # a template may fail in any way Python can
-            raise ValueError(f"the chat template refused the messages: {error}") from None
 
 
 class TextStream:
@@ -349,41 +311,12 @@ def _byte_level(token: str) -> bytes:
         return token.encode("utf-8")
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's part for training, is transparent."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is no file.
 
-    tags = {"generation"}  # noqa: RUF012  (the base class says what this is)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile_template(source: str) -> jinja2.Template:
-    # The environment that chat templates are written for; sandboxed, since they come with weights.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-
-    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
-
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the model's chat template is broken: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+    Raises:
+        ValueError: the file holds something else.
+    """
     if not path.is_file():
         return {}
     try:

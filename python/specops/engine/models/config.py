@@ -2,6 +2,7 @@
 """Reads the config.json of a Hugging Face directory into the one shape the transformer needs."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,11 @@ class ModelConfig:
         """Reads `directory/config.json`.
 
         Raises:
-            ModelError: the file is missing or unreadable, or the architecture, activation,
-                quantization or adapter it names is not supported.
+            ModelError: the file is missing or unreadable, a field is missing or holds what it
+                cannot hold, or the architecture, activation, quantization or adapter it names is
+                not supported.
         """
+        path = Path(directory) / "config.json"
         if (Path(directory) / "adapter_config.json").exists():
             raise ModelError(
                 f"{directory}: LoRA adapters are not supported; merge it into its base"
@@ -73,8 +76,9 @@ class ModelConfig:
         try:
             return cls._from_json(raw)
         except KeyError as error:
-            path = Path(directory) / "config.json"
             raise ModelError(f"{path}: {error} is missing") from error
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}") from None
 
     @classmethod
     def _from_json(cls, raw: Mapping[str, Any]) -> "ModelConfig":
@@ -96,10 +100,11 @@ class ModelConfig:
                 )
         if raw.get("hidden_act", "silu") != "silu":
             raise ModelError(f"hidden_act must be silu, got {raw['hidden_act']}")
-        heads = raw["num_attention_heads"]
-        head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+        heads = _count(raw, "num_attention_heads")
+        hidden_size = _count(raw, "hidden_size")
+        head_dim = _count(raw, "head_dim") if raw.get("head_dim") else hidden_size // heads
         # transformers 5 keeps RoPE in one mapping, older files in two keys.
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        rope = _rope(raw)
         theta = rope.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
         kind = rope.get("rope_type", rope.get("type", "default"))
         default = 0.5 if names[0] == "Glm4MoeForCausalLM" else 1.0
@@ -112,18 +117,18 @@ class ModelConfig:
 
         return cls(
             architecture=names[0],
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
+            vocab_size=_count(raw, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_count(raw, "intermediate_size"),
+            num_layers=_count(raw, "num_hidden_layers"),
             num_qo_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            num_kv_heads=_count(raw, "num_key_value_heads", heads),
             head_dim=head_dim,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=float(theta),
+            rms_norm_eps=_number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6), or_zero=True),
+            rope_theta=_number("rope_theta", theta),
             rope_scaling=None if kind == "default" else rope,
-            rotary_dim=int(head_dim * partial),
-            max_model_len=raw.get("max_position_embeddings", 2048),
+            rotary_dim=int(head_dim * _number("partial_rotary_factor", partial)),
+            max_model_len=_count(raw, "max_position_embeddings", 2048),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=either("qkv_bias", attention_bias),
             o_bias=either("o_bias", attention_bias),
@@ -152,9 +157,53 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return raw
 
 
+def _count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    """A field that counts something; absent or null is the default, if there is one."""
+    value = raw[field] if default is None else raw.get(field)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{field} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def _number(field: str, value: Any, *, or_zero: bool = False) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+        least = "of at least" if or_zero else "above"
+        raise ModelError(f"{field} must be a number {least} 0, got {value!r}")
+    return float(value)
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    for field in ("rope_parameters", "rope_scaling"):
+        value = raw.get(field)
+        if value:
+            if not isinstance(value, dict):
+                raise ModelError(f"{field} must be an object, got {value!r}")
+            return dict(value)
+    return {}
+
+
+def _layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
+    """What the attention of each layer sees, where the file says so."""
+    types = raw.get("layer_types")
+    if not types:
+        return None
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers:
+        count = len(types) if isinstance(types, list) else repr(types)
+        raise ModelError(f"layer_types must name num_hidden_layers={layers} kinds, got {count}")
+    for one in types:
+        if one not in known:
+            raise ModelError(f"layer_types must hold {' or '.join(known)} alone, got {one!r}")
+    return types
+
+
 def _sliding_windows(raw: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
-    layers: int = raw["num_hidden_layers"]
-    window: int | None = raw.get("sliding_window")
+    layers = _count(raw, "num_hidden_layers")
+    types = _layer_types(raw, layers)
+    window = None if raw.get("sliding_window") is None else _count(raw, "sliding_window")
     like_qwen = architecture.startswith(("Qwen", "MiMo"))
     if like_qwen and not raw.get("use_sliding_window", False):
         window = None
@@ -162,8 +211,8 @@ def _sliding_windows(raw: Mapping[str, Any], architecture: str) -> tuple[int | N
         window = None
     if window is None:
         return (None,) * layers
-    if raw.get("layer_types"):
-        return tuple(window if t == "sliding_attention" else None for t in raw["layer_types"])
+    if types is not None:
+        return tuple(window if one == "sliding_attention" else None for one in types)
     if like_qwen:
         first = raw.get("max_window_layers", layers)
         return tuple(window if layer >= first else None for layer in range(layers))

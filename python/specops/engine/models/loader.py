@@ -2,8 +2,10 @@
 """Loads a Hugging Face directory: config.json and safetensors files, into packed weights."""
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,9 +16,19 @@ from torch import Tensor
 from specops import dense
 from specops.engine.errors import ModelError
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.dry_run import dry_run
 from specops.engine.models.transformer import Layer, Transformer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# Arguments of the ops that config.json calls otherwise.
+_FIELD_OF_ARGUMENT = {
+    "num_qo_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "rotary_dim": "head_dim * partial_rotary_factor",
+    "theta": "rope_theta",
+}
+_NARROW = 16  # sizes that no op restricts, in the dry run
 
 
 class Source(Protocol):
@@ -106,43 +118,74 @@ def load_model(
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
 
     Raises:
-        ModelError: a file or tensor is missing, damaged or misshapen, or the kind is unsupported.
+        ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, or
+            an op does not run the model's shapes.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
     config = ModelConfig.from_dir(directory)
+    file = directory / "config.json"
     chosen = config.dtype if dtype == "auto" else dtype
     if chosen not in _DTYPES:
+        where = f"{file}: " if dtype == "auto" else ""
         raise ModelError(
-            f"dtype must be bfloat16 or float32, got {chosen}; pass dtype to convert the checkpoint"
+            f"{where}dtype must be bfloat16 or float32, got {chosen}; pass dtype to convert the "
+            "checkpoint"
         )
     if max_model_len is not None and max_model_len > config.max_model_len:
         raise ModelError(
             f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
         )
-    kind = _DTYPES[chosen]
+    kind, device = _DTYPES[chosen], torch.device(device)
+    _refuse_what_ops_refuse(config, kind, device, file)
     with ExitStack() as stack:
-        device = torch.device(device)
-        checkpoint: Source = (
+        source: Source = (
             RandomWeights(device)
             if load_format == "dummy"
             else Checkpoint(directory, device, stack)
         )
-        hidden, vocab = config.hidden_size, config.vocab_size
-        embedding = checkpoint.get("model.embed_tokens.weight", (vocab, hidden), kind)
-        head = embedding
-        if not config.tie_word_embeddings:
-            head = checkpoint.get("lm_head.weight", (vocab, hidden), kind)
-        return Transformer(
-            config=config,
-            dtype=kind,
-            max_model_len=max_model_len or config.max_model_len,
-            embedding=embedding,
-            layers=list(_layers(config, checkpoint, kind)),
-            final_norm=checkpoint.get("model.norm.weight", (hidden,), kind),
-            lm_head=dense.pack_weight(head),
-        )
+        return _build(config, source, kind, max_model_len or config.max_model_len)
+
+
+def _build(
+    config: ModelConfig, source: Source, dtype: torch.dtype, max_model_len: int
+) -> Transformer:
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embedding = source.get("model.embed_tokens.weight", (vocab, hidden), dtype)
+    head = embedding
+    if not config.tie_word_embeddings:
+        head = source.get("lm_head.weight", (vocab, hidden), dtype)
+    return Transformer(
+        config=config,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        embedding=embedding,
+        layers=list(_layers(config, source, dtype)),
+        final_norm=source.get("model.norm.weight", (hidden,), dtype),
+        lm_head=dense.pack_weight(head),
+    )
+
+
+def _refuse_what_ops_refuse(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, file: Path
+) -> None:
+    """Runs a narrow model with the heads, windows and positions of `config`, before it is read."""
+    windows = tuple(dict.fromkeys(config.sliding_windows))  # one layer for each
+    narrow = replace(
+        config,
+        vocab_size=_NARROW,
+        hidden_size=_NARROW,
+        intermediate_size=_NARROW,
+        num_layers=len(windows),
+        sliding_windows=windows,
+    )
+    try:
+        dry_run(_build(narrow, RandomWeights(device), dtype, max_model_len=1))
+    except ValueError as error:
+        op, _, sentence = str(error).partition(": ")
+        sentence = re.sub(r"\w+", lambda word: _FIELD_OF_ARGUMENT.get(word[0], word[0]), sentence)
+        raise ModelError(f"{file}: {sentence} ({op})") from error
 
 
 def _layers(config: ModelConfig, checkpoint: Source, dtype: torch.dtype) -> Iterator[Layer]:

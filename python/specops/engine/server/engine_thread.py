@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thread that owns the engine, and the jobs that a server's event loop gives it.
+"""The one thread that owns the engine and works off the jobs of a server's event loop.
 
 Commands travel through one queue; results come back in one callback per step, so a step costs the
 event loop one wake-up however many requests it served.
@@ -8,93 +8,28 @@ event loop one wake-up however many requests it served.
 import asyncio
 import logging
 import queue
-import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from specops.engine.engine import Engine
 from specops.engine.errors import QueueFull
-from specops.engine.outputs import Completion, RequestOutput
 from specops.engine.sampling_params import SamplingParams
+from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed
 from specops.engine.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 # Drawn seeds stay exact in JavaScript, so that a browser can send back the one it was told.
 _SEED_BITS = 53
+# Failed steps in a row after which the engine counts as failing. One alone may be the fault of a
+# single request.
+_FAILING = 3
+_STEP_FAILED = "a step of the engine failed; the server's log says why"
+_NOT_ADDED = "the engine could not take the request; the server's log says why"
 # Between two saves of the suffix cache, which wait for a moment without requests.
 _SAVE_SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class ChoiceOutput:
-    """What one step added to one choice of a job."""
-
-    index: int  # over all prompts: prompt index * n + choice index
-    output: RequestOutput
-    completion: Completion | None  # once the choice is finished
-    seed: int  # as the client sent it or as it was drawn
-
-
-class JobFailed(Exception):
-    """The engine could not finish a job; the reason is in the log."""
-
-
-class Job:
-    """One HTTP request: some prompts, `n` choices of each. Lives on the event loop.
-
-    Args:
-        prompts: token ids.
-        params: for all of them.
-        speculative_config: the request's own, or None.
-        streaming: hand out every step's output, rather than finished choices only.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        speculative_config: Mapping[str, object] | None,
-        *,
-        streaming: bool,
-    ) -> None:
-        self.prompts = prompts
-        self.params = params
-        self.speculative_config = speculative_config
-        self.streaming = streaming
-        self.arrival = time.perf_counter()
-        self.num_unfinished = len(prompts) * params.n
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._events: asyncio.Queue[ChoiceOutput | Exception] = asyncio.Queue()
-
-    async def next_outputs(self) -> list[ChoiceOutput]:
-        """Waits for outputs and returns all that are there.
-
-        Raises:
-            JobFailed: the engine gave the job up.
-        """
-        events = [await self._events.get()]
-        while not self._events.empty():
-            events.append(self._events.get_nowait())
-        outputs = []
-        for event in events:
-            if isinstance(event, Exception):
-                raise event
-            outputs.append(event)
-            self.num_unfinished -= event.completion is not None
-        return outputs
-
-    def put(self, event: ChoiceOutput | Exception | None) -> None:
-        """Called on the event loop: an output, a failure, or None for "accepted"."""
-        if self.accepted.done():
-            if event is not None:
-                self._events.put_nowait(event)
-        elif isinstance(event, Exception):
-            self.accepted.set_exception(event)
-        else:
-            self.accepted.set_result(None)
 
 
 @dataclass(eq=False)
@@ -113,22 +48,26 @@ class _Choice:
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own."""
+    """Runs an engine in a thread of its own.
+
+    A step that fails ends every request that the engine has; the thread goes on with the next ones,
+    unless the engine keeps a request or a page.
+    """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._has_ended = False  # belongs to the event loop
         self._thread = threading.Thread(target=self._run, name="specops-engine", daemon=True)
         # Everything below belongs to the thread.
         self._choices: dict[str, _Choice] = {}  # in the engine, by request id
         self._held: list[_Choice] = []  # ready to be added, but the engine's queue is full
         self._events: list[tuple[Job, ChoiceOutput | Exception | None]] = []
         self._num_requests = 0
+        self._num_failures = 0  # steps that failed since the last one that succeeded
         self._saved_at = time.monotonic()  # the suffix cache, the last time
-        seed = engine.config.seed
-        self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
     def start(self) -> None:
         """Starts the thread; called on the event loop that will get the results."""
@@ -141,9 +80,11 @@ class EngineThread:
         self._thread.join()
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+    def health(self) -> str:
+        """How the engine is: "ok"; "failing", its last steps failed; "failed", it runs no more."""
+        if not self._thread.is_alive():
+            return "failed"
+        return "ok" if self._num_failures < _FAILING else "failing"
 
     async def submit(self, job: Job) -> None:
         """Queues a job.
@@ -152,7 +93,7 @@ class EngineThread:
             QueueFull, ValueError: the engine refuses it, wholly.
             JobFailed: the engine has failed.
         """
-        if not self.is_alive:
+        if self._has_ended:
             raise JobFailed("the engine has stopped")
         self._commands.put(("add", job))
         try:
@@ -172,17 +113,28 @@ class EngineThread:
                     break
                 if self._engine.has_unfinished():
                     self._step()
+                    self._num_failures = 0
             except Exception:
-                logger.exception("a step failed; every running request is given up")
-                self._give_up(JobFailed("the engine failed; its log says why"))
-                if self._engine.has_unfinished():
+                self._num_failures += 1
+                logger.exception("a step failed; every request ends with an error")
+                self._give_up("error", _STEP_FAILED)
+                if not self._is_empty():
                     logger.critical("the engine does not recover; its thread ends")
                     break
             self._deliver()
-        self._give_up(JobFailed("the engine has stopped"))
+        self._give_up("abort", "the engine has stopped")
         self._deliver()
+        self._on_loop(self._end)
         if self._engine.has_unsaved_drafters:
             self._save_drafters()
+
+    def _end(self) -> None:
+        """Called on the event loop: refuses the jobs that came too late for the thread."""
+        self._has_ended = True
+        while not self._commands.empty():
+            _, job = self._commands.get_nowait()
+            if job is not None:
+                job.put(JobFailed("the engine has stopped"))
 
     def _seconds_to_save(self) -> float | None:
         """How long a thread with nothing to do waits before it saves; None if there is no need."""
@@ -229,8 +181,7 @@ class EngineThread:
                     f"n and the number of prompts make {total} choices, more than the {limit} "
                     "that may wait"
                 )
-            if self.num_waiting + total > limit:
-                raise QueueFull(f"{self.num_waiting} requests are waiting already")
+            self._engine.require_room(total + self._num_outside)
             for position, prompt in enumerate(job.prompts):
                 added.append(self._add_choice(self._first_choice(job, position, prompt)))
                 siblings = self._choices[added[-1]].siblings
@@ -245,7 +196,7 @@ class EngineThread:
                 del self._choices[request_id]
             if not isinstance(error, (ValueError, QueueFull)):
                 logger.exception("a request could not be added")
-                error = JobFailed("the engine failed; its log says why")
+                error = JobFailed(_NOT_ADDED)
             self._events.append((job, error))
         else:
             self._events.append((job, None))
@@ -253,7 +204,7 @@ class EngineThread:
     def _first_choice(self, job: Job, position: int, prompt: list[int]) -> _Choice:
         """The first choice of a prompt, with the others as its siblings."""
         params = job.params
-        seed = self._random.getrandbits(_SEED_BITS) if params.seed is None else params.seed
+        seed = self._engine.draw_seed(_SEED_BITS) if params.seed is None else params.seed
         # The choices of a prompt share the seed: their index tells their random numbers apart.
         params = replace(params, seed=seed)
         choices = [
@@ -282,19 +233,20 @@ class EngineThread:
                 self._add_choice(self._held[0])
             except QueueFull:  # its place was taken by preempted requests: try after the next step
                 return
-            except Exception as error:
+            except Exception:
                 logger.exception("a choice could not be added")
-                self._abort_job(self._held[0].job)
-                self._events.append((self._held[0].job, JobFailed(str(error))))
+                job = self._held[0].job
+                self._abort_job(job, "error")
+                self._events.append((job, JobFailed(_NOT_ADDED)))
                 return
             self._held.pop(0)
 
-    def _abort_job(self, job: Job) -> None:
+    def _abort_job(self, job: Job, finish_reason: str = "abort") -> None:
         self._held = [choice for choice in self._held if choice.job is not job]
         for request_id in [name for name, one in self._choices.items() if one.job is job]:
             self._engine.abort(request_id)
             del self._choices[request_id]
-            self._metrics.finished("abort")
+            self._metrics.finished(finish_reason)
 
     def _step(self) -> None:
         outputs = self._engine.step()
@@ -326,26 +278,30 @@ class EngineThread:
                     # A sibling waits for its turn outside the engine, too.
                     queued=choice.added_at - job.arrival + completion.queue_seconds,
                 )
-            if output.finish_reason == "error":
-                self._abort_job(job)
-                self._events.append((job, JobFailed("the request failed; the log says why")))
-            elif job.streaming or completion is not None:
+            if job.streaming or completion is not None:
                 event = ChoiceOutput(choice.index, output, completion, choice.seed)
                 self._events.append((job, event))
 
-    def _give_up(self, reason: JobFailed) -> None:
-        """Fails every job."""
-        jobs = {id(one.job): one.job for one in (*self._choices.values(), *self._held)}
-        for job in jobs.values():
+    def _give_up(self, finish_reason: str, message: str) -> None:
+        """Fails every job, and drops what the engine still knows of it."""
+        for request_id in self._choices:
             try:
-                self._abort_job(job)
+                self._engine.abort(request_id)
             except Exception:
-                logger.exception("a request could not be dropped")
-            self._events.append((job, reason))
+                logger.exception("request %s could not be dropped", request_id)
+            self._metrics.finished(finish_reason)
+        jobs = {id(one.job): one.job for one in (*self._choices.values(), *self._held)}
+        self._events += [(job, JobFailed(message)) for job in jobs.values()]
         self._choices.clear()
+        self._held.clear()
+
+    def _is_empty(self) -> bool:
+        """Whether the engine has nothing left, neither a request nor a page that one held."""
+        engine = self._engine
+        return not engine.has_unfinished() and engine.num_free_pages == engine.num_pages
 
     def _deliver(self) -> None:
-        if not self._events or self._loop is None:
+        if not self._events:
             return
         events, self._events = self._events, []
 
@@ -353,13 +309,22 @@ class EngineThread:
             for job, event in events:
                 job.put(event)
 
+        self._on_loop(put)
+
+    def _on_loop(self, work: Callable[[], None]) -> None:
+        assert self._loop is not None, "the thread has been started"
         try:
-            self._loop.call_soon_threadsafe(put)
+            self._loop.call_soon_threadsafe(work)
         except RuntimeError:  # the event loop has ended: nobody waits for this
             logger.debug("results after the end of the event loop", exc_info=True)
 
     @property
     def num_waiting(self) -> int:
         """Choices that wait, in the engine's queue or for a sibling."""
+        return self._engine.num_waiting + self._num_outside
+
+    @property
+    def _num_outside(self) -> int:
+        """Choices that the engine does not have yet: they wait for a sibling, or for room."""
         siblings = sum(len(choice.siblings) for choice in list(self._choices.values()))
-        return self._engine.num_waiting + len(self._held) + siblings
+        return len(self._held) + siblings

@@ -61,7 +61,7 @@ class Metrics:
             (*_LABELS, "finished_reason"),
             registry=self._registry,
         )
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length", "abort", "error"):
             self._success.labels(self._model, reason)
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
@@ -182,6 +182,11 @@ class _EngineCollector(Collector):
             counter.add_metric([engine.model_name], count)
             yield counter
         yield self._draft_lengths()
+        yield from self._positions()
+
+    def _positions(self) -> Iterator[Metric]:
+        """Drafts and accepted drafts by their place in a draft."""
+        speculative = self._engine.stats.speculative
         for name, text, counts in (
             (
                 "spec_decode_num_draft_tokens_per_pos",
@@ -196,7 +201,7 @@ class _EngineCollector(Collector):
         ):
             per_pos = CounterMetricFamily(f"specops:{name}", text, labels=(*_LABELS, "position"))
             for position, count in enumerate(counts):
-                per_pos.add_metric([engine.model_name, str(position)], count)
+                per_pos.add_metric([self._engine.model_name, str(position)], count)
             yield per_pos
 
     def _draft_lengths(self) -> Metric:

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI protocol at the edge: what a body may hold, and how an answer is spelt.
+"""The bodies of OpenAI's protocol: checked by pydantic, and turned into what the engine takes.
 
-Bodies are checked by pydantic and turned into what the engine takes; answers are plain dicts, since
-one is built per step. A field is either honoured or refused by name, never ignored.
+A field is either honoured or refused by name, never ignored.
 """
 
-import codecs
 import json
-import re
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from specops.engine.outputs import Completion, SpeculativeStats, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.tokenizer import Tokenizer
+from specops.engine.server.api_error import ApiError, bad_value
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -23,13 +18,12 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_PROMPTS = 256
 MAX_LISTS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 MAX_PARTS = 1000  # of one message
-_MAX_MESSAGE = 1000
 
-# Steps into a union, as pydantic calls them; no part of the path a client knows.
+# What pydantic calls the branches of a union: they are left out of the paths that clients are told.
 _UNION_BRANCHES = ("str", "list[str]", "list[TextPart]")
 
-# Fields of OpenAI's API, and of engines like this one, that ask for what is not there; with these
-# values they ask for nothing and are let through. A client library sends many of them unasked.
+# Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
+# values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
@@ -53,33 +47,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class ApiError(Exception):
-    """A refusal in OpenAI's shape."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        if len(message) > _MAX_MESSAGE:  # it may quote what the client sent
-            message = message[:_MAX_MESSAGE] + "..."
-        self.status = status
-        self.headers = dict(headers or {})
-        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
-
-
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class StreamOptions(_Strict):
-    """What a stream tells beside the text."""
+    """What a stream reports besides the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # usage so far in every chunk
@@ -324,16 +297,8 @@ def parse(model: type[CompletionRequest] | type[ChatCompletionRequest], body: by
         raise _from_validation(error) from None
 
 
-def bad_value(error: ValueError, model: type[BaseModel] | None = None) -> ApiError:
-    """A refusal by the engine, whose messages begin with the parameter's name."""
-    message = str(error)
-    found = re.match(r"\w+", message)
-    param = found[0] if found is not None and model and found[0] in model.model_fields else None
-    return ApiError(400, message, param=param, code="invalid_value")
-
-
 def _from_validation(error: ValidationError) -> ApiError:
-    """One complaint of pydantic, in our words; of a union's branches, the one that got furthest."""
+    """One mistake that pydantic found; of a union, that of the branch which got furthest."""
     if error.error_count() > 100:  # it would take long to find out about each
         return ApiError(422, f"the body has {error.error_count()} mistakes")
     first = max(error.errors(), key=lambda one: len(one["loc"]))
@@ -359,7 +324,7 @@ def _unknown_field(name: str) -> ApiError:
 
 
 def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a body; a name given twice is a mistake, not the last one's win."""
+    """An object of a body; a name that is given twice is refused."""
     values = dict(items)
     if len(values) < len(items):
         for name, _ in items:
@@ -376,7 +341,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _without_nothing(message: Any) -> Any:
-    """A message as a client library echoes it holds empty fields for tools and the like."""
+    """A message without the empty fields, for tools and the like, that client libraries echo."""
     if not isinstance(message, dict):
         return message
     content = message.get("content")
@@ -398,118 +363,3 @@ def _json_type(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     names |= {int: "an integer", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
-
-
-# ---- answers ----
-
-
-def token_text(data: bytes) -> str:
-    """A token on its own: its text, or its bytes where they are no whole characters."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no -inf
-
-
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Log-probabilities in the shape of chat completions."""
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        data = tokenizer.token_bytes(token_id)
-        return {"token": token_text(data), "logprob": _finite(logprob), "bytes": list(data)}
-
-    content = []
-    for one in logprobs:
-        top = [entry(token_id, logprob) for token_id, logprob in one.alternatives]
-        content.append({**entry(one.token_id, one.logprob), "top_logprobs": top})
-    return {"content": content, "refusal": None}
-
-
-class LegacyLogprobs:
-    """Log-probabilities in the shape of completions, whose offsets count through the stream."""
-
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = offset
-
-    def build(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The next tokens' log-probabilities."""
-        tokens, offsets, top, raw = [], [], [], []
-        for one in logprobs:
-            data = self._tokenizer.token_bytes(one.token_id)
-            tokens.append(token_text(data))
-            raw.append(list(data))
-            offsets.append(self._offset)
-            if not self._tokenizer.is_special(one.token_id):
-                self._offset += len(self._utf8.decode(data))
-            alternatives: dict[str, float] = {}
-            for token_id, logprob in (*one.alternatives, (one.token_id, one.logprob)):
-                text = token_text(self._tokenizer.token_bytes(token_id))
-                alternatives.setdefault(text, _finite(logprob))
-            top.append(alternatives)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
-            "top_logprobs": top,
-            "text_offset": offsets,
-            "bytes": raw,
-        }
-
-
-def usage(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, stats: SpeculativeStats
-) -> dict[str, Any]:
-    """The usage object; accepted and rejected drafts are where OpenAI counts predictions."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": stats.num_accepted_tokens,
-            "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
-        },
-    }
-
-
-def metrics(stats: SpeculativeStats, num_speculative_tokens: int) -> dict[str, Any]:
-    """What speculation did for one request, in vLLM's shape."""
-    # At least j drafts were accepted in per_pos[j - 1] steps.
-    at_least = [stats.num_drafts, *stats.num_accepted_tokens_per_pos]
-    at_least += [0] * (num_speculative_tokens + 2 - len(at_least))
-    drafts = max(stats.num_drafts, 1)
-    return {
-        "speculative_decoding": {
-            "mean_acceptance_length": 1 + stats.num_accepted_tokens / drafts,
-            "draft_acceptance_rate": stats.num_accepted_tokens / max(stats.num_draft_tokens, 1),
-            "acceptance_histogram": [
-                at_least[j] - at_least[j + 1] for j in range(num_speculative_tokens + 1)
-            ],
-            "num_spec_steps": stats.num_drafts,
-            "num_accepted_draft_tokens": stats.num_accepted_tokens,
-            "num_draft_tokens": stats.num_draft_tokens,
-            "num_spec_tokens": num_speculative_tokens,
-        }
-    }
-
-
-def add_stats(completions: Sequence[Completion]) -> SpeculativeStats:
-    """The counts of all choices together."""
-    total = SpeculativeStats()
-    for completion in completions:
-        stats = completion.stats
-        total.num_steps += stats.num_steps
-        total.num_drafts += stats.num_drafts
-        total.num_draft_tokens += stats.num_draft_tokens
-        total.num_accepted_tokens += stats.num_accepted_tokens
-        for name in ("num_accepted_tokens_per_pos", "num_drafts_per_length"):
-            counts, sums = getattr(stats, name), getattr(total, name)
-            sums.extend([0] * (len(counts) - len(sums)))
-            for index, count in enumerate(counts):
-                sums[index] += count
-    return total

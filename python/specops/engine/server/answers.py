@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers: what comes of a job, as one object or as a stream of chunks.
+
+They are plain dicts, since one is built per step.
+"""
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Generic, TypeVar
+
+import specops
+from specops.engine.outputs import Completion, SpeculativeStats
+from specops.engine.server.api_error import server_error
+from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed
+from specops.engine.server.logprobs import LegacyLogprobs, chat_logprobs
+from specops.engine.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    StreamOptions,
+)
+from specops.engine.server.streaming import event
+from specops.engine.server.usage import add_stats, metrics, usage
+from specops.engine.tokenizer import Tokenizer
+
+R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
+
+
+class Answer(Generic[R]):
+    """Collects the choices of one job, and puts them into OpenAI's shape."""
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+
+    def __init__(
+        self,
+        request: R,
+        job: Job,
+        tokenizer: Tokenizer,
+        model_name: str,
+        num_speculative_tokens: int,
+    ) -> None:
+        self.request: R = request
+        self.job = job
+        self.tokenizer = tokenizer
+        self._num_speculative_tokens = num_speculative_tokens
+        self._frame = {
+            "id": self.id_prefix + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model_name,
+            "system_fingerprint": f"specops-{specops.__version__}",
+        }
+        self._completions: dict[int, Completion] = {}
+
+    async def whole(self) -> dict[str, Any]:
+        """Waits for all choices: the answer that is not streamed."""
+        choices: dict[int, dict[str, Any]] = {}
+        while self.job.num_unfinished:
+            for output in await self.job.next_outputs():
+                if output.completion is not None:
+                    self._completions[output.index] = output.completion
+                    choices[output.index] = self.choice(output, output.completion)
+        return {
+            **self._frame,
+            "object": self.object_name,
+            "choices": [choices[index] for index in sorted(choices)],
+            **self._totals(),
+        }
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        options = self.request.stream_options or StreamOptions()
+        prompt_tokens = sum(map(len, self.job.prompts))
+        num_tokens = 0
+
+        def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
+            body = {**self._frame, "object": self.chunk_name, "choices": choices}
+            if options.continuous_usage_stats:
+                body["usage"] = {
+                    "prompt_tokens": prompt_tokens,
+                    "completion_tokens": num_tokens,
+                    "total_tokens": prompt_tokens + num_tokens,
+                }
+            elif options.include_usage:
+                body["usage"] = None
+            return event(body | more)
+
+        try:
+            for index in range(self.job.num_unfinished):
+                for first in self.first(index):
+                    yield chunk([first])
+            while self.job.num_unfinished:
+                for output in await self.job.next_outputs():
+                    num_tokens += len(output.output.token_ids)
+                    if output.output.text or output.output.logprobs:
+                        yield chunk([self.delta(output)])
+                    if output.completion is None:
+                        continue
+                    self._completions[output.index] = output.completion
+                    last = len(self._completions) == len(self.job.prompts) * self.job.params.n
+                    # With include_usage the counts come in a chunk of their own.
+                    more = {} if options.include_usage or not last else self._metrics()
+                    yield chunk([self.last(output, output.completion)], **more)
+            if options.include_usage:
+                yield chunk([], **self._totals())
+        except JobFailed as error:
+            yield event(server_error(str(error)).body)
+        yield b"data: [DONE]\n\n"
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        """What a choice's stream begins with."""
+        raise NotImplementedError
+
+    def delta(self, output: ChoiceOutput) -> dict[str, Any]:
+        """What a step added to a choice."""
+        raise NotImplementedError
+
+    def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        """What a choice's stream ends with."""
+        raise NotImplementedError
+
+    def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        """A finished choice as a whole."""
+        raise NotImplementedError
+
+    def _totals(self) -> dict[str, Any]:
+        n = self.job.params.n
+        completions = self._completions
+        return {
+            "usage": usage(
+                prompt_tokens=sum(map(len, self.job.prompts)),
+                completion_tokens=sum(len(one.token_ids) for one in completions.values()),
+                # A prompt counts once, so its hits do, too: those of its first choice.
+                cached_tokens=sum(
+                    completions[index].num_cached_tokens for index in sorted(completions)[::n]
+                ),
+                stats=self._stats(),
+            ),
+            **self._metrics(),
+        }
+
+    def _stats(self) -> SpeculativeStats:
+        return add_stats(list(self._completions.values()))
+
+    def _metrics(self) -> dict[str, Any]:
+        return {"metrics": metrics(self._stats(), self._num_speculative_tokens)}
+
+
+class ChatAnswer(Answer[ChatCompletionRequest]):
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def delta(self, output: ChoiceOutput) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs:
+            logprobs = chat_logprobs(self.tokenizer, output.output.logprobs)
+        return {
+            "index": output.index,
+            "delta": {"content": output.output.text},
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
+
+    def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        return {
+            "index": output.index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "seed": output.seed,
+        }
+
+    def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs:
+            logprobs = chat_logprobs(self.tokenizer, completion.logprobs)
+        return {
+            "index": output.index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "seed": output.seed,
+        }
+
+
+class TextAnswer(Answer[CompletionRequest]):
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice: their offsets go on
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        echo = self._echo(index)
+        return [self._spell(index, echo, None, None)] if echo else []
+
+    def delta(self, output: ChoiceOutput) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs is not None:
+            builder = self._logprobs.setdefault(output.index, LegacyLogprobs(self.tokenizer))
+            logprobs = builder.build(output.output.logprobs)
+        return self._spell(output.index, output.output.text, logprobs, None)
+
+    def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        choice = self._spell(output.index, "", None, completion.finish_reason)
+        return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
+
+    def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs is not None:
+            logprobs = LegacyLogprobs(self.tokenizer).build(completion.logprobs)
+        text = self._echo(output.index) + completion.text
+        choice = self._spell(output.index, text, logprobs, completion.finish_reason)
+        return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
+
+    def _echo(self, index: int) -> str:
+        if not self.request.echo:
+            return ""
+        prompt = self.request.prompts()[index // self.job.params.n]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    @staticmethod
+    def _spell(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

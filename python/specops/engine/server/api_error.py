@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors as OpenAI spells them, with the status that they travel with."""
+
+import re
+from collections.abc import Mapping
+
+from pydantic import BaseModel
+
+_MAX_MESSAGE = 1000
+
+
+class ApiError(Exception):
+    """A refusal in OpenAI's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        if len(message) > _MAX_MESSAGE:  # it may quote what the client sent
+            message = message[:_MAX_MESSAGE] + "..."
+        self.status = status
+        self.headers = dict(headers or {})
+        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def bad_value(error: ValueError, model: type[BaseModel] | None = None) -> ApiError:
+    """A value the engine refuses; its messages begin with the parameter's name."""
+    message = str(error)
+    found = re.match(r"\w+", message)
+    param = found[0] if found is not None and model and found[0] in model.model_fields else None
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def too_long(message: str, param: str) -> ApiError:
+    """A prompt, or a prompt and what may follow it, does not fit the context."""
+    return ApiError(413, message, param=param, code="context_length_exceeded")
+
+
+def shutting_down() -> ApiError:
+    """The answer was not complete when the time for draining was over."""
+    message = "the server is shutting down"
+    return ApiError(503, message, type="service_unavailable", code="shutting_down")
+
+
+def server_error(message: str) -> ApiError:
+    """Something failed that is not the client's fault."""
+    return ApiError(500, message, type="server_error", code="internal_error")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation as the one text that a model was trained to read: its chat template."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from specops.engine.tokenizer import read_json_object
+
+
+class ChatFormat:
+    """The chat template of a model.
+
+    Args:
+        template: in Jinja, as `transformers` has it; None where the model has none.
+        special_tokens: texts that it may name, such as "eos_token".
+
+    Raises:
+        ValueError: the template is broken.
+    """
+
+    def __init__(
+        self, template: str | None, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        self._template = None if template is None else _compile(template)
+        self._special_tokens = dict(special_tokens or {})
+
+    @classmethod
+    def from_dir(cls, path: str | Path, special_tokens: Mapping[str, str]) -> "ChatFormat":
+        """Reads chat_template.jinja, or else what tokenizer_config.json has, of a model directory.
+
+        Raises:
+            ValueError: a file or the template is broken.
+        """
+        path = Path(path)
+        if (path / "chat_template.jinja").is_file():
+            text = (path / "chat_template.jinja").read_text(encoding="utf-8")
+            return cls(text, special_tokens)
+        template = read_json_object(path / "tokenizer_config.json").get("chat_template")
+        if isinstance(template, list):  # several named templates
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return cls(template, special_tokens)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, up to where the assistant is to speak.
+
+        Raises:
+            ValueError: the model has no chat template, or the template refuses the messages.
+        """
+        if self._template is None:
+            raise ValueError("the model has no chat template; send a prompt to /v1/completions")
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template may fail in any way Python can
+            raise ValueError(f"the chat template refused the messages: {error}") from None
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks the assistant's part for training, is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class says what this is)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    # The environment that chat templates are written for; sandboxed, since they come with weights.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+
+    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the model's chat template is broken: {error}") from None

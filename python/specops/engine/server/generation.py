@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two endpoints that generate: from a request's body to its answer."""
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from specops.engine.engine import Engine
+from specops.engine.errors import ContextOverflow, QueueFull
+from specops.engine.server.answers import Answer
+from specops.engine.server.api_error import (
+    ApiError,
+    bad_value,
+    server_error,
+    shutting_down,
+    too_long,
+)
+from specops.engine.server.chat import ChatFormat
+from specops.engine.server.engine_thread import EngineThread
+from specops.engine.server.jobs import Job, JobFailed
+from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest, parse
+from specops.engine.server.streaming import ClientGone, EventStream, until_gone
+from specops.engine.speculative_config import SpeculativeConfig
+
+R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
+
+# Texts shorter than this are tokenised on the event loop: a thread would cost more.
+_SHORT_TEXT = 4096
+
+
+class Generation:
+    """What the two endpoints share: reads bodies, tokenises, submits jobs, hands out answers."""
+
+    def __init__(
+        self, engine: Engine, thread: EngineThread, chat_format: ChatFormat, max_body_bytes: int
+    ) -> None:
+        # Only what never changes is read from the engine here; the rest is its thread's.
+        self.tokenizer = engine.tokenizer
+        self.model_name = engine.model_name
+        self._engine = engine
+        self._thread = thread
+        self._chat_format = chat_format
+        self._max_body_bytes = max_body_bytes
+        self._created = int(time.time())
+        # A longer text cannot fit the context, and tokenising it would take seconds. The factor
+        # of 4 allows for tokenizers that shorten a text first.
+        self._max_characters = 4 * engine.max_model_len * engine.tokenizer.longest_token()
+
+    def model_card(self) -> dict[str, Any]:
+        """The model as /v1/models lists it, with what a client may choose."""
+        speculative = asdict(self._engine.config.speculative_config)
+        for path in ("model", "draft_vocab"):
+            del speculative[path]
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "specops",
+            "max_model_len": self._engine.max_model_len,
+            "methods": list(self._engine.runnable_methods),
+            "speculative_config": speculative,
+        }
+
+    def check_model(self, name: str | None) -> None:
+        """Refuses a model that is not the one served."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def answer(
+        self, http: Request, body_type: type[R], answer_type: type[Answer[R]]
+    ) -> Response:
+        """Serves one request, from its body to its answer or the stream of it."""
+        request: Any = parse(body_type, await self._read_body(http))
+        self.check_model(request.model)
+        params = request.sampling_params()
+        speculative = self._speculative_config(request)
+        prompts = await self._tokenize(request)
+        job = Job(prompts, params, request.speculative_config, streaming=request.stream)
+        answer = answer_type(
+            request, job, self.tokenizer, self.model_name, speculative.num_speculative_tokens
+        )
+        try:
+            await until_gone(self._thread.submit(job), http.receive)
+            if request.stream:
+                return EventStream(answer.chunks(), lambda: self._thread.abort(job))
+            return JSONResponse(await until_gone(answer.whole(), http.receive))
+        except ClientGone:
+            return Response(status_code=499)  # for the access log: nobody reads it
+        except (ValueError, QueueFull, JobFailed, asyncio.CancelledError) as error:
+            raise _refusal(error, body_type) from None
+        finally:
+            if not request.stream:
+                self._thread.abort(job)  # nothing to do if it is finished
+
+    def _speculative_config(
+        self, request: CompletionRequest | ChatCompletionRequest
+    ) -> SpeculativeConfig:
+        """What the request runs with."""
+        engine = self._engine
+        try:
+            return engine.config.speculative_for(
+                request.speculative_config, engine.runnable_methods, engine.missing_methods
+            )
+        except ValueError as error:
+            message, param = str(error), "speculative_config"
+            raise ApiError(400, message, param=param, code="invalid_value") from None
+
+    async def _read_body(self, http: Request) -> bytes:
+        """The body, up to the limit."""
+        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Browsers let pages of other origins send the other types without asking the server.
+            raise ApiError(415, f"Content-Type must be application/json, got {kind or 'none'}")
+        chunks: list[bytes] = []
+        size = 0
+        async for chunk in http.stream():
+            size += len(chunk)
+            if size <= self._max_body_bytes:
+                chunks.append(chunk)
+            elif size > 16 * self._max_body_bytes:
+                break  # a client that goes on sending may miss the answer
+        if size > self._max_body_bytes:
+            raise ApiError(
+                413,
+                f"the body must be at most {self._max_body_bytes} bytes long",
+                code="body_too_large",
+            )
+        return b"".join(chunks)
+
+    async def _tokenize(
+        self, request: CompletionRequest | ChatCompletionRequest
+    ) -> list[list[int]]:
+        if isinstance(request, ChatCompletionRequest):
+            try:
+                messages = [message.for_template() for message in request.messages]
+                text = self._chat_format.render(messages)
+            except ValueError as error:
+                raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+            prompts: list[str | list[int]] = [text]
+        else:
+            prompts = request.prompts()
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > self._max_characters:
+                raise too_long(
+                    f"a prompt of {len(prompt)} characters exceeds the context of "
+                    f"{self._engine.max_model_len} tokens",
+                    request.prompt_field,
+                )
+        is_plain = isinstance(request, CompletionRequest)  # a template writes special tokens itself
+
+        def encode() -> list[list[int]]:
+            return [
+                self.tokenizer.encode(prompt, add_special_tokens=is_plain)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
+
+        try:
+            if sum(map(len, prompts)) < _SHORT_TEXT:
+                return encode()
+            return await asyncio.to_thread(encode)
+        except ValueError as error:
+            raise ApiError(
+                400, str(error), param=request.prompt_field, code="invalid_value"
+            ) from None
+
+
+def _refusal(
+    error: BaseException, body_type: type[CompletionRequest] | type[ChatCompletionRequest]
+) -> ApiError:
+    """What a client is told when its job is refused, or ends before it is complete."""
+    if isinstance(error, ContextOverflow):
+        return too_long(str(error), body_type.prompt_field)
+    if isinstance(error, QueueFull):
+        return ApiError(
+            429,
+            f"the server is busy: {error}",
+            type="rate_limit_error",
+            code="queue_full",
+            headers={"Retry-After": "1"},
+        )
+    if isinstance(error, ValueError):
+        return bad_value(error, body_type)
+    if isinstance(error, asyncio.CancelledError):  # the time for draining is over
+        return shutting_down()
+    return server_error(str(error))

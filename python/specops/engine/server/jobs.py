@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job: what one HTTP request wants of the engine, and the outputs that come back for it."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from specops.engine.outputs import Completion, RequestOutput
+from specops.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class ChoiceOutput:
+    """What one step added to one choice of a job."""
+
+    index: int  # over all prompts: prompt index * n + choice index
+    output: RequestOutput
+    completion: Completion | None  # once the choice is finished
+    seed: int  # as the client sent it or as it was drawn
+
+
+class JobFailed(Exception):
+    """The engine could not finish a job; the reason is in the log."""
+
+
+class Job:
+    """One HTTP request: some prompts, `n` choices of each. Lives on the event loop.
+
+    Args:
+        prompts: token ids.
+        params: for all of them.
+        speculative_config: the request's own, or None.
+        streaming: hand out every step's output, rather than finished choices only.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        speculative_config: Mapping[str, object] | None,
+        *,
+        streaming: bool,
+    ) -> None:
+        self.prompts = prompts
+        self.params = params
+        self.speculative_config = speculative_config
+        self.streaming = streaming
+        self.arrival = time.perf_counter()
+        self.num_unfinished = len(prompts) * params.n
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._events: asyncio.Queue[ChoiceOutput | Exception] = asyncio.Queue()
+
+    async def next_outputs(self) -> list[ChoiceOutput]:
+        """Waits for outputs and returns all that are there.
+
+        Raises:
+            JobFailed: the engine gave the job up.
+        """
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        outputs = []
+        for event in events:
+            if isinstance(event, Exception):
+                raise event
+            outputs.append(event)
+            self.num_unfinished -= event.completion is not None
+        return outputs
+
+    def put(self, event: ChoiceOutput | Exception | None) -> None:
+        """Called on the event loop: an output, a failure, or None for "accepted"."""
+        if self.accepted.done():
+            if event is not None:
+                self._events.put_nowait(event)
+        elif isinstance(event, Exception):
+            self.accepted.set_exception(event)
+        else:
+            self.accepted.set_result(None)

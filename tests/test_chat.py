@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""Chat templates: where they are read from, what they may do, and what they are told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jinja2")
+
+from specops.engine.server.chat import ChatFormat
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}{% endgeneration %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_a_conversation_is_rendered() -> None:
+    chat = ChatFormat(TEMPLATE, {"eos_token": "<|im_end|>"})
+    assert chat.render(HI) == "<|user|>hi<|im_end|><|assistant|>"
+    assert chat.render(HI, add_generation_prompt=False) == "<|user|>hi<|im_end|>"
+    assert ChatFormat("{{ messages | tojson }}").render([{"é": "<"}]) == '[{"é": "<"}]'
+
+
+def test_from_dir(tmp_path: Path) -> None:
+    specials = {"eos_token": "</s>"}
+    with pytest.raises(ValueError, match="no chat template"):
+        ChatFormat.from_dir(tmp_path, specials).render(HI)
+    config = tmp_path / "tokenizer_config.json"
+
+    def rendered(template: object) -> str:
+        config.write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+        return ChatFormat.from_dir(tmp_path, specials).render(HI)
+
+    assert rendered("one{{ eos_token }}") == "one</s>"
+    named = [{"name": "tool_use", "template": ""}, {"name": "default", "template": TEMPLATE}]
+    assert rendered(named) == "<|user|>hi</s><|assistant|>"
+    with pytest.raises(ValueError, match="no chat template"):
+        rendered(named[:1])
+    # A template file of its own goes before the one in the config.
+    (tmp_path / "chat_template.jinja").write_text("é{{ messages[0].role }}", encoding="utf-8")
+    assert rendered("one") == "éuser"
+    (tmp_path / "chat_template.jinja").unlink()
+    config.write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+        ChatFormat.from_dir(tmp_path, specials)
+
+
+@pytest.mark.parametrize(
+    "template,message",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.missing.more }}", "refused the messages"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_templates_are_sandboxed_and_may_refuse(template: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChatFormat(template).render([{"role": "user", "content": "x"}])
+
+
+def test_a_broken_template_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="chat template is broken"):
+        ChatFormat("{% if %}")
