@@ -209,6 +209,14 @@ def test_engine_groups(path: Path) -> None:
         assert group_of[other] <= group_of[module], f"{name} stands above {module}"
 
 
+@pytest.mark.parametrize("path", sources(PACKAGE / "engine", ".py"), ids=relative)
+def test_a_function_fits_a_screen(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 60, node.name
+
+
 def test_config_is_standard_library_only() -> None:
     for file in ("speculative_config.py", "methods.py"):
         for name in imports(PACKAGE / "engine" / file):

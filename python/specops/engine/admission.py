@@ -82,15 +82,9 @@ class Admission:
         think_end, inject = self._thinking(params)
         if not 0 <= choice_index < 2**31:
             raise ValueError(f"choice_index must be in [0, 2^31), got {choice_index}")
-        if request_id is None:
-            request_id = f"request-{self._arrivals}"
-            while request_id in taken:  # a caller may have chosen such a name
-                request_id += "-"
-        if request_id in taken:
-            raise ValueError(f"request_id {request_id!r} is in use")
         seed = self.draw_seed(64) if params.seed is None else params.seed
         request = Request(
-            request_id=request_id,
+            request_id=self._name(request_id, taken),
             arrival=self._arrivals,
             params=params,
             speculative=speculative,
@@ -115,6 +109,16 @@ class Admission:
     def draw_seed(self, bits: int) -> int:
         """Draws a seed of so many bits, for a request that came without one."""
         return self._random.getrandbits(bits)
+
+    def _name(self, asked: str | None, taken: Mapping[str, Request]) -> str:
+        """A request's name: the one that was asked for, or one that nobody has."""
+        if asked is None:
+            asked = f"request-{self._arrivals}"
+            while asked in taken:  # a caller may have chosen such a name
+                asked += "-"
+        if asked in taken:
+            raise ValueError(f"request_id {asked!r} is in use")
+        return asked
 
     def _room(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Tokens that may follow a prompt."""

@@ -75,11 +75,7 @@ class Engine:
         self.model_name = config.model_name
         self.max_model_len = model.max_model_len
         self.vocab_size = model.config.vocab_size
-        self.tokenizer = Tokenizer.from_dir(config.model_dir)
-        if self.tokenizer.vocab_size > self.vocab_size:
-            raise ModelError(
-                f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model {self.vocab_size}"
-            )
+        self.tokenizer = _tokenizer_of(config, self.vocab_size)
         self._drafting = Drafting(
             DrafterContext(
                 config=config, target=model, tokenizer=self.tokenizer, device=self._device
@@ -108,15 +104,16 @@ class Engine:
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
         if config.speculative_config.selects_drafts:
-            costs = costs_of(
-                config,
-                self.tokenizer,
-                self._runner,
-                self._drafting,
-                self._pool,
-                self.max_model_len,
+            self._drafting.use_costs(
+                costs_of(
+                    config,
+                    self.tokenizer,
+                    self._runner,
+                    self._drafting,
+                    self._pool,
+                    self.max_model_len,
+                )
             )
-            self._drafting.use_costs(costs)
         self._admission = Admission(
             config,
             self.tokenizer,
@@ -445,6 +442,13 @@ class Engine:
                 f"{self.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
             )
         return pages
+
+
+def _tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer.from_dir(config.model_dir)
+    if tokenizer.vocab_size > vocab_size:
+        raise ModelError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
+    return tokenizer
 
 
 def _gib(num_bytes: int) -> str:

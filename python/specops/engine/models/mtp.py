@@ -21,7 +21,7 @@ from torch import Tensor
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
-from specops.engine.models.config import read_config
+from specops.engine.models.config import ModelConfig, read_config
 from specops.engine.models.loader import Checkpoint, RandomWeights, Source, load_layer
 from specops.engine.models.transformer import (
     ActivationBuffers,
@@ -347,12 +347,7 @@ def load_mtp(
         if load_format == "dummy":
             source: Source = RandomWeights(target.device)
             names: Collection[str] = ()
-            is_mimo = config.architecture == "MiMoForCausalLM"
-            convention = CONVENTIONS["mimo" if is_mimo else "deepseek_v3"]
-            field, count = _declared(raw, convention, where)
-            if not count:
-                raise ModelError(f"{where / 'config.json'}: {field} must be at least 1")
-            layers = list(range(config.num_layers, config.num_layers + count))
+            convention, layers = _dummy_layers(config, raw, where)
         else:
             source = checkpoint = Checkpoint(where, target.device, stack)
             names = checkpoint.names()
@@ -371,6 +366,18 @@ def load_mtp(
             lm_head = _reduced_head(target, directory, token_map, load_format)
             token_map = token_map.to(target.device)
     return MtpModules(target, convention, modules, lm_head=lm_head, token_map=token_map)
+
+
+def _dummy_layers(
+    config: ModelConfig, raw: dict[str, Any], where: Path
+) -> tuple[MtpConvention, list[int]]:
+    """The convention of modules without a checkpoint, and their numbers."""
+    is_mimo = config.architecture == "MiMoForCausalLM"
+    convention = CONVENTIONS["mimo" if is_mimo else "deepseek_v3"]
+    field, count = _declared(raw, convention, where)
+    if not count:
+        raise ModelError(f"{where / 'config.json'}: {field} must be at least 1")
+    return convention, list(range(config.num_layers, config.num_layers + count))
 
 
 def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
