@@ -54,14 +54,10 @@ class Admission:
         speculative_config: Mapping[str, object] | None,
         taken: Mapping[str, Request],
     ) -> Request:
-        """Makes a request, as `Engine.add_request` documents it.
+        """Makes a request of what `Engine.add_request` documents.
 
         Args:
-            prompt: text, or token ids.
-            params: its sampling parameters.
-            request_id: a name for it; made up when absent.
-            choice_index: which of `n` choices this is.
-            speculative_config: the request's own choices.
+            prompt, params, request_id, choice_index, speculative_config: as there.
             taken: the requests whose names are in use.
 
         Raises:

@@ -104,16 +104,8 @@ class Engine:
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
         if config.speculative_config.selects_drafts:
-            self._drafting.use_costs(
-                costs_of(
-                    config,
-                    self.tokenizer,
-                    self._runner,
-                    self._drafting,
-                    self._pool,
-                    self.max_model_len,
-                )
-            )
+            parts = (self.tokenizer, self._runner, self._drafting, self._pool, self.max_model_len)
+            self._drafting.use_costs(costs_of(config, *parts))
         self._admission = Admission(
             config,
             self.tokenizer,

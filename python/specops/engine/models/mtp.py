@@ -337,7 +337,8 @@ def load_mtp(
         raise ModelError(f"{where}: no such directory")
     raw = _text_config(read_config(where))
     config = target.config
-    for field, wanted in (("hidden_size", config.hidden_size), ("vocab_size", config.vocab_size)):
+    for field in ("hidden_size", "vocab_size"):
+        wanted = getattr(config, field)
         if raw.get(field, wanted) != wanted:
             raise ModelError(
                 f"{where / 'config.json'}: {field} is {raw[field]}, but the target in {directory} "
@@ -351,21 +352,29 @@ def load_mtp(
         else:
             source = checkpoint = Checkpoint(where, target.device, stack)
             names = checkpoint.names()
-            convention = _convention_of(names, raw, where)
-            layers = _layers_of(names, convention, raw, where)
-            _refuse_foreign(names, convention, layers, where)
+            convention, layers = _found_layers(names, raw, where)
         recorded = _Offset(source, convention.norm_offset)
         modules = [
             _load_module(target, convention, recorded, index, layer, names)
             for index, layer in enumerate(layers)
         ]
         _refuse_unread(names, recorded.read, convention, layers, where)
-        lm_head, token_map = target.lm_head, None
-        if draft_vocab is not None:
-            token_map = _token_map(Path(draft_vocab), config.vocab_size)
-            lm_head = _reduced_head(target, directory, token_map, load_format)
-            token_map = token_map.to(target.device)
+    lm_head, token_map = target.lm_head, None
+    if draft_vocab is not None:
+        token_map = _token_map(Path(draft_vocab), config.vocab_size)
+        lm_head = _reduced_head(target, directory, token_map, load_format)
+        token_map = token_map.to(target.device)
     return MtpModules(target, convention, modules, lm_head=lm_head, token_map=token_map)
+
+
+def _found_layers(
+    names: Collection[str], raw: dict[str, Any], where: Path
+) -> tuple[MtpConvention, list[int]]:
+    """The convention of a checkpoint's modules, and their numbers."""
+    convention = _convention_of(names, raw, where)
+    layers = _layers_of(names, convention, raw, where)
+    _refuse_foreign(names, convention, layers, where)
+    return convention, layers
 
 
 def _dummy_layers(
