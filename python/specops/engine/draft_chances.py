@@ -75,7 +75,6 @@ class RequestChances:
             decided: confidences of those that were accepted, then of those that were rejected
                 though all before them were accepted.
             accepted: how many were accepted.
-            memory: what the request's earlier counts still count for.
         """
         method, expected, count = self._method, 0.0, 0
         for confidence in decided:
@@ -85,9 +84,9 @@ class RequestChances:
             if count < accepted:
                 method.hits[bucket] += 1.0
             count += 1
-        self._decided = self._decided * memory + count
-        self._accepted = self._accepted * memory + accepted
-        self._expected = self._expected * memory + expected
+        self._decided = self._decided * _OWN_MEMORY + count
+        self._accepted = self._accepted * _OWN_MEMORY + accepted
+        self._expected = self._expected * _OWN_MEMORY + expected
         if self._accepted < self._expected:
             self._scale = (self._accepted + _OWN_PRIOR) / (self._expected + _OWN_PRIOR)
             self._offset = 0.0

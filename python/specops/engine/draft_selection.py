@@ -17,8 +17,7 @@ from specops.engine.cost_table import CostTable
 from specops.engine.draft_chances import MethodChances, RequestChances
 
 _FIRST_BANK, _BANK = 4.0, 8.0  # plain steps that a method may lose: at first, and of its gains
-_FIRST_CREDIT, _CREDIT = 2.0, 8.0  # tokens that a request may lose, likewise
-_KEPT = 0.25  # weight that a request's counts keep over a pause: its text may have changed
+_FIRST_CREDIT, _CREDIT = 2.0, 5.0  # tokens that a request may lose, likewise
 
 
 class Method:
@@ -207,10 +206,7 @@ class DraftSelector:
         for method in {state.method: None for state in states}:
             method.account = min(method.account, _BANK * curve[batch])
         for state in states:
-            drafts_next = state.credit >= 0 and state.method.account >= 0
-            if drafts_next and not state.drafts:
-                state.chances.observe((), 0, _KEPT)
-            state.drafts = drafts_next
+            state.drafts = state.credit >= 0 and state.method.account >= 0
 
 
 def _num_drafting(states: States) -> Counter[Method]:
