@@ -14,6 +14,8 @@ PART ?=
 BUDGET ?=
 OUT ?=
 SOAK_SECONDS ?= 1800
+# Test processes side by side: one per core, as far as memory goes.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 6 && echo 6 || echo $$n)
 # auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py says how it chooses).
 SPECOPS_CUDA ?= auto
 export SPECOPS_CUDA
@@ -24,33 +26,49 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c con
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize gates test prove soak
-.PHONY: bench bench-peers gpu-check lint format clean
+.PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check lint format clean
 
+# The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
 
-# torch first and alone: any other request could pull another build of it.
-$(VENV)/torch: constraints.txt
+# What the compiler needs; none of it asks for torch.
+$(VENV)/build-deps: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools pybind11 cmake ninja
+	touch $@
+
+# torch alone: any other request could pull another build of it.
+$(VENV)/torch: constraints.txt | $(VENV)/build-deps
 	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	touch $@
 
 # The package is used where it stands: a path file does what an editable install would, at once.
 $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
-	$(PIP) setuptools pybind11 cmake ninja numpy safetensors tokenizers jinja2 \
+	$(PIP) numpy safetensors tokenizers jinja2 \
 	  fastapi uvicorn pydantic prometheus-client
 	echo "$(abspath python)" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
 	touch $@
 
-$(VENV)/cuda-%: | $(VENV)/serve-deps
+$(VENV)/cuda-%: | $(VENV)/build-deps
 	rm -f $(VENV)/cuda-*
 	touch $@
 
+BUILD := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
+
 $(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
+	SPECOPS_ISAS=all $(BUILD)
+	touch $(VENV)/native $@
+
+# What this machine runs, for `make serve`: its best instruction set and the portable one. The same
+# objects serve $(VENV)/built later; where that was made once, all stay up to date. Whether CUDA
+# kernels are built depends on the installed torch; without nvcc the compiler need not wait for it.
+NVCC := $(shell $(PYTHON) tools/cuda_toolkit.py 2>/dev/null)
+$(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
+	SPECOPS_ISAS=$$(test -e $(VENV)/built && echo all || echo native) $(BUILD)
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest hypothesis httpx openai transformers
+	$(PIP) pytest pytest-xdist hypothesis httpx openai transformers
 	touch $@
 
 $(VENV)/lint-deps: $(VENV)/serve-deps
@@ -69,10 +87,13 @@ $(VENV)/simt: $(VENV)/built
 simt-race simt-asan: $(VENV)/simt
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(subst simt-,_simt_,$@)
 
-RACE := SPECOPS_SIMT_BUILD=race $(BIN)/python -m pytest -m "not prove"
+# By test, so that the workers end together; the tests of one file lie close for what they share.
+SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -m "not prove" $(SIDE_BY_SIDE)
+RACE := SPECOPS_SIMT_BUILD=race $(PYTEST)
 ASAN := SPECOPS_SIMT_BUILD=asan \
   LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(BIN)/python -m pytest -m "not prove"
+  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(PYTEST)
 
 test-race: simt-race $(VENV)/test-deps
 	$(RACE) -k simt
@@ -91,19 +112,24 @@ $(VENV)/nvcc: $(VENV)/serve-deps constraints.txt
 gates: $(VENV)/nvcc
 	$(BIN)/python -m tools.gates
 
-serve: setup
+# The wheels come in while the compiler works.
+serve:
+	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
 	$(BIN)/python -m specops.engine --host $(HOST) --port $(PORT) \
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
 
 test: setup simt simt-race simt-asan $(VENV)/test-deps
-	$(BIN)/python -m pytest -m "not prove"
+	$(PYTEST)
 	$(RACE) --smoke simt
 	$(ASAN) --smoke simt
 
-# Longer proofs, run before a release; CI does not.
+# Longer proofs, run before a release; CI does not. Every call in the interpreter runs under every
+# schedule here, so the tests of `make test` that have one run again.
 prove: setup simt $(VENV)/test-deps
-	$(BIN)/python -m pytest -m prove
+	$(BIN)/python -m pytest -m prove $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
+	$(BIN)/python -m pytest -m prove tests/test_mutations.py
+	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) -k simt
 
 # The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
 # under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.
@@ -116,6 +142,10 @@ soak: setup
 
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
+
+# Every method at every batch size, and what mistakes of an MTP drafter cost: ten minutes each.
+bench-methods bench-mtp-mistakes: setup
+	$(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
 
 # The peers' own environment; `make bench` compares with whatever of it is there.
 bench-peers:

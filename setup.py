@@ -3,7 +3,8 @@
 
 SPECOPS_CUDA=auto|ON|OFF says whether CUDA kernels are built (auto: if nvcc is there and the
 installed torch has CUDA), SPECOPS_CUDA_ARCHS for which GPUs (`80 90a`; default: those of this
-machine, else that list).
+machine, else that list). SPECOPS_ISAS=all|native says which CPU kernels: those of every instruction
+set, as a wheel needs them, or what this machine runs (its best and the portable one).
 """
 
 import os
@@ -33,6 +34,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
+            f"-DSPECOPS_ISAS={os.environ.get('SPECOPS_ISAS') or 'all'}",
             *cuda_toolkit.cmake_options(),
             *os.environ.get("SPECOPS_CMAKE_ARGS", "").split(),
         ]

@@ -55,6 +55,8 @@ GROUPS = {
     "engine": ("server", "lossless", "ngram", "suffix", "adaptive", "bundled", "qwen06"),
     "mtp": ("methods", "acceptance"),
 }
+# Ten minutes each, so apart: `make bench-methods`, `make bench-mtp-mistakes`.
+ON_REQUEST = ("methods", "mtp_mistakes")
 BUDGET_MINUTES = 20
 
 
@@ -68,7 +70,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.device != "cpu":
         return main_cuda(parser, arguments)
-    asked = [name for name in arguments.only.split(",") if name] or list(FAMILIES)
+    asked = [name for name in arguments.only.split(",") if name] or [
+        family for family in FAMILIES if family not in ON_REQUEST
+    ]
     chosen = [family for name in asked for family in GROUPS.get(name, (name,))]
     if unknown := set(chosen) - set(FAMILIES):
         parser.error(f"unknown family {', '.join(sorted(unknown))}; one of {', '.join(FAMILIES)}")
@@ -83,6 +87,10 @@ def main() -> int:
 
     torch.set_num_threads(arguments.threads)
     specops.set_num_threads(arguments.threads)
+    machine = common.machine()
+    path = arguments.results or common.cpu_results(machine["cpu"])
+    isa, threads = specops.get_isa(), arguments.threads
+    print(f"{machine['cpu']}, {isa}, {threads} threads of {machine['cores']} cores")
     print(common.HEADER, flush=True)
     failed, everything, started = [], [], time.monotonic()
     for family in chosen:
@@ -102,7 +110,8 @@ def main() -> int:
                 minutes=(time.monotonic() - begun) / 60,
                 versions={**common.versions("torch", "specops"), **bench.peer_versions()},
                 disturbed=f"{bench.disturbed_windows} of {bench.windows}",
-                path=arguments.results or common.RESULTS,
+                on={**machine, "isa": isa},
+                path=path,
             )
         everything += bench.figures
     minutes = (time.monotonic() - started) / 60

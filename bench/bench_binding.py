@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call into specops costs before any work: binding, checks and the Python function."""
 
+from unittest import mock
+
 import torch
 from specops import _C, sampling, torch_ops
 from specops.attention import append_attention
@@ -14,9 +16,12 @@ def run_binding(bench: Bench) -> None:
     """`sample` on no rows takes ten tensors, is checked in full, and then has nothing to do."""
     real, whole = torch.empty(0), torch.empty(0, dtype=torch.int32)
     logits, seeds = torch.empty(0, 16), torch.empty(0, dtype=torch.int64)
-    call = (logits, whole, real, whole, real, real, seeds, whole, real, whole)
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "choice_index", "logprobs", "out")
-    keywords = dict(zip(names, call[2:], strict=True))
+    tensors = (real, whole, real, real, seeds, whole, real, whole)
+    keywords = dict(zip(names, tensors, strict=True))
+    with mock.patch.object(_C, "sample") as seen:
+        sampling.sample(logits, whole, **keywords)
+    call = seen.call_args.args  # what the Python function hands on, whatever the order is
     timing = bench.alternate(
         {
             "binding": lambda: _C.sample(*call),

@@ -250,7 +250,7 @@ def _adaptive(
     """All cases in turn on the same requests; other requests in every round."""
     rates: dict[str, list[float]] = {case: [] for case in configs}
     differ = 0
-    rounds = 7 if batch <= 8 else 3
+    rounds = bench.pick(7 if batch <= 8 else 3, 1)
     for turn in range(rounds):
         indices = [turn * 5 + index for index in range(batch)]
         each = [
@@ -316,7 +316,7 @@ def _adaptive(
 
 def run_server(bench: Bench) -> None:
     """From the server's command line to the first token of a streamed answer."""
-    seconds = [bench.undisturbed(_first_token_seconds) for _ in range(3)]
+    seconds = [bench.undisturbed(_first_token_seconds) for _ in range(bench.pick(3, 1))]
     bench.add(
         Figure(
             "server.first_token",

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from bench.common import BENCH, PEER_PYTHON, ROOT, WORK
 
 BUNDLED = ROOT / "python" / "specops" / "assets"
-QWEN06 = {
+QWEN06: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -125,7 +125,7 @@ def qwen06() -> Checkpoint:
     path = WORK / "qwen06"
     if not (path / "model.safetensors").exists():
         path.mkdir(parents=True, exist_ok=True)
-        save_file(_random_weights(), path / "model.safetensors", metadata={"format": "pt"})
+        save_file(_random_weights(QWEN06), path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(QWEN06, indent=1))
         # The engine wants a tokenizer; prompts are token ids, and texts are not looked at.
         shutil.copy(BUNDLED / "tokenizer.json", path)
@@ -151,23 +151,28 @@ def decode_bytes(config: dict[str, Any], *, batch: int, kv_len: float) -> float:
     return 2.0 * (weights + batch * kv_len * kv)
 
 
-def _random_weights() -> dict[str, torch.Tensor]:
+def _random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16()
 
-    width, wide, head_dim = 1024, 3072, 128
+    width, wide, head_dim = (
+        config[name] for name in ("hidden_size", "intermediate_size", "head_dim")
+    )
+    queries, keys = (
+        head_dim * config[name] for name in ("num_attention_heads", "num_key_value_heads")
+    )
     weights = {
-        "model.embed_tokens.weight": matrix(151936, width),
+        "model.embed_tokens.weight": matrix(config["vocab_size"], width),
         "model.norm.weight": torch.ones(width).bfloat16(),
     }
-    for layer in range(28):
+    for layer in range(config["num_hidden_layers"]):
         shapes = {
-            "self_attn.q_proj": (16 * head_dim, width),
-            "self_attn.k_proj": (8 * head_dim, width),
-            "self_attn.v_proj": (8 * head_dim, width),
-            "self_attn.o_proj": (width, 16 * head_dim),
+            "self_attn.q_proj": (queries, width),
+            "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (width, queries),
             "mlp.gate_proj": (wide, width),
             "mlp.up_proj": (wide, width),
             "mlp.down_proj": (width, wide),

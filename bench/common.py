@@ -29,7 +29,7 @@ from tools.cuda_toolkit import gpu_names
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 WORK = BENCH / "work"
-RESULTS = BENCH / "results" / "local.json"
+RESULTS = BENCH / "results"
 PEER_PYTHON = BENCH / ".venv" / "bin" / "python"
 
 READ_BYTES = 256 << 20
@@ -85,14 +85,20 @@ class Timing:
 class Bench:
     """One run: its threads, its read line, its figures."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, *, rehearsal: bool = False) -> None:
+        """rehearsal: every case runs once, without a peer; the figures mean nothing."""
         self.num_threads = num_threads
+        self.rehearsal = rehearsal
         self.cpus = sorted(os.sched_getaffinity(0))
         self.figures: list[Figure] = []
         self.disturbed_windows = 0
         self.windows = 0
         self._peers: list[Peer] = []
-        self._read = _read_line()
+        self._read = (lambda _: 1.0) if rehearsal else _read_line()
+
+    def pick(self, real: Result, rehearsed: Result) -> Result:
+        """The number of a measurement, or what a rehearsal can afford."""
+        return rehearsed if self.rehearsal else real
 
     def read_gb_s(self) -> float:
         """Reads 256 MiB once with the run's threads; GB/s (10^9)."""
@@ -112,6 +118,9 @@ class Bench:
         """
         calls: dict[str, int] = {}
         for case, function in cases.items():
+            if self.rehearsal:
+                calls[case] = 1
+                continue
             function()
             seconds = _timed(function, 1)
             calls[case] = max(1, min(1_000_000, round(window_s / max(seconds, 1e-7))))
@@ -127,7 +136,7 @@ class Bench:
     ) -> Timing:
         """Runs cases that return their own seconds in turn, each right after a read line."""
         timing = Timing({case: [] for case in cases}, {case: [] for case in cases})
-        for _ in range(rounds):
+        for _ in range(self.pick(rounds, 1)):
             for case, window in cases.items():
                 # OpenMP threads of the case before spin for some milliseconds more.
                 time.sleep(0.015)
@@ -138,6 +147,8 @@ class Bench:
 
     def undisturbed(self, window: Callable[[], Result]) -> Result:
         """Runs `window`, again if other processes took over 5 % of the cores meanwhile."""
+        if self.rehearsal:
+            return window()
         for _ in range(3):
             self.windows += 1
             before, started = self._foreign_seconds(), time.perf_counter()
@@ -171,6 +182,8 @@ class Bench:
 
         own: in this environment, for what we measure of ourselves in a process apart.
         """
+        if self.rehearsal and not own:
+            return None
         try:
             peer = Peer(name, self.num_threads, own)
         except PeerError as error:
@@ -324,6 +337,15 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
 
 
+def cpu_results(cpu: str) -> Path:
+    """The results of a kind of CPU: bench/results/amd-epyc.json."""
+    return RESULTS / f"{_file_name(re.sub(r'@.*|[(]R[)]|[(]TM[)]|CPU', ' ', cpu))}.json"
+
+
+def _file_name(words: str) -> str:
+    return "-".join(re.findall("[a-z0-9]+", words.lower()))
+
+
 def commit() -> str:
     """The commit that is measured, marked when the tree differs from it (results aside).
 
@@ -343,8 +365,8 @@ def commit() -> str:
 
 def gpu_results(date: str) -> Path:
     """The results of this machine's GPU on a day: bench/results/nvidia-h200-2026-11-21.json."""
-    name = (gpu_names() or ["no gpu"])[0].lower()
-    return RESULTS.parent / f"{'-'.join(re.findall('[a-z0-9]+', name))}-{date}.json"
+    name = (gpu_names() or ["no gpu"])[0]
+    return RESULTS / f"{_file_name(name)}-{date}.json"
 
 
 def save(
@@ -356,7 +378,7 @@ def save(
     disturbed: str | None = None,
     command: str | None = None,
     on: Mapping[str, Any] | None = None,
-    path: Path = RESULTS,
+    path: Path,
 ) -> None:
     """Merges one family's figures into the results: by id, and the family's vanished ids go."""
     saved: dict[str, Any] = {"machine": {}, "runs": {}, "figures": []}
@@ -367,6 +389,7 @@ def save(
         "commit": commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command or f"make bench ONLY={family}",
+        "on": str(saved["machine"].get("cpu") or saved["machine"].get("gpu")),
         "minutes": round(minutes, 1),
         **({} if disturbed is None else {"disturbed_windows": disturbed}),
         "versions": dict(versions),

@@ -45,7 +45,7 @@ def build(variants: Mapping[str, Mapping[str, int]], header: str) -> dict[str, M
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={work / 'module'}",
             f"-DSPECOPS_CUDA_OVERLAY={work / 'overlay'}",
-            *("-DSPECOPS_PORTABLE_ONLY=ON", "-DSPECOPS_WERROR=OFF"),
+            *("-DSPECOPS_ISAS=portable", "-DSPECOPS_WERROR=OFF"),
             *cmake_options(),
         ]
         with (work / "log").open("w") as log:

@@ -4,6 +4,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import exercised
@@ -11,11 +12,14 @@ import pytest
 import simt
 import specops
 import torch
+from rounding import assert_error_at_most, distance, rounding_errors
 from specops import _C, attention, batching, dense, ngram, runtime, sampling
 from torch import Tensor
 
 # The references' torch ops: a barrier among threads that share a core costs more than they save.
 torch.set_num_threads(1)
+if exercised.in_worker():  # the other cores are the other workers'; tests/test_threads.py has more
+    specops.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +44,26 @@ def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 OP_MODULES = [attention, batching, dense, ngram, runtime, sampling]
+
+
+def leave_to_prove(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks as `prove` what `corners` does not name: the cases that `make test` leaves out.
+
+    Its arguments are patterns of case ids (`*`, `?`), each of which some case must match.
+    """
+    unmatched: dict[str, set[str]] = {}
+    for item in items:
+        marker, callspec = item.get_closest_marker("corners"), getattr(item, "callspec", None)
+        if marker is None or callspec is None:
+            continue
+        test = item.nodeid.split("[")[0]
+        matched = {pattern for pattern in marker.args if fnmatchcase(callspec.id, pattern)}
+        unmatched[test] = unmatched.get(test, set(marker.args)) - matched
+        if not matched and callspec.params.get("device") != "cuda":  # a GPU has time for all
+            item.add_marker(pytest.mark.prove)
+    for test, patterns in unmatched.items():
+        if patterns and not any("[" in arg for arg in config.args):
+            raise pytest.UsageError(f"{test}: no case is called {', '.join(sorted(patterns))}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -67,6 +91,7 @@ def pytest_collection_modifyitems(
 ) -> Iterator[None]:
     """Notes which files run whole, and leaves the look at what they called to the end."""
     everything = list(items)
+    leave_to_prove(config, items)
     keep_smoke(config, items)
     yield
     chosen = set(items)
@@ -80,13 +105,45 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: item.get_closest_marker("at_the_end") is not None)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells what it called; the controller of workers asks whether anything lacks."""
+    if exercised.in_worker():
+        session.config.workeroutput["exercised"] = exercised.packed()  # type: ignore[attr-defined]
+        return
+    if not _told:
+        return
+    from test_devices import lacking
+
+    _lacking.extend(lacking())
+    if _lacking and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+_told: list[str] = []  # workers that have ended
+_lacking: list[str] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker has ended; one that crashed tells nothing, and its tests are reported already."""
+    if told := getattr(node, "workeroutput", {}).get("exercised"):
+        _told.append(node.gateway.id)
+        exercised.merge(told)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says what the controller found."""
+    for line in _lacking:
+        terminalreporter.write_line(f"FAILED every op is tested on every device: {line}", red=True)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Ends a worker process whose GPU no longer answers; another one takes the tests left over."""
     callspec = getattr(item, "callspec", None)
     if callspec is None or callspec.params.get("device") != "cuda":
         return
-    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
+    if exercised.in_worker() and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
         except RuntimeError:  # an illegal access ends a process's use of the device
@@ -111,7 +168,9 @@ def on_cuda(request: pytest.FixtureRequest, device: str) -> bool:
     return request.node.callspec.params["device"] != "cpu"
 
 
-@pytest.fixture(params=simt.ACCUMULATIONS)
+@pytest.fixture(
+    params=[*simt.ACCUMULATIONS[:2], pytest.param(simt.ACCUMULATIONS[2], marks=pytest.mark.prove)]
+)
 def accumulation(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     """Runs the test under each rounding rule of mma; once where the hardware has its own."""
     if request.node.callspec.params["device"] != "simt":
@@ -155,12 +214,22 @@ def _seed_and_threads() -> Iterator[None]:
 
 
 def assert_close(op: Callable[..., Tensor], got: Tensor, *inputs: Tensor) -> None:
-    """The error of `got` is at most twice that of the reference run in the op's own dtype.
+    """The error of `got` is at most twice what rounding alone makes of the reference's.
 
-    `op` is the reference; it is run once on float64 inputs (the truth) and once as is.
+    `op` is the reference; it is run on float64 inputs (the truth), and in the op's own dtype with
+    torch's rounding and with random rounding (rounding.py).
     """
-    truth = op(*(x.double() if x.is_floating_point() else x for x in inputs)).double()
-    plain = op(*inputs).double()
-    allowed = 2.0 * (plain - truth).abs().max().item() + 1e-5
-    error = (got.double() - truth).abs().max().item()
-    assert error <= allowed, f"max error {error:.3e}, allowed {allowed:.3e}"
+    truth = op(*(x.double() if x.is_floating_point() else x for x in inputs))
+    (allowed,) = rounding_errors(lambda: [op(*inputs)], [truth])
+    assert_error_at_most(distance(got, truth), allowed)
+
+
+def every_isa() -> Iterator[str]:
+    """Goes through the instruction sets, for a test whose other half needs no repetition."""
+    before = specops.get_isa()
+    try:
+        for name in specops.supported_isas():
+            specops.set_isa(name)
+            yield name
+    finally:
+        specops.set_isa(before)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops the tests of a run called on which device; test_devices.py asks at its end."""
+"""Which ops the tests of a run called on which device; test_devices.py asks at its end.
 
+With pytest-xdist every worker knows its own calls alone: they go to the controller, which asks.
+"""
+
+import os
 from collections import defaultdict
 from types import ModuleType
 from typing import Any
@@ -39,6 +43,27 @@ class Recorded:
             return result
 
         return call
+
+
+def in_worker() -> bool:
+    """Whether other processes run the rest of the tests."""
+    return "PYTEST_XDIST_WORKER" in os.environ
+
+
+def packed() -> list[Any]:
+    """What a worker tells the controller, in types that travel."""
+    return [
+        [[*key, sorted(ops)] for key, ops in calls.items()],
+        [[file, sorted(tests)] for file, tests in whole_files.items()],
+    ]
+
+
+def merge(told: list[Any]) -> None:
+    """Adds what a worker has told."""
+    for file, device, ops in told[0]:
+        calls[file, device] |= set(ops)
+    for file, tests in told[1]:
+        whole_files[file] = {(test, device) for test, device in tests}
 
 
 def missing(op: str, file: str) -> list[str]:

@@ -150,6 +150,7 @@ class SlowModules:
         self.tiny = tiny
         self.dtype = dtype
         self.base = copy.deepcopy(tiny.base).to(dtype)
+        self.base.set_attn_implementation("eager")  # sums that `RandomRounding` sees
         self.recycle_normed = recycle_normed
         self.masks_position_0 = masks_position_0
         self.chained = chained

@@ -4,6 +4,7 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import simt
@@ -206,6 +207,7 @@ def attend_one(
         (torch.float16, None, (2, 1), 96),
     ],
 )
+@pytest.mark.corners("cpu-*", "simt-dtype[02358]-*")
 def test_append_attention_rows_are_decode_rows(
     device: str,
     isa: str,
@@ -275,6 +277,7 @@ def new_workspace(floats: int, on_cuda: bool, device: str) -> Tensor:
         (torch.float32, (2, 2), 64, None),
     ],
 )
+@pytest.mark.corners("fma-*", "hopper-*-dtype0-*")
 def test_append_attention_schedules(
     device: str,
     request: pytest.FixtureRequest,
@@ -511,6 +514,7 @@ def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda
     "dtype,head_dim,window",
     [(torch.bfloat16, 64, None), (torch.float32, 64, 9000), (torch.float16, 64, 3000)],
 )
+@pytest.mark.corners("fma-*-dtype[01]-*", "hopper-*-dtype2-*")
 def test_append_attention_prefix_schedules(
     device: str,
     request: pytest.FixtureRequest,
@@ -653,6 +657,30 @@ def test_append_attention_refuses_prefixes(device: str, on_cuda: bool) -> None:
     refused(message, one, [[65] * 4], kv_indices=other)
     call(one, [[64] * 4], kv_indices=other)
     call(one, [[65] * 4], kv_indices=other, window=15)
+
+
+def test_the_comparison_catches_faults() -> None:
+    """What `assert_close` allows for rounding is far from what a planted fault makes."""
+    batch = random_batch([40, 70], [3, 30], torch.float32)
+    q, *rest = batch.tensors()
+
+    def op(*tensors: Tensor, **options: Any) -> Tensor:
+        return reference.append_attention(*tensors, **options)[0]
+
+    good = op(q, *rest)
+    assert_close(op, good, q, *rest)
+    faulty = {
+        "scale": op(q, *rest, sm_scale=64**-0.5 * 1.001),
+        "window": op(q, *rest, sliding_window=69),
+        "heads": op(q, *rest).roll(1, 1),
+        "row": op(q, *rest).roll(1, 0),
+        "halves": op(q.roll(32, 2), *rest),
+        "bfloat16": good.bfloat16().float(),
+    }
+    for name, out in faulty.items():
+        with pytest.raises(AssertionError, match="max error"):
+            assert_close(op, out, q, *rest)
+            pytest.fail(name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -835,7 +863,7 @@ def test_merge_states(device: str, isa: str, dtype: torch.dtype, states: int, ro
     outs[lses == -torch.inf] = torch.nan
     out, lse = attention.merge_states(outs, lses)
     assert_close(lambda o, x: reference.merge_states(o, x)[0], out, outs, lses)
-    torch.testing.assert_close(lse, reference.merge_states(outs, lses)[1], rtol=0, atol=1e-5)
+    assert_close(lambda o, x: reference.merge_states(o, x)[1], lse, outs, lses)
     row = rows // 2
     alone = attention.merge_states(outs[:, row : row + 1].clone(), lses[:, row : row + 1].clone())
     assert torch.equal(alone[0][0], out[row]) and torch.equal(alone[1][0], lse[row])

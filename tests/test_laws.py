@@ -612,7 +612,7 @@ CHECKS = {**LAWS, **EQUALITIES}
 TOLD = {bug.checks[0] for bug in BUGS}
 # What takes the interpreter long, too.
 LONG = {"keys", "block one_hot", "block rows", "tree REJECTION one_hot"}
-LONG |= {"two steps REJECTION", "two steps BLOCK"}
+LONG |= {"two steps REJECTION", "two steps BLOCK", "tree processors", "tree TARGET_MATCH"}
 
 
 def cases() -> list[Any]:
@@ -765,6 +765,7 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
 
 @pytest.mark.parametrize("form", ["dense", "rows"])
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
+@pytest.mark.corners("cpu-*", "simt-2-rows")
 def test_a_few_trials(device: str, on_cuda: bool, strategy: VerifyStrategy, form: str) -> None:
     trials = Trials(1, 0.6, strategy, {"top_p": 0.95}, form=form)
     check_trials(device, trials, 512 if on_cuda and device == "cpu" else 20 * 1024)

@@ -70,6 +70,7 @@ def check_as_if_edited(
 @pytest.mark.parametrize(
     "rows,vocab", [(0, 9), (2, 151_936), (300, 60), (12, 1000), (5, 1), (7, 31), (7, 33)]
 )
+@pytest.mark.corners("cpu-*", "simt-*-dtype0", "simt-7-*")
 def test_processors_are_edits_in_place(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
 ) -> None:

@@ -118,6 +118,9 @@ CONFIGS: list[dict[str, Any]] = [
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.corners(
+    "ngram-0.0-chunks of 16", "ngram-0.8-preempted", "suffix-0.0-preempted", "suffix-0.8-32 at once"
+)
 def test_drafting_gives_what_naive_gives(
     method: str, temperature: float, config: dict[str, Any]
 ) -> None:
@@ -145,6 +148,7 @@ def test_drafting_gives_what_naive_gives(
     ],
     ids=["leftmost, preempted", "seven drafts a step", "none"],
 )
+@pytest.mark.corners("leftmost, preempted", "none")
 def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str, Any]) -> None:
     """Rows are indexed from their first token on here, and again after a preemption."""
     order = shuffled(5)[:24]
@@ -188,6 +192,7 @@ def test_rejecting_everything_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.corners("0.8")
 def test_what_others_said_changes_nothing(temperature: float, tmp_path: Path) -> None:
     """A cold cache, a warm one, one read from a file, and a corpus with the very answers in it."""
     order = list(range(0, NUM_PROMPTS, 5))
@@ -437,6 +442,7 @@ def test_the_mixture_has_everything_in_it() -> None:
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "scripted"])
+@pytest.mark.corners("ngram-3", "suffix-7", "scripted-1")
 def test_all_parameters_mixed_change_nothing(
     drafter: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

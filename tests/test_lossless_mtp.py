@@ -235,6 +235,7 @@ LIMITS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("k", [1, proved(2), 3, proved(4), 5])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("modules", [1, 2, 3])
+@pytest.mark.corners("1-*-5", "2-*-3", "3-*-1")
 def test_modules_change_nothing(
     tinies: dict[int, Tiny], modules: int, strategy: str, k: int
 ) -> None:
@@ -261,6 +262,7 @@ def test_modules_change_nothing(
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("modules", [1, 2, 3])
+@pytest.mark.corners("1-5", "2-3", "3-1", "3-5")
 def test_drafts_depend_on_the_text_alone(tinies: dict[int, Tiny], modules: int, k: int) -> None:
     """Not on chunks, pages, prefixes found, preemptions, rests, or who else is there.
 
@@ -468,6 +470,7 @@ WITH_MODULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("strategy,k", [("default", 7), ("with_ngram", 3), ("with_suffix", 7)])
+@pytest.mark.corners("with_ngram-3")
 def test_all_parameters_mixed_change_nothing(strategy: str, k: int) -> None:
     """A hundred requests with every sampling parameter, as test_lossless has them."""
     mode = "processed_logprobs" if k == 3 else "raw_logprobs"

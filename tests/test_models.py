@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from conftest import every_isa
+from rounding import assert_error_at_most, distance, rounding_errors
 from specops import batching
 from specops.batching import OutputMode
 from specops.engine.errors import ModelError
@@ -125,14 +127,30 @@ def random_ids(length: int, vocab: int = 160) -> list[int]:
 @pytest.mark.parametrize("family,changes", FAMILIES)
 def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     theirs = make_checkpoint(tmp_path, family, **changes)
+    theirs.set_attn_implementation("eager")  # sums that `RandomRounding` sees
     ours = load_model(tmp_path)
     ids = random_ids(120)
-    with torch.no_grad():
-        expected = theirs(torch.tensor([ids])).logits[0]
-    for steps in ([[120]], [[50], [1], [1], [5], [63]]):
-        got = Runner(ours).run([ids], steps)[0]
-        assert (got - expected).abs().max().item() <= 1e-4
-    assert expected.std().item() > 0.5  # the comparison is about something
+
+    def logits(dtype: torch.dtype) -> Tensor:
+        with torch.no_grad():
+            return theirs.to(dtype)(torch.tensor([ids])).logits[0]
+
+    allowed = rounding_errors(lambda: [logits(torch.float32)], [exact := logits(torch.float64)])[0]
+    for _ in every_isa():
+        for steps in ([[120]], [[50], [1], [1], [5], [63]]):
+            assert_error_at_most(distance(Runner(ours).run([ids], steps)[0], exact), allowed)
+    assert exact.std().item() > 0.5  # the comparison is about something
+    # A fault as small as these: one weight of a layer, or attention that is 0.1 % too sharp.
+    for fault in ("weight", "scale"):
+        with torch.no_grad():
+            layer = theirs.model.layers[-1]
+            if fault == "weight":
+                layer.mlp.down_proj.weight[0, 0].add_(0.1)
+            else:
+                layer.mlp.down_proj.weight[0, 0].sub_(0.1)
+                layer.self_attn.scaling *= 1.001
+        with pytest.raises(AssertionError, match="max error"):
+            assert_error_at_most(distance(logits(torch.float32), exact), allowed)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MTP modules in every family's naming: loading, their forward pass, and what is refused."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import every_isa
 from mtp_checkpoints import (
     BASES,
     GLM,
@@ -18,6 +20,7 @@ from mtp_checkpoints import (
     make_mtp_checkpoint,
     save_checkpoint,
 )
+from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import save_file
 from specops import batching
 from specops.batching import OutputMode
@@ -99,12 +102,6 @@ def target_states(model: Transformer, token_ids: list[int]) -> Tensor:
     return model.forward(step_of(token_ids, 0), cache).clone()
 
 
-def assert_close(ours: Tensor, exact: Tensor, rounded: Tensor) -> None:
-    """Our error is at most twice that of the reference's own run in float32."""
-    allowed = 2 * (rounded.double() - exact).abs().max().item() + 1e-5
-    assert (ours.double() - exact).abs().max().item() <= allowed
-
-
 def pieces(rows: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
     begin = 0
     for size in sizes:
@@ -164,17 +161,19 @@ def test_states_equal_the_slow_reference(
     assert modules.convention is CONVENTIONS[naming]
     assert modules.num_modules == count
     ids = random_ids(60)
-    hidden = target_states(model, ids)
     slow, float32 = SlowModules(tiny), SlowModules(tiny, dtype=torch.float32)
-    whole = text_states(modules, hidden, ids, [60])
-    expected = zip(slow.text(ids, count), float32.text(ids, count), strict=True)
-    for ours, (exact, rounded) in zip(whole, expected, strict=True):
-        assert ours.shape == exact.shape
-        logits = slow.logits(exact)
-        assert_close(modules.logits(ours), logits, float32.logits(rounded))
-        assert logits.std().item() > 0.5  # the comparison is about something
-    chunked = text_states(modules, hidden, ids, [17, 1, 1, 5, 36])
-    assert all(torch.equal(one, other) for one, other in zip(whole, chunked, strict=True))
+    exact = [slow.logits(states) for states in slow.text(ids, count)]
+    allowed = rounding_errors(
+        lambda: [float32.logits(states) for states in float32.text(ids, count)], exact
+    )
+    for _ in every_isa():
+        hidden = target_states(model, ids)
+        whole = text_states(modules, hidden, ids, [60])
+        for ours, truth, error in zip(whole, exact, allowed, strict=True):
+            assert_error_at_most(distance(modules.logits(ours), truth), error)
+            assert truth.std().item() > 0.5  # the comparison is about something
+        chunked = text_states(modules, hidden, ids, [17, 1, 1, 5, 36])
+        assert all(torch.equal(one, other) for one, other in zip(whole, chunked, strict=True))
 
 
 @pytest.mark.parametrize("naming,base,bias", CASES)
@@ -187,13 +186,20 @@ def test_recycled_drafts_equal_the_slow_reference(
     modules = load_mtp(model, tmp_path)
     modules.convention = dataclasses.replace(modules.convention, recycle_normed=normed)
     prefix = random_ids(30)
-    ours, logits = drafts(model, modules, prefix, 5)
     exact_ids, exact = SlowModules(tiny, recycle_normed=normed).drafts(prefix, 5)
     float32 = SlowModules(tiny, recycle_normed=normed, dtype=torch.float32)
-    rounded_ids, rounded = float32.drafts(prefix, 5)
-    assert ours == exact_ids == rounded_ids
-    for rows in zip(logits, exact, rounded, strict=True):
-        assert_close(*rows)
+
+    def rounded() -> list[Tensor]:
+        token_ids, logits = float32.drafts(prefix, 5)
+        assert token_ids == exact_ids  # no margin is so small that the comparison would go astray
+        return logits
+
+    allowed = rounding_errors(rounded, exact)
+    for _ in every_isa():
+        ours, logits = drafts(model, modules, prefix, 5)
+        assert ours == exact_ids
+        for got, truth, error in zip(logits, exact, allowed, strict=True):
+            assert_error_at_most(distance(got, truth), error)
 
 
 @pytest.mark.parametrize("change", ["masks_position_0", "unchained"])
@@ -203,15 +209,81 @@ def test_other_conventions_equal_the_slow_reference(tmp_path: Path, change: str)
     modules = load_mtp(model, tmp_path)
     fields = {"masks_position_0": True} if change == "masks_position_0" else {"chained": False}
     ids = random_ids(20)
-    hidden = target_states(model, ids)
-    plain = text_states(modules, hidden, ids, [20])
+    plain = text_states(modules, target_states(model, ids), ids, [20])
     modules.convention = dataclasses.replace(modules.convention, **fields)
-    changed = text_states(modules, hidden, ids, [20])
     exact = SlowModules(tiny, **fields).text(ids, 3)
-    rounded = SlowModules(tiny, **fields, dtype=torch.float32).text(ids, 3)
-    for rows in zip(changed, exact, rounded, strict=True):
-        assert_close(*rows)
-    assert not torch.equal(plain[1], changed[1])
+    float32 = SlowModules(tiny, **fields, dtype=torch.float32)
+    allowed = rounding_errors(lambda: float32.text(ids, 3), exact)
+    for _ in every_isa():
+        changed = text_states(modules, target_states(model, ids), ids, [20])
+        for got, truth, error in zip(changed, exact, allowed, strict=True):
+            assert_error_at_most(distance(got, truth), error)
+        assert not torch.equal(plain[1], changed[1])
+
+
+class Faulty(SlowModules):
+    """The slow reference in float32, with one fault."""
+
+    def __init__(self, tiny: Tiny, fault: str) -> None:
+        super().__init__(tiny, dtype=torch.float32)
+        self.fault = fault
+        self.rotated = 0
+        name = NAMES[tiny.naming]["projection"]
+        assert name is not None
+        name = name.format(i=0, l=tiny.config["num_hidden_layers"])
+        if fault == "swapped_halves":
+            self.tensors[name] = torch.cat(self.tensors[name].chunk(2, 1)[::-1], 1)
+        if fault == "lost_input":
+            self.tensors[name] = self.tensors[name].clone()
+            self.tensors[name][:, -1] = 0
+
+    def module(self, index: int, token_ids: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fault == "shifted_text":
+            token_ids = [token_ids[0], *token_ids[:-1]]
+        if self.fault == "shifted_states":
+            hidden = hidden.roll(1, 0)
+        state, recycled = super().module(index, token_ids, hidden)
+        return (state.bfloat16().float() if self.fault == "bfloat16_state" else state), recycled
+
+    def _norm(self, x: Tensor, name: str, offset: float | None = None) -> Tensor:
+        if self.fault in NORMS and name == (NAMES[self.tiny.naming][self.fault] or "").format(
+            i=0, l=self.tiny.config["num_hidden_layers"]
+        ):
+            return x
+        return super()._norm(x, name, offset)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        self.rotated += 1
+        if self.rotated % 2 == 0:  # keys: right, so that the queries' fault is not a common shift
+            return super()._rotate(x)
+        if self.fault == "query_one_ahead":
+            return super()._rotate(torch.cat((x[:1], x)))[1:]
+        return super()._rotate(x) * (1.001 if self.fault == "wrong_scale" else 1.0)
+
+
+NORMS = ("embed_norm", "hidden_norm", "head_norm")
+FAULTS = (
+    *("shifted_text", "shifted_states", "swapped_halves", "lost_input", "bfloat16_state"),
+    *("query_one_ahead", "wrong_scale", *NORMS),
+)
+
+
+@pytest.mark.parametrize("naming,base,bias", CASES)
+def test_the_comparison_catches_faults(
+    tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]], bias: bool
+) -> None:
+    """What these tests allow for rounding is far from what a planted fault makes."""
+    tiny = make_mtp_checkpoint(tmp_path, naming, base=base, projection_bias=bias)
+    ids = random_ids(40)
+    exact, float32 = SlowModules(tiny).text(ids, 1), SlowModules(tiny, dtype=torch.float32)
+    (allowed,) = rounding_errors(lambda: float32.text(ids, 1), exact)
+    assert_error_at_most(distance(float32.text(ids, 1)[0], exact[0]), allowed)
+    for fault in FAULTS:
+        if fault in NORMS and NAMES[naming][fault] is None:
+            continue
+        (faulty,) = Faulty(tiny, fault).text(ids, 1)
+        with pytest.raises(AssertionError, match="max error"):
+            assert_error_at_most(distance(faulty, exact[0]), allowed)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -254,18 +326,28 @@ def test_deepseek_naming_equals_transformers(tmp_path: Path) -> None:
     theirs.load_state_dict(renamed)
     ids = random_ids(50)
     positions = torch.arange(49)[None]
-    with torch.no_grad():
-        hidden = base(torch.tensor([ids])).last_hidden_state[:, :-1]
-        embedded = base.embed_tokens(torch.tensor([ids[1:]]))
-        mask = torch.full((49, 49), -torch.inf).triu(1)[None, None]
-        rope = base.rotary_emb(embedded, positions)
-        states = theirs(embedded, hidden, rope, mask, positions, None)
-        expected = tiny.base.lm_head(states)[0]
+    base.set_attn_implementation("eager")  # sums that `RandomRounding` sees
+
+    def logits(dtype: torch.dtype) -> Tensor:
+        model, layer, head = (
+            copy.deepcopy(part).to(dtype) for part in (base, theirs, tiny.base.lm_head)
+        )
+        with torch.no_grad():
+            hidden = model(torch.tensor([ids])).last_hidden_state[:, :-1]
+            embedded = model.embed_tokens(torch.tensor([ids[1:]]))
+            mask = torch.full((49, 49), -torch.inf, dtype=dtype).triu(1)[None, None]
+            rope = model.rotary_emb(embedded, positions)
+            states = layer(embedded, hidden, rope, mask, positions, None)
+            return head(states)[0]
+
+    exact = logits(torch.float64)
+    (allowed,) = rounding_errors(lambda: [logits(torch.float32)], [exact])
     model = load_model(tmp_path)
     modules = load_mtp(model, tmp_path)
-    ours = modules.logits(text_states(modules, target_states(model, ids), ids, [49])[0])
-    assert (ours - expected).abs().max().item() <= 1e-4
-    assert expected.std().item() > 0.5
+    for _ in every_isa():
+        states = text_states(modules, target_states(model, ids), ids, [49])[0]
+        assert_error_at_most(distance(modules.logits(states), exact), allowed)
+    assert exact.std().item() > 0.5
 
 
 def test_glm_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,26 +368,37 @@ def test_glm_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return config
 
     monkeypatch.setattr(config_kind, "get_mtp_config", all_dense)
-    target = kind.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    theirs = MtpModel.from_pretrained(target).eval()
     ids = random_ids(50)
+
+    def load(dtype: torch.dtype) -> tuple[Any, Any]:
+        target = kind.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").eval()
+        return target, MtpModel.from_pretrained(target).eval()
+
+    def logits(target: Any, theirs: Any) -> list[Tensor]:
+        results = []
+        with torch.no_grad():
+            hidden = target.model(torch.tensor([ids])).last_hidden_state
+            for index in range(2):
+                rows = len(ids) - 1 - index
+                hidden = theirs.forward_layer(
+                    index,
+                    hidden[:, :rows],
+                    torch.arange(1 + index, len(ids))[None],
+                    None,
+                    input_ids=torch.tensor([ids[index + 1 :]]),
+                )
+                results.append(target.lm_head(hidden)[0])
+        return results
+
+    exact, float32 = logits(*load(torch.float64)), load(torch.float32)
+    allowed = rounding_errors(lambda: logits(*float32), exact)
     model = load_model(tmp_path)
     modules = load_mtp(model, tmp_path)
-    states = text_states(modules, target_states(model, ids), ids, [49])
-    with torch.no_grad():
-        hidden = target.model(torch.tensor([ids])).last_hidden_state
-        for index, ours in enumerate(states):
-            rows = len(ids) - 1 - index
-            hidden = theirs.forward_layer(
-                index,
-                hidden[:, :rows],
-                torch.arange(1 + index, len(ids))[None],
-                None,
-                input_ids=torch.tensor([ids[index + 1 :]]),
-            )
-            expected = target.lm_head(hidden)[0]
-            assert (modules.logits(ours) - expected).abs().max().item() <= 1e-4
-            assert expected.std().item() > 0.5
+    for _ in every_isa():
+        states = text_states(modules, target_states(model, ids), ids, [49])
+        for ours, truth, error in zip(states, exact, allowed, strict=True):
+            assert_error_at_most(distance(modules.logits(ours), truth), error)
+            assert truth.std().item() > 0.5
 
 
 def test_modules_of_a_draft_directory(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import specops
 import torch
+from checkpoints import make_checkpoint
 from specops import _C, batching, dense, ngram, sampling, torch_ops
 from specops.batching import BatchIndices, OutputMode
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
@@ -312,17 +313,21 @@ def run_steps(step: Callable[..., tuple[Tensor, ...]], model: Transformer) -> li
     return [*done, *cache.k, *cache.v]
 
 
-@pytest.fixture(scope="module")
-def model() -> Transformer:
+@pytest.fixture(scope="module", params=["tiny", pytest.param("bundled", marks=pytest.mark.prove)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     """With the buffers that its first step makes: a compiled one would be compiled twice."""
-    model = load_model(ASSETS)
+    directory = ASSETS
+    if request.param == "tiny":  # inductor's time is a matter of layers
+        directory = tmp_path_factory.mktemp("tiny")
+        make_checkpoint(directory, "Qwen3", num_hidden_layers=2)
+    model = load_model(directory, dtype="bfloat16")
     run_steps(Step(model), model)
     return model
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_step_changes_no_bit(model: Transformer, backend: str) -> None:
-    """The bundled model's step in one graph: logits, tokens, logprobs and caches are equal."""
+    """A model's step in one graph: logits, tokens, logprobs and caches are equal."""
     step = Step(model)
     torch._dynamo.reset()
     got = run_steps(torch.compile(step, fullgraph=True, backend=backend), model)

@@ -8,15 +8,24 @@ where the package is not installed nothing is compared.
 from collections.abc import Callable
 from functools import cache as cached
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from bench.bench_attention import Cache
-
 Call = Callable[[], object]
+
+
+class Cache(Protocol):
+    """A case's keys and values: buffers for as many calls as it takes to be cold."""
+
+    k: Tensor
+    v: Tensor
+    page_size: int
+    kv_indices: list[Tensor]
+    kv_indptr: Tensor
+    kv_last_page_len: Tensor
+
 
 # Torch's generator cannot be asked while a graph is captured.
 RANDOM = {"seed": 1, "offset": 0}
@@ -41,7 +50,7 @@ def labels(q_len: int) -> list[str]:
 
 
 def attention(
-    label: str, workspace: Tensor, cache: "Cache", q: Tensor, qo_indptr: Tensor
+    label: str, workspace: Tensor, cache: Cache, q: Tensor, qo_indptr: Tensor
 ) -> list[Call]:
     """A planned call for each set of pages; none if this path does not run here."""
     try:
@@ -72,7 +81,7 @@ def _refused(what: str, error: Exception) -> list[Call]:
 
 
 def _planned(
-    label: str, workspace: Tensor, cache: "Cache", q: Tensor, qo_indptr: Tensor, pages: Tensor
+    label: str, workspace: Tensor, cache: Cache, q: Tensor, qo_indptr: Tensor, pages: Tensor
 ) -> Call:
     flashinfer: Any = module()
     heads = (q.shape[1], cache.k.shape[2], q.shape[2], cache.page_size)

@@ -34,25 +34,31 @@ const char* isa_name(Isa isa) {
 }
 
 bool isa_supported(Isa isa) {
-#ifdef SPECOPS_X86
+  // SPECOPS_HAS_* says which variants CMakeLists.txt builds.
+#if defined(__x86_64__)
   __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
-  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  [[maybe_unused]] bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                               __builtin_cpu_supports("f16c");
+  [[maybe_unused]] bool avx512 =
+      avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
   switch (isa) {
+#ifdef SPECOPS_HAS_avx512_bf16
     case Isa::kAvx512Bf16:
       return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+#ifdef SPECOPS_HAS_avx512
     case Isa::kAvx512:
       return avx512;
+#endif
+#ifdef SPECOPS_HAS_avx2
     case Isa::kAvx2:
       return avx2;
-    default:
-      return true;
-  }
-#else
-  return isa == Isa::kPortable;
 #endif
+    default:
+      return isa == Isa::kPortable;
+  }
 }
 
 Isa active_isa() { return current().load(std::memory_order_relaxed); }

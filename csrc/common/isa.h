@@ -26,32 +26,41 @@ void set_isa(Isa isa);        // for tests and benches; the caller checks isa_su
     throw std::logic_error(#fn ": the interpreter has no CPU kernels"); \
   }                                                                     \
   static_assert(true, "a semicolon follows")
-#elif defined(SPECOPS_X86)
-#define SPECOPS_DECLARE_CPU(fn, Params)  \
-  namespace portable {                   \
-  void fn(const Params& params);         \
-  }                                      \
-  namespace avx2 {                       \
-  void fn(const Params& params);         \
-  }                                      \
-  namespace avx512 {                     \
-  void fn(const Params& params);         \
-  }                                      \
-  namespace avx512_bf16 {                \
-  void fn(const Params& params);         \
-  }                                      \
-  inline void fn(const Params& params) { \
-    switch (active_isa()) {              \
-      case Isa::kAvx512Bf16:             \
-        return avx512_bf16::fn(params);  \
-      case Isa::kAvx512:                 \
-        return avx512::fn(params);       \
-      case Isa::kAvx2:                   \
-        return avx2::fn(params);         \
-      default:                           \
-        return portable::fn(params);     \
-    }                                    \
-  }                                      \
+#elif defined(SPECOPS_ISA)
+// A kernel file defines its own variant.
+#define SPECOPS_DECLARE_CPU(fn, Params) \
+  namespace SPECOPS_ISA {               \
+  void fn(const Params& params);        \
+  }                                     \
+  static_assert(true, "a semicolon follows")
+#elif defined(__x86_64__)
+// Weak: a build may leave variants out (SPECOPS_ISAS), and no other object file depends on which.
+// isa_supported() knows them, so that none is called which is not there.
+#define SPECOPS_DECLARE_CPU(fn, Params)                \
+  namespace portable {                                 \
+  void fn(const Params& params);                       \
+  }                                                    \
+  namespace avx2 {                                     \
+  __attribute__((weak)) void fn(const Params& params); \
+  }                                                    \
+  namespace avx512 {                                   \
+  __attribute__((weak)) void fn(const Params& params); \
+  }                                                    \
+  namespace avx512_bf16 {                              \
+  __attribute__((weak)) void fn(const Params& params); \
+  }                                                    \
+  inline void fn(const Params& params) {               \
+    switch (active_isa()) {                            \
+      case Isa::kAvx512Bf16:                           \
+        return avx512_bf16::fn(params);                \
+      case Isa::kAvx512:                               \
+        return avx512::fn(params);                     \
+      case Isa::kAvx2:                                 \
+        return avx2::fn(params);                       \
+      default:                                         \
+        return portable::fn(params);                   \
+    }                                                  \
+  }                                                    \
   static_assert(true, "a semicolon follows")
 #else
 #define SPECOPS_DECLARE_CPU(fn, Params)                                 \

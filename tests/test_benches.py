@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family of `make bench` runs at tiny sizes, so that none rots: its figures mean nothing.
+
+The families of a GPU are rehearsed in test_gpu_check.py.
+"""
+
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import bench_engine, common
+from bench.__main__ import FAMILIES, ON_REQUEST
+from tools.train import corpus
+
+# What makes each module's cases small: constants of the module, by name.
+SMALL: dict[str, dict[str, Any]] = {
+    "binding": {},
+    "dense": {
+        "COLD_BYTES": 1 << 12,
+        "LAYER": ((64, 32), (32, 64), (96, 32), (32, 48)),
+        "HEAD": ((96, 32),),
+        "SMALL": (32, 16),
+    },
+    "attention": {"BATCH": 2, "KV_LEN": 64, "SHARING": 3, "PREFIX_LEN": 32, "OWN_LEN": 16},
+    "sampling": {"COLD_BYTES": 1 << 12, "VOCAB": 512},
+    "ngram": {"BATCH": 3, "CONTEXTS": (1024, 2048), "STEPS": 4, "ROUNDS": 1},
+    "engine": {"MAX_TOKENS": 8, "ADAPTIVE_BATCHES": (1, 2)},
+    "lossless": {"MAX_TOKENS": 8},
+}
+
+
+def small_qwen() -> dict[str, Any]:
+    """The shape of a model of two small layers, in the place of Qwen3-0.6B."""
+    from bench.checkpoints import QWEN06
+
+    small = {"vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    return {**QWEN06, **small, **heads}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes everywhere, and no file of a real run is touched."""
+    from bench import checkpoints, suffix_streams
+
+    for module in (common, checkpoints, suffix_streams):
+        monkeypatch.setattr(module, "WORK", tmp_path)
+    monkeypatch.setattr(checkpoints, "QWEN06", small_qwen())
+    whole = bench_engine.prompt_token_ids
+
+    def prompts(*arguments: Any) -> list[list[int]]:
+        return [prompt[-24:] for prompt in whole(*arguments)[:2]]
+
+    document = "def f(x):\n    return x + 1\n\n" * 12
+    held_out = [corpus.Document(f"{name}.py", document, True) for name in "ab"]
+    monkeypatch.setattr(corpus, "load", lambda root: held_out)
+    for name, constants in SMALL.items():
+        module = importlib.import_module(f"bench.bench_{name}")
+        for constant, value in constants.items():
+            monkeypatch.setattr(module, constant, value)
+    for name in ("engine", "lossless", "methods"):
+        module = importlib.import_module(f"bench.bench_{name}")
+        monkeypatch.setattr(module, "prompt_token_ids", prompts)
+    methods = importlib.import_module("bench.bench_methods")
+    monkeypatch.setattr(methods, "SIZES", (methods.Size(2, 6, 3),))
+    monkeypatch.setattr(methods, "PROMPT_TOKENS", 32)
+    monkeypatch.setattr(methods, "NEW_TOKENS", 4)
+    mistakes = importlib.import_module("bench.bench_mtp_mistakes")
+    sizes = mistakes.Sizes(window=48, stride=17, prompt_tokens=32, new_tokens=4)
+    monkeypatch.setattr(mistakes, "Sizes", lambda: sizes)
+
+
+# Built from a corpus of megabytes; test_bench_suffix_tree.py runs it on streams of its own.
+ELSEWHERE = ("suffix_tree",)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ELSEWHERE])
+def test_a_family_runs(tiny: None, family: str) -> None:
+    module = importlib.import_module(f"bench.bench_{FAMILIES[family]}")
+    bench = common.Bench(1, rehearsal=True)
+    getattr(module, f"run_{family}")(bench)
+    bench.close()
+    ids = [figure.id for figure in bench.figures]
+    assert ids and len(set(ids)) == len(ids)
+    for figure in bench.figures:
+        assert figure.id.startswith(f"{family}.") and math.isfinite(figure.value)
+        if figure.id.endswith(".differ") or family == "lossless":
+            assert figure.value == 0, figure.id  # speculation changes no text, at any size
+
+
+def test_families_on_request_are_targets_of_their_own() -> None:
+    makefile = (common.ROOT / "Makefile").read_text()
+    for family in ON_REQUEST:
+        assert f"\nbench-{family.replace('_', '-')}:" in makefile
+
+
+def test_results_are_kept_by_kind_of_machine(tmp_path: Path) -> None:
+    def name(cpu: str) -> str:
+        return common.cpu_results(cpu).name
+
+    assert name("AMD EPYC") == "amd-epyc.json"
+    assert name("Intel(R) Xeon(R) CPU @ 2.20GHz") == "intel-xeon.json"
+    assert name("INTEL(R) XEON(R) PLATINUM 8592+") == "intel-xeon-platinum-8592.json"
+    path = tmp_path / "it.json"
+    figure = common.Figure("binding.a", "what", 1.0, "us")
+    on = {"cpu": "AMD EPYC", "isa": "avx2"}
+    common.save([figure], family="binding", minutes=0.1, versions={}, on=on, path=path)
+    import json
+
+    saved = json.loads(path.read_text())
+    assert saved["machine"] == on and saved["runs"]["binding"]["on"] == "AMD EPYC"
+    assert [row["id"] for row in saved["figures"]] == ["binding.a"]
+    for results in common.RESULTS.glob("*.json"):
+        machine = json.loads(results.read_text())["machine"]
+        if "cpu" in machine:
+            assert common.cpu_results(machine["cpu"]) == results
