@@ -155,7 +155,7 @@ def _methods(
                 "specops, plain",
                 median(plain_rate for _, plain_rate in rates),
                 mean(gains),
-                "ratio >= 0.95" if case.endswith(".adaptive") else None,
+                "ratio >= 0.97" if case.endswith(".adaptive") else None,
                 **common,
             )
         )

@@ -125,7 +125,7 @@ class _Trial:
                 speculative=plain,
                 seed=0,
                 choice_index=0,
-                prompt_len=context,
+                prompt_len=context + 1,  # nothing was emitted
                 max_len=context + drafts + 1,
                 token_ids=[1 + (index + n) % 7 for n in range(context + 1)],
                 stream=TextStream(tokenizer, ()),

@@ -94,7 +94,9 @@ class CostTable:
     def measure(
         cls, run: Run, methods: Iterable[str], max_rows: int, max_requests: int, limit: float = 2.0
     ) -> "CostTable":
-        """Measures a table: medians of up to five rounds over some dozens of shapes.
+        """Measures a table: the least of up to five rounds over some dozens of shapes.
+
+        The least, since whatever disturbs a run only adds to it.
 
         Args:
             run: runs a step, or a method's drafter, at (STEP or the method, rows, requests), and
@@ -117,7 +119,7 @@ class CostTable:
             for key in sorted(needed, key=lambda key: not needed[key]):
                 if time.perf_counter() < end or (needed[key] and not times[key]):
                     times[key].append(run(*key))
-        return cls({key: sorted(t)[(len(t) - 1) // 2] for key, t in times.items() if t})
+        return cls({key: min(t) for key, t in times.items() if t})
 
     @classmethod
     def load(cls, path: Path) -> "CostTable | None":
