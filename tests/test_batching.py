@@ -24,12 +24,14 @@ def ints(values: list[int], device: str = "cpu") -> Tensor:
 def make_batch(
     qo_lens: list[int], kv_lens: list[int], modes: list[int], page_size: int, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """A page table of shuffled pages; entries nobody may read are poisoned."""
+    """A page table of shuffled pages; entries that no row of the step lies in are poisoned."""
     counts = [(kv_len + page_size - 1) // page_size for kv_len in kv_lens]
     pages = torch.randperm(sum(counts) + 3).int().tolist()
     indptr, indices = [0], []
-    for count, qo_len in zip(counts, qo_lens, strict=True):
-        indices += [pages.pop() if qo_len else BAD_PAGE for _ in range(count)] + [BAD_PAGE]
+    for count, qo_len, kv_len in zip(counts, qo_lens, kv_lens, strict=True):
+        before = (kv_len - qo_len) // page_size if qo_len else count
+        touched = [pages.pop() for _ in range(before, count)]
+        indices += [BAD_PAGE] * before + touched + [BAD_PAGE]
         indptr.append(len(indices))
     return {
         "qo_lens": ints(qo_lens, device),

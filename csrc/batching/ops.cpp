@@ -60,12 +60,14 @@ void check_lengths(const Checker& check, const PrepareBatchParams& params) {
                      at("kv_lens", b) + " = " + std::to_string(kv_len) + " tokens",
                  std::to_string(num_pages) + " pages");
     }
-    // One reduction instead of a branch per page; the page at fault is looked up afterwards.
+    // The pages that the step's rows lie in; those before may have been given back. One reduction
+    // instead of a branch per page; the page at fault is looked up afterwards.
     const int32_t* pages = params.kv_indices + first_page;
+    int64_t touched = (kv_len - qo_len) / params.page_size;
     int32_t sign = 0;
-    for (int64_t page = 0; page < needed_pages; ++page) sign |= pages[page];
+    for (int64_t page = touched; page < needed_pages; ++page) sign |= pages[page];
     if (sign < 0) {
-      int64_t page = 0;
+      int64_t page = touched;
       while (pages[page] >= 0) ++page;
       check.fail(at("kv_indices", first_page + page),
                  "a page id, at least 0",

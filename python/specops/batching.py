@@ -226,7 +226,8 @@ def prepare_batch(
         kv_lens: [batch], int32. Tokens of each request in the cache, this step's rows included.
         output_modes: [batch], int32. `OutputMode` of each request.
         kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
-        kv_indices: [pages], int32. Page ids.
+        kv_indices: [pages], int32. Page ids. Only those that this step's rows lie in are looked
+            at: pages that a sliding window has left behind may be -1.
         page_size: tokens per page.
         total_rows: capacity of the row arrays, at least the sum of qo_lens.
         num_output_rows: capacity of the output row arrays.
@@ -240,10 +241,10 @@ def prepare_batch(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a length is negative;
             kv_lens[b] < qo_lens[b]; a capacity is too small; the page table is too short for
-            kv_lens[b]; a page id is negative. Nothing has been written then. On CUDA wrong values
-            are told by `specops.check_errors`: the rows of such a request are -1 and it has no
-            output rows, rows past a capacity are left out, and a row whose page id is negative has
-            no cache slot (pages without rows in this step are not looked at).
+            kv_lens[b]; the page id of a row is negative. Nothing has been written then. On CUDA
+            wrong values are told by `specops.check_errors`: the rows of such a request are -1 and
+            it has no output rows, rows past a capacity are left out, and a row whose page id is
+            negative has no cache slot.
 
     Note:
         Deterministic. FastDeploy's rule for output rows is `LAST` for a request with one row or in
