@@ -251,8 +251,8 @@ void check_aligned(Checker& check, const char* name, const TensorView& view) {
   bool one_row = view.ndim() == 0 || view.ndim() == 1 || view.size(0) < 2;
   check.that(reinterpret_cast<uintptr_t>(view.raw()) % 16 == 0 && (one_row || row_bytes % 16 == 0),
              name,
-             "aligned to 16 bytes, every row of it",
-             "a view that is not");
+             "aligned to 16 bytes, in every row",
+             "an address or a row stride that is no multiple of 16 bytes");
 }
 
 void append_attention(const TensorView& q,
