@@ -318,6 +318,131 @@ def test_padding_arrays_need_max_seq_len(device: str) -> None:
         batching.prepare_batch(**arguments, out=out)
 
 
+def make_texts(qo_lens: list[int], num_drafts: list[int], device: str) -> dict[str, Any]:
+    """A step's rows and the tables of their tokens, poisoned where no row stands.
+
+    The last num_drafts[b] of qo_lens[b] rows are drafts; -1 drafts: one row more than the text has.
+    """
+    batch, num_slots = len(qo_lens), len(qo_lens) + 3
+    slots = torch.randperm(num_slots)[:batch].int()
+    lens = torch.full((num_slots,), BAD_PAGE, dtype=torch.int32)
+    width = max([*num_drafts, 0]) + 2
+    drafts = torch.full((batch, width), BAD_PAGE, dtype=torch.int32)
+    table = torch.full((num_slots, max([*qo_lens, 0]) + 60), BAD_PAGE, dtype=torch.int32)
+    requests, positions = [], []
+    for b, (qo_len, count) in enumerate(zip(qo_lens, num_drafts, strict=True)):
+        slot = int(slots[b])
+        known = qo_len - count
+        first = int(torch.randint(0, 50, ()))
+        if qo_len:
+            lens[slot] = first + known
+        table[slot, first : first + known] = torch.randint(0, 1000, (known,)).int()
+        drafts[b, :count] = torch.randint(0, 1000, (count,)).int()
+        requests += [b] * qo_len
+        positions += range(first, first + qo_len)
+    # Rows in any order, with padding between and behind them, and a table of wider rows.
+    order = torch.randperm(len(requests) + 5)
+    wide = torch.cat([table, torch.full((num_slots, 3), BAD_PAGE, dtype=torch.int32)], dim=1)
+    return {
+        "row_to_request": ints([*requests, *[-1] * 5])[order].to(device),
+        "positions": ints([*positions, *[BAD_PAGE] * 5])[order].to(device),
+        "slots": slots.to(device),
+        "token_ids": wide.to(device)[:, :-3],
+        "lens": lens.to(device),
+        "draft_token_ids": drafts.to(device),
+    }
+
+
+@pytest.mark.parametrize(
+    "qo_lens,num_drafts",
+    [
+        ([], []),
+        ([1], [0]),
+        ([4, 1, 0, 37, 2], [3, 0, 0, 0, 2]),
+        ([1] * 600 + [9] * 100 + [1500], [0] * 600 + [8] * 100 + [0]),
+        ([6000, 3], [0, 2]),
+    ],
+    ids=["empty", "one", "ragged", "decode", "prefill"],
+)
+def test_gather_input_ids(device: str, isa: str, qo_lens: list[int], num_drafts: list[int]) -> None:
+    arguments = make_texts(qo_lens, num_drafts, device)
+    want = reference.gather_input_ids(**{n: t.cpu() for n, t in arguments.items()})
+    for num_threads in (1, 2, 3):
+        specops.set_num_threads(num_threads)
+        assert torch.equal(batching.gather_input_ids(**arguments).cpu(), want)
+    canary = torch.full((len(want) + 1,), 7, dtype=torch.int32, device=device)
+    assert batching.gather_input_ids(**arguments, out=canary[:-1]).data_ptr() == canary.data_ptr()
+    assert torch.equal(canary[:-1].cpu(), want) and int(canary[-1]) == 7
+    alone = {**arguments, "row_to_request": arguments["row_to_request"][3:4]}
+    alone["positions"] = arguments["positions"][3:4]
+    assert torch.equal(batching.gather_input_ids(**alone).cpu(), want[3:4])
+    if not any(num_drafts):
+        assert torch.equal(
+            batching.gather_input_ids(**{**arguments, "draft_token_ids": None}).cpu(), want
+        )
+
+
+def test_input_ids_of_prepared_rows(device: str, isa: str) -> None:
+    """A prefill chunk, plain decoding and verification in one step: what each row must feed."""
+    texts = [[10, 11, 12, 13, 14], [20, 21, 22], [30, 31, 32, 33]]
+    table = torch.full((3, 8), BAD_PAGE, dtype=torch.int32)
+    for slot, text in zip((2, 0, 1), texts, strict=True):
+        table[slot, : len(text)] = ints(text)
+    indices = batching.prepare_batch(
+        **make_batch([3, 1, 3], [4, 3, 6], [NONE, LAST, ALL], 16, device),
+        page_size=16,
+        total_rows=8,
+        num_output_rows=4,
+    )
+    got = batching.gather_input_ids(
+        indices.row_to_request,
+        indices.positions,
+        ints([2, 0, 1], device),
+        table.to(device),
+        ints([3, 4, 5], device),
+        ints([BAD_PAGE] * 4 + [7, 8], device).view(3, 2),
+    )
+    assert got.tolist() == [11, 12, 13, 22, 33, 7, 8, 0]
+
+
+@pytest.mark.parametrize(
+    "change,message,wrong_rows",
+    [
+        ({"row_to_request": [0, 2, 1]}, r"row_to_request\[1\] must be .*= 2, got 2", [1]),
+        ({"row_to_request": [0, -2, 1]}, r"row_to_request\[1\] must be .*, got -2", [1]),
+        ({"slots": [2, 3]}, r"slots\[1\] must be a row of lens, below 3.*, got 3", [2]),
+        ({"slots": [2, -1]}, r"slots\[1\] must be a row of lens, .*, got -1", [2]),
+        ({"lens": [2, 5, 7]}, r"lens\[2\] must be .* max_len = 6, got 7", [0, 1]),
+        ({"lens": [-1, 5, 6]}, r"lens\[0\] must be at least 0 .*, got -1", [2]),
+        ({"positions": [0, -1, 3]}, r"positions\[1\] must be at least 0 .*, got -1", [1]),
+        ({"positions": [0, 1, 4]}, r"positions\[2\] must be .*lens\[0\] \+ k = 4, got 4", [2]),
+        ({"positions": [0, 1, 2**31 - 1]}, r"positions\[2\] must be .*, got 2147483647", [2]),
+        ({"drafts": [5, 5, 5, -1]}, r"draft_token_ids\[1, 1\] must be .*, got -1", [2]),
+        ({"text": -7}, r"token_ids\[2, 1\] must be a token id.*, got -7", [1]),
+    ],
+)
+def test_gather_input_ids_faults(
+    device: str, on_cuda: bool, change: dict[str, Any], message: str, wrong_rows: list[int]
+) -> None:
+    """The cpu writes nothing; CUDA writes 0 for the rows at fault and the others as ever."""
+    good = {"row_to_request": [0, 0, 1], "positions": [0, 1, 3], "slots": [2, 0]}
+    good |= {"lens": [2, 5, 6], "drafts": [5, 5, 5, 6]}
+    given = {**good, **change}
+    table = torch.arange(18, dtype=torch.int32).view(3, 6) + 100
+    table[2, 1] = given.pop("text", table[2, 1])
+    arguments = {name: ints(values, device) for name, values in given.items()}
+    drafts = arguments.pop("drafts").view(2, 2)
+    out = ints([77, 77, 77], device)
+    if on_cuda:
+        message = message.split("\\[")[0] + ".* must be .*, got "
+    with expect_fault(on_cuda, "^gather_input_ids: .*" + message):
+        batching.gather_input_ids(
+            **arguments, token_ids=table.to(device), draft_token_ids=drafts, out=out
+        )
+    want = [0 if row in wrong_rows else id for row, id in enumerate((112, 113, 6))]
+    assert out.tolist() == (want if on_cuda else [77, 77, 77])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows,width,count", [(0, 8, 3), (1, 1, 0), (7, 129, 20), (1600, 64, 1555)])
 def test_gather_output_rows(

@@ -63,6 +63,18 @@ def prepare_batch() -> dict[str, Any]:
     }
 
 
+def gather_input_ids() -> dict[str, Any]:
+    return {
+        "row_to_request": ints(0, 0, 1, 1, -1),
+        "positions": ints(1, 2, 2, 4, -1),
+        "slots": ints(1, 0),
+        "token_ids": torch.zeros(2, 6, dtype=torch.int32),
+        "lens": ints(5, 5),
+        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "out": ints(0, 0, 0, 0, 0),
+    }
+
+
 def gather_output_rows() -> dict[str, Any]:
     return {"hidden": torch.zeros(4, 8), "output_rows": ints(0, -1), "out": torch.zeros(2, 8)}
 
@@ -405,6 +417,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     call.__name__: call
     for call in (
         prepare_batch,
+        gather_input_ids,
         gather_output_rows,
         build_tree,
         prepare_draft_batch,

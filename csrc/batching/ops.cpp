@@ -10,6 +10,7 @@
 
 #include "batching/advance_draft_batch.h"
 #include "batching/build_tree.h"
+#include "batching/gather_input_ids.h"
 #include "batching/gather_output_rows.h"
 #include "batching/keep_hidden_rows.h"
 #include "batching/prepare_batch.h"
@@ -23,6 +24,10 @@ constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 std::string at(const char* name, int64_t index) {
   return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+std::string at(const char* name, int64_t row, int64_t column) {
+  return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(column) + "]";
 }
 
 // Everything that depends on the values, before anything is written.
@@ -181,6 +186,84 @@ void prepare_batch(const TensorView& qo_lens,
   prepare_batch_cpu(params);
 }
 
+// Everything that depends on the values, before anything is written.
+void check_input_ids(const Checker& check, const GatherInputIdsParams& params) {
+  for (int64_t row = 0; row < params.rows; ++row) {
+    ErrorCode fault = input_id(params, row).fault;
+    if (fault == ErrorCode::kNone) continue;
+    int64_t request = params.row_to_request[row];
+    if (fault == ErrorCode::kGatherInputIdsRequest) {
+      check.fail(at("row_to_request", row),
+                 "-1 or below batch = " + std::to_string(params.batch),
+                 std::to_string(request));
+    }
+    int64_t slot = params.slots[request];
+    if (fault == ErrorCode::kGatherInputIdsSlot) {
+      check.fail(
+          at("slots", request),
+          "a row of lens, below " + std::to_string(params.num_slots) + ", as the request has rows",
+          std::to_string(slot));
+    }
+    int64_t len = params.lens[slot];
+    if (fault == ErrorCode::kGatherInputIdsLength) {
+      check.fail(at("lens", slot),
+                 "at least 0 and at most max_len = " + std::to_string(params.max_len),
+                 std::to_string(len));
+    }
+    int64_t position = params.positions[row];
+    if (fault == ErrorCode::kGatherInputIdsPosition) {
+      check.fail(at("positions", row),
+                 "at least 0 and below " + at("lens", slot) +
+                     " + k = " + std::to_string(len + params.capacity),
+                 std::to_string(position));
+    }
+    bool drafted = position >= len;
+    check.fail(
+        drafted ? at("draft_token_ids", request, position - len) : at("token_ids", slot, position),
+        "a token id, at least 0, as " + at("positions", row) + " takes it",
+        std::to_string(drafted ? params.draft_token_ids[request * params.capacity + position - len]
+                               : params.token_ids[slot * params.token_stride + position]));
+  }
+}
+
+void gather_input_ids(const TensorView& row_to_request,
+                      const TensorView& positions,
+                      const TensorView& slots,
+                      const TensorView& token_ids,
+                      const TensorView& lens,
+                      const TensorView& draft_token_ids,
+                      const TensorView& out) {
+  Checker check("gather_input_ids");
+  Dim rows{"rows"}, batch{"batch"}, num_slots{"num_slots"}, max_len{"max_len"}, capacity{"k"};
+  check.tensor("row_to_request", row_to_request, {DType::kInt32}, {&rows});
+  check.tensor("positions", positions, {DType::kInt32}, {&rows});
+  check.tensor("slots", slots, {DType::kInt32}, {&batch});
+  check.tensor("token_ids", token_ids, {DType::kInt32}, {&num_slots, &max_len}, Layout::kRows);
+  check.tensor("lens", lens, {DType::kInt32}, {&num_slots});
+  check.optional("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &capacity});
+  check.tensor("out", out, {DType::kInt32}, {&rows});
+  if (rows == 0) return;
+  GatherInputIdsParams params{
+      .row_to_request = row_to_request.data<int32_t>(),
+      .positions = positions.data<int32_t>(),
+      .slots = slots.data<int32_t>(),
+      .token_ids = token_ids.data<int32_t>(),
+      .lens = lens.data<int32_t>(),
+      .draft_token_ids = draft_token_ids.data<int32_t>(),
+      .out = out.data<int32_t>(),
+      .rows = rows,
+      .batch = batch,
+      .num_slots = num_slots,
+      .max_len = max_len,
+      .token_stride = token_ids.stride(0),
+      .capacity = draft_token_ids.defined() ? capacity.value : 0,
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return gather_input_ids_cuda(params, check.stream());
+  check_input_ids(check, params);
+  gather_input_ids_cpu(params);
+}
+
 void gather_output_rows(const TensorView& hidden,
                         const TensorView& output_rows,
                         const TensorView& out) {
@@ -233,7 +316,7 @@ void check_tree(const Checker& check, const BuildTreeParams& params) {
     const int32_t* parents = params.parents + b * params.nodes;
     for (int64_t node = 0; node < count; ++node) {
       if (parents[node] >= -1 && parents[node] < node) continue;
-      check.fail("parents[" + std::to_string(b) + ", " + std::to_string(node) + "]",
+      check.fail(at("parents", b, node),
                  "-1 or a node before " + std::to_string(node),
                  std::to_string(parents[node]));
     }
@@ -624,6 +707,7 @@ void keep_hidden_rows(const TensorView& hidden,
 
 void register_batching(pybind11::module_& m) {
   m.def("prepare_batch", &prepare_batch);
+  m.def("gather_input_ids", &gather_input_ids);
   m.def("gather_output_rows", &gather_output_rows);
   m.def("build_tree", &build_tree);
   m.def("prepare_draft_batch", &prepare_draft_batch);

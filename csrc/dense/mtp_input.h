@@ -8,6 +8,7 @@
 #include "common/error_flag.h"
 #include "common/host_device.h"
 #include "common/isa.h"
+#include "common/token_at.h"
 
 namespace specops {
 
@@ -50,10 +51,11 @@ SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
                                         int64_t slot,
                                         int64_t position) {
   int64_t index = position + params.ahead;
-  int64_t len = params.lens[slot];
-  if (index < len) return params.token_ids[slot * params.token_stride + index];
-  if (index - len >= params.capacity) return -1;
-  return params.draft_token_ids[slot * params.capacity + index - len];
+  return token_at(params.token_ids + slot * params.token_stride,
+                  params.lens[slot],
+                  params.draft_token_ids + slot * params.capacity,
+                  params.capacity,
+                  index);
 }
 
 SPECOPS_DECLARE_CPU(mtp_input_cpu, MtpInputParams);

@@ -42,6 +42,15 @@ def prepare_batch(
     output_padding_offset: Tensor | None,
     output_cum_offsets: Tensor | None,
 ) -> None: ...
+def gather_input_ids(
+    row_to_request: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor | None,
+    out: Tensor,
+) -> None: ...
 def gather_output_rows(hidden: Tensor, output_rows: Tensor, out: Tensor) -> None: ...
 def build_tree(
     parents: Tensor,

@@ -286,6 +286,58 @@ def prepare_batch(
     return out
 
 
+def gather_input_ids(
+    row_to_request: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Looks up the token id of every row of a step: the request's text, then its drafts.
+
+    Same as `reference.gather_input_ids`. For a row at position i of request b in slot s = slots[b]:
+
+        out = (token_ids[s, :lens[s]] + draft_token_ids[b])[i]
+
+    So a prefill chunk, a row of plain decoding (i = lens[s] - 1) and the rows of drafts behind it
+    (i = lens[s] + j takes draft j) are one rule, and a loop whose text is kept by
+    `sampling.commit` never has to ask the host. A padding row gets 0, which any embedding has.
+
+    Args:
+        row_to_request: [rows], int32. Of `BatchIndices`, as the next one; -1: padding.
+        positions: [rows], int32.
+        slots: [batch], int32. Row of each request in the next two.
+        token_ids: [num_slots, max_len], int32. Prompt and output of each request; rows may be
+            strided.
+        lens: [num_slots], int32. How many of them there are.
+        draft_token_ids: [batch, k], int32. As `sampling.verify` takes them; only those that a row
+            stands for are looked at. None: no row lies behind the text.
+        out: [rows], int32. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a request, slot, length
+            or position is out of range; a token id that a row takes is negative. Nothing has been
+            written then. On CUDA wrong values are told by `specops.check_errors`; such a row gets
+            0.
+
+    Note:
+        Deterministic. Whether an id is below the size of the vocabulary is for `dense.embedding`
+        to say.
+
+    Source: FastDeploy's speculate_pre_process.
+    """
+    if out is None:
+        out = unless_wrong(lambda: torch.empty_like(positions))
+    _C.gather_input_ids(row_to_request, positions, slots, token_ids, lens, draft_token_ids, out)
+    return out
+
+
 def gather_output_rows(hidden: Tensor, output_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Copies the hidden rows that need logits next to each other.
 

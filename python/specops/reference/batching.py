@@ -63,6 +63,27 @@ def prepare_batch(
     return indices
 
 
+def gather_input_ids(
+    row_to_request: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor | None = None,
+) -> Tensor:
+    """`(text + drafts)[position]` row by row, with 0 for padding."""
+    out = torch.zeros_like(positions)
+    for row, request in enumerate(row_to_request.tolist()):
+        if request < 0:
+            continue
+        slot = int(slots[request])
+        tokens = token_ids[slot, : int(lens[slot])].tolist()
+        if draft_token_ids is not None:
+            tokens += draft_token_ids[request].tolist()
+        out[row] = tokens[int(positions[row])]
+    return out
+
+
 def gather_output_rows(hidden: Tensor, output_rows: Tensor) -> Tensor:
     """`hidden[output_rows]`, with zeros where the index is -1."""
     padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
