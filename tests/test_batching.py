@@ -3,6 +3,7 @@
 
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,6 +297,36 @@ def test_faults_are_harmless(
         exists = output < output_indptr[-1] and (output < 3 or "total_rows" not in change)
         assert (row >= 0) == exists
         assert row < 0 or requests[row] == got.output_row_to_request[output]
+
+
+@pytest.mark.parametrize("batch,max_seq_len", [(0, None), (9, 64), (300, None)])
+def test_without_a_page_table(device: str, isa: str, batch: int, max_seq_len: int | None) -> None:
+    """Everything but the cache slots is as it is with one; the slots are -1."""
+    qo_lens, kv_lens, modes = random_lengths(batch)
+    arguments = make_batch(qo_lens, kv_lens, modes, 16, device)
+    total_rows = sum(qo_lens) + 5
+    options = {"total_rows": total_rows, "num_output_rows": total_rows, "max_seq_len": max_seq_len}
+    want = reference.prepare_batch(**arguments, page_size=16, **options)
+    want["cache_slots"].fill_(-1)
+    lengths = {name: arguments[name] for name in ("qo_lens", "kv_lens", "output_modes")}
+    check(batching.prepare_batch(**lengths, **options), want)
+    assert torch.equal(
+        reference.prepare_batch(**lengths, **options)["cache_slots"], want["cache_slots"]
+    )
+
+
+def test_the_block_table_of_the_documentation() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
+    section = text.split("## Block tables")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    exec(compile(code, "docs/ops.md", "exec"), {})
+
+
+@pytest.mark.parametrize("left_out", ["kv_indptr", "kv_indices", "page_size"])
+def test_a_page_table_is_whole(device: str, left_out: str) -> None:
+    arguments = {n: ints(v, device) if isinstance(v, list) else v for n, v in GOOD.items()}
+    with pytest.raises(ValueError, match=f"^prepare_batch: {left_out} must be .*, got None$"):
+        batching.prepare_batch(**{**arguments, left_out: None})
 
 
 def test_a_page_that_is_not_there_is_skipped(device: str, on_cuda: bool) -> None:

@@ -30,6 +30,40 @@ std::string at(const char* name, int64_t row, int64_t column) {
   return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(column) + "]";
 }
 
+// The page ids that the rows of a request lie in.
+void check_step_pages(const Checker& check, const PrepareBatchParams& params, int64_t b) {
+  int64_t qo_len = params.qo_lens[b];
+  int64_t kv_len = params.kv_lens[b];
+  int64_t first_page = params.kv_indptr[b];
+  int64_t num_pages = params.kv_indptr[b + 1] - first_page;
+  if (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices) {
+    check.fail("kv_indptr",
+               "non-decreasing from 0 up to the size of kv_indices = " +
+                   std::to_string(params.num_indices),
+               at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " +
+                   at("kv_indptr", b + 1) + " = " + std::to_string(first_page + num_pages));
+  }
+  if (qo_len == 0) return;
+  int64_t needed_pages = (kv_len + params.page_size - 1) / params.page_size;
+  if (num_pages < needed_pages) {
+    check.fail("kv_indptr",
+               "wide enough for " + std::to_string(needed_pages) + " pages of " + at("kv_lens", b) +
+                   " = " + std::to_string(kv_len) + " tokens",
+               std::to_string(num_pages) + " pages");
+  }
+  // The pages that the step's rows lie in; those before may have been given back. One reduction
+  // instead of a branch per page; the page at fault is looked up afterwards.
+  const int32_t* pages = params.kv_indices + first_page;
+  int64_t touched = (kv_len - qo_len) / params.page_size;
+  int32_t sign = 0;
+  for (int64_t page = touched; page < needed_pages; ++page) sign |= pages[page];
+  if (sign >= 0) return;
+  int64_t page = touched;
+  while (pages[page] >= 0) ++page;
+  check.fail(
+      at("kv_indices", first_page + page), "a page id, at least 0", std::to_string(pages[page]));
+}
+
 // Everything that depends on the values, before anything is written.
 void check_lengths(const Checker& check, const PrepareBatchParams& params) {
   int64_t rows = 0;
@@ -38,8 +72,6 @@ void check_lengths(const Checker& check, const PrepareBatchParams& params) {
     int64_t qo_len = params.qo_lens[b];
     int64_t kv_len = params.kv_lens[b];
     int32_t mode = params.output_modes[b];
-    int64_t first_page = params.kv_indptr[b];
-    int64_t num_pages = params.kv_indptr[b + 1] - first_page;
     if (qo_len < 0) check.fail(at("qo_lens", b), "at least 0", std::to_string(qo_len));
     if (kv_len < qo_len) {
       check.fail(at("kv_lens", b),
@@ -50,34 +82,8 @@ void check_lengths(const Checker& check, const PrepareBatchParams& params) {
     if (mode < 0 || mode > 2) {
       check.fail(at("output_modes", b), "0 (none), 1 (last) or 2 (all)", std::to_string(mode));
     }
-    if (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices) {
-      check.fail("kv_indptr",
-                 "non-decreasing from 0 up to the size of kv_indices = " +
-                     std::to_string(params.num_indices),
-                 at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " +
-                     at("kv_indptr", b + 1) + " = " + std::to_string(first_page + num_pages));
-    }
+    if (params.kv_indptr) check_step_pages(check, params, b);
     if (qo_len == 0) continue;
-    int64_t needed_pages = (kv_len + params.page_size - 1) / params.page_size;
-    if (num_pages < needed_pages) {
-      check.fail("kv_indptr",
-                 "wide enough for " + std::to_string(needed_pages) + " pages of " +
-                     at("kv_lens", b) + " = " + std::to_string(kv_len) + " tokens",
-                 std::to_string(num_pages) + " pages");
-    }
-    // The pages that the step's rows lie in; those before may have been given back. One reduction
-    // instead of a branch per page; the page at fault is looked up afterwards.
-    const int32_t* pages = params.kv_indices + first_page;
-    int64_t touched = (kv_len - qo_len) / params.page_size;
-    int32_t sign = 0;
-    for (int64_t page = touched; page < needed_pages; ++page) sign |= pages[page];
-    if (sign < 0) {
-      int64_t page = touched;
-      while (pages[page] >= 0) ++page;
-      check.fail(at("kv_indices", first_page + page),
-                 "a page id, at least 0",
-                 std::to_string(pages[page]));
-    }
     int64_t request_outputs =
         num_outputs(static_cast<OutputMode>(mode), static_cast<int32_t>(qo_len));
     if (params.output_cum_offsets && request_outputs > params.max_seq_len) {
@@ -106,7 +112,7 @@ void prepare_batch(const TensorView& qo_lens,
                    const TensorView& output_modes,
                    const TensorView& kv_indptr,
                    const TensorView& kv_indices,
-                   int64_t page_size,
+                   std::optional<int64_t> page_size,
                    int64_t total_rows,
                    int64_t num_output_rows,
                    std::optional<int64_t> max_seq_len,
@@ -120,8 +126,13 @@ void prepare_batch(const TensorView& qo_lens,
                    const TensorView& output_padding_offset,
                    const TensorView& output_cum_offsets) {
   Checker check("prepare_batch");
+  bool paged = kv_indptr.defined() || kv_indices.defined() || page_size;
   check.that(
-      page_size >= 1 && page_size <= kMaxInt32, "page_size", "an int32 of at least 1", page_size);
+      !paged || page_size, "page_size", "given together with kv_indptr and kv_indices", "None");
+  check.that(!paged || (*page_size >= 1 && *page_size <= kMaxInt32),
+             "page_size",
+             "an int32 of at least 1",
+             page_size.value_or(0));
   check.that(total_rows >= 0 && total_rows <= kMaxInt32,
              "total_rows",
              "an int32 of at least 0",
@@ -136,8 +147,10 @@ void prepare_batch(const TensorView& qo_lens,
   batch_plus_1.value = batch + 1;
   check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
   check.tensor("output_modes", output_modes, {DType::kInt32}, {&batch});
-  check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
-  check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&pages});
+  if (paged) {
+    check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
+    check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&pages});
+  }
   check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("row_to_request", row_to_request, {DType::kInt32}, {&rows});
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
@@ -174,10 +187,10 @@ void prepare_batch(const TensorView& qo_lens,
       .output_padding_offset = max_seq_len ? output_padding_offset.data<int32_t>() : nullptr,
       .output_cum_offsets = max_seq_len ? output_cum_offsets.data<int32_t>() : nullptr,
       .batch = batch,
-      .num_indices = pages,
+      .num_indices = paged ? pages.value : 0,
       .total_rows = total_rows,
       .num_output_rows = num_output_rows,
-      .page_size = page_size,
+      .page_size = page_size.value_or(0),
       .max_seq_len = max_seq_len.value_or(0),
       .error = check.error_flag(),
   };

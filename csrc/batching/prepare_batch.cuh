@@ -39,8 +39,9 @@ __device__ inline PrepareBatchRequest load_request(const PrepareBatchParams& par
   int32_t qo_len = params.qo_lens[request];
   int32_t kv_len = params.kv_lens[request];
   int32_t mode = params.output_modes[request];
-  int32_t first_page = params.kv_indptr[request];
-  int64_t num_pages = int64_t{params.kv_indptr[request + 1]} - first_page;
+  bool paged = params.kv_indptr != nullptr;
+  int32_t first_page = paged ? params.kv_indptr[request] : 0;
+  int64_t num_pages = paged ? int64_t{params.kv_indptr[request + 1]} - first_page : 0;
   ErrorCode code = ErrorCode::kNone;
   if (qo_len < 0) {
     code = ErrorCode::kPrepareBatchQoLens;
@@ -49,8 +50,9 @@ __device__ inline PrepareBatchRequest load_request(const PrepareBatchParams& par
     code = ErrorCode::kPrepareBatchKvLens;
   } else if (mode < 0 || mode > 2) {
     code = ErrorCode::kPrepareBatchOutputModes;
-  } else if (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices ||
-             (qo_len > 0 && num_pages < (int64_t{kv_len} + page_size - 1) / page_size)) {
+  } else if (paged &&
+             (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices ||
+              (qo_len > 0 && num_pages < (int64_t{kv_len} + page_size - 1) / page_size))) {
     code = ErrorCode::kPrepareBatchKvIndptr;
   } else {
     out.outputs = num_outputs(static_cast<OutputMode>(mode), qo_len);
@@ -73,7 +75,7 @@ __device__ inline int32_t cap(int64_t value, int64_t capacity) {
 }
 
 // For request b with rows i < qo_len: position = kv_len - qo_len + i, slot = its page's first slot
-// plus the offset in the page; output rows and the padded view as in prepare_batch_cpu.
+// plus the offset in the page, -1 without a page table; output rows and the padded view as in prepare_batch_cpu.
 // Grid:    x = slices of the row capacities (unbounded); every block scans all requests, so that
 //          no block waits for another.
 // Block:   256 threads; a thread owns one request of a tile of 256, then rows of the slice.
@@ -159,6 +161,8 @@ __global__ void __launch_bounds__(kPrepareBatchThreads)
       int64_t slot = -1;
       if (!padding) {
         position += static_cast<int32_t>(row) - tile.first_row[i];
+      }
+      if (!padding && params.kv_indptr != nullptr) {
         uint32_t page = static_cast<uint32_t>(position) / page_size;
         uint32_t offset = static_cast<uint32_t>(position) % page_size;
         int64_t page_id = params.kv_indices[tile.first_page[i] + int64_t{page}];

@@ -21,12 +21,12 @@ struct PrepareBatchParams {
   const int32_t* qo_lens;          // [batch], rows of each request in this step
   const int32_t* kv_lens;          // [batch], including this step's rows
   const int32_t* output_modes;     // [batch], OutputMode
-  const int32_t* kv_indptr;        // [batch + 1], in pages
+  const int32_t* kv_indptr;        // [batch + 1], in pages; nullptr: no row has a cache slot
   const int32_t* kv_indices;       // [num_indices], page ids
   int32_t* qo_indptr;              // [batch + 1]
   int32_t* row_to_request;         // [total_rows]
   int32_t* positions;              // [total_rows]
-  int64_t* cache_slots;            // [total_rows]
+  int64_t* cache_slots;            // [total_rows], all -1 without kv_indptr
   int32_t* output_indptr;          // [batch + 1]
   int32_t* output_rows;            // [num_output_rows]
   int32_t* output_row_to_request;  // [num_output_rows]

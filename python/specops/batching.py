@@ -198,10 +198,10 @@ def prepare_batch(
     qo_lens: Tensor,
     kv_lens: Tensor,
     output_modes: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
+    kv_indptr: Tensor | None = None,
+    kv_indices: Tensor | None = None,
     *,
-    page_size: int,
+    page_size: int | None = None,
     total_rows: int,
     num_output_rows: int,
     max_seq_len: int | None = None,
@@ -225,7 +225,8 @@ def prepare_batch(
         qo_lens: [batch], int32. Rows of each request in this step.
         kv_lens: [batch], int32. Tokens of each request in the cache, this step's rows included.
         output_modes: [batch], int32. `OutputMode` of each request.
-        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
+        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`. Given together
+            with `kv_indices` and `page_size`; without these three every cache slot is -1.
         kv_indices: [pages], int32. Page ids. Only those that this step's rows lie in are looked
             at: pages that a sliding window has left behind may be -1.
         page_size: tokens per page.

@@ -22,8 +22,8 @@ from specops import _C
 # returned. Sizes are SymInt, for shapes that torch.compile leaves open.
 _SCHEMAS = (
     # batching
-    "prepare_batch(Tensor qo_lens, Tensor kv_lens, Tensor output_modes, Tensor kv_indptr, "
-    "Tensor kv_indices, int page_size, SymInt total_rows, SymInt num_output_rows, "
+    "prepare_batch(Tensor qo_lens, Tensor kv_lens, Tensor output_modes, Tensor? kv_indptr, "
+    "Tensor? kv_indices, int? page_size, SymInt total_rows, SymInt num_output_rows, "
     "SymInt? max_seq_len, Tensor(a!) qo_indptr, Tensor(b!) row_to_request, Tensor(c!) positions, "
     "Tensor(d!) cache_slots, Tensor(e!) output_indptr, Tensor(f!) output_rows, "
     "Tensor(g!) output_row_to_request, Tensor(h!)? output_padding_offset, "

@@ -9,10 +9,10 @@ def prepare_batch(
     qo_lens: Tensor,
     kv_lens: Tensor,
     output_modes: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
+    kv_indptr: Tensor | None = None,
+    kv_indices: Tensor | None = None,
     *,
-    page_size: int,
+    page_size: int | None = None,
     total_rows: int,
     num_output_rows: int,
     max_seq_len: int | None = None,
@@ -31,9 +31,12 @@ def prepare_batch(
     ):
         first_row = len(row_to_request)
         for position in range(kv_len - qo_len, kv_len):
-            page = int(kv_indices[int(kv_indptr[request]) + position // page_size])
             row_to_request.append(request)
             positions.append(position)
+            if kv_indptr is None or kv_indices is None or page_size is None:
+                cache_slots.append(-1)
+                continue
+            page = int(kv_indices[int(kv_indptr[request]) + position // page_size])
             cache_slots.append(page * page_size + position % page_size)
         rows = list(range(first_row, first_row + qo_len))
         rows = {0: [], 1: rows[-1:], 2: rows}[mode]
