@@ -30,33 +30,59 @@ std::string at(const char* name, int64_t row, int64_t column) {
   return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(column) + "]";
 }
 
-// The page ids that the rows of a request lie in.
-void check_step_pages(const Checker& check, const PrepareBatchParams& params, int64_t b) {
+// In words what fault_of() found.
+[[noreturn]] void fail_request(const Checker& check,
+                               const PrepareBatchParams& params,
+                               int64_t b,
+                               ErrorCode fault) {
   int64_t qo_len = params.qo_lens[b];
   int64_t kv_len = params.kv_lens[b];
+  int32_t mode = params.output_modes[b];
+  if (fault == ErrorCode::kPrepareBatchQoLens) {
+    check.fail(at("qo_lens", b), "at least 0", std::to_string(qo_len));
+  }
+  if (fault == ErrorCode::kPrepareBatchKvLens) {
+    check.fail(at("kv_lens", b),
+               "at least " + at("qo_lens", b) + " = " + std::to_string(qo_len) +
+                   " (it includes this step's rows)",
+               std::to_string(kv_len));
+  }
+  if (fault == ErrorCode::kPrepareBatchOutputModes) {
+    check.fail(at("output_modes", b), "0 (none), 1 (last) or 2 (all)", std::to_string(mode));
+  }
+  if (fault == ErrorCode::kPrepareBatchMaxSeqLen) {
+    int64_t outputs = num_outputs(static_cast<OutputMode>(mode), static_cast<int32_t>(qo_len));
+    check.fail(
+        "max_seq_len",
+        "at least the " + std::to_string(outputs) + " output rows of request " + std::to_string(b),
+        std::to_string(params.max_seq_len));
+  }
   int64_t first_page = params.kv_indptr[b];
-  int64_t num_pages = params.kv_indptr[b + 1] - first_page;
-  if (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices) {
+  int64_t end_page = params.kv_indptr[b + 1];
+  if (first_page >= 0 && first_page <= end_page && end_page <= params.num_indices) {
     check.fail("kv_indptr",
-               "non-decreasing from 0 up to the size of kv_indices = " +
-                   std::to_string(params.num_indices),
-               at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " +
-                   at("kv_indptr", b + 1) + " = " + std::to_string(first_page + num_pages));
+               "wide enough for " +
+                   std::to_string((kv_len + params.page_size - 1) / params.page_size) +
+                   " pages of " + at("kv_lens", b) + " = " + std::to_string(kv_len) + " tokens",
+               std::to_string(end_page - first_page) + " pages");
   }
-  if (qo_len == 0) return;
-  int64_t needed_pages = (kv_len + params.page_size - 1) / params.page_size;
-  if (num_pages < needed_pages) {
-    check.fail("kv_indptr",
-               "wide enough for " + std::to_string(needed_pages) + " pages of " + at("kv_lens", b) +
-                   " = " + std::to_string(kv_len) + " tokens",
-               std::to_string(num_pages) + " pages");
-  }
-  // The pages that the step's rows lie in; those before may have been given back. One reduction
-  // instead of a branch per page; the page at fault is looked up afterwards.
+  check.fail(
+      "kv_indptr",
+      "non-decreasing from 0 up to the size of kv_indices = " + std::to_string(params.num_indices),
+      at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " + at("kv_indptr", b + 1) +
+          " = " + std::to_string(end_page));
+}
+
+// The page ids of a request that its rows lie in; those before may have been given back. One
+// reduction instead of a branch per page; the page at fault is looked up afterwards.
+void check_page_ids(const Checker& check, const PrepareBatchParams& params, int64_t b) {
+  int64_t kv_len = params.kv_lens[b];
+  int64_t first_page = params.kv_indptr[b];
   const int32_t* pages = params.kv_indices + first_page;
-  int64_t touched = (kv_len - qo_len) / params.page_size;
+  int64_t touched = (kv_len - params.qo_lens[b]) / params.page_size;
+  int64_t end = (kv_len + params.page_size - 1) / params.page_size;
   int32_t sign = 0;
-  for (int64_t page = touched; page < needed_pages; ++page) sign |= pages[page];
+  for (int64_t page = touched; page < end; ++page) sign |= pages[page];
   if (sign >= 0) return;
   int64_t page = touched;
   while (pages[page] >= 0) ++page;
@@ -69,31 +95,12 @@ void check_lengths(const Checker& check, const PrepareBatchParams& params) {
   int64_t rows = 0;
   int64_t outputs = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
-    int64_t qo_len = params.qo_lens[b];
-    int64_t kv_len = params.kv_lens[b];
-    int32_t mode = params.output_modes[b];
-    if (qo_len < 0) check.fail(at("qo_lens", b), "at least 0", std::to_string(qo_len));
-    if (kv_len < qo_len) {
-      check.fail(at("kv_lens", b),
-                 "at least qo_lens[" + std::to_string(b) + "] = " + std::to_string(qo_len) +
-                     " (it includes this step's rows)",
-                 std::to_string(kv_len));
-    }
-    if (mode < 0 || mode > 2) {
-      check.fail(at("output_modes", b), "0 (none), 1 (last) or 2 (all)", std::to_string(mode));
-    }
-    if (params.kv_indptr) check_step_pages(check, params, b);
-    if (qo_len == 0) continue;
-    int64_t request_outputs =
-        num_outputs(static_cast<OutputMode>(mode), static_cast<int32_t>(qo_len));
-    if (params.output_cum_offsets && request_outputs > params.max_seq_len) {
-      check.fail("max_seq_len",
-                 "at least the " + std::to_string(request_outputs) + " output rows of request " +
-                     std::to_string(b),
-                 std::to_string(params.max_seq_len));
-    }
+    ErrorCode fault = fault_of(params, b);
+    if (fault != ErrorCode::kNone) fail_request(check, params, b, fault);
+    int32_t qo_len = params.qo_lens[b];
+    if (qo_len > 0 && params.kv_indptr) check_page_ids(check, params, b);
     rows += qo_len;
-    outputs += request_outputs;
+    outputs += num_outputs(static_cast<OutputMode>(params.output_modes[b]), qo_len);
   }
   if (rows > params.total_rows) {
     check.fail("total_rows",

@@ -47,6 +47,30 @@ SPECOPS_HOST_DEVICE int32_t num_outputs(OutputMode mode, int32_t qo_len) {
   return mode == OutputMode::kLast ? 1 : qo_len;
 }
 
+// What is wrong with a request's lengths, mode or place in kv_indices; the page ids are another
+// matter, of the rows that lie in them.
+SPECOPS_HOST_DEVICE ErrorCode fault_of(const PrepareBatchParams& params, int64_t request) {
+  int32_t qo_len = params.qo_lens[request];
+  int32_t kv_len = params.kv_lens[request];
+  int32_t mode = params.output_modes[request];
+  if (qo_len < 0) return ErrorCode::kPrepareBatchQoLens;
+  if (kv_len < qo_len) return ErrorCode::kPrepareBatchKvLens;
+  if (mode < 0 || mode > 2) return ErrorCode::kPrepareBatchOutputModes;
+  if (params.kv_indptr) {
+    int64_t first_page = params.kv_indptr[request];
+    int64_t num_pages = params.kv_indptr[request + 1] - first_page;
+    if (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices ||
+        (qo_len > 0 && num_pages * params.page_size < kv_len)) {
+      return ErrorCode::kPrepareBatchKvIndptr;
+    }
+  }
+  if (params.output_cum_offsets &&
+      num_outputs(static_cast<OutputMode>(mode), qo_len) > params.max_seq_len) {
+    return ErrorCode::kPrepareBatchMaxSeqLen;
+  }
+  return ErrorCode::kNone;
+}
+
 SPECOPS_DECLARE_CPU(prepare_batch_cpu, PrepareBatchParams);
 SPECOPS_DECLARE_CUDA(prepare_batch_cuda, PrepareBatchParams);
 

@@ -58,6 +58,26 @@ SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
                   index);
 }
 
+// Which value of a row is out of range. A row of nobody is fine.
+enum class MtpInputFault { kNone, kRequest, kSlot, kLength, kPosition, kSourceRow, kTokenId };
+
+SPECOPS_HOST_DEVICE MtpInputFault fault_of(const MtpInputParams& params, int64_t row) {
+  int64_t request = params.row_to_request[row];
+  if (request == -1) return MtpInputFault::kNone;
+  if (request < 0 || request >= params.batch) return MtpInputFault::kRequest;
+  int64_t slot = params.slots[request];
+  if (slot < 0 || slot >= params.num_slots) return MtpInputFault::kSlot;
+  if (params.lens[slot] < 0 || params.lens[slot] > params.max_len) return MtpInputFault::kLength;
+  int64_t position = params.positions[row];
+  if (position < 0) return MtpInputFault::kPosition;
+  int64_t source = params.source_rows[row];
+  if (source == -1 || source >= params.hidden_rows || -2 - source >= params.kept_rows) {
+    return MtpInputFault::kSourceRow;
+  }
+  int64_t token = token_ahead(params, slot, position);
+  return token < -1 || token >= params.vocab ? MtpInputFault::kTokenId : MtpInputFault::kNone;
+}
+
 SPECOPS_DECLARE_CPU(mtp_input_cpu, MtpInputParams);
 SPECOPS_DECLARE_CUDA(mtp_input_cuda, MtpInputParams);
 
