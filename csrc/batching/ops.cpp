@@ -626,7 +626,7 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
   auto next = [&](const char* name, const TensorView& view, DType dtype, Dim* size) {
     if (view.defined() != has_rows) {
       check.fail(name,
-                 has_rows ? "given where draft_qo_indptr is" : "absent where draft_qo_indptr is",
+                 has_rows ? "given together with draft_qo_indptr" : "None without draft_qo_indptr",
                  has_rows ? "None" : "a tensor");
     }
     if (has_rows) check.tensor(name, view, {dtype}, {size});
