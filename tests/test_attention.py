@@ -617,24 +617,24 @@ def test_append_attention_refuses_prefixes(device: str, on_cuda: bool) -> None:
         one,
         [[0] * 2] * 2,
     )
-    with pytest.raises(ValueError, match=r"prefix_lens must be int32 .*got NoneType"):
+    with pytest.raises(ValueError, match=r"prefix_lens must be int32 .*got None$"):
         attention.append_attention(*good.tensors(), prefix_leaders=torch.zeros(1, 4).int())
     if on_cuda:  # what the tensors hold is looked at on cpu only
         return
     refused(r"prefix_leaders\[0, 0\] must be 0, got 1", [[1, 1, 1, 1]], [[0] * 4])
     refused(
-        r"prefix_leaders\[0, 2\] must be 2 or, in one group with the request before, 1, got 0",
+        r"prefix_leaders\[0, 2\] must be 2 \(a group of its own\) or 1 \(that of .*\), got 0",
         [[0, 1, 0, 0]],
         [[9] * 4],
     )
     refused(r"prefix_lens\[0, 0\] must be at least 0, got -1", one, [[-1] * 4])
     refused(
-        r"prefix_lens\[0, 3\] must be that of the request before, in one group, 9, got 8",
+        r"prefix_lens\[0, 3\] must be 9 as in the rest of its group, got 8",
         one,
         [[9, 9, 9, 8]],
     )
     refused(
-        r"prefix_leaders\[1, 2\] must be 2, as a group of level 0 begins there, got 0",
+        r"prefix_leaders\[1, 2\] must be 2, where a group of level 0 begins, got 0",
         [[0, 0, 2, 2], [0, 0, 0, 3]],
         [[9] * 4, [9] * 4],
     )

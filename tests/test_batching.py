@@ -3,6 +3,7 @@
 
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +25,14 @@ def ints(values: list[int], device: str = "cpu") -> Tensor:
 def make_batch(
     qo_lens: list[int], kv_lens: list[int], modes: list[int], page_size: int, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """A page table of shuffled pages; entries nobody may read are poisoned."""
+    """A page table of shuffled pages; entries that no row of the step lies in are poisoned."""
     counts = [(kv_len + page_size - 1) // page_size for kv_len in kv_lens]
     pages = torch.randperm(sum(counts) + 3).int().tolist()
     indptr, indices = [0], []
-    for count, qo_len in zip(counts, qo_lens, strict=True):
-        indices += [pages.pop() if qo_len else BAD_PAGE for _ in range(count)] + [BAD_PAGE]
+    for count, qo_len, kv_len in zip(counts, qo_lens, kv_lens, strict=True):
+        before = (kv_len - qo_len) // page_size if qo_len else count
+        touched = [pages.pop() for _ in range(before, count)]
+        indices += [BAD_PAGE] * before + touched + [BAD_PAGE]
         indptr.append(len(indices))
     return {
         "qo_lens": ints(qo_lens, device),
@@ -296,6 +299,36 @@ def test_faults_are_harmless(
         assert row < 0 or requests[row] == got.output_row_to_request[output]
 
 
+@pytest.mark.parametrize("batch,max_seq_len", [(0, None), (9, 64), (300, None)])
+def test_without_a_page_table(device: str, isa: str, batch: int, max_seq_len: int | None) -> None:
+    """Everything but the cache slots is as it is with one; the slots are -1."""
+    qo_lens, kv_lens, modes = random_lengths(batch)
+    arguments = make_batch(qo_lens, kv_lens, modes, 16, device)
+    total_rows = sum(qo_lens) + 5
+    options = {"total_rows": total_rows, "num_output_rows": total_rows, "max_seq_len": max_seq_len}
+    want = reference.prepare_batch(**arguments, page_size=16, **options)
+    want["cache_slots"].fill_(-1)
+    lengths = {name: arguments[name] for name in ("qo_lens", "kv_lens", "output_modes")}
+    check(batching.prepare_batch(**lengths, **options), want)
+    assert torch.equal(
+        reference.prepare_batch(**lengths, **options)["cache_slots"], want["cache_slots"]
+    )
+
+
+def test_the_block_table_of_the_documentation() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
+    section = text.split("## Block tables")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    exec(compile(code, "docs/ops.md", "exec"), {})
+
+
+@pytest.mark.parametrize("left_out", ["kv_indptr", "kv_indices", "page_size"])
+def test_a_page_table_is_whole(device: str, left_out: str) -> None:
+    arguments = {n: ints(v, device) if isinstance(v, list) else v for n, v in GOOD.items()}
+    with pytest.raises(ValueError, match=f"^prepare_batch: {left_out} must be .*, got None$"):
+        batching.prepare_batch(**{**arguments, left_out: None})
+
+
 def test_a_page_that_is_not_there_is_skipped(device: str, on_cuda: bool) -> None:
     arguments = make_batch([3, 2], [34, 2], [ALL, LAST], 16, device)
     arguments["kv_indices"][2] = -5  # of position 32 and 33
@@ -314,6 +347,131 @@ def test_padding_arrays_need_max_seq_len(device: str) -> None:
     out.output_cum_offsets = None
     with pytest.raises(ValueError, match="prepare_batch: output_cum_offsets must be int32"):
         batching.prepare_batch(**arguments, out=out)
+
+
+def make_texts(qo_lens: list[int], num_drafts: list[int], device: str) -> dict[str, Any]:
+    """A step's rows and the tables of their tokens, poisoned where no row stands.
+
+    The last num_drafts[b] of qo_lens[b] rows are drafts; -1 drafts: one row more than the text has.
+    """
+    batch, num_slots = len(qo_lens), len(qo_lens) + 3
+    slots = torch.randperm(num_slots)[:batch].int()
+    lens = torch.full((num_slots,), BAD_PAGE, dtype=torch.int32)
+    width = max([*num_drafts, 0]) + 2
+    drafts = torch.full((batch, width), BAD_PAGE, dtype=torch.int32)
+    table = torch.full((num_slots, max([*qo_lens, 0]) + 60), BAD_PAGE, dtype=torch.int32)
+    requests, positions = [], []
+    for b, (qo_len, count) in enumerate(zip(qo_lens, num_drafts, strict=True)):
+        slot = int(slots[b])
+        known = qo_len - count
+        first = int(torch.randint(0, 50, ()))
+        if qo_len:
+            lens[slot] = first + known
+        table[slot, first : first + known] = torch.randint(0, 1000, (known,)).int()
+        drafts[b, :count] = torch.randint(0, 1000, (count,)).int()
+        requests += [b] * qo_len
+        positions += range(first, first + qo_len)
+    # Rows in any order, with padding between and behind them, and a table of wider rows.
+    order = torch.randperm(len(requests) + 5)
+    wide = torch.cat([table, torch.full((num_slots, 3), BAD_PAGE, dtype=torch.int32)], dim=1)
+    return {
+        "row_to_request": ints([*requests, *[-1] * 5])[order].to(device),
+        "positions": ints([*positions, *[BAD_PAGE] * 5])[order].to(device),
+        "slots": slots.to(device),
+        "token_ids": wide.to(device)[:, :-3],
+        "lens": lens.to(device),
+        "draft_token_ids": drafts.to(device),
+    }
+
+
+@pytest.mark.parametrize(
+    "qo_lens,num_drafts",
+    [
+        ([], []),
+        ([1], [0]),
+        ([4, 1, 0, 37, 2], [3, 0, 0, 0, 2]),
+        ([1] * 600 + [9] * 100 + [1500], [0] * 600 + [8] * 100 + [0]),
+        ([6000, 3], [0, 2]),
+    ],
+    ids=["empty", "one", "ragged", "decode", "prefill"],
+)
+def test_gather_input_ids(device: str, isa: str, qo_lens: list[int], num_drafts: list[int]) -> None:
+    arguments = make_texts(qo_lens, num_drafts, device)
+    want = reference.gather_input_ids(**{n: t.cpu() for n, t in arguments.items()})
+    for num_threads in (1, 2, 3):
+        specops.set_num_threads(num_threads)
+        assert torch.equal(batching.gather_input_ids(**arguments).cpu(), want)
+    canary = torch.full((len(want) + 1,), 7, dtype=torch.int32, device=device)
+    assert batching.gather_input_ids(**arguments, out=canary[:-1]).data_ptr() == canary.data_ptr()
+    assert torch.equal(canary[:-1].cpu(), want) and int(canary[-1]) == 7
+    alone = {**arguments, "row_to_request": arguments["row_to_request"][3:4]}
+    alone["positions"] = arguments["positions"][3:4]
+    assert torch.equal(batching.gather_input_ids(**alone).cpu(), want[3:4])
+    if not any(num_drafts):
+        assert torch.equal(
+            batching.gather_input_ids(**{**arguments, "draft_token_ids": None}).cpu(), want
+        )
+
+
+def test_input_ids_of_prepared_rows(device: str, isa: str) -> None:
+    """A prefill chunk, plain decoding and verification in one step: what each row must feed."""
+    texts = [[10, 11, 12, 13, 14], [20, 21, 22], [30, 31, 32, 33]]
+    table = torch.full((3, 8), BAD_PAGE, dtype=torch.int32)
+    for slot, text in zip((2, 0, 1), texts, strict=True):
+        table[slot, : len(text)] = ints(text)
+    indices = batching.prepare_batch(
+        **make_batch([3, 1, 3], [4, 3, 6], [NONE, LAST, ALL], 16, device),
+        page_size=16,
+        total_rows=8,
+        num_output_rows=4,
+    )
+    got = batching.gather_input_ids(
+        indices.row_to_request,
+        indices.positions,
+        ints([2, 0, 1], device),
+        table.to(device),
+        ints([3, 4, 5], device),
+        ints([BAD_PAGE] * 4 + [7, 8], device).view(3, 2),
+    )
+    assert got.tolist() == [11, 12, 13, 22, 33, 7, 8, 0]
+
+
+@pytest.mark.parametrize(
+    "change,message,wrong_rows",
+    [
+        ({"row_to_request": [0, 2, 1]}, r"row_to_request\[1\] must be .*= 2, got 2", [1]),
+        ({"row_to_request": [0, -2, 1]}, r"row_to_request\[1\] must be .*, got -2", [1]),
+        ({"slots": [2, 3]}, r"slots\[1\] must be a row of lens, below 3.*, got 3", [2]),
+        ({"slots": [2, -1]}, r"slots\[1\] must be a row of lens, .*, got -1", [2]),
+        ({"lens": [2, 5, 7]}, r"lens\[2\] must be .* max_len = 6, got 7", [0, 1]),
+        ({"lens": [-1, 5, 6]}, r"lens\[0\] must be at least 0 .*, got -1", [2]),
+        ({"positions": [0, -1, 3]}, r"positions\[1\] must be at least 0 .*, got -1", [1]),
+        ({"positions": [0, 1, 4]}, r"positions\[2\] must be .*lens\[0\] \+ k = 4, got 4", [2]),
+        ({"positions": [0, 1, 2**31 - 1]}, r"positions\[2\] must be .*, got 2147483647", [2]),
+        ({"drafts": [5, 5, 5, -1]}, r"draft_token_ids\[1, 1\] must be .*, got -1", [2]),
+        ({"text": -7}, r"token_ids\[2, 1\] must be a token id.*, got -7", [1]),
+    ],
+)
+def test_gather_input_ids_faults(
+    device: str, on_cuda: bool, change: dict[str, Any], message: str, wrong_rows: list[int]
+) -> None:
+    """The cpu writes nothing; CUDA writes 0 for the rows at fault and the others as ever."""
+    good = {"row_to_request": [0, 0, 1], "positions": [0, 1, 3], "slots": [2, 0]}
+    good |= {"lens": [2, 5, 6], "drafts": [5, 5, 5, 6]}
+    given = {**good, **change}
+    table = torch.arange(18, dtype=torch.int32).view(3, 6) + 100
+    table[2, 1] = given.pop("text", table[2, 1])
+    arguments = {name: ints(values, device) for name, values in given.items()}
+    drafts = arguments.pop("drafts").view(2, 2)
+    out = ints([77, 77, 77], device)
+    if on_cuda:
+        message = message.split("\\[")[0] + ".* must be .*, got "
+    with expect_fault(on_cuda, "^gather_input_ids: .*" + message):
+        batching.gather_input_ids(
+            **arguments, token_ids=table.to(device), draft_token_ids=drafts, out=out
+        )
+    want = [0 if row in wrong_rows else id for row, id in enumerate((112, 113, 6))]
+    assert out.tolist() == (want if on_cuda else [77, 77, 77])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

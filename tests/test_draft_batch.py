@@ -379,10 +379,10 @@ def test_advance_draft_batch_refuses_what_does_not_fit_together(device: str) -> 
         batching.advance_draft_batch(*arrays, **options, step=2, out=rows)
     for name in list(vars(rows))[1:]:
         part = DraftIndices(**{**vars(rows), name: None})
-        with pytest.raises(ValueError, match="given where draft_qo_indptr is, got None"):
+        with pytest.raises(ValueError, match="given together with draft_qo_indptr, got None"):
             batching.advance_draft_batch(*arrays, **options, step=0, out=part)
     part = DraftIndices(**{**vars(rows), "qo_indptr": None})
-    with pytest.raises(ValueError, match="absent where draft_qo_indptr is, got a tensor"):
+    with pytest.raises(ValueError, match="None without draft_qo_indptr, got a tensor"):
         batching.advance_draft_batch(*arrays, **options, step=0, out=part)
 
 

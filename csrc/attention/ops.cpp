@@ -180,8 +180,8 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
       if (leaders[b] != b && !joined) {
         check.fail(at_level("prefix_leaders", level, b),
                    b == 0 ? "0"
-                          : std::to_string(b) + " or, in one group with the request before, " +
-                                std::to_string(leaders[b - 1]),
+                          : std::to_string(b) + " (a group of its own) or " +
+                                std::to_string(leaders[b - 1]) + " (that of the request before)",
                    std::to_string(leaders[b]));
       }
       if (lens[b] < 0) {
@@ -190,15 +190,15 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
       if (!joined) continue;
       if (lens[b] != lens[b - 1]) {
         check.fail(at_level("prefix_lens", level, b),
-                   "that of the request before, in one group, " + std::to_string(lens[b - 1]),
+                   std::to_string(lens[b - 1]) + " as in the rest of its group",
                    std::to_string(lens[b]));
       }
       if (level == 0) continue;
       if (leaders[b - batch] != leaders[b - batch - 1]) {
-        check.fail(at_level("prefix_leaders", level, b),
-                   std::to_string(b) + ", as a group of level " + std::to_string(level - 1) +
-                       " begins there",
-                   std::to_string(leaders[b]));
+        check.fail(
+            at_level("prefix_leaders", level, b),
+            std::to_string(b) + ", where a group of level " + std::to_string(level - 1) + " begins",
+            std::to_string(leaders[b]));
       }
       if (lens[b] < lens[b - batch]) {
         check.fail(at_level("prefix_lens", level, b),
@@ -251,8 +251,8 @@ void check_aligned(Checker& check, const char* name, const TensorView& view) {
   bool one_row = view.ndim() == 0 || view.ndim() == 1 || view.size(0) < 2;
   check.that(reinterpret_cast<uintptr_t>(view.raw()) % 16 == 0 && (one_row || row_bytes % 16 == 0),
              name,
-             "aligned to 16 bytes, every row of it",
-             "a view that is not");
+             "aligned to 16 bytes, in every row",
+             "an address or a row stride that is no multiple of 16 bytes");
 }
 
 void append_attention(const TensorView& q,

@@ -10,6 +10,7 @@
 
 #include "batching/advance_draft_batch.h"
 #include "batching/build_tree.h"
+#include "batching/gather_input_ids.h"
 #include "batching/gather_output_rows.h"
 #include "batching/keep_hidden_rows.h"
 #include "batching/prepare_batch.h"
@@ -25,62 +26,81 @@ std::string at(const char* name, int64_t index) {
   return std::string(name) + "[" + std::to_string(index) + "]";
 }
 
+std::string at(const char* name, int64_t row, int64_t column) {
+  return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(column) + "]";
+}
+
+// In words what fault_of() found.
+[[noreturn]] void fail_request(const Checker& check,
+                               const PrepareBatchParams& params,
+                               int64_t b,
+                               ErrorCode fault) {
+  int64_t qo_len = params.qo_lens[b];
+  int64_t kv_len = params.kv_lens[b];
+  int32_t mode = params.output_modes[b];
+  if (fault == ErrorCode::kPrepareBatchQoLens) {
+    check.fail(at("qo_lens", b), "at least 0", std::to_string(qo_len));
+  }
+  if (fault == ErrorCode::kPrepareBatchKvLens) {
+    check.fail(at("kv_lens", b),
+               "at least " + at("qo_lens", b) + " = " + std::to_string(qo_len) +
+                   " (it includes this step's rows)",
+               std::to_string(kv_len));
+  }
+  if (fault == ErrorCode::kPrepareBatchOutputModes) {
+    check.fail(at("output_modes", b), "0 (none), 1 (last) or 2 (all)", std::to_string(mode));
+  }
+  if (fault == ErrorCode::kPrepareBatchMaxSeqLen) {
+    int64_t outputs = num_outputs(static_cast<OutputMode>(mode), static_cast<int32_t>(qo_len));
+    check.fail(
+        "max_seq_len",
+        "at least the " + std::to_string(outputs) + " output rows of request " + std::to_string(b),
+        std::to_string(params.max_seq_len));
+  }
+  int64_t first_page = params.kv_indptr[b];
+  int64_t end_page = params.kv_indptr[b + 1];
+  if (first_page >= 0 && first_page <= end_page && end_page <= params.num_indices) {
+    check.fail("kv_indptr",
+               "wide enough for " +
+                   std::to_string((kv_len + params.page_size - 1) / params.page_size) +
+                   " pages of " + at("kv_lens", b) + " = " + std::to_string(kv_len) + " tokens",
+               std::to_string(end_page - first_page) + " pages");
+  }
+  check.fail(
+      "kv_indptr",
+      "non-decreasing from 0 up to the size of kv_indices = " + std::to_string(params.num_indices),
+      at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " + at("kv_indptr", b + 1) +
+          " = " + std::to_string(end_page));
+}
+
+// The page ids of a request that its rows lie in; those before may have been given back. One
+// reduction instead of a branch per page; the page at fault is looked up afterwards.
+void check_page_ids(const Checker& check, const PrepareBatchParams& params, int64_t b) {
+  int64_t kv_len = params.kv_lens[b];
+  int64_t first_page = params.kv_indptr[b];
+  const int32_t* pages = params.kv_indices + first_page;
+  int64_t touched = (kv_len - params.qo_lens[b]) / params.page_size;
+  int64_t end = (kv_len + params.page_size - 1) / params.page_size;
+  int32_t sign = 0;
+  for (int64_t page = touched; page < end; ++page) sign |= pages[page];
+  if (sign >= 0) return;
+  int64_t page = touched;
+  while (pages[page] >= 0) ++page;
+  check.fail(
+      at("kv_indices", first_page + page), "a page id, at least 0", std::to_string(pages[page]));
+}
+
 // Everything that depends on the values, before anything is written.
 void check_lengths(const Checker& check, const PrepareBatchParams& params) {
   int64_t rows = 0;
   int64_t outputs = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
-    int64_t qo_len = params.qo_lens[b];
-    int64_t kv_len = params.kv_lens[b];
-    int32_t mode = params.output_modes[b];
-    int64_t first_page = params.kv_indptr[b];
-    int64_t num_pages = params.kv_indptr[b + 1] - first_page;
-    if (qo_len < 0) check.fail(at("qo_lens", b), "at least 0", std::to_string(qo_len));
-    if (kv_len < qo_len) {
-      check.fail(at("kv_lens", b),
-                 "at least qo_lens[" + std::to_string(b) + "] = " + std::to_string(qo_len) +
-                     " (it includes this step's rows)",
-                 std::to_string(kv_len));
-    }
-    if (mode < 0 || mode > 2) {
-      check.fail(at("output_modes", b), "0 (none), 1 (last) or 2 (all)", std::to_string(mode));
-    }
-    if (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices) {
-      check.fail("kv_indptr",
-                 "non-decreasing from 0 up to the size of kv_indices = " +
-                     std::to_string(params.num_indices),
-                 at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " +
-                     at("kv_indptr", b + 1) + " = " + std::to_string(first_page + num_pages));
-    }
-    if (qo_len == 0) continue;
-    int64_t needed_pages = (kv_len + params.page_size - 1) / params.page_size;
-    if (num_pages < needed_pages) {
-      check.fail("kv_indptr",
-                 "wide enough for " + std::to_string(needed_pages) + " pages of " +
-                     at("kv_lens", b) + " = " + std::to_string(kv_len) + " tokens",
-                 std::to_string(num_pages) + " pages");
-    }
-    // One reduction instead of a branch per page; the page at fault is looked up afterwards.
-    const int32_t* pages = params.kv_indices + first_page;
-    int32_t sign = 0;
-    for (int64_t page = 0; page < needed_pages; ++page) sign |= pages[page];
-    if (sign < 0) {
-      int64_t page = 0;
-      while (pages[page] >= 0) ++page;
-      check.fail(at("kv_indices", first_page + page),
-                 "a page id, at least 0",
-                 std::to_string(pages[page]));
-    }
-    int64_t request_outputs =
-        num_outputs(static_cast<OutputMode>(mode), static_cast<int32_t>(qo_len));
-    if (params.output_cum_offsets && request_outputs > params.max_seq_len) {
-      check.fail("max_seq_len",
-                 "at least the " + std::to_string(request_outputs) + " output rows of request " +
-                     std::to_string(b),
-                 std::to_string(params.max_seq_len));
-    }
+    ErrorCode fault = fault_of(params, b);
+    if (fault != ErrorCode::kNone) fail_request(check, params, b, fault);
+    int32_t qo_len = params.qo_lens[b];
+    if (qo_len > 0 && params.kv_indptr) check_page_ids(check, params, b);
     rows += qo_len;
-    outputs += request_outputs;
+    outputs += num_outputs(static_cast<OutputMode>(params.output_modes[b]), qo_len);
   }
   if (rows > params.total_rows) {
     check.fail("total_rows",
@@ -99,7 +119,7 @@ void prepare_batch(const TensorView& qo_lens,
                    const TensorView& output_modes,
                    const TensorView& kv_indptr,
                    const TensorView& kv_indices,
-                   int64_t page_size,
+                   std::optional<int64_t> page_size,
                    int64_t total_rows,
                    int64_t num_output_rows,
                    std::optional<int64_t> max_seq_len,
@@ -113,8 +133,13 @@ void prepare_batch(const TensorView& qo_lens,
                    const TensorView& output_padding_offset,
                    const TensorView& output_cum_offsets) {
   Checker check("prepare_batch");
+  bool paged = kv_indptr.defined() || kv_indices.defined() || page_size;
   check.that(
-      page_size >= 1 && page_size <= kMaxInt32, "page_size", "an int32 of at least 1", page_size);
+      !paged || page_size, "page_size", "given together with kv_indptr and kv_indices", "None");
+  check.that(!paged || (*page_size >= 1 && *page_size <= kMaxInt32),
+             "page_size",
+             "an int32 of at least 1",
+             page_size.value_or(0));
   check.that(total_rows >= 0 && total_rows <= kMaxInt32,
              "total_rows",
              "an int32 of at least 0",
@@ -129,8 +154,10 @@ void prepare_batch(const TensorView& qo_lens,
   batch_plus_1.value = batch + 1;
   check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
   check.tensor("output_modes", output_modes, {DType::kInt32}, {&batch});
-  check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
-  check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&pages});
+  if (paged) {
+    check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
+    check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&pages});
+  }
   check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("row_to_request", row_to_request, {DType::kInt32}, {&rows});
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
@@ -167,16 +194,94 @@ void prepare_batch(const TensorView& qo_lens,
       .output_padding_offset = max_seq_len ? output_padding_offset.data<int32_t>() : nullptr,
       .output_cum_offsets = max_seq_len ? output_cum_offsets.data<int32_t>() : nullptr,
       .batch = batch,
-      .num_indices = pages,
+      .num_indices = paged ? pages.value : 0,
       .total_rows = total_rows,
       .num_output_rows = num_output_rows,
-      .page_size = page_size,
+      .page_size = page_size.value_or(0),
       .max_seq_len = max_seq_len.value_or(0),
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return prepare_batch_cuda(params, check.stream());
   check_lengths(check, params);
   prepare_batch_cpu(params);
+}
+
+// Everything that depends on the values, before anything is written.
+void check_input_ids(const Checker& check, const GatherInputIdsParams& params) {
+  for (int64_t row = 0; row < params.rows; ++row) {
+    ErrorCode fault = input_id(params, row).fault;
+    if (fault == ErrorCode::kNone) continue;
+    int64_t request = params.row_to_request[row];
+    if (fault == ErrorCode::kGatherInputIdsRequest) {
+      check.fail(at("row_to_request", row),
+                 "-1 or below batch = " + std::to_string(params.batch),
+                 std::to_string(request));
+    }
+    int64_t slot = params.slots[request];
+    if (fault == ErrorCode::kGatherInputIdsSlot) {
+      check.fail(
+          at("slots", request),
+          "a row of lens, below " + std::to_string(params.num_slots) + ", as the request has rows",
+          std::to_string(slot));
+    }
+    int64_t len = params.lens[slot];
+    if (fault == ErrorCode::kGatherInputIdsLength) {
+      check.fail(at("lens", slot),
+                 "at least 0 and at most max_len = " + std::to_string(params.max_len),
+                 std::to_string(len));
+    }
+    int64_t position = params.positions[row];
+    if (fault == ErrorCode::kGatherInputIdsPosition) {
+      check.fail(at("positions", row),
+                 "at least 0 and below " + at("lens", slot) +
+                     " + k = " + std::to_string(len + params.capacity),
+                 std::to_string(position));
+    }
+    bool drafted = position >= len;
+    check.fail(
+        drafted ? at("draft_token_ids", request, position - len) : at("token_ids", slot, position),
+        "a token id, at least 0, as " + at("positions", row) + " takes it",
+        std::to_string(drafted ? params.draft_token_ids[request * params.capacity + position - len]
+                               : params.token_ids[slot * params.token_stride + position]));
+  }
+}
+
+void gather_input_ids(const TensorView& row_to_request,
+                      const TensorView& positions,
+                      const TensorView& slots,
+                      const TensorView& token_ids,
+                      const TensorView& lens,
+                      const TensorView& draft_token_ids,
+                      const TensorView& out) {
+  Checker check("gather_input_ids");
+  Dim rows{"rows"}, batch{"batch"}, num_slots{"num_slots"}, max_len{"max_len"}, capacity{"k"};
+  check.tensor("row_to_request", row_to_request, {DType::kInt32}, {&rows});
+  check.tensor("positions", positions, {DType::kInt32}, {&rows});
+  check.tensor("slots", slots, {DType::kInt32}, {&batch});
+  check.tensor("token_ids", token_ids, {DType::kInt32}, {&num_slots, &max_len}, Layout::kRows);
+  check.tensor("lens", lens, {DType::kInt32}, {&num_slots});
+  check.optional("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &capacity});
+  check.tensor("out", out, {DType::kInt32}, {&rows});
+  if (rows == 0) return;
+  GatherInputIdsParams params{
+      .row_to_request = row_to_request.data<int32_t>(),
+      .positions = positions.data<int32_t>(),
+      .slots = slots.data<int32_t>(),
+      .token_ids = token_ids.data<int32_t>(),
+      .lens = lens.data<int32_t>(),
+      .draft_token_ids = draft_token_ids.data<int32_t>(),
+      .out = out.data<int32_t>(),
+      .rows = rows,
+      .batch = batch,
+      .num_slots = num_slots,
+      .max_len = max_len,
+      .token_stride = token_ids.stride(0),
+      .capacity = draft_token_ids.defined() ? capacity.value : 0,
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return gather_input_ids_cuda(params, check.stream());
+  check_input_ids(check, params);
+  gather_input_ids_cpu(params);
 }
 
 void gather_output_rows(const TensorView& hidden,
@@ -231,7 +336,7 @@ void check_tree(const Checker& check, const BuildTreeParams& params) {
     const int32_t* parents = params.parents + b * params.nodes;
     for (int64_t node = 0; node < count; ++node) {
       if (parents[node] >= -1 && parents[node] < node) continue;
-      check.fail("parents[" + std::to_string(b) + ", " + std::to_string(node) + "]",
+      check.fail(at("parents", b, node),
                  "-1 or a node before " + std::to_string(node),
                  std::to_string(parents[node]));
     }
@@ -521,7 +626,7 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
   auto next = [&](const char* name, const TensorView& view, DType dtype, Dim* size) {
     if (view.defined() != has_rows) {
       check.fail(name,
-                 has_rows ? "given where draft_qo_indptr is" : "absent where draft_qo_indptr is",
+                 has_rows ? "given together with draft_qo_indptr" : "None without draft_qo_indptr",
                  has_rows ? "None" : "a tensor");
     }
     if (has_rows) check.tensor(name, view, {dtype}, {size});
@@ -622,6 +727,7 @@ void keep_hidden_rows(const TensorView& hidden,
 
 void register_batching(pybind11::module_& m) {
   m.def("prepare_batch", &prepare_batch);
+  m.def("gather_input_ids", &gather_input_ids);
   m.def("gather_output_rows", &gather_output_rows);
   m.def("build_tree", &build_tree);
   m.def("prepare_draft_batch", &prepare_draft_batch);

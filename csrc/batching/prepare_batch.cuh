@@ -8,6 +8,7 @@
 namespace specops {
 
 constexpr int kPrepareBatchThreads = 256;
+constexpr int kPrepareBatchBlocksPerSm = 5;  // six leave 40 registers and spill
 constexpr int kPrepareBatchWarps = kPrepareBatchThreads / kWarpSize;
 
 // What a tile of requests leaves in shared memory for the rows that are looked up in it.
@@ -33,37 +34,18 @@ struct PrepareBatchRequest {
 };
 
 __device__ inline PrepareBatchRequest load_request(const PrepareBatchParams& params,
-                                                   uint32_t page_size,
                                                    int64_t request) {
   PrepareBatchRequest out;
   int32_t qo_len = params.qo_lens[request];
-  int32_t kv_len = params.kv_lens[request];
-  int32_t mode = params.output_modes[request];
-  int32_t first_page = params.kv_indptr[request];
-  int64_t num_pages = int64_t{params.kv_indptr[request + 1]} - first_page;
-  ErrorCode code = ErrorCode::kNone;
-  if (qo_len < 0) {
-    code = ErrorCode::kPrepareBatchQoLens;
-    qo_len = 0;
-  } else if (kv_len < qo_len) {
-    code = ErrorCode::kPrepareBatchKvLens;
-  } else if (mode < 0 || mode > 2) {
-    code = ErrorCode::kPrepareBatchOutputModes;
-  } else if (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices ||
-             (qo_len > 0 && num_pages < (int64_t{kv_len} + page_size - 1) / page_size)) {
-    code = ErrorCode::kPrepareBatchKvIndptr;
-  } else {
-    out.outputs = num_outputs(static_cast<OutputMode>(mode), qo_len);
-    if (params.output_cum_offsets && out.outputs > params.max_seq_len) {
-      code = ErrorCode::kPrepareBatchMaxSeqLen;
-      out.outputs = 0;
-    } else {
-      out.first_position = kv_len - qo_len;
-      out.first_page = first_page;
-    }
+  ErrorCode fault = fault_of(params, request);
+  out.qo_len = qo_len < 0 ? 0 : qo_len;
+  if (fault != ErrorCode::kNone) {
+    report_error(params.error, fault);
+    return out;
   }
-  out.qo_len = qo_len;
-  if (code != ErrorCode::kNone) report_error(params.error, code);
+  out.outputs = num_outputs(static_cast<OutputMode>(params.output_modes[request]), qo_len);
+  out.first_position = params.kv_lens[request] - qo_len;
+  out.first_page = params.kv_indptr ? params.kv_indptr[request] : 0;
   return out;
 }
 
@@ -73,7 +55,7 @@ __device__ inline int32_t cap(int64_t value, int64_t capacity) {
 }
 
 // For request b with rows i < qo_len: position = kv_len - qo_len + i, slot = its page's first slot
-// plus the offset in the page; output rows and the padded view as in prepare_batch_cpu.
+// plus the offset in the page, -1 without a page table; output rows and the padded view as in prepare_batch_cpu.
 // Grid:    x = slices of the row capacities (unbounded); every block scans all requests, so that
 //          no block waits for another.
 // Block:   256 threads; a thread owns one request of a tile of 256, then rows of the slice.
@@ -83,7 +65,7 @@ __device__ inline int32_t cap(int64_t value, int64_t capacity) {
 // Assumes: shapes checked by ops.cpp; capacities fit int32.
 // Order:   integers only.
 // Source:  FastDeploy's virtual padding: the padded tensor is never built, only its offsets.
-__global__ void __launch_bounds__(kPrepareBatchThreads)
+__global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm)
     prepare_batch_kernel(PrepareBatchParams params, int64_t rows_per_block) {
   auto& tile = *reinterpret_cast<PrepareBatchTile*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
@@ -107,7 +89,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads)
     // A request per thread: check it, and scan rows and output rows over the tile.
     int64_t request = first + thread;
     PrepareBatchRequest own;
-    if (request < params.batch) own = load_request(params, page_size, request);
+    if (request < params.batch) own = load_request(params, request);
     int64_t row_end = own.qo_len;
     int64_t output_end = own.outputs;
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -159,6 +141,8 @@ __global__ void __launch_bounds__(kPrepareBatchThreads)
       int64_t slot = -1;
       if (!padding) {
         position += static_cast<int32_t>(row) - tile.first_row[i];
+      }
+      if (!padding && params.kv_indptr != nullptr) {
         uint32_t page = static_cast<uint32_t>(position) / page_size;
         uint32_t offset = static_cast<uint32_t>(position) % page_size;
         int64_t page_id = params.kv_indices[tile.first_page[i] + int64_t{page}];

@@ -9,10 +9,28 @@ void fill_none(T* values, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) values[i] = -1;
 }
 
+// The cache slots of one request's rows.
+void fill_slots(const PrepareBatchParams& params,
+                int64_t batch_idx,
+                int64_t first_position,
+                int32_t qo_len,
+                int64_t* slots) {
+  const int32_t* pages = params.kv_indices + params.kv_indptr[batch_idx];
+  int64_t page = first_position / params.page_size;
+  int64_t offset = first_position % params.page_size;
+  for (int32_t i = 0; i < qo_len; ++i) {
+    slots[i] = pages[page] * params.page_size + offset;
+    if (++offset == params.page_size) {
+      offset = 0;
+      ++page;
+    }
+  }
+}
+
 }  // namespace
 
 // For request b with rows i < qo_len: position = kv_len - qo_len + i, slot = its page's first slot
-// plus the offset in the page; the output rows are the last one or all of them; the padded view
+// plus the offset in the page, -1 without a page table; the output rows are the last one or all of them; the padded view
 // places request b's first output row at b * max_seq_len.
 // Cost:    40 bytes written per row, 4 read per page of this step's rows.
 // Assumes: lengths, modes, page table and capacities checked by ops.cpp.
@@ -28,17 +46,14 @@ void prepare_batch_cpu(const PrepareBatchParams& params) {
     int32_t request = static_cast<int32_t>(batch_idx);
     int32_t qo_len = params.qo_lens[batch_idx];
     int64_t first_position = int64_t{params.kv_lens[batch_idx]} - qo_len;
-    const int32_t* pages = params.kv_indices + params.kv_indptr[batch_idx];
-    int64_t page = first_position / params.page_size;
-    int64_t offset = first_position % params.page_size;
     for (int32_t i = 0; i < qo_len; ++i) {
       params.row_to_request[row + i] = request;
       params.positions[row + i] = static_cast<int32_t>(first_position + i);
-      params.cache_slots[row + i] = pages[page] * params.page_size + offset;
-      if (++offset == params.page_size) {
-        offset = 0;
-        ++page;
-      }
+    }
+    if (params.kv_indptr) {
+      fill_slots(params, batch_idx, first_position, qo_len, params.cache_slots + row);
+    } else {
+      fill_none(params.cache_slots, row, row + qo_len);
     }
     int32_t outputs = num_outputs(static_cast<OutputMode>(params.output_modes[batch_idx]), qo_len);
     // Rows of the padded view that earlier requests left unused.

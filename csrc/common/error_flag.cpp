@@ -100,6 +100,18 @@ const char* error_sentence(int32_t code) {
     case ErrorCode::kKeepHiddenRowsLengths:
       return "keep_hidden_rows: qo_indptr must be rows of hidden and kv_lens at least as many, got "
              "others";
+    case ErrorCode::kGatherInputIdsRequest:
+      return "gather_input_ids: row_to_request must be -1 or below batch, got a request outside";
+    case ErrorCode::kGatherInputIdsSlot:
+      return "gather_input_ids: slots must be a row of lens where the request has rows, got one "
+             "outside";
+    case ErrorCode::kGatherInputIdsLength:
+      return "gather_input_ids: lens must be in [0, max_len], got a length outside";
+    case ErrorCode::kGatherInputIdsPosition:
+      return "gather_input_ids: positions must be at least 0 and below lens + k, got one outside";
+    case ErrorCode::kGatherInputIdsTokenId:
+      return "gather_input_ids: token_ids and draft_token_ids must be at least 0 where a row takes "
+             "them, got an id below";
 
     case ErrorCode::kCommitSlot:
       return "commit: slots must be -1 or a row of token_ids, got one outside";

@@ -52,6 +52,11 @@ enum class ErrorCode : int32_t {
   kAdvanceDraftBatchKvIndices = 50,
   kKeepHiddenRowsSlots = 51,
   kKeepHiddenRowsLengths = 52,
+  kGatherInputIdsRequest = 53,
+  kGatherInputIdsSlot = 54,
+  kGatherInputIdsLength = 55,
+  kGatherInputIdsPosition = 56,
+  kGatherInputIdsTokenId = 57,
 
   // sampling
   kCommitSlot = 60,

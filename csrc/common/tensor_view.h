@@ -156,7 +156,8 @@ class Checker {
     if (!dtype_ok || !shape_ok) fail(name, expected(dtypes, dims), describe(view));
     if (!has_layout(view, layout)) {
       fail(name,
-           layout == Layout::kContiguous ? "contiguous" : "contiguous within rows that lie apart",
+           layout == Layout::kContiguous ? "contiguous"
+                                         : "made of contiguous rows that do not overlap",
            "strides " + list(view.dl.strides, view.ndim()) + " for shape " +
                list(view.dl.shape, view.ndim()));
     }
@@ -187,8 +188,11 @@ class Checker {
 
   // For what CUDA kernels read and write in vectors.
   void on_16_bytes(const char* name, const TensorView& view) const {
-    if (reinterpret_cast<uintptr_t>(view.raw()) % 16 == 0) return;
-    fail(name, "aligned to 16 bytes", "another address");
+    auto past = reinterpret_cast<uintptr_t>(view.raw()) % 16;
+    if (past == 0) return;
+    fail(name,
+         "aligned to 16 bytes",
+         "an address " + std::to_string(past) + " bytes past a multiple of 16");
   }
 
   [[noreturn]] void fail(const std::string& name,
@@ -222,11 +226,11 @@ class Checker {
 
   // Something that is no tensor, or a tensor without plain memory.
   static std::string describe_object(PyObject* object) {
-    if (object == nullptr) return "nothing";
+    if (object == nullptr || object == Py_None) return "None";
     std::string out = Py_TYPE(object)->tp_name;
     for (const char* name : {"dtype", "layout", "device"}) {
       pybind11::object value = pybind11::getattr(object, name, pybind11::none());
-      if (!value.is_none()) out += " " + std::string(pybind11::str(value));
+      if (!value.is_none()) out += " " + torch_name(value);
     }
     return out;
   }
@@ -247,10 +251,13 @@ class Checker {
     }
   }
 
+  // Nothing is read of an empty tensor, so its strides may be anything: numpy's are 0.
   static bool has_layout(const TensorView& view, Layout layout) {
+    for (int axis = 0; axis < view.ndim(); ++axis) {
+      if (view.size(axis) == 0) return true;
+    }
     int64_t expected = 1;
     for (int axis = view.ndim() - 1; axis >= 0; --axis) {
-      if (view.size(axis) == 0) return true;
       bool free = layout == Layout::kRows && axis == 0;
       if (view.size(axis) != 1 && !free && view.stride(axis) != expected) return false;
       if (free && view.size(axis) != 1 && view.stride(axis) < expected) return false;
@@ -280,11 +287,17 @@ class Checker {
     return out + "]";
   }
 
+  // "float16" for torch.float16, as dtype_name() writes it.
+  static std::string torch_name(const pybind11::object& value) {
+    std::string name = pybind11::str(value);
+    return name.rfind("torch.", 0) == 0 ? name.substr(6) : name;
+  }
+
   static std::string describe(const TensorView& view) {
     DType dtype = view.dtype();
     std::string name = dtype_name(dtype);
     if (dtype == DType::kOther) {
-      name = pybind11::str(pybind11::getattr(view.object, "dtype"));
+      name = torch_name(pybind11::getattr(view.object, "dtype"));
     }
     return name + " " + list(view.dl.shape, view.ndim());
   }

@@ -22,31 +22,26 @@ __global__ void __launch_bounds__(kRmsNormMaxThreads)
   bool of_state = (blockIdx.x % 2 == 0) == params.hidden_first;
   T* out = static_cast<T*>(params.out) + int64_t{blockIdx.x} * params.width;
   const T* x = nullptr;
-  ErrorCode code = ErrorCode::kNone;
   int64_t request = params.row_to_request[row];
-  if (request != -1) {
-    bool known = request >= 0 && request < params.batch;
-    int64_t slot = known ? params.slots[request] : -1;
+  MtpInputFault fault = fault_of(params, row);
+  if (request != -1 && fault == MtpInputFault::kNone) {
+    int64_t slot = params.slots[request];
     int64_t position = params.positions[row];
     int64_t source = params.source_rows[row];
-    if (slot < 0 || slot >= params.num_slots || position < 0 || source == -1 ||
-        source >= params.hidden_rows || -2 - source >= params.kept_rows || params.lens[slot] < 0 ||
-        params.lens[slot] > params.max_len) {
-      code = ErrorCode::kMtpInputRows;
-    } else {
-      int64_t token = token_ahead(params, slot, position);
-      if (token < -1 || token >= params.vocab) {
-        code = ErrorCode::kMtpInputTokenId;
-      } else if (of_state) {
-        x = source >= 0 ? static_cast<const T*>(params.hidden) + source * params.hidden_stride
-                        : static_cast<const T*>(params.kept) + (-2 - source) * params.width;
-      } else if (token >= 0 && !(params.mask_first_position && position == 0)) {
-        x = static_cast<const T*>(params.embedding) + token * params.width;
-      }
+    int64_t token = token_ahead(params, slot, position);
+    if (of_state) {
+      x = source >= 0 ? static_cast<const T*>(params.hidden) + source * params.hidden_stride
+                      : static_cast<const T*>(params.kept) + (-2 - source) * params.width;
+    } else if (token >= 0 && !(params.mask_first_position && position == 0)) {
+      x = static_cast<const T*>(params.embedding) + token * params.width;
     }
   }
   if (x == nullptr) {
-    if (code != ErrorCode::kNone && threadIdx.x == 0) report_error(params.error, code);
+    if (fault != MtpInputFault::kNone && threadIdx.x == 0) {
+      report_error(params.error,
+                   fault == MtpInputFault::kTokenId ? ErrorCode::kMtpInputTokenId
+                                                    : ErrorCode::kMtpInputRows);
+    }
     for (int64_t i = threadIdx.x; i < params.width; i += blockDim.x) out[i] = from_float<T>(0.0f);
     return;
   }

@@ -8,6 +8,7 @@
 #include "common/error_flag.h"
 #include "common/host_device.h"
 #include "common/isa.h"
+#include "common/token_at.h"
 
 namespace specops {
 
@@ -50,10 +51,31 @@ SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
                                         int64_t slot,
                                         int64_t position) {
   int64_t index = position + params.ahead;
-  int64_t len = params.lens[slot];
-  if (index < len) return params.token_ids[slot * params.token_stride + index];
-  if (index - len >= params.capacity) return -1;
-  return params.draft_token_ids[slot * params.capacity + index - len];
+  return token_at(params.token_ids + slot * params.token_stride,
+                  params.lens[slot],
+                  params.draft_token_ids + slot * params.capacity,
+                  params.capacity,
+                  index);
+}
+
+// Which value of a row is out of range. A row of nobody is fine.
+enum class MtpInputFault { kNone, kRequest, kSlot, kLength, kPosition, kSourceRow, kTokenId };
+
+SPECOPS_HOST_DEVICE MtpInputFault fault_of(const MtpInputParams& params, int64_t row) {
+  int64_t request = params.row_to_request[row];
+  if (request == -1) return MtpInputFault::kNone;
+  if (request < 0 || request >= params.batch) return MtpInputFault::kRequest;
+  int64_t slot = params.slots[request];
+  if (slot < 0 || slot >= params.num_slots) return MtpInputFault::kSlot;
+  if (params.lens[slot] < 0 || params.lens[slot] > params.max_len) return MtpInputFault::kLength;
+  int64_t position = params.positions[row];
+  if (position < 0) return MtpInputFault::kPosition;
+  int64_t source = params.source_rows[row];
+  if (source == -1 || source >= params.hidden_rows || -2 - source >= params.kept_rows) {
+    return MtpInputFault::kSourceRow;
+  }
+  int64_t token = token_ahead(params, slot, position);
+  return token < -1 || token >= params.vocab ? MtpInputFault::kTokenId : MtpInputFault::kNone;
 }
 
 SPECOPS_DECLARE_CPU(mtp_input_cpu, MtpInputParams);

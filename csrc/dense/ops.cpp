@@ -252,42 +252,47 @@ void embedding(const TensorView& token_ids, const TensorView& weight, const Tens
   embedding_cpu(params);
 }
 
-// Everything that depends on the values, before anything is written.
-void check_rows(const Checker& check, const MtpInputParams& params) {
+// In words what fault_of() found.
+[[noreturn]] void fail_row(const Checker& check,
+                           const MtpInputParams& params,
+                           int64_t row,
+                           MtpInputFault fault) {
   auto fail = [&](const char* name, int64_t index, const std::string& expected, int64_t got) {
     check.fail(
         std::string(name) + "[" + std::to_string(index) + "]", expected, std::to_string(got));
   };
+  int64_t request = params.row_to_request[row];
+  if (fault == MtpInputFault::kRequest) {
+    fail("row_to_request", row, "-1 or below batch = " + std::to_string(params.batch), request);
+  }
+  int64_t slot = params.slots[request];
+  if (fault == MtpInputFault::kSlot) {
+    fail("slots", request, "a row of lens, below " + std::to_string(params.num_slots), slot);
+  }
+  int64_t len = params.lens[slot];
+  if (fault == MtpInputFault::kLength) {
+    fail("lens", slot, "at least 0 and at most max_len = " + std::to_string(params.max_len), len);
+  }
+  int64_t position = params.positions[row];
+  if (fault == MtpInputFault::kPosition) fail("positions", row, "at least 0", position);
+  if (fault == MtpInputFault::kSourceRow) {
+    fail("source_rows",
+         row,
+         "a row of hidden, below " + std::to_string(params.hidden_rows) +
+             ", or -2 - a row of kept, of " + std::to_string(params.kept_rows),
+         params.source_rows[row]);
+  }
+  check.fail((position + params.ahead < len ? "token_ids[" : "draft_token_ids[") +
+                 std::to_string(slot) + "]",
+             "ids below the vocabulary of " + std::to_string(params.vocab),
+             std::to_string(token_ahead(params, slot, position)));
+}
+
+// Everything that depends on the values, before anything is written.
+void check_rows(const Checker& check, const MtpInputParams& params) {
   for (int64_t row = 0; row < params.rows; ++row) {
-    int64_t request = params.row_to_request[row];
-    if (request < -1 || request >= params.batch) {
-      fail("row_to_request", row, "-1 or below batch = " + std::to_string(params.batch), request);
-    }
-    if (request < 0) continue;
-    int64_t slot = params.slots[request];
-    if (slot < 0 || slot >= params.num_slots) {
-      fail("slots", request, "a row of lens, below " + std::to_string(params.num_slots), slot);
-    }
-    if (params.lens[slot] < 0 || params.lens[slot] > params.max_len) {
-      fail("lens", slot, "in 0 .. max_len = " + std::to_string(params.max_len), params.lens[slot]);
-    }
-    int64_t position = params.positions[row];
-    if (position < 0) fail("positions", row, "at least 0", position);
-    int64_t source = params.source_rows[row];
-    if (source == -1 || source >= params.hidden_rows || -2 - source >= params.kept_rows) {
-      fail("source_rows",
-           row,
-           "a row of hidden, below " + std::to_string(params.hidden_rows) +
-               ", or -2 - a row of kept, of " + std::to_string(params.kept_rows),
-           source);
-    }
-    int64_t token = token_ahead(params, slot, position);
-    if (token < -1 || token >= params.vocab) {
-      fail(position + params.ahead < params.lens[slot] ? "token_ids" : "draft_token_ids",
-           slot,
-           "ids below the vocabulary of " + std::to_string(params.vocab),
-           token);
-    }
+    MtpInputFault fault = fault_of(params, row);
+    if (fault != MtpInputFault::kNone) fail_row(check, params, row, fault);
   }
 }
 

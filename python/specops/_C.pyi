@@ -26,9 +26,9 @@ def prepare_batch(
     qo_lens: Tensor,
     kv_lens: Tensor,
     output_modes: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    page_size: int,
+    kv_indptr: Tensor | None,
+    kv_indices: Tensor | None,
+    page_size: int | None,
     total_rows: int,
     num_output_rows: int,
     max_seq_len: int | None,
@@ -41,6 +41,15 @@ def prepare_batch(
     output_row_to_request: Tensor,
     output_padding_offset: Tensor | None,
     output_cum_offsets: Tensor | None,
+) -> None: ...
+def gather_input_ids(
+    row_to_request: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor | None,
+    out: Tensor,
 ) -> None: ...
 def gather_output_rows(hidden: Tensor, output_rows: Tensor, out: Tensor) -> None: ...
 def build_tree(

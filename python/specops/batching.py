@@ -198,10 +198,10 @@ def prepare_batch(
     qo_lens: Tensor,
     kv_lens: Tensor,
     output_modes: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
+    kv_indptr: Tensor | None = None,
+    kv_indices: Tensor | None = None,
     *,
-    page_size: int,
+    page_size: int | None = None,
     total_rows: int,
     num_output_rows: int,
     max_seq_len: int | None = None,
@@ -225,8 +225,10 @@ def prepare_batch(
         qo_lens: [batch], int32. Rows of each request in this step.
         kv_lens: [batch], int32. Tokens of each request in the cache, this step's rows included.
         output_modes: [batch], int32. `OutputMode` of each request.
-        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
-        kv_indices: [pages], int32. Page ids.
+        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`. Given together
+            with `kv_indices` and `page_size`; without these three every cache slot is -1.
+        kv_indices: [pages], int32. Page ids. Only those that this step's rows lie in are looked
+            at: pages that a sliding window has left behind may be -1.
         page_size: tokens per page.
         total_rows: capacity of the row arrays, at least the sum of qo_lens.
         num_output_rows: capacity of the output row arrays.
@@ -240,10 +242,10 @@ def prepare_batch(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a length is negative;
             kv_lens[b] < qo_lens[b]; a capacity is too small; the page table is too short for
-            kv_lens[b]; a page id is negative. Nothing has been written then. On CUDA wrong values
-            are told by `specops.check_errors`: the rows of such a request are -1 and it has no
-            output rows, rows past a capacity are left out, and a row whose page id is negative has
-            no cache slot (pages without rows in this step are not looked at).
+            kv_lens[b]; the page id of a row is negative. Nothing has been written then. On CUDA
+            wrong values are told by `specops.check_errors`: the rows of such a request are -1 and
+            it has no output rows, rows past a capacity are left out, and a row whose page id is
+            negative has no cache slot.
 
     Note:
         Deterministic. FastDeploy's rule for output rows is `LAST` for a request with one row or in
@@ -282,6 +284,58 @@ def prepare_batch(
         out.output_padding_offset,
         out.output_cum_offsets,
     )
+    return out
+
+
+def gather_input_ids(
+    row_to_request: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Looks up the token id of every row of a step: the request's text, then its drafts.
+
+    Same as `reference.gather_input_ids`. For a row at position i of request b in slot s = slots[b]:
+
+        out = (token_ids[s, :lens[s]] + draft_token_ids[b])[i]
+
+    So a prefill chunk, a row of plain decoding (i = lens[s] - 1) and the rows of drafts behind it
+    (i = lens[s] + j takes draft j) are one rule, and a loop whose text is kept by
+    `sampling.commit` never has to ask the host. A padding row gets 0, which any embedding has.
+
+    Args:
+        row_to_request: [rows], int32. Of `BatchIndices`, as the next one; -1: padding.
+        positions: [rows], int32.
+        slots: [batch], int32. Row of each request in the next two.
+        token_ids: [num_slots, max_len], int32. Prompt and output of each request; rows may be
+            strided.
+        lens: [num_slots], int32. How many of them there are.
+        draft_token_ids: [batch, k], int32. As `sampling.verify` takes them; only those that a row
+            stands for are looked at. None: no row lies behind the text.
+        out: [rows], int32. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a request, slot, length
+            or position is out of range; a token id that a row takes is negative. Nothing has been
+            written then. On CUDA wrong values are told by `specops.check_errors`; such a row gets
+            0.
+
+    Note:
+        Deterministic. Whether an id is below the size of the vocabulary is for `dense.embedding`
+        to say.
+
+    Source: FastDeploy's speculate_pre_process.
+    """
+    if out is None:
+        out = unless_wrong(lambda: torch.empty_like(positions))
+    _C.gather_input_ids(row_to_request, positions, slots, token_ids, lens, draft_token_ids, out)
     return out
 
 

@@ -22,12 +22,14 @@ from specops import _C
 # returned. Sizes are SymInt, for shapes that torch.compile leaves open.
 _SCHEMAS = (
     # batching
-    "prepare_batch(Tensor qo_lens, Tensor kv_lens, Tensor output_modes, Tensor kv_indptr, "
-    "Tensor kv_indices, int page_size, SymInt total_rows, SymInt num_output_rows, "
+    "prepare_batch(Tensor qo_lens, Tensor kv_lens, Tensor output_modes, Tensor? kv_indptr, "
+    "Tensor? kv_indices, int? page_size, SymInt total_rows, SymInt num_output_rows, "
     "SymInt? max_seq_len, Tensor(a!) qo_indptr, Tensor(b!) row_to_request, Tensor(c!) positions, "
     "Tensor(d!) cache_slots, Tensor(e!) output_indptr, Tensor(f!) output_rows, "
     "Tensor(g!) output_row_to_request, Tensor(h!)? output_padding_offset, "
     "Tensor(i!)? output_cum_offsets) -> ()",
+    "gather_input_ids(Tensor row_to_request, Tensor positions, Tensor slots, Tensor token_ids, "
+    "Tensor lens, Tensor? draft_token_ids, Tensor(a!) out) -> ()",
     "gather_output_rows(Tensor hidden, Tensor output_rows, Tensor(a!) out) -> ()",
     "build_tree(Tensor parents, Tensor num_draft_tokens, Tensor positions, Tensor(a!) depths, "
     "Tensor(b!) row_positions, Tensor(c!) ancestor_mask, Tensor(d!) first_child, "

@@ -14,6 +14,7 @@ from specops.reference.attention import (
 from specops.reference.batching import (
     advance_draft_batch,
     build_tree,
+    gather_input_ids,
     gather_output_rows,
     keep_hidden_rows,
     prepare_batch,
@@ -71,6 +72,7 @@ __all__ = [
     "commit",
     "compact_kv",
     "embedding",
+    "gather_input_ids",
     "gather_output_rows",
     "keep_hidden_rows",
     "kept_tokens",

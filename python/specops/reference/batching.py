@@ -9,10 +9,10 @@ def prepare_batch(
     qo_lens: Tensor,
     kv_lens: Tensor,
     output_modes: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
+    kv_indptr: Tensor | None = None,
+    kv_indices: Tensor | None = None,
     *,
-    page_size: int,
+    page_size: int | None = None,
     total_rows: int,
     num_output_rows: int,
     max_seq_len: int | None = None,
@@ -31,9 +31,12 @@ def prepare_batch(
     ):
         first_row = len(row_to_request)
         for position in range(kv_len - qo_len, kv_len):
-            page = int(kv_indices[int(kv_indptr[request]) + position // page_size])
             row_to_request.append(request)
             positions.append(position)
+            if kv_indptr is None or kv_indices is None or page_size is None:
+                cache_slots.append(-1)
+                continue
+            page = int(kv_indices[int(kv_indptr[request]) + position // page_size])
             cache_slots.append(page * page_size + position % page_size)
         rows = list(range(first_row, first_row + qo_len))
         rows = {0: [], 1: rows[-1:], 2: rows}[mode]
@@ -61,6 +64,27 @@ def prepare_batch(
         indices["output_padding_offset"] = padded(output_padding_offset, num_output_rows)
         indices["output_cum_offsets"] = torch.tensor(output_cum_offsets, dtype=torch.int32)
     return indices
+
+
+def gather_input_ids(
+    row_to_request: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    draft_token_ids: Tensor | None = None,
+) -> Tensor:
+    """`(text + drafts)[position]` row by row, with 0 for padding."""
+    out = torch.zeros_like(positions)
+    for row, request in enumerate(row_to_request.tolist()):
+        if request < 0:
+            continue
+        slot = int(slots[request])
+        tokens = token_ids[slot, : int(lens[slot])].tolist()
+        if draft_token_ids is not None:
+            tokens += draft_token_ids[request].tolist()
+        out[row] = tokens[int(positions[row])]
+    return out
 
 
 def gather_output_rows(hidden: Tensor, output_rows: Tensor) -> Tensor:

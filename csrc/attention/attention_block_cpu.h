@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a thread of append_attention on the CPU works with: its unit of work, the rows of it, its
+// memory.
+#pragma once
+
+#include <cstdlib>
+
+#include "attention/attention_element_cpu.h"
+#include "attention/attention_plan_cpu.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+constexpr int kLeafBlocks = kLeafTokens / kPageBlock;
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxUnitRows = kStateFloats / 64;
+
+// What one thread computes at a time: a tile of one request's rows or all rows of a bundle, some KV
+// heads, some chunks.
+struct Unit {
+  const Request* bundle;          // requests with rows, in turn, from here on
+  int64_t first_row, num_rows;    // within the request, if it is alone in its bundle
+  int64_t first_head, num_heads;  // KV heads
+  int64_t first_leaf, last_leaf;  // inclusive
+  bool cold;                      // KV is read once, and not expected in this core's cache
+  bool partial;                   // the unit's one chunk goes to the workspace, not to out
+};
+
+// A request's rows in a unit.
+struct Member {
+  const Request* request;
+  const int32_t* pages;
+  int64_t last_position, last_leaf;
+  int64_t first_seen, all_see;  // first position that any row sees, that all rows see
+  int first_row, rows;          // (query row, query head of one KV head), in the unit
+};
+
+// The rows of a unit, request by request.
+template <typename T>
+struct UnitRows {
+  Member members[kMaxBundle];
+  const T* first_q[kMaxBundle];  // of the unit's first head
+  int64_t positions[kMaxBundle], out_rows[kMaxBundle];
+  int num_members = 0;
+  int count = 0;
+};
+
+// The leaf's tokens: four blocks of 16, each at one token stride. A block nobody sees may be absent.
+template <typename T>
+struct LeafKv {
+  const T* k[kLeafBlocks];
+  const T* v[kLeafBlocks];
+  int64_t stride;
+};
+
+// Rows of one tile at one leaf. Row r sees the tokens [lo[r], hi[r]); both grow with r.
+template <typename T>
+struct Tile {
+  const T* q[kMaxTile];
+  int lo[kMaxTile], hi[kMaxTile];
+  int rows;
+};
+
+// A thread's memory: the scores and weights of a tile at one leaf, and the states of a unit's rows,
+// one of the chunk at hand and one of the chunks before it.
+template <typename T>
+struct Scratch {
+  alignas(64) float scores[kMaxTile * kLeafTokens];
+  alignas(64) typename Element<T>::Prob probs[kMaxTile * kLeafTokens];
+  alignas(64) float leaf_o[kMaxTile * kMaxHeadDim];
+  alignas(64) float states[2][kStateFloats];
+  float leaf_m[kMaxTile], leaf_l[kMaxTile];
+  float m[2][kMaxUnitRows], l[2][kMaxUnitRows];
+  alignas(64) T packed_k[kPageBlock * kMaxHeadDim];
+  alignas(64) T packed_v[kLeafTokens * kMaxHeadDim];
+};
+
+// One block per thread, made at its first leaf: thread_local arrays of this size would be zeroed in
+// every thread that loads the module.
+struct Arena {
+  void* memory = nullptr;
+  ~Arena() { std::free(memory); }
+};
+thread_local Arena arena;
+
+template <typename T>
+Scratch<T>& scratch() {
+  static_assert(sizeof(Scratch<T>) <= sizeof(Scratch<float>));
+  if (arena.memory == nullptr) arena.memory = std::aligned_alloc(64, sizeof(Scratch<float>));
+  return *static_cast<Scratch<T>*>(arena.memory);
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// How elements of the caches enter the products of append_attention on the CPU, and what its
+// vectors need beyond common/simd.h.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "common/dtype.h"
+#include "common/simd.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// For a function with everything it calls inlined: the compiler leaves some of these small loops as
+// calls, which send their vectors through memory.
+#define SPECOPS_FLATTEN __attribute__((noinline, flatten))
+
+// How a cache element enters the products. kStep tokens form one step of P V; Vec holds kStep
+// elements in each of its 16 lanes.
+template <typename T>
+struct Element {
+  using Prob = float;
+  using Vec = F32x16;
+  static constexpr int kStep = 1;
+};
+template <>
+struct Element<bfloat16> {
+  using Prob = bfloat16;
+  using Vec = BF16x32;
+  static constexpr int kStep = 2;
+};
+
+inline F32x16 accumulate(F32x16 acc, BF16x32 a, BF16x32 b) { return dot_pairs(acc, a, b); }
+inline F32x16 accumulate(F32x16 acc, F32x16 a, F32x16 b) { return fma(a, b, acc); }
+inline BF16x32 broadcast_step(const bfloat16* p) { return broadcast_pair(p); }
+inline F32x16 broadcast_step(const float* p) { return set1(*p); }
+
+// 32 columns of one step of V as two vectors. bf16: rows a and b interleaved, in the order of
+// columns that the instruction set gives for free; order_columns undoes it.
+inline void columns(const float* a, const float*, F32x16 out[2]) {
+  out[0] = load(a);
+  out[1] = load(a + 16);
+}
+inline void columns(const float16* a, const float16*, F32x16 out[2]) {
+  out[0] = load(a);
+  out[1] = load(a + 16);
+}
+inline void columns(const bfloat16* a, const bfloat16* b, BF16x32 out[2]) {
+#if defined(SPECOPS_AVX512)
+  __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+  out[0].v = _mm512_unpacklo_epi16(x, y);
+  out[1].v = _mm512_unpackhi_epi16(x, y);
+#elif defined(SPECOPS_AVX2)
+  for (int half = 0; half < 2; ++half) {
+    __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + 16 * half));
+    __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 16 * half));
+    out[half].lo = _mm256_unpacklo_epi16(x, y);
+    out[half].hi = _mm256_unpackhi_epi16(x, y);
+  }
+#else
+  for (int i = 0; i < 32; ++i) {
+    out[i / 16].v[i % 16] = a[i].bits | static_cast<uint32_t>(b[i].bits) << 16;
+  }
+#endif
+}
+
+// Brings accumulators of 32 columns back into the order of the columns.
+template <typename T>
+inline void order_columns([[maybe_unused]] F32x16* x) {
+  if (Element<T>::kStep == 1) return;
+#if defined(SPECOPS_AVX512)
+  __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  __m512 a = x[0].v, b = x[1].v;
+  x[0].v = _mm512_permutex2var_ps(a, first, b);
+  x[1].v = _mm512_permutex2var_ps(a, second, b);
+#elif defined(SPECOPS_AVX2)
+  for (int i = 0; i < 2; ++i) {
+    __m256 a = x[i].lo, b = x[i].hi;
+    x[i].lo = _mm256_permute2f128_ps(a, b, 0x20);
+    x[i].hi = _mm256_permute2f128_ps(a, b, 0x31);
+  }
+#endif
+}
+
+// Keeps the first (second) element of each pair where `first` (`second`), zero elsewhere.
+inline BF16x32 keep_halves(BF16x32 x, bool first, bool second) {
+  uint32_t bits = (first ? 0xffffu : 0u) | (second ? 0xffff0000u : 0u);
+#if defined(SPECOPS_AVX512)
+  return {_mm512_and_si512(x.v, _mm512_set1_epi32(static_cast<int>(bits)))};
+#elif defined(SPECOPS_AVX2)
+  __m256i mask = _mm256_set1_epi32(static_cast<int>(bits));
+  return {_mm256_and_si256(x.lo, mask), _mm256_and_si256(x.hi, mask)};
+#else
+  for (int i = 0; i < 16; ++i) x.v[i] &= bits;
+  return x;
+#endif
+}
+inline F32x16 keep_halves(F32x16 x, bool, bool) { return x; }
+
+// x in the lanes whose bit is set, -inf elsewhere.
+inline F32x16 keep_lanes(F32x16 x, uint32_t bits) {
+#if defined(SPECOPS_AVX512)
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), static_cast<__mmask16>(bits), x.v)};
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) lanes[i] = bits >> i & 1 ? lanes[i] : -INFINITY;
+  return load(lanes);
+#endif
+}
+
+inline void store_prob(float* p, F32x16 x) { store(p, x); }
+inline void store_prob(bfloat16* p, F32x16 x) {
+#if defined(SPECOPS_ISA_avx512_bf16)
+  __m256bh rounded = _mm512_cvtneps_pbh(x.v);
+  std::memcpy(static_cast<void*>(p), &rounded, 32);
+#else
+  store(p, x);
+#endif
+}
+
+// The tree of reduce_add and the value of reduce_max, without the trip through memory.
+inline float row_sum(F32x16 x) {
+#if defined(SPECOPS_AVX512)
+  __m256 t = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+#elif defined(SPECOPS_AVX2)
+  __m256 t = _mm256_add_ps(x.lo, x.hi);
+#endif
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
+  __m128 u = _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+  u = _mm_add_ps(u, _mm_movehl_ps(u, u));
+  return _mm_cvtss_f32(_mm_add_ss(u, _mm_movehdup_ps(u)));
+#else
+  return reduce_add(x);
+#endif
+}
+inline float row_max(F32x16 x) {
+#if defined(SPECOPS_AVX512)
+  __m256 t = _mm256_max_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+#elif defined(SPECOPS_AVX2)
+  __m256 t = _mm256_max_ps(x.lo, x.hi);
+#endif
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
+  __m128 u = _mm_max_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+  u = _mm_max_ps(u, _mm_movehl_ps(u, u));
+  return _mm_cvtss_f32(_mm_max_ss(u, _mm_movehdup_ps(u)));
+#else
+  return reduce_max(x);
+#endif
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// A leaf of the rows of a unit, and the end of a chunk, in append_attention on the CPU: folds of
+// states, in the one order there is.
+#pragma once
+
+#include "attention/attention_fold_cpu.h"
+#include "attention/attention_loads_cpu.h"
+#include "attention/attention_tile_cpu.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// chunk = chunk, then one leaf, of the rows [first, last), which all read it from where this member
+// does. `chunk`: which of the scratch states.
+template <typename T, int D>
+void fold_leaf(const AppendAttentionParams& params,
+               const Unit& unit,
+               const UnitRows<T>& rows,
+               const Member& member,
+               int64_t base,
+               int first,
+               int last,
+               int chunk,
+               Scratch<T>& own) {
+  int64_t group = params.num_qo_heads / params.num_kv_heads;
+  LeafKv<T> kv, head_kv;
+  Tile<T> tile;
+  load_table<T, D>(params, unit, member, base, kv);
+  if (unit.cold) load_leaf<T, D>(params, unit, kv);
+  head_kv.stride = kv.stride;
+  int tile_rows = last - first <= kMaxTile ? last - first : kWholeTile;
+  for (int64_t head = 0; head < unit.num_heads; ++head) {
+    for (int block = 0; block < kLeafBlocks; ++block) {
+      head_kv.k[block] = kv.k[block] == nullptr ? nullptr : kv.k[block] + head * D;
+      head_kv.v[block] = kv.v[block] == nullptr ? nullptr : kv.v[block] + head * D;
+    }
+    for (int begin = first; begin < last; begin += tile_rows) {
+      tile.rows = last - begin < tile_rows ? last - begin : tile_rows;
+      int64_t at = head * rows.count + begin;
+      float* m = own.m[chunk] + at;
+      float* l = own.l[chunk] + at;
+      float* o = own.states[chunk] + at * D;
+      float* dst[kMaxTile];
+      for (int row = 0; row < tile.rows; ++row) {
+        int64_t position = rows.positions[begin + row], end = position + 1 - base;
+        int64_t seen = window_begin(params, position);
+        tile.lo[row] = static_cast<int>(seen > base ? seen - base : 0);
+        tile.hi[row] = static_cast<int>(end < kLeafTokens ? end : kLeafTokens);
+        tile.q[row] = rows.first_q[begin + row] + head * group * D;
+        dst[row] = (l[row] == 0.0f ? o : own.leaf_o) + row * D;
+      }
+      reduce_leaf<T, D>(tile, head_kv, params.sm_scale, own.leaf_m, own.leaf_l, dst, own);
+      fold(m, l, o, own.leaf_m, own.leaf_l, dst, tile.rows, D);
+    }
+  }
+}
+
+// result = result, then the chunk.
+template <typename T, int D>
+void fold_chunk(int64_t unit_rows, int result, int chunk, Scratch<T>& own) {
+  for (int64_t row = 0; row < unit_rows; row += kMaxTile) {
+    int count = static_cast<int>(unit_rows - row < kMaxTile ? unit_rows - row : kMaxTile);
+    float* src[kMaxTile];
+    for (int i = 0; i < count; ++i) src[i] = own.states[chunk] + (row + i) * D;
+    fold(own.m[result] + row,
+         own.l[result] + row,
+         own.states[result] + row * D,
+         own.m[chunk] + row,
+         own.l[chunk] + row,
+         src,
+         count,
+         D);
+  }
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

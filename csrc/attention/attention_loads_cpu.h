@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// From memory in append_attention on the CPU: the queries of a unit, the page table, and K and V
+// ahead of the arithmetic.
+#pragma once
+
+#include "attention/attention_block_cpu.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// The rows of a unit, and where their queries lie.
+template <typename T, int D>
+void load_queries(const AppendAttentionParams& params, const Unit& unit, UnitRows<T>& rows) {
+  int64_t group = params.num_qo_heads / params.num_kv_heads;
+  bool whole = unit.bundle->members > 1;
+  for (const Request* r = unit.bundle; rows.num_members < unit.bundle->members; ++r) {
+    if (r->qo_len == 0) continue;
+    int64_t first_row = whole ? 0 : unit.first_row, num_rows = whole ? r->qo_len : unit.num_rows;
+    int64_t position = r->kv_len - r->qo_len + first_row;
+    Member& member = rows.members[rows.num_members++];
+    member.request = r;
+    member.pages = params.kv_indices + params.kv_indptr[r->batch_idx];
+    member.last_position = position + num_rows - 1;
+    member.last_leaf = member.last_position / kLeafTokens;
+    member.first_seen = window_begin(params, position);
+    member.all_see = window_begin(params, member.last_position);
+    member.first_row = rows.count;
+    member.rows = static_cast<int>(num_rows * group);
+    for (int64_t row = r->qo_begin + first_row; row < r->qo_begin + first_row + num_rows; ++row) {
+      for (int64_t i = 0; i < group; ++i, ++rows.count) {
+        int64_t head = unit.first_head * group + i;
+        rows.first_q[rows.count] =
+            static_cast<const T*>(params.q) + row * params.q_stride + head * D;
+        rows.positions[rows.count] = position;
+        rows.out_rows[rows.count] = row * params.num_qo_heads + head;
+      }
+      ++position;
+    }
+  }
+}
+
+// Where the tokens of a leaf lie, for the unit's first head; blocks outside what the member's rows
+// see may have no page.
+template <typename T, int D>
+void load_table(const AppendAttentionParams& params,
+                const Unit& unit,
+                const Member& member,
+                int64_t base,
+                LeafKv<T>& kv) {
+  int page_bits = params.page_size == 16 ? 4 : params.page_size == 32 ? 5 : 6;
+  kv.stride = params.num_kv_heads * D;
+  for (int block = 0; block < kLeafBlocks; ++block) {
+    int64_t token = base + block * kPageBlock;
+    bool used = token <= member.last_position && token + kPageBlock > member.first_seen;
+    kv.k[block] = kv.v[block] = nullptr;
+    if (!used) continue;
+    int64_t page = member.pages[token >> page_bits];
+    int64_t slot = (page << page_bits) + (token & (params.page_size - 1));
+    int64_t offset = slot * kv.stride + unit.first_head * D;
+    kv.k[block] = static_cast<const T*>(params.k_cache) + offset;
+    kv.v[block] = static_cast<const T*>(params.v_cache) + offset;
+  }
+}
+
+// Reads one leaf of K and V into L2, for all heads of the unit, before the arithmetic does: pieces
+// of one head at the stride of a token never start the hardware's prefetcher, and prefetch
+// instructions are dropped when the miss buffers are full. The blocks advance side by side, so that
+// the start of a page that lies elsewhere in memory hides behind the other streams.
+template <typename T, int D>
+void load_leaf(const AppendAttentionParams& params, const Unit& unit, const LeafKv<T>& kv) {
+  // All heads of a token lie next to each other.
+  bool joined = unit.num_heads == params.num_kv_heads;
+  int64_t piece = (joined ? kPageBlock : 1) * unit.num_heads * D;
+  int64_t pieces = joined ? 1 : kPageBlock;
+  const volatile char* streams[2 * kLeafBlocks];
+  int count = 0;
+  for (int block = 0; block < kLeafBlocks; ++block) {
+    if (kv.k[block] == nullptr) continue;
+    streams[count++] = reinterpret_cast<const volatile char*>(kv.k[block]);
+    streams[count++] = reinterpret_cast<const volatile char*>(kv.v[block]);
+  }
+  int64_t step = kv.stride * static_cast<int64_t>(sizeof(T));
+  int64_t bytes = piece * static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < pieces; ++i) {
+    for (int64_t at = i * step; at < i * step + bytes; at += 64) {
+      for (int stream = 0; stream < count; ++stream) (void)streams[stream][at];
+    }
+  }
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

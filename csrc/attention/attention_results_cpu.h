@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// What append_attention on the CPU writes: rows of out and lse, states for a later fold, and zeros
+// where nothing is seen.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "attention/attention_block_cpu.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// One finished row: o / l, and m + log l.
+template <typename T, int D>
+void write_row(
+    const AppendAttentionParams& params, int64_t out_row, float m, float l, const float* o) {
+  F32x16 inverse = set1(1.0f / l);
+  T* out = static_cast<T*>(params.out) + out_row * D;
+  for (int i = 0; i < D; i += 32) {
+    F32x16 x[2] = {load(o + i), load(o + i + kLanes)};
+    order_columns<T>(x);
+    store(out + i, mul(x[0], inverse));
+    store(out + i + kLanes, mul(x[1], inverse));
+  }
+  if (params.lse != nullptr) params.lse[out_row] = m + std::log(l);
+}
+
+// All rows of a unit, from their states.
+template <typename T, int D>
+void write_rows(const AppendAttentionParams& params,
+                const Unit& unit,
+                const UnitRows<T>& rows,
+                int result,
+                const Scratch<T>& own) {
+  int64_t group = params.num_qo_heads / params.num_kv_heads;
+  for (int64_t head = 0; head < unit.num_heads; ++head) {
+    for (int row = 0; row < rows.count; ++row) {
+      int64_t at = head * rows.count + row;
+      write_row<T, D>(params,
+                      rows.out_rows[row] + head * group,
+                      own.m[result][at],
+                      own.l[result][at],
+                      own.states[result] + at * D);
+    }
+  }
+}
+
+// The states of a unit that is one chunk of its rows, into the workspace.
+template <typename T, int D>
+void write_part(const AppendAttentionParams& params,
+                const Unit& unit,
+                const UnitRows<T>& rows,
+                int result,
+                const Scratch<T>& own) {
+  for (int i = 0; i < rows.num_members; ++i) {
+    const Member& member = rows.members[i];
+    int64_t index = unit.first_leaf / kChunkLeaves - member.request->first_leaf / kChunkLeaves;
+    if (index < 0 || index >= chunks_of(*member.request)) continue;
+    int64_t all = member.rows * params.num_kv_heads;
+    float* state = params.workspace + member.request->partial + index * all * (D + 2);
+    for (int64_t head = 0; head < unit.num_heads; ++head) {
+      int64_t src = head * rows.count + member.first_row;
+      int64_t dst = (unit.first_head + head) * member.rows;
+      std::memcpy(state + dst, own.m[result] + src, member.rows * sizeof(float));
+      std::memcpy(state + all + dst, own.l[result] + src, member.rows * sizeof(float));
+      std::memcpy(
+          state + 2 * all + dst * D, own.states[result] + src * D, member.rows * D * sizeof(float));
+    }
+  }
+}
+
+// Rows that belong to no request.
+template <typename T, int D>
+void zero_padding(const AppendAttentionParams& params) {
+  int64_t used = params.qo_indptr[params.batch];
+  int64_t width = params.num_qo_heads * D;
+  if (used >= params.rows) return;
+  std::memset(static_cast<void*>(static_cast<T*>(params.out) + used * width),
+              0,
+              (params.rows - used) * width * sizeof(T));
+  if (params.lse == nullptr) return;
+  for (int64_t i = used * params.num_qo_heads; i < params.rows * params.num_qo_heads; ++i) {
+    params.lse[i] = -INFINITY;
+  }
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

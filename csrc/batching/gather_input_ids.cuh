@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "batching/gather_input_ids.h"
+#include "common/device.cuh"
+
+namespace specops {
+
+constexpr int kGatherInputIdsThreads = 128;
+
+// out[row] = the text's token at the row's position, or the draft behind the text; 0 for padding.
+// Grid:    x = rows / 128 (unbounded).
+// Block:   128 threads, one per row.
+// Smem:    none.
+// Cost:    12 bytes read and 4 written per row, and three dependent reads of tables; bound by
+//          latency.
+// Assumes: shapes checked by ops.cpp.
+// Order:   integers only.
+// Source:  FastDeploy's speculate_pre_process.
+__global__ void __launch_bounds__(kGatherInputIdsThreads)
+    gather_input_ids_kernel(GatherInputIdsParams params) {
+  int64_t row = int64_t{blockIdx.x} * kGatherInputIdsThreads + threadIdx.x;
+  if (row >= params.rows) return;
+  InputId id = input_id(params, row);
+  if (id.fault != ErrorCode::kNone) report_error(params.error, id.fault);
+  params.out[row] = id.token_id;
+}
+
+}  // namespace specops

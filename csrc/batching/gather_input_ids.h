@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// gather_input_ids: the token id of every row of a step, from the requests' text and their drafts.
+#pragma once
+
+#include <cstdint>
+
+#include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/isa.h"
+#include "common/token_at.h"
+
+namespace specops {
+
+struct GatherInputIdsParams {
+  const int32_t* row_to_request;   // [rows], or -1: padding
+  const int32_t* positions;        // [rows]
+  const int32_t* slots;            // [batch], row of the per-slot arrays
+  const int32_t* token_ids;        // [num_slots, max_len], rows token_stride apart
+  const int32_t* lens;             // [num_slots]
+  const int32_t* draft_token_ids;  // [batch, capacity], or nullptr with a capacity of 0
+  int32_t* out;                    // [rows], 0 for padding
+  int64_t rows;
+  int64_t batch;
+  int64_t num_slots;
+  int64_t max_len;
+  int64_t token_stride;
+  int64_t capacity;
+  ErrorFlag error;
+};
+
+// The token id of a row, 0 for padding and for a row that is at fault.
+struct InputId {
+  int32_t token_id = 0;
+  ErrorCode fault = ErrorCode::kNone;
+};
+
+SPECOPS_HOST_DEVICE InputId input_id(const GatherInputIdsParams& params, int64_t row) {
+  int64_t request = params.row_to_request[row];
+  if (request == -1) return {};
+  if (request < 0 || request >= params.batch) return {0, ErrorCode::kGatherInputIdsRequest};
+  int64_t slot = params.slots[request];
+  if (slot < 0 || slot >= params.num_slots) return {0, ErrorCode::kGatherInputIdsSlot};
+  int64_t len = params.lens[slot];
+  if (len < 0 || len > params.max_len) return {0, ErrorCode::kGatherInputIdsLength};
+  int64_t position = params.positions[row];
+  if (position < 0 || position - len >= params.capacity) {
+    return {0, ErrorCode::kGatherInputIdsPosition};
+  }
+  int32_t token_id = token_at(params.token_ids + slot * params.token_stride,
+                              len,
+                              params.draft_token_ids + request * params.capacity,
+                              params.capacity,
+                              position);
+  if (token_id < 0) return {0, ErrorCode::kGatherInputIdsTokenId};
+  return {token_id, ErrorCode::kNone};
+}
+
+SPECOPS_DECLARE_CPU(gather_input_ids_cpu, GatherInputIdsParams);
+SPECOPS_DECLARE_CUDA(gather_input_ids_cuda, GatherInputIdsParams);
+
+}  // namespace specops

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tokens of a request by absolute position: its text, and its drafts behind it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace specops {
+
+// text: [len], drafts: [capacity]. -1 where neither goes so far.
+SPECOPS_HOST_DEVICE int32_t token_at(
+    const int32_t* text, int64_t len, const int32_t* drafts, int64_t capacity, int64_t position) {
+  if (position < len) return text[position];
+  return position - len < capacity ? drafts[position - len] : -1;
+}
+
+}  // namespace specops
