@@ -425,12 +425,12 @@ def strided(tensor: Tensor) -> Tensor:
 
 # What is done to a good argument, and what the message must then hold.
 WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "dtype": (lambda t: t.to(torch.complex64), r"got torch\.complex64 \["),
-    "another integer": (lambda t: t.to(torch.int16), r"got torch\.int16 \["),
+    "dtype": (lambda t: t.to(torch.complex64), r"got complex64 \["),
+    "another integer": (lambda t: t.to(torch.int16), r"got int16 \["),
     "rank": (lambda t: t.unsqueeze(0), r"\[.*\], got \w+ \[1, "),
     "strides": (strided, r"contiguous.*, got strides \["),
-    "device": (lambda t: t.to("meta"), r"got Tensor torch\.\w+ torch\.strided meta"),
-    "sparse": (lambda t: t.to_sparse(), r"got Tensor torch\.\w+ torch\.sparse_coo cpu"),
+    "device": (lambda t: t.to("meta"), r"got Tensor \w+ strided meta"),
+    "sparse": (lambda t: t.to_sparse(), r"got Tensor \w+ sparse_coo cpu"),
     "list": (lambda t: t.tolist(), r"got list"),
     "numpy": (lambda t: t.numpy(), r"got numpy\.ndarray"),
     "none": (lambda t: None, r"got NoneType"),
@@ -454,7 +454,7 @@ def test_the_good_calls_are_good(name: str) -> None:
     for argument, kind in OPS[name].items():
         holds_tensor = "Tensor" in kind and kind != FIELDS
         assert holds_tensor == isinstance(arguments[argument], Tensor)
-        if kind == "Tensor | None":
+        if kind.startswith("Tensor") and kind.endswith("None"):
             without = {**GOOD_CALLS[name](), argument: None}
             # The arrays of max_seq_len go together, and those of prefixes and of sampling do.
             together = name in ("prepare_batch", "advance_draft_batch") or argument.startswith(
@@ -476,7 +476,7 @@ CASES = [
     for argument, kind in arguments.items()
     if "Tensor" in kind and kind != FIELDS
     for wrong in WRONG
-    if not (wrong == "none" and kind == "Tensor | None")
+    if not (wrong == "none" and kind.endswith("None"))
     if (name, wrong) != ("take_error", "strides")  # one element is always contiguous
 ]
 
@@ -514,9 +514,7 @@ def test_fields_that_need_each_other(field: str) -> None:
     try:
         _C.verify(*arguments.values())
     except ValueError as error:
-        needed = re.match(
-            r"verify: processors\.(\w+) must be given where .* is, got None", str(error)
-        )
+        needed = re.match(r"verify: processors\.(\w+) must be given with .*, got None", str(error))
         assert needed and needed[1] == field, str(error)
 
 

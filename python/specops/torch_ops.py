@@ -127,9 +127,30 @@ def _trace_as(function: Callable[..., None]) -> Callable[[Callable[..., None]], 
     return torch.compiler.substitute_in_graph(function, skip_signature_check=True)
 
 
+# Arguments that eager calls take as one number, too: a graph makes a tensor of it.
+_NUMBERS = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p"), torch.float32),
+    **dict.fromkeys(("top_k", "choice_index", "strategy", "policy"), torch.int32),
+}
+
+
 def _trace_as_op(function: Callable[..., None], op: OpOverload) -> None:
+    names = [argument.name for argument in op._schema.arguments]
+    numbers = {names.index(name): dtype for name, dtype in _NUMBERS.items() if name in names}
+    requests = [names.index(name) for name in ("positions", "output_indptr") if name in names]
+
     @_trace_as(function)
     def call(*args: Any) -> None:
+        if any(isinstance(args[place], int | float) for place in numbers):
+            count, device = args[0].shape[0], args[0].device
+            for place in requests:
+                if args[place] is not None:
+                    count = args[place].shape[0] - (names[place] == "output_indptr")
+            given = list(args)
+            for place, dtype in numbers.items():
+                if isinstance(given[place], int | float):
+                    given[place] = torch.full((count,), given[place], dtype=dtype, device=device)
+            args = tuple(given)
         op(*args)
 
 
