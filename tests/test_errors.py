@@ -22,7 +22,11 @@ STUB = Path(specops.__file__).with_name("_C.pyi")
 FAMILIES = (attention, batching, dense, ngram, runtime, sampling)
 DEFS = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.FunctionDef)]
 OPS = {
-    node.name: {arg.arg: ast.unparse(arg.annotation) for arg in node.args.args if arg.annotation}
+    node.name: {
+        arg.arg: ast.unparse(arg.annotation).replace("Written", "Tensor").replace("Size", "int")
+        for arg in node.args.args
+        if arg.annotation
+    }
     for node in DEFS
 }
 CLASSES = {"SuffixCache"}  # with tests of errors of their own
