@@ -48,5 +48,9 @@ def positions_from(start: int, rows: int) -> Tensor:
     return torch.arange(start, start + rows, dtype=torch.int32)
 
 
-def on_device(tensors: dict[str, Tensor], device: str | torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+def on_device(arguments: dict[str, Any], device: str | torch.device) -> dict[str, Any]:
+    """The tensors among them there; numbers as they are."""
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }

@@ -647,15 +647,15 @@ def test_what_is_cut_needs_no_room(device: str) -> None:
 @pytest.mark.parametrize(
     "absent,given,message",
     [
-        ("token_counts", ["counted_token_ids"], "given where counted_token_ids is, got None"),
-        ("counted_token_ids", ["token_counts"], "given where token_counts is, got None"),
-        ("prompt_lens", ["min_tokens"], "given where min_tokens is, got None"),
-        ("prompt_lens", ["stop_sequences", "finish_reasons"], "given where stop_sequences is"),
-        ("prompt_lens", ["thinking_budget", "thinking_state"], "given where thinking_budget is"),
-        ("thinking_state", ["think_end_token_id"], "given where an argument about thinking is"),
-        ("thinking_state", ["inject_token_ids"], "given where an argument about thinking is"),
-        ("finish_reasons", ["stop_token_ids"], "given where something that ends a request is"),
-        ("finish_reasons", ["max_lens"], "given where something that ends a request is"),
+        ("token_counts", ["counted_token_ids"], "given with counted_token_ids, got None"),
+        ("counted_token_ids", ["token_counts"], "given with token_counts, got None"),
+        ("prompt_lens", ["min_tokens"], "given with min_tokens, got None"),
+        ("prompt_lens", ["stop_sequences", "finish_reasons"], "given with stop_sequences"),
+        ("prompt_lens", ["thinking_budget", "thinking_state"], "given with thinking_budget"),
+        ("thinking_state", ["think_end_token_id"], "given with any thinking argument"),
+        ("thinking_state", ["inject_token_ids"], "given with any thinking argument"),
+        ("finish_reasons", ["stop_token_ids"], "given with any rule that ends a request"),
+        ("finish_reasons", ["max_lens"], "given with any rule that ends a request"),
     ],
 )
 def test_a_rule_without_what_it_needs(

@@ -478,10 +478,37 @@ def test_sample_refuses_shapes_and_dtypes(device: str) -> None:
 def test_parameters_that_would_change_nothing_are_refused(device: str) -> None:
     logits, positions = torch.zeros(2, 5, device=device), positions_from(0, 2).to(device)
     params = on_device(row_params(2), device)
-    with pytest.raises(ValueError, match="seeds must be given where temperature is, got None"):
-        sampling.sample(logits, positions, temperature=params["temperature"])
-    with pytest.raises(ValueError, match=r"top_p must be None where .*, got a tensor"):
-        sampling.sample(logits, positions, top_p=params["top_p"])
+    for top_p in (params["top_p"], 0.5):
+        with pytest.raises(ValueError, match=r"top_p must be None without temperature .greedy"):
+            sampling.sample(logits, positions, top_p=top_p)
+
+
+def test_seeds_are_needed_where_something_is_drawn(device: str, on_cuda: bool) -> None:
+    logits, positions = torch.randn(3, 5, device=device), positions_from(0, 3).to(device)
+    best = logits.argmax(-1).int()
+    temperature = torch.zeros(3, device=device)
+    assert torch.equal(sampling.sample(logits, positions, temperature=temperature), best)
+    assert torch.equal(sampling.sample(logits, positions, temperature=0.0, choice_index=2), best)
+    temperature[1] = 0.5
+    for given in (temperature, 0.5):
+        with expect_fault(on_cuda, "sample: seeds must be given where a temperature is above 0"):
+            tokens = sampling.sample(logits, positions, temperature=given)
+            assert tokens.tolist()[1] == -1 and (given is not temperature or tokens[0] == best[0])
+
+
+def test_one_number_for_all_rows(device: str, isa: str) -> None:
+    logits, positions = torch.randn(20, 900, device=device), positions_from(3, 20).to(device)
+    seeds = torch.arange(20, device=device)
+    numbers = {"temperature": 0.75, "top_k": 300, "top_p": 0.875, "min_p": 0.0625}
+    numbers |= {"typical_p": 0.96875, "choice_index": 3}
+    columns = on_device(row_params(20, **numbers), device)
+    del columns["seeds"]
+    columns["typical_p"] = torch.full((20,), 0.96875, device=device)
+    want = sampling.sample(logits, positions, seeds=seeds, **columns)
+    assert torch.equal(sampling.sample(logits, positions, seeds=seeds, **numbers), want)
+    for name, number in numbers.items():
+        mixed = {**columns, name: number}
+        assert torch.equal(sampling.sample(logits, positions, seeds=seeds, **mixed), want), name
 
 
 def test_top_logprobs_refuses_more_than_the_vocabulary(device: str) -> None:

@@ -46,21 +46,25 @@ EVERY_OVERLOAD = [op for name in NAMES for op in overloads(name)]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_op_has_a_schema_of_its_own_arguments(name: str) -> None:
-    assert overloads(name), f"{name} needs its schema in torch_ops.py"
+    assert overloads(name), f"torch_ops.py has made no schema of {name}"
     for op in overloads(name):
         arguments = op._schema.arguments
         assert [argument.name for argument in arguments] == list(OPS[name])
         assert not op._schema.returns
         for argument in arguments:
             # Of `int | Tensor`, each overload is one side.
-            if OPS[name][argument.name] not in ("int | Tensor", "bool | Tensor"):
+            wanted = OPS[name][argument.name]
+            if wanted not in ("int | Tensor", "bool | Tensor"):
                 kind = str(argument.type).replace("Optional[Tensor]", "Tensor | None")
                 kind = kind.replace("List[Tensor | None]", FIELDS)
-                assert kind == OPS[name][argument.name] or "Tensor" not in kind, argument.name
+                # A number for all rows is made a tensor on the way.
+                wanted = wanted.replace("Tensor | float |", "Tensor |")
+                wanted = wanted.replace("Tensor | int |", "Tensor |")
+                assert kind == wanted or "Tensor" not in kind, argument.name
 
 
 def test_a_missing_schema_would_be_noticed() -> None:
-    with pytest.raises(AssertionError, match="no_such_op needs its schema"):
+    with pytest.raises(AssertionError, match="has made no schema of no_such_op"):
         test_every_op_has_a_schema_of_its_own_arguments("no_such_op")
 
 
@@ -170,6 +174,57 @@ def test_ngram_sizes_of_either_kind(low: Any, high: Any, leftmost: Any) -> None:
         )
 
     for got, want in zip(compiled(propose)(), propose(), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_one_number_for_all_rows(traced: bool) -> None:
+    """In eager code and in a graph as a tensor of that number."""
+    logits = 3 * torch.randn(6, 50)
+    drafts = logits.argmax(-1).int().view(2, 3)[:, :2].contiguous()
+    positions, starts, indptr = ints(*range(6)), ints(4, 9), ints(0, 3, 6)
+    seeds = torch.arange(6)
+    numbers: dict[str, Any] = {"temperature": 0.75, "top_k": 20, "top_p": 0.875, "min_p": 0.0625}
+    numbers |= {"typical_p": 0.96875, "choice_index": 3}
+
+    def results(count: Callable[[int], Callable[[Any], Any]]) -> list[Tensor]:
+        def of(rows: int) -> dict[str, Any]:
+            return {name: count(rows)(number) for name, number in numbers.items()}
+
+        def function() -> list[Tensor]:
+            filters = {name: value for name, value in of(2).items() if name != "choice_index"}
+            return [
+                sampling.sample(logits, positions, **of(6), seeds=seeds),
+                *sampling.verify(
+                    logits,
+                    indptr,
+                    drafts,
+                    positions=starts,
+                    strategy=count(2)(sampling.VerifyStrategy.BLOCK),
+                    policy=count(2)(sampling.AcceptPolicy.NORMAL),
+                    seeds=seeds[:2],
+                    **of(2),
+                ),
+                *sampling.top_logprobs(
+                    logits,
+                    3,
+                    processed_logprobs=True,
+                    output_indptr=indptr,
+                    draft_token_ids=drafts,
+                    **filters,
+                ),
+            ]
+
+        return compiled(function)() if traced else function()
+
+    def tensor(rows: int) -> Callable[[Any], Tensor]:
+        def full(number: Any) -> Tensor:
+            dtype = torch.float32 if isinstance(number, float) else torch.int32
+            return torch.full((rows,), number, dtype=dtype)
+
+        return full
+
+    for got, want in zip(results(lambda _: lambda x: x), results(tensor), strict=True):
         assert torch.equal(got, want)
 
 

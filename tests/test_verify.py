@@ -913,6 +913,78 @@ def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
             )
 
 
+# ---- one number for all requests ----
+
+
+@pytest.mark.parametrize("strategy", VerifyStrategy)
+@pytest.mark.parametrize("policy", AcceptPolicy)
+def test_one_number_for_all_requests(device: str, isa: str, strategy: int, policy: int) -> None:
+    step = ragged_step(40, 3, 50, given="dense", strategies=[strategy], policies=[policy])
+    numbers = {"temperature": 0.75, "top_k": 30, "top_p": 0.875, "min_p": 0.0625}
+    numbers |= {"typical_p": 0.96875, "choice_index": 3}
+    for name, number in numbers.items():
+        step[name] = torch.full((40,), number, dtype=step[name].dtype)
+    want = run_verify(step, device)
+    each: dict[str, Any] = {"strategy": strategy, "policy": policy, **numbers}
+    assert same(run_verify({**step, **each}, device), want)
+    for name, number in each.items():
+        assert same(run_verify({**step, name: number}, device), want), name
+
+
+def test_nothing_is_drawn_without_seeds(device: str, isa: str) -> None:
+    """Requests at temperature 0 or under GREEDY need none, whatever the others' parameters."""
+    step = ragged_step(40, 3, 50, strategies=[GREEDY], policies=[NORMAL, ACCEPT_ALL, REJECT_ALL])
+    want = check_step(step, device)
+    unseeded = {name: x for name, x in step.items() if name != "seeds"}
+    assert same(run_verify(unseeded, device), want)
+    cold = {**unseeded, "temperature": torch.zeros(40)}
+    del cold["strategy"]
+    assert same(run_verify(cold, device), want)
+    bare = {name: x for name, x in cold.items() if name not in FILTERS}
+    assert same(run_verify(bare, device), want)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1"),
+        ({"temperature": math.inf}, "temperature must be finite and at least 0, got inf"),
+        ({"temperature": "hot"}, r"temperature must be a number or float32 \[batch=1\], got str"),
+        ({"temperature": True}, r"temperature must be a number or float32 \[batch=1\], got bool"),
+        ({"top_k": 2.0}, r"top_k must be an int or int32 \[batch=1\], got float"),
+        ({"top_k": -2}, "top_k must be at least 1, or 0 or -1 for off, got -2"),
+        ({"top_k": 2**31}, "top_k must be an int32, got 2147483648"),
+        ({"top_p": 2}, r"top_p must be within \[0, 1\], got 2"),
+        ({"min_p": math.nan}, r"min_p must be within \[0, 1\], got nan"),
+        ({"typical_p": 0.0}, r"typical_p must be within \(0, 1\], got 0"),
+        ({"strategy": 5}, r"strategy must be 0 \(GREEDY\), 1 .*, got 5"),
+        ({"policy": -1}, r"policy must be 0 \(NORMAL\), 1 .*, got -1"),
+        (
+            {"strategy": BLOCK, "parents": [[0]]},
+            r"strategy must be .* where parents are given, got 3",
+        ),
+        ({"choice_index": 0.5}, r"choice_index must be an int or int32 \[batch=1\], got float"),
+        (
+            {"temperature": None, "top_p": 0.5},
+            "top_p must be None without temperature .*, got a value",
+        ),
+    ],
+)
+def test_numbers_are_refused_at_once(device: str, change: dict[str, Any], message: str) -> None:
+    """On CUDA, too: the host knows them."""
+    step: dict[str, Any] = {
+        "logits": torch.zeros(2, 5),
+        "output_indptr": ints(0, 2),
+        "draft_token_ids": ints([0]),
+        "positions": ints(0),
+        "seeds": torch.tensor([1]),
+        "temperature": 1.0,
+    }
+    step |= {name: ints(*x) if isinstance(x, list) else x for name, x in change.items()}
+    with pytest.raises(ValueError, match=f"^verify: {message}"):
+        sampling.verify(**on_device(step, device))
+
+
 # ---- refusals ----
 
 
@@ -927,6 +999,11 @@ def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
         ({"top_p": [7.0]}, r"verify: top_p.* must be within"),
         ({"typical_p": [0.0]}, r"verify: typical_p.* must be within"),
         ({"policy": [3]}, r"verify: accept_rates must be given where a policy is 3"),
+        (
+            {"policy": [3], "accept_rates": [[0.5, 0.5]], "seeds": None},
+            r"verify: seeds must be given where a temperature is above 0 or a policy is 3",
+        ),
+        ({"strategy": [2], "seeds": None}, r"verify: seeds must be given where a temperature is"),
         ({"policy": [3], "accept_rates": [[0.5, 1.5]]}, r"accept_rates.* must be within \[0, 1\]"),
         ({"policy": [3], "accept_rates": [[math.nan, 1]]}, r"accept_rates.* must be within"),
         (
@@ -968,8 +1045,9 @@ def test_verify_refuses_values(
         "strategy": [0],
         "policy": [0],
     }
-    filters = {name: value for name, value in change.items() if name in FILTERS}
+    filters = {name: value for name, value in change.items() if name in FILTERS and value}
     arrays: dict[str, Any] = {"logits": torch.zeros(3, 5), **row_params(1, **filters)}
+    arrays = {name: value for name, value in arrays.items() if change.get(name, 0) is not None}
     for name, value in {**step, **change}.items():
         if name not in FILTERS:
             floating = name in ("accept_rates", "draft_probs")
@@ -1001,7 +1079,9 @@ def test_verify_refuses_too_large_trees(device: str) -> None:
 def test_verify_refuses_rows_without_probabilities(device: str) -> None:
     step = ragged_step(2, 3, 9)
     step["draft_prob_rows"] = ints(0, 1)
-    with pytest.raises(ValueError, match="draft_probs must be given where draft_prob_rows is"):
+    with pytest.raises(
+        ValueError, match="draft_probs must be given with draft_prob_rows, got None"
+    ):
         sampling.verify(**on_device(step, device))
 
 
@@ -1031,5 +1111,7 @@ def test_verify_refuses_draft_probs_of_another_size(device: str, sparse: bool) -
 def test_verify_refuses_token_ids_without_probabilities(device: str) -> None:
     step = ragged_step(2, 3, 9, given="sparse")
     del step["draft_probs"]
-    with pytest.raises(ValueError, match="draft_probs must be given where draft_prob_token_ids is"):
+    with pytest.raises(
+        ValueError, match="draft_probs must be given with draft_prob_token_ids, got None"
+    ):
         sampling.verify(**on_device(step, device))

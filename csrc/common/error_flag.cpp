@@ -153,6 +153,11 @@ const char* error_sentence(int32_t code) {
     case ErrorCode::kVerifyNoAcceptRates:
       return "verify: accept_rates must be given where a policy is 3 (SYNTHETIC), got None";
 
+    case ErrorCode::kSampleSeeds:
+      return "sample: seeds must be given where a temperature is above 0, got None";
+    case ErrorCode::kVerifySeeds:
+      return "verify: seeds must be given where a temperature is above 0 or a policy is 3 "
+             "(SYNTHETIC), got None";
     case ErrorCode::kSampleTypicalP:
       return "sample: typical_p must be within (0, 1], got a value outside";
     case ErrorCode::kSampleSlots:

@@ -73,6 +73,8 @@ enum class ErrorCode : int32_t {
   kVerifyOutputIndptr = 72,
   kVerifyStrategy = 73,
   kVerifyPolicy = 74,
+  kSampleSeeds = 63,
+  kVerifySeeds = 75,
   kSampleTypicalP = 76,
   kSampleSlots = 77,
   kSampleMaskIndices = 78,

@@ -6,13 +6,16 @@
 #include <pybind11/pybind11.h>
 
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "common/cuda_stream.h"
 #include "common/dlpack.h"
 #include "common/dtype.h"
 #include "common/error_flag.h"
+#include "common/per_row.h"
 
 namespace specops {
 
@@ -175,6 +178,36 @@ class Checker {
     return view;
   }
 
+  // A number for all rows, or a tensor with one each; None is `absent`.
+  template <typename T>
+  PerRow<T> per_row(const char* name, const TensorView& view, Dim& count, T absent) {
+    constexpr bool kIsReal = std::is_floating_point_v<T>;
+    constexpr DType kDType = kIsReal ? DType::kFloat32 : DType::kInt32;
+    if (!view.defined()) return {nullptr, absent};
+    if (view.is_tensor) {
+      tensor(name, view, {kDType}, {&count});
+      return {view.data<T>(), absent};
+    }
+    bool is_number = PyLong_Check(view.object) || (kIsReal && PyFloat_Check(view.object));
+    if (!is_number || PyBool_Check(view.object)) {
+      fail(name,
+           (kIsReal ? "a number or " : "an int or ") + expected({kDType}, {&count}),
+           describe_object(view.object));
+    }
+    if constexpr (kIsReal) {
+      double value = PyFloat_AsDouble(view.object);
+      if (PyErr_Occurred()) throw pybind11::error_already_set();
+      return {nullptr, static_cast<T>(value)};
+    } else {
+      int overflow = 0;
+      long long value = PyLong_AsLongLongAndOverflow(view.object, &overflow);
+      bool fits = overflow == 0 && value >= std::numeric_limits<T>::min() &&
+                  value <= std::numeric_limits<T>::max();
+      if (!fits) fail(name, "an int32", std::string(pybind11::str(view.object)));
+      return {nullptr, static_cast<T>(value)};
+    }
+  }
+
   // A condition on a value: check.that(k >= 0, "k", "at least 0", k).
   template <typename T>
   void that(bool condition, const char* name, const std::string& expected, const T& got) {
@@ -236,6 +269,12 @@ class Checker {
   }
 
  private:
+  // "float16" of torch.float16.
+  static std::string plain_name(const pybind11::handle& value) {
+    std::string name = pybind11::str(value), prefix = "torch.";
+    return name.compare(0, prefix.size(), prefix) == 0 ? name.substr(prefix.size()) : name;
+  }
+
   void check_device(const char* name, DLDevice device) {
     bool known = device.device_type == kDLCPU || (kHasCuda && device.device_type == kDLCUDA);
     if (!known) {

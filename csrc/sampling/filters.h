@@ -5,19 +5,20 @@
 
 #include <cstdint>
 
+#include "common/per_row.h"
 #include "common/philox.h"
 
 namespace specops {
 
-// One entry per row (sample) or per request (verify). An absent array is the default everywhere.
+// One entry per row (sample) or per request (verify), or a number for all.
 struct FilterArrays {
-  const float* temperature = nullptr;     // 0 = greedy; absent: 0
-  const int32_t* top_k = nullptr;         // 0 or -1 = off
-  const float* top_p = nullptr;           // 1 = off
-  const float* min_p = nullptr;           // 0 = off
-  const float* typical_p = nullptr;       // 1 = off
-  const int64_t* seeds = nullptr;         // unsigned bits; absent only where temperature is
-  const int32_t* choice_index = nullptr;  // absent: 0
+  PerRow<float> temperature{nullptr, 0.0f};  // 0 = greedy
+  PerRow<int32_t> top_k{nullptr, 0};         // 0 or -1 = off
+  PerRow<float> top_p{nullptr, 1.0f};        // 1 = off
+  PerRow<float> min_p{nullptr, 0.0f};        // 0 = off
+  PerRow<float> typical_p{nullptr, 1.0f};    // 1 = off
+  const int64_t* seeds = nullptr;            // unsigned bits; nullptr: nothing is drawn
+  PerRow<int32_t> choice_index{nullptr, 0};
 };
 
 // Of one request.
@@ -35,13 +36,11 @@ SPECOPS_HOST_DEVICE bool is_greedy(const SamplingParams& filters) {
 }
 
 SPECOPS_HOST_DEVICE SamplingParams filters_of(const FilterArrays& arrays, int64_t idx) {
-  SamplingParams filters;
-  if (arrays.temperature) filters.temperature = arrays.temperature[idx];
-  if (arrays.top_k) filters.top_k = arrays.top_k[idx];
-  if (arrays.top_p) filters.top_p = arrays.top_p[idx];
-  if (arrays.min_p) filters.min_p = arrays.min_p[idx];
-  if (arrays.typical_p) filters.typical_p = arrays.typical_p[idx];
-  return filters;
+  return {arrays.temperature[idx],
+          arrays.top_k[idx],
+          arrays.top_p[idx],
+          arrays.min_p[idx],
+          arrays.typical_p[idx]};
 }
 
 // Of the decisions about one token of one request.
@@ -51,7 +50,7 @@ SPECOPS_HOST_DEVICE UniformKey uniform_key_of(const FilterArrays& arrays,
                                               uint32_t anchor = 0) {
   return {arrays.seeds ? static_cast<uint64_t>(arrays.seeds[idx]) : 0u,
           static_cast<uint32_t>(position),
-          arrays.choice_index ? static_cast<uint32_t>(arrays.choice_index[idx]) : 0u,
+          static_cast<uint32_t>(arrays.choice_index[idx]),
           0u,
           anchor};
 }

@@ -90,67 +90,62 @@ void check_vocab(Checker& check, const Dim& vocab_size) {
              vocab_size.value);
 }
 
-// The comparisons are written so that NaN fails them.
 struct FilterViews {
-  const TensorView &temperature, &top_k, &top_p, &min_p, &typical_p, &seeds, &choice_index;
-
-  void check_shapes(Checker& check, Dim& count) const {
-    check_shapes_unseeded(check, count);
-    check.optional("seeds", seeds, {DType::kInt64}, {&count});
-    check.optional("choice_index", choice_index, {DType::kInt32}, {&count});
-    bool seeded = seeds.defined() || !temperature.defined();
-    check.that(seeded, "seeds", "given where temperature is", "None");
-  }
-
-  // For an op that draws nothing.
-  void check_shapes_unseeded(Checker& check, Dim& count) const {
-    check.optional("temperature", temperature, {DType::kFloat32}, {&count});
-    check.optional("top_k", top_k, {DType::kInt32}, {&count});
-    check.optional("top_p", top_p, {DType::kFloat32}, {&count});
-    check.optional("min_p", min_p, {DType::kFloat32}, {&count});
-    check.optional("typical_p", typical_p, {DType::kFloat32}, {&count});
-    check_greedy(check);
-  }
-
-  FilterArrays arrays() const {
-    return {.temperature = temperature.data<float>(),
-            .top_k = top_k.data<int32_t>(),
-            .top_p = top_p.data<float>(),
-            .min_p = min_p.data<float>(),
-            .typical_p = typical_p.data<float>(),
-            .seeds = seeds.data<int64_t>(),
-            .choice_index = choice_index.data<int32_t>()};
-  }
-
- private:
-  void check_greedy(Checker& check) const {
-    if (temperature.defined()) return;
-    const std::pair<const char*, const TensorView*> useless[] = {{"top_k", &top_k},
-                                                                 {"top_p", &top_p},
-                                                                 {"min_p", &min_p},
-                                                                 {"typical_p", &typical_p},
-                                                                 {"seeds", &seeds},
-                                                                 {"choice_index", &choice_index}};
-    for (auto [name, view] : useless) {
-      if (!view->defined()) continue;
-      check.fail(name, "None where temperature is (greedy needs no more)", "a tensor");
-    }
-  }
+  const TensorView &temperature, &top_k, &top_p, &min_p, &typical_p;
 };
 
+template <typename T>
+std::string at(const char* name, const PerRow<T>& parameter, int64_t index) {
+  return parameter.values ? at(name, index) : name;
+}
+
+// The comparisons are written so that NaN fails them.
 void check_filter_values(Checker& check, const FilterArrays& arrays, int64_t i) {
   SamplingParams values = filters_of(arrays, i);
   float t = values.temperature, p = values.top_p, m = values.min_p, typical = values.typical_p;
+  auto refuse = [&](const char* name, const auto& parameter, const char* expected, auto got) {
+    check.fail(at(name, parameter, i), expected, std::to_string(got));
+  };
   bool finite = t >= 0.0f && t <= 3.402823466e38f;
-  if (!finite) check.fail(at("temperature", i), "finite and at least 0", std::to_string(t));
+  if (!finite) refuse("temperature", arrays.temperature, "finite and at least 0", t);
   if (values.top_k < -1) {
-    check.fail(at("top_k", i), "at least 1, or 0 or -1 for off", std::to_string(values.top_k));
+    refuse("top_k", arrays.top_k, "at least 1, or 0 or -1 for off", values.top_k);
   }
-  if (!(p >= 0.0f && p <= 1.0f)) check.fail(at("top_p", i), "within [0, 1]", std::to_string(p));
-  if (!(m >= 0.0f && m <= 1.0f)) check.fail(at("min_p", i), "within [0, 1]", std::to_string(m));
+  if (!(p >= 0.0f && p <= 1.0f)) refuse("top_p", arrays.top_p, "within [0, 1]", p);
+  if (!(m >= 0.0f && m <= 1.0f)) refuse("min_p", arrays.min_p, "within [0, 1]", m);
   if (!(typical > 0.0f && typical <= 1.0f)) {
-    check.fail(at("typical_p", i), "within (0, 1]", std::to_string(typical));
+    refuse("typical_p", arrays.typical_p, "within (0, 1]", typical);
   }
+}
+
+// Shapes, and the values of numbers; those of tensors are looked at where they are.
+FilterArrays check_filters(Checker& check, const FilterViews& views, Dim& count) {
+  FilterArrays out, numbers;
+  auto take = [&](const char* name, const TensorView& view, auto field) {
+    out.*field = check.per_row(name, view, count, (out.*field).value);
+    if (view.defined() && !views.temperature.defined()) {
+      check.fail(name, "None without temperature (greedy decoding ignores it)", "a value");
+    }
+    if ((out.*field).values == nullptr) numbers.*field = out.*field;
+  };
+  take("temperature", views.temperature, &FilterArrays::temperature);
+  take("top_k", views.top_k, &FilterArrays::top_k);
+  take("top_p", views.top_p, &FilterArrays::top_p);
+  take("min_p", views.min_p, &FilterArrays::min_p);
+  take("typical_p", views.typical_p, &FilterArrays::typical_p);
+  check_filter_values(check, numbers, 0);
+  return out;
+}
+
+// Which uniforms a row or request consumes.
+void check_streams(Checker& check,
+                   FilterArrays& filters,
+                   const TensorView& seeds,
+                   const TensorView& choice_index,
+                   Dim& count) {
+  check.optional("seeds", seeds, {DType::kInt64}, {&count});
+  filters.seeds = seeds.data<int64_t>();
+  filters.choice_index = check.per_row("choice_index", choice_index, count, int32_t{0});
 }
 
 // The fields of specops.sampling.LogitsProcessors in their order; none at all where it is None.
@@ -206,11 +201,11 @@ LogitsProcessors check_processors(Checker& check,
                  " tokens wide on CUDA, where processors are given",
              vocab_size.value);
   auto needs = [&](const char* name, const TensorView& view, bool wanted, const char* why) {
-    check.that(view.defined() || !wanted, name, std::string("given where ") + why + " is", "None");
+    check.that(view.defined() || !wanted, name, std::string("given with ") + why, "None");
   };
   bool penalizes = repetition.defined() || presence.defined() || frequency.defined();
   bool by_slot = penalizes || bias_ids.defined() || bad_words.defined() || min_tokens.defined();
-  needs("processors.slots", slots, by_slot, "a table with a row per slot");
+  needs("processors.slots", slots, by_slot, "any table that has a row per slot");
   needs("processors.counted_token_ids", counted, penalizes || counts.defined(), "a penalty");
   needs("processors.token_counts", counts, counted.defined(), "processors.counted_token_ids");
   needs("processors.logit_bias", bias, bias_ids.defined(), "processors.logit_bias_token_ids");
@@ -319,8 +314,8 @@ void sample(const TensorView& logits,
   check.tensor(
       "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
-  FilterViews filters{temperature, top_k, top_p, min_p, typical_p, seeds, choice_index};
-  filters.check_shapes(check, rows);
+  FilterArrays filters = check_filters(check, {temperature, top_k, top_p, min_p, typical_p}, rows);
+  check_streams(check, filters, seeds, choice_index, rows);
   LogitsProcessors processors = check_processors(check, processor_views, rows, rows, vocab_size);
   bool purpose_ok = purpose == static_cast<int64_t>(Purpose::kTarget) ||
                     purpose == static_cast<int64_t>(Purpose::kDraft);
@@ -337,7 +332,7 @@ void sample(const TensorView& logits,
       .logits = logits.raw(),
       .positions = positions.data<int32_t>(),
       .anchors = anchors.data<int32_t>(),
-      .filters = filters.arrays(),
+      .filters = filters,
       .processors = processors,
       .purpose = static_cast<Purpose>(purpose),
       .logprobs = logprobs.data<float>(),
@@ -357,6 +352,8 @@ void sample(const TensorView& logits,
   if (check.on_cuda()) return sample_cuda(params, check.stream());
   for (int64_t row = 0; row < rows; ++row) {
     check_filter_values(check, params.filters, row);
+    bool unseeded = params.filters.seeds == nullptr && params.filters.temperature[row] > 0.0f;
+    check.that(!unseeded, "seeds", "given where a temperature is above 0", "None");
     check_processor_values(
         check, processors, row, params.positions[row], history_len(processor_views), row, row + 1);
   }
@@ -393,10 +390,26 @@ void check_parents(Checker& check,
   }
 }
 
+// Strategy and policy of request i.
+void check_rules(Checker& check, const VerifyParams& params, int64_t i) {
+  bool tree = params.parents != nullptr;
+  if (!is_strategy(params.strategy[i], tree)) {
+    check.fail(at("strategy", params.strategy, i),
+               tree ? "0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION) where parents are given"
+                    : "0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 (TOPP)",
+               std::to_string(params.strategy[i]));
+  }
+  if (!is_policy(params.policy[i], tree)) {
+    check.fail(at("policy", params.policy, i),
+               tree ? "0 (NORMAL) or 2 (REJECT_ALL) where parents are given"
+                    : "0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC)",
+               std::to_string(params.policy[i]));
+  }
+}
+
 // Values, on cpu: all of them before anything is written.
 void check_verify_values(Checker& check, const VerifyParams& params, int64_t max_len) {
   const int32_t* indptr = params.output_indptr;
-  bool tree = params.parents != nullptr;
   for (int64_t i = 0; i < params.batch; ++i) {
     check_indptr(check, indptr, i, params.max_draft_tokens + 1, params.rows);
     int64_t num_rows = int64_t{indptr[i + 1]} - indptr[i];
@@ -404,20 +417,15 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
     check_filter_values(check, params.filters, i);
     check_processor_values(
         check, params.processors, i, params.positions[i], max_len, indptr[i], indptr[i + 1]);
-    int32_t rule = params.strategy ? params.strategy[i] : 1;
-    if (!is_strategy(rule, tree)) {
-      check.fail(at("strategy", i),
-                 tree ? "0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION) where parents are given"
-                      : "0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 (TOPP)",
-                 std::to_string(rule));
-    }
-    int32_t choice = params.policy ? params.policy[i] : 0;
-    if (!is_policy(choice, tree)) {
-      check.fail(at("policy", i),
-                 tree ? "0 (NORMAL) or 2 (REJECT_ALL) where parents are given"
-                      : "0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC)",
-                 std::to_string(choice));
-    }
+    check_rules(check, params, i);
+    auto rule = static_cast<VerifyStrategy>(params.strategy[i]);
+    auto choice = static_cast<AcceptPolicy>(params.policy[i]);
+    bool unseeded =
+        params.filters.seeds == nullptr && draws(rule, choice, params.filters.temperature[i]);
+    check.that(!unseeded,
+               "seeds",
+               "given where a temperature is above 0 or a policy is 3 (SYNTHETIC)",
+               "None");
     int64_t source = params.draft_prob_rows ? params.draft_prob_rows[i] : -1;
     if (source < -1 || source >= params.num_draft_prob_rows) {
       check.fail(
@@ -425,7 +433,7 @@ void check_verify_values(Checker& check, const VerifyParams& params, int64_t max
           "-1 or below the rows of draft_probs = " + std::to_string(params.num_draft_prob_rows),
           std::to_string(source));
     }
-    bool synthetic = choice == static_cast<int32_t>(AcceptPolicy::kSynthetic);
+    bool synthetic = choice == AcceptPolicy::kSynthetic;
     if (synthetic && params.max_draft_tokens > 0 && params.accept_rates == nullptr) {
       check.fail("accept_rates", "given where a policy is 3 (SYNTHETIC)", "None");
     }
@@ -490,10 +498,12 @@ void verify(const TensorView& logits,
              "of at most " + std::to_string(kMaxTreeDrafts) + " drafts a request where parents are",
              drafts.value);
   check.tensor("positions", positions, {DType::kInt32}, {&batch});
-  check.optional("strategy", strategy, {DType::kInt32}, {&batch});
-  check.optional("policy", policy, {DType::kInt32}, {&batch});
-  FilterViews filters{temperature, top_k, top_p, min_p, typical_p, seeds, choice_index};
-  filters.check_shapes(check, batch);
+  auto strategies = check.per_row(
+      "strategy", strategy, batch, static_cast<int32_t>(VerifyStrategy::kTargetMatch));
+  auto policies =
+      check.per_row("policy", policy, batch, static_cast<int32_t>(AcceptPolicy::kNormal));
+  FilterArrays filters = check_filters(check, {temperature, top_k, top_p, min_p, typical_p}, batch);
+  check_streams(check, filters, seeds, choice_index, batch);
   LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
   if (!draft_prob_token_ids.defined()) num_draft_probs.value = vocab_size;
   Dim source_rows{"rows"}, drawn{"at most k"};
@@ -510,15 +520,20 @@ void verify(const TensorView& logits,
                  {DType::kInt32},
                  {&source_rows, &drawn, &num_draft_probs});
   bool probs_ok = draft_probs.defined() || !draft_prob_token_ids.defined();
-  check.that(probs_ok, "draft_probs", "given where draft_prob_token_ids is", "None");
+  check.that(probs_ok, "draft_probs", "given with draft_prob_token_ids", "None");
   bool rows_ok = draft_probs.defined() || !draft_prob_rows.defined();
-  check.that(rows_ok, "draft_probs", "given where draft_prob_rows is", "None");
+  check.that(rows_ok, "draft_probs", "given with draft_prob_rows", "None");
   check.optional("accept_rates", accept_rates, {DType::kFloat32}, {&batch, &drafts});
   check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &capacity});
   check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
   check.optional("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &drafts});
   check.optional("logprobs", logprobs, {DType::kFloat32}, {&batch, &capacity});
   check.optional("ranks", ranks, {DType::kInt32}, {&batch, &capacity});
+  VerifyParams numbers{};
+  numbers.parents = parents.data<int32_t>();
+  numbers.strategy.value = strategies.value;
+  numbers.policy.value = policies.value;
+  check_rules(check, numbers, 0);
   if (batch == 0) return;
   check_vocab(check, vocab_size);
 
@@ -529,9 +544,9 @@ void verify(const TensorView& logits,
       .draft_token_ids = draft_token_ids.data<int32_t>(),
       .parents = parents.data<int32_t>(),
       .positions = positions.data<int32_t>(),
-      .strategy = strategy.data<int32_t>(),
-      .policy = policy.data<int32_t>(),
-      .filters = filters.arrays(),
+      .strategy = strategies,
+      .policy = policies,
+      .filters = filters,
       .processors = processors,
       .draft_probs = draft_probs.data<float>(),
       .draft_prob_token_ids = draft_prob_token_ids.data<int32_t>(),
@@ -594,13 +609,12 @@ void top_logprobs(const TensorView& logits,
   check.optional("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &drafts});
   check.optional("parents", parents, {DType::kInt32}, {&batch, &drafts});
   check.optional("positions", positions, {DType::kInt32}, {&batch});
-  FilterViews filters{temperature, top_k, top_p, min_p, typical_p, {}, {}};
-  filters.check_shapes_unseeded(check, batch);
+  FilterArrays filters = check_filters(check, {temperature, top_k, top_p, min_p, typical_p}, batch);
   LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
   bool placed = positions.defined() || !has_processors(processors);
-  check.that(placed, "positions", "given where processors are", "None");
+  check.that(placed, "positions", "given with processors", "None");
   bool useful = processed_logprobs || (!temperature.defined() && !has_processors(processors));
-  check.that(useful, "processed_logprobs", "True where filters or processors are given", "False");
+  check.that(useful, "processed_logprobs", "True with filters or processors", "False");
   if (rows == 0) return;
   check_vocab(check, vocab_size);
   check.that(
@@ -613,7 +627,7 @@ void top_logprobs(const TensorView& logits,
       .draft_token_ids = draft_token_ids.data<int32_t>(),
       .parents = parents.data<int32_t>(),
       .positions = positions.data<int32_t>(),
-      .filters = filters.arrays(),
+      .filters = filters,
       .processors = processors,
       .token_ids = token_ids.data<int32_t>(),
       .logprobs = logprobs.data<float>(),
@@ -745,7 +759,7 @@ void commit(const TensorView& output_token_ids,
   // A rule without what it needs would be a rule that silently does something else.
   auto needs = [&](const char* name, const TensorView& view, const char* with, bool is_given) {
     if (is_given && !view.defined()) {
-      check.fail(name, std::string("given where ") + with + " is", "None");
+      check.fail(name, std::string("given with ") + with, "None");
     }
   };
   bool thinks = think_end_token_id.defined() || thinking_budget.defined() ||
@@ -755,10 +769,10 @@ void commit(const TensorView& output_token_ids,
   needs("prompt_lens", prompt_lens, "min_tokens", min_tokens.defined());
   needs("prompt_lens", prompt_lens, "stop_sequences", stop_sequences.defined());
   needs("prompt_lens", prompt_lens, "thinking_budget", thinking_budget.defined());
-  needs("thinking_state", thinking_state, "an argument about thinking", thinks);
+  needs("thinking_state", thinking_state, "any thinking argument", thinks);
   needs("finish_reasons",
         finish_reasons,
-        "something that ends a request",
+        "any rule that ends a request",
         stop_token_ids.defined() || stop_sequences.defined() || max_lens.defined() ||
             reply_budget.defined());
   if (batch == 0) return;

@@ -36,6 +36,12 @@ SPECOPS_HOST_DEVICE bool is_policy(int32_t value, bool tree) {
   return value >= 0 && value <= static_cast<int32_t>(AcceptPolicy::kSynthetic);
 }
 
+// Whether a request consumes uniforms, and so needs a seed.
+SPECOPS_HOST_DEVICE bool draws(VerifyStrategy strategy, AcceptPolicy policy, float temperature) {
+  return (strategy != VerifyStrategy::kGreedy && temperature > 0.0f) ||
+         policy == AcceptPolicy::kSynthetic;
+}
+
 // One request's drafts. Row 0 of its logits follows the last known token, row r > 0 follows node
 // r - 1.
 struct Drafts {

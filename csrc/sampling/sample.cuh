@@ -26,6 +26,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   Row<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
   SamplingParams filters = filters_of(params.filters, idx);
   ErrorCode fault = fault_of(filters, kSampleFaults);
+  if (fault == ErrorCode::kNone && filters.temperature > 0.0f && params.filters.seeds == nullptr) {
+    fault = ErrorCode::kSampleSeeds;
+  }
   if constexpr (kProcessed) {
     if (fault == ErrorCode::kNone) {
       fault = fault_of(params.processors, idx, params.positions[idx], kSampleProcessorFaults);

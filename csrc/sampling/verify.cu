@@ -16,8 +16,10 @@ void verify_cuda(const VerifyParams& params, CudaStream stream) {
   };
   auto run_dtype = [&](auto example) {
     using T = decltype(example);
-    // Drafts have no say, but for being equal or not, unless a request may ask for it.
-    bool strategies = params.strategy || params.accept_rates || params.parents;
+    // Only equality with the draft matters, unless a request may ask for more.
+    bool rejects = params.strategy.values != nullptr ||
+                   params.strategy.value > static_cast<int32_t>(VerifyStrategy::kTargetMatch);
+    bool strategies = rejects || params.accept_rates || params.parents;
     if (processed) return run(verify_kernel<T, true, true>);
     strategies ? run(verify_kernel<T, false, true>) : run(verify_kernel<T, false, false>);
   };

@@ -25,10 +25,8 @@ struct VerifyRequest {
   // All loads before all looks: they take as long as one.
   __device__ VerifyRequest(const VerifyParams& params, int64_t batch_idx) {
     int32_t begin = params.output_indptr[batch_idx], end = params.output_indptr[batch_idx + 1];
-    int32_t strategy_value = static_cast<int32_t>(VerifyStrategy::kTargetMatch);
-    int32_t policy_value = static_cast<int32_t>(AcceptPolicy::kNormal);
-    if (params.strategy) strategy_value = params.strategy[batch_idx];
-    if (params.policy) policy_value = params.policy[batch_idx];
+    int32_t strategy_value = params.strategy[batch_idx];
+    int32_t policy_value = params.policy[batch_idx];
     int32_t draft_prob_row = params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : -1;
     filters = filters_of(params.filters, batch_idx);
     first = begin;
@@ -49,6 +47,10 @@ struct VerifyRequest {
       fault = ErrorCode::kVerifyDraftProbRows;
     } else {
       fault = fault_of(filters, kVerifyFaults);
+      bool unseeded = params.filters.seeds == nullptr;
+      if (fault == ErrorCode::kNone && unseeded && draws(strategy, policy, filters.temperature)) {
+        fault = ErrorCode::kVerifySeeds;
+      }
       if (fault == ErrorCode::kNone && has_processors(params.processors)) {
         fault = fault_of(
             params.processors, batch_idx, params.positions[batch_idx], kVerifyProcessorFaults);

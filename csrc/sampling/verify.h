@@ -9,6 +9,7 @@
 #include "common/error_flag.h"
 #include "common/host_device.h"
 #include "common/isa.h"
+#include "common/per_row.h"
 #include "sampling/filters.h"
 #include "sampling/logits_processors.h"
 
@@ -22,8 +23,8 @@ struct VerifyParams {
   const int32_t* draft_token_ids;  // [batch, max_draft_tokens], -1 padded
   const int32_t* parents;          // [batch, max_draft_tokens], -1 = the root; nullptr: chains
   const int32_t* positions;        // [batch], position of the first token chosen
-  const int32_t* strategy;         // [batch], VerifyStrategy; may be nullptr (all kTargetMatch)
-  const int32_t* policy;           // [batch], AcceptPolicy; may be nullptr (all kNormal)
+  PerRow<int32_t> strategy;        // [batch], VerifyStrategy
+  PerRow<int32_t> policy;          // [batch], AcceptPolicy
   FilterArrays filters;            // [batch]
   LogitsProcessors processors;
   // [num_draft_prob_rows, max_drawn_drafts, num_draft_probs]; nullptr: one-hot drafts

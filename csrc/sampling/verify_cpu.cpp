@@ -29,8 +29,8 @@ struct Request {
     drafts = {params.draft_token_ids + node,
               params.parents ? params.parents + node : nullptr,
               num_rows - 1};
-    if (params.strategy) strategy = static_cast<VerifyStrategy>(params.strategy[index]);
-    if (params.policy) policy = static_cast<AcceptPolicy>(params.policy[index]);
+    strategy = static_cast<VerifyStrategy>(params.strategy[index]);
+    policy = static_cast<AcceptPolicy>(params.policy[index]);
     filters = filters_of(params.filters, index);
     if (strategy == VerifyStrategy::kGreedy) filters.temperature = 0.0f;
     if (is_block_step(strategy, policy, drafts, is_greedy(filters))) num_block = chain_len(drafts);
@@ -85,7 +85,9 @@ class Verifier {
   void run() {
     // The walk's arrays hold the choices meanwhile: request b's row i is at [b, i].
     bool blocks = false;
-    for (int64_t batch_idx = 0; params_.strategy && batch_idx < params_.batch; ++batch_idx) {
+    bool may_block = params_.strategy.values != nullptr ||
+                     params_.strategy.value == static_cast<int32_t>(VerifyStrategy::kBlock);
+    for (int64_t batch_idx = 0; may_block && batch_idx < params_.batch; ++batch_idx) {
       blocks |= Request(params_, batch_idx).num_block > 0;
     }
     if (blocks) {

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Types of the compiled module. Private and positional: the documented functions are in the family
-# modules.
+# modules. torch_ops.py makes the schemas of torch.ops.specops from this file.
 from collections.abc import Hashable
 from os import PathLike
 
 from torch import Tensor
 
 from specops.suffix_tree import SuffixDraft, TokenIds
+
+Written = Tensor  # an argument that the op writes
+Size = int  # may be symbolic where a graph leaves shapes open
 
 # runtime
 def set_num_threads(num_threads: int) -> None: ...
@@ -17,7 +20,7 @@ def active_isa() -> str: ...
 
 has_cuda: bool
 
-def take_error(out: Tensor) -> None: ...
+def take_error(out: Written) -> None: ...
 def take_error_sync(device: int) -> int: ...
 def error_sentence(code: int) -> str | None: ...
 
@@ -56,12 +59,12 @@ def build_tree(
     parents: Tensor,
     num_draft_tokens: Tensor,
     positions: Tensor,
-    depths: Tensor,
-    row_positions: Tensor,
-    ancestor_mask: Tensor,
-    first_child: Tensor,
-    next_sibling: Tensor,
-    sibling_index: Tensor,
+    depths: Written,
+    row_positions: Written,
+    ancestor_mask: Written,
+    first_child: Written,
+    next_sibling: Written,
+    sibling_index: Written,
 ) -> None: ...
 def prepare_draft_batch(
     slots: Tensor,
@@ -74,15 +77,15 @@ def prepare_draft_batch(
     max_draft_tokens: Tensor,
     page_size: int,
     window: int,
-    total_rows: int,
-    draft_qo_indptr: Tensor,
-    draft_kv_lens: Tensor,
-    last_rows: Tensor,
-    draft_positions: Tensor,
-    row_to_request: Tensor,
-    positions: Tensor,
-    cache_slots: Tensor,
-    source_rows: Tensor,
+    total_rows: Size,
+    draft_qo_indptr: Written,
+    draft_kv_lens: Written,
+    last_rows: Written,
+    draft_positions: Written,
+    row_to_request: Written,
+    positions: Written,
+    cache_slots: Written,
+    source_rows: Written,
 ) -> None: ...
 def advance_draft_batch(
     sampled_token_ids: Tensor,
@@ -95,19 +98,19 @@ def advance_draft_batch(
     page_size: int,
     step: int,
     ahead: int,
-    draft_token_ids: Tensor,
-    num_draft_tokens: Tensor,
-    draft_qo_indptr: Tensor | None,
-    draft_kv_lens: Tensor | None,
-    next_last_rows: Tensor | None,
-    draft_positions: Tensor | None,
-    row_to_request: Tensor | None,
-    positions: Tensor | None,
-    cache_slots: Tensor | None,
-    source_rows: Tensor | None,
+    draft_token_ids: Written,
+    num_draft_tokens: Written,
+    draft_qo_indptr: Written | None,
+    draft_kv_lens: Written | None,
+    next_last_rows: Written | None,
+    draft_positions: Written | None,
+    row_to_request: Written | None,
+    positions: Written | None,
+    cache_slots: Written | None,
+    source_rows: Written | None,
 ) -> None: ...
 def keep_hidden_rows(
-    hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Tensor
+    hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Written
 ) -> None: ...
 
 # attention
@@ -115,8 +118,8 @@ def rope_append_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Written,
+    v_cache: Written,
     cache_slots: Tensor,
     positions: Tensor,
     cos_sin: Tensor,
@@ -124,7 +127,7 @@ def rope_append_kv(
     q_norm_weight: Tensor | None,
     k_norm_weight: Tensor | None,
     norm_eps: float,
-    q_out: Tensor,
+    q_out: Written,
 ) -> None: ...
 def append_attention(
     q: Tensor,
@@ -138,9 +141,9 @@ def append_attention(
     sliding_window: int,
     prefix_leaders: Tensor | None,
     prefix_lens: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    workspace: Tensor | None,
+    out: Written,
+    lse: Written | None,
+    workspace: Written | None,
 ) -> None: ...
 def attention_workspace_size(
     rows: int,
@@ -151,10 +154,10 @@ def attention_workspace_size(
     batch: int,
     device: int,
 ) -> tuple[int, int]: ...
-def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None: ...
+def merge_states(outs: Tensor, lses: Tensor, out: Written, lse: Written) -> None: ...
 def compact_kv(
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Written,
+    v_cache: Written,
     accepted_nodes: Tensor,
     num_accepted_tokens: Tensor,
     qo_indptr: Tensor,
@@ -164,24 +167,24 @@ def compact_kv(
 ) -> None: ...
 
 # dense
-def silu_mul(gate_up: Tensor, out: Tensor) -> None: ...
+def silu_mul(gate_up: Tensor, out: Written) -> None: ...
 def packed_weight_layout(
     device: str, element_bytes: int, num_outputs: int, num_inputs: int
 ) -> list[int]: ...
-def pack_weight(weight: Tensor, packed: Tensor) -> None: ...
+def pack_weight(weight: Tensor, packed: Written) -> None: ...
 def linear(
     x: Tensor,
     packed: Tensor,
-    packed_outputs: int,
-    packed_inputs: int,
+    packed_outputs: Size,
+    packed_inputs: Size,
     bias: Tensor | None,
-    out: Tensor,
-    workspace: Tensor | None,
+    out: Written,
+    workspace: Written | None,
 ) -> None: ...
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor
+    x: Tensor, weight: Tensor, eps: float, residual: Written | None, out: Written
 ) -> None: ...
-def embedding(token_ids: Tensor, weight: Tensor, out: Tensor) -> None: ...
+def embedding(token_ids: Tensor, weight: Tensor, out: Written) -> None: ...
 def mtp_input(
     row_to_request: Tensor,
     positions: Tensor,
@@ -199,29 +202,29 @@ def mtp_input(
     ahead: int,
     hidden_first: bool,
     mask_first_position: bool,
-    out: Tensor,
+    out: Written,
 ) -> None: ...
 
 # sampling
 def sample(
     logits: Tensor,
     positions: Tensor,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    typical_p: Tensor | None,
+    temperature: Tensor | float | None,
+    top_k: Tensor | int | None,
+    top_p: Tensor | float | None,
+    min_p: Tensor | float | None,
+    typical_p: Tensor | float | None,
     seeds: Tensor | None,
-    choice_index: Tensor | None,
+    choice_index: Tensor | int | None,
     processors: tuple[Tensor | None, ...],
     purpose: int,
     anchors: Tensor | None,
     processed_logprobs: bool,
-    logprobs: Tensor | None,
-    ranks: Tensor | None,
-    probs: Tensor | None,
-    out: Tensor,
-    workspace: Tensor | None,
+    logprobs: Written | None,
+    ranks: Written | None,
+    probs: Written | None,
+    out: Written,
+    workspace: Written | None,
 ) -> None: ...
 def verify(
     logits: Tensor,
@@ -229,27 +232,27 @@ def verify(
     draft_token_ids: Tensor,
     positions: Tensor,
     parents: Tensor | None,
-    strategy: Tensor | None,
-    policy: Tensor | None,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    typical_p: Tensor | None,
+    strategy: Tensor | int | None,
+    policy: Tensor | int | None,
+    temperature: Tensor | float | None,
+    top_k: Tensor | int | None,
+    top_p: Tensor | float | None,
+    min_p: Tensor | float | None,
+    typical_p: Tensor | float | None,
     seeds: Tensor | None,
-    choice_index: Tensor | None,
+    choice_index: Tensor | int | None,
     processors: tuple[Tensor | None, ...],
     draft_probs: Tensor | None,
     draft_prob_token_ids: Tensor | None,
     draft_prob_rows: Tensor | None,
     accept_rates: Tensor | None,
     processed_logprobs: bool,
-    logprobs: Tensor | None,
-    ranks: Tensor | None,
-    output_token_ids: Tensor,
-    num_accepted_tokens: Tensor,
-    accepted_nodes: Tensor | None,
-    workspace: Tensor | None,
+    logprobs: Written | None,
+    ranks: Written | None,
+    output_token_ids: Written,
+    num_accepted_tokens: Written,
+    accepted_nodes: Written | None,
+    workspace: Written | None,
 ) -> None: ...
 def top_logprobs(
     logits: Tensor,
@@ -258,43 +261,43 @@ def top_logprobs(
     draft_token_ids: Tensor | None,
     parents: Tensor | None,
     positions: Tensor | None,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    typical_p: Tensor | None,
+    temperature: Tensor | float | None,
+    top_k: Tensor | int | None,
+    top_p: Tensor | float | None,
+    min_p: Tensor | float | None,
+    typical_p: Tensor | float | None,
     processors: tuple[Tensor | None, ...],
-    token_ids: Tensor,
-    logprobs: Tensor,
-    ranks: Tensor | None,
-    lse: Tensor,
-    workspace: Tensor | None,
+    token_ids: Written,
+    logprobs: Written,
+    ranks: Written | None,
+    lse: Written,
+    workspace: Written | None,
 ) -> None: ...
 def sampling_workspace_bytes(
     rows: int, vocab_size: int, element_bytes: int, batch: int, device_index: int
 ) -> int: ...
 def commit(
-    output_token_ids: Tensor,
+    output_token_ids: Written,
     slots: Tensor,
-    token_ids: Tensor,
-    lens: Tensor,
-    logprobs: Tensor | None,
-    ranks: Tensor | None,
+    token_ids: Written,
+    lens: Written,
+    logprobs: Written | None,
+    ranks: Written | None,
     prompt_lens: Tensor | None,
     max_lens: Tensor | None,
     min_tokens: Tensor | None,
     stop_token_ids: Tensor | None,
     stop_sequences: Tensor | None,
-    counted_token_ids: Tensor | None,
-    token_counts: Tensor | None,
+    counted_token_ids: Written | None,
+    token_counts: Written | None,
     think_end_token_id: Tensor | None,
     thinking_budget: Tensor | None,
     reply_budget: Tensor | None,
     inject_token_ids: Tensor | None,
-    thinking_state: Tensor | None,
-    finish_reasons: Tensor | None,
-    stop_indices: Tensor | None,
-    num_committed_tokens: Tensor | None,
+    thinking_state: Written | None,
+    finish_reasons: Written | None,
+    stop_indices: Written | None,
+    num_committed_tokens: Written | None,
 ) -> None: ...
 def philox4x32(seed: int, counter: list[int]) -> list[int]: ...
 
@@ -308,13 +311,13 @@ def ngram_propose(
     leftmost: bool | Tensor,
     num_given_drafts: Tensor | None,
     max_total_draft_tokens: int,
-    table: Tensor | None,
-    state: Tensor | None,
+    table: Written | None,
+    state: Written | None,
     scan_tokens: int,
     index_tokens: int,
-    draft_token_ids: Tensor,
-    num_draft_tokens: Tensor,
-    match_lens: Tensor | None,
+    draft_token_ids: Written,
+    num_draft_tokens: Written,
+    match_lens: Written | None,
 ) -> None: ...
 
 class SuffixCache:

@@ -125,13 +125,13 @@ def sample(
     logits: Tensor,
     positions: Tensor,
     *,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    typical_p: Tensor | None = None,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | int | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
+    typical_p: Tensor | float | None = None,
     seeds: Tensor | None = None,
-    choice_index: Tensor | None = None,
+    choice_index: Tensor | int | None = None,
     processors: LogitsProcessors | None = None,
     purpose: Purpose = Purpose.TARGET,
     anchors: Tensor | None = None,
@@ -161,15 +161,17 @@ def sample(
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
         positions: [rows], int32. Absolute position of the token being chosen.
-        temperature: [rows], float32. 0 is greedy; absent: every row is, and the next six, which
-            would change nothing, must be absent too.
+        temperature: [rows], float32, or one number for all rows, as the next four may be. 0 is
+            greedy; absent: every row is, and the next four, which greedy decoding ignores, must be
+            absent too.
         top_k: [rows], int32. 0 or -1 is off; absent: off.
         top_p: [rows], float32, within [0, 1]. 1 is off; 0 keeps the first token; absent: off.
         min_p: [rows], float32, within [0, 1]. 0 is off; absent: off.
         typical_p: [rows], float32, within (0, 1]. 1 is off; absent: off.
-        seeds: [rows], int64. The bits of an unsigned 64-bit seed. Given wherever temperature is:
-            rows never share a seed unasked.
-        choice_index: [rows], int32. Which of a prompt's completions the row belongs to; absent: 0.
+        seeds: [rows], int64. The bits of an unsigned 64-bit seed. Needed where a temperature is
+            above 0: rows never share a seed unasked.
+        choice_index: [rows], int32, or one number. Which of a prompt's completions the row belongs
+            to; absent: 0.
         processors: What changes the logits first, with a request per row; absent: nothing.
         purpose: TARGET, or DRAFT for the tokens of a drafter.
         anchors: [rows], int32. As BLOCK verification has them: position + 1 of the step's first
@@ -235,15 +237,15 @@ def verify(
     *,
     positions: Tensor,
     parents: Tensor | None = None,
-    strategy: Tensor | None = None,
-    policy: Tensor | None = None,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    typical_p: Tensor | None = None,
+    strategy: Tensor | VerifyStrategy | None = None,
+    policy: Tensor | AcceptPolicy | None = None,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | int | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
+    typical_p: Tensor | float | None = None,
     seeds: Tensor | None = None,
-    choice_index: Tensor | None = None,
+    choice_index: Tensor | int | None = None,
     processors: LogitsProcessors | None = None,
     draft_probs: Tensor | None = None,
     draft_prob_token_ids: Tensor | None = None,
@@ -301,15 +303,18 @@ def verify(
         positions: [batch], int32. Absolute position of the first token chosen for the request.
         parents: [batch, k], int32, k at most 3,072. Draft i's parent, below i; -1 is the root.
             Absent: chains.
-        strategy: [batch], int32. `VerifyStrategy`; absent: TARGET_MATCH. With `parents` GREEDY,
-            TARGET_MATCH or REJECTION.
-        policy: [batch], int32. `AcceptPolicy`; absent: NORMAL. With `parents` NORMAL or REJECT_ALL.
-        temperature: [batch], float32. As in `sample`; so are the next six. All absent: greedy.
+        strategy: [batch], int32, or one `VerifyStrategy` for all requests; absent: TARGET_MATCH.
+            With `parents` GREEDY, TARGET_MATCH or REJECTION.
+        policy: [batch], int32, or one `AcceptPolicy`; absent: NORMAL. With `parents` NORMAL or
+            REJECT_ALL.
+        temperature: [batch], float32, or one number. As in `sample`; so are the next six. All
+            absent: greedy.
         top_k: [batch], int32.
         top_p: [batch], float32.
         min_p: [batch], float32.
         typical_p: [batch], float32.
-        seeds: [batch], int64.
+        seeds: [batch], int64. Needed where a request draws: its temperature is above 0 and its
+            strategy not GREEDY, or its policy is SYNTHETIC.
         choice_index: [batch], int32.
         processors: What changes the logits first; a row counts the drafts from the root down to it.
         draft_probs: [batch, k, vocab_size] or, with draft_prob_token_ids, [batch, k, n], float32.
@@ -406,11 +411,11 @@ def top_logprobs(
     draft_token_ids: Tensor | None = None,
     parents: Tensor | None = None,
     positions: Tensor | None = None,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    typical_p: Tensor | None = None,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | int | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
+    typical_p: Tensor | float | None = None,
     processors: LogitsProcessors | None = None,
     token_ids: Tensor | None = None,
     logprobs: Tensor | None = None,
@@ -436,7 +441,8 @@ def top_logprobs(
         draft_token_ids: [batch, k], int32. Absent: no drafts.
         parents: [batch, k], int32. Of trees; absent: chains.
         positions: [batch], int32. Needed by processors.
-        temperature: [batch], float32. 0 is 1 here: the log-softmax of the processed logits.
+        temperature: [batch], float32, or one number, as the next four may be. 0 is 1 here: the
+            log-softmax of the processed logits.
         top_k: [batch], int32.
         top_p: [batch], float32.
         min_p: [batch], float32.

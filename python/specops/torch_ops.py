@@ -8,7 +8,9 @@ module's own functions, and a fake kernel. After the import, Dynamo takes a call
 `torch.compile(fullgraph=True)` as they stand. Eager calls never come through here.
 """
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,17 +131,37 @@ def _trace_as(function: Callable[..., None]) -> Callable[[Callable[..., None]], 
     return torch.compiler.substitute_in_graph(function, skip_signature_check=True)
 
 
-def _trace_as_op(function: Callable[..., None], op: OpOverload) -> None:
+def _trace_as_op(function: Callable[..., None], op: OpOverload, kinds: dict[str, str]) -> None:
+    names = list(kinds)
+    numbers = {
+        names.index(name): _NUMBERS[kinds[name]] for name in names if kinds[name] in _NUMBERS
+    }
+    requests = [names.index(name) for name in ("positions", "output_indptr") if name in names]
+
     @_trace_as(function)
     def call(*args: Any) -> None:
+        if any(isinstance(args[place], int | float) for place in numbers):
+            count, device = args[0].shape[0], args[0].device
+            for place in requests:
+                if args[place] is not None:
+                    count = args[place].shape[0] - (names[place] == "output_indptr")
+            given = list(args)
+            for place, dtype in numbers.items():
+                if isinstance(given[place], int | float):
+                    given[place] = torch.full((count,), given[place], dtype=dtype, device=device)
+            args = tuple(given)
         op(*args)
 
 
 # Every overload of torch.ops.specops, by name.
-OPS: dict[str, OpOverload] = {schema.partition("(")[0]: _register(schema) for schema in _SCHEMAS}
-for _name, _op in OPS.items():
-    if not _name.startswith("ngram_propose"):
-        _trace_as_op(getattr(_C, _name), _op)
+OPS: dict[str, OpOverload] = {}
+for _name, _kinds in _ops():
+    OPS[_name] = _register(_schema(_name, _kinds))
+    if any(_kind.endswith("| Tensor") for _kind in _kinds.values()):
+        _overload = f"{_name}.per_request"
+        OPS[_overload] = _register(_schema(_overload, _kinds, per_request=True))
+    else:
+        _trace_as_op(getattr(_C, _name), OPS[_name], _kinds)
 
 
 @_trace_as(_C.ngram_propose)

@@ -130,8 +130,11 @@ def _rank(row: Tensor, token_id: int) -> int:
 _FILTERS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 
 
-def _of(column: Tensor | None, i: int, default: float = 0) -> Any:
-    return default if column is None else column[i].item()
+def _of(column: Tensor | float | None, i: int, default: float = 0) -> Any:
+    """Of row i: one number may serve all."""
+    if column is None:
+        return default
+    return column[i].item() if isinstance(column, Tensor) else column
 
 
 def process_logits(
