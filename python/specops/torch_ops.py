@@ -8,9 +8,7 @@ module's own functions, and a fake kernel. After the import, Dynamo takes a call
 `torch.compile(fullgraph=True)` as they stand. Eager calls never come through here.
 """
 
-import ast
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
