@@ -32,18 +32,18 @@ def prepare_batch(
     kv_indptr: Tensor | None,
     kv_indices: Tensor | None,
     page_size: int | None,
-    total_rows: int,
-    num_output_rows: int,
-    max_seq_len: int | None,
-    qo_indptr: Tensor,
-    row_to_request: Tensor,
-    positions: Tensor,
-    cache_slots: Tensor,
-    output_indptr: Tensor,
-    output_rows: Tensor,
-    output_row_to_request: Tensor,
-    output_padding_offset: Tensor | None,
-    output_cum_offsets: Tensor | None,
+    total_rows: Size,
+    num_output_rows: Size,
+    max_seq_len: Size | None,
+    qo_indptr: Written,
+    row_to_request: Written,
+    positions: Written,
+    cache_slots: Written,
+    output_indptr: Written,
+    output_rows: Written,
+    output_row_to_request: Written,
+    output_padding_offset: Written | None,
+    output_cum_offsets: Written | None,
 ) -> None: ...
 def gather_input_ids(
     row_to_request: Tensor,
@@ -52,9 +52,9 @@ def gather_input_ids(
     token_ids: Tensor,
     lens: Tensor,
     draft_token_ids: Tensor | None,
-    out: Tensor,
+    out: Written,
 ) -> None: ...
-def gather_output_rows(hidden: Tensor, output_rows: Tensor, out: Tensor) -> None: ...
+def gather_output_rows(hidden: Tensor, output_rows: Tensor, out: Written) -> None: ...
 def build_tree(
     parents: Tensor,
     num_draft_tokens: Tensor,

@@ -8,7 +8,9 @@ module's own functions, and a fake kernel. After the import, Dynamo takes a call
 `torch.compile(fullgraph=True)` as they stand. Eager calls never come through here.
 """
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,93 +19,45 @@ from torch._ops import OpOverload
 
 from specops import _C
 
-# Every op but `take_error`: no argument ties it to the ops before it, so a graph could move it.
-# Arguments are those of _C, in its order: every output and workspace is the caller's, so nothing is
-# returned. Sizes are SymInt, for shapes that torch.compile leaves open.
-_SCHEMAS = (
-    # batching
-    "prepare_batch(Tensor qo_lens, Tensor kv_lens, Tensor output_modes, Tensor? kv_indptr, "
-    "Tensor? kv_indices, int? page_size, SymInt total_rows, SymInt num_output_rows, "
-    "SymInt? max_seq_len, Tensor(a!) qo_indptr, Tensor(b!) row_to_request, Tensor(c!) positions, "
-    "Tensor(d!) cache_slots, Tensor(e!) output_indptr, Tensor(f!) output_rows, "
-    "Tensor(g!) output_row_to_request, Tensor(h!)? output_padding_offset, "
-    "Tensor(i!)? output_cum_offsets) -> ()",
-    "gather_input_ids(Tensor row_to_request, Tensor positions, Tensor slots, Tensor token_ids, "
-    "Tensor lens, Tensor? draft_token_ids, Tensor(a!) out) -> ()",
-    "gather_output_rows(Tensor hidden, Tensor output_rows, Tensor(a!) out) -> ()",
-    "build_tree(Tensor parents, Tensor num_draft_tokens, Tensor positions, Tensor(a!) depths, "
-    "Tensor(b!) row_positions, Tensor(c!) ancestor_mask, Tensor(d!) first_child, "
-    "Tensor(e!) next_sibling, Tensor(f!) sibling_index) -> ()",
-    "prepare_draft_batch(Tensor slots, Tensor qo_indptr, Tensor kv_lens, Tensor redraft_lens, "
-    "Tensor kv_indptr, Tensor kv_indices, Tensor lens, Tensor max_draft_tokens, int page_size, "
-    "int window, SymInt total_rows, Tensor(a!) draft_qo_indptr, Tensor(b!) draft_kv_lens, "
-    "Tensor(c!) last_rows, Tensor(d!) draft_positions, Tensor(e!) row_to_request, "
-    "Tensor(f!) positions, Tensor(g!) cache_slots, Tensor(h!) source_rows) -> ()",
-    "advance_draft_batch(Tensor sampled_token_ids, Tensor last_rows, Tensor slots, "
-    "Tensor kv_indptr, Tensor kv_indices, Tensor lens, Tensor max_draft_tokens, int page_size, "
-    "int step, int ahead, Tensor(a!) draft_token_ids, Tensor(b!) num_draft_tokens, "
-    "Tensor(c!)? draft_qo_indptr, Tensor(d!)? draft_kv_lens, Tensor(e!)? next_last_rows, "
-    "Tensor(f!)? draft_positions, Tensor(g!)? row_to_request, Tensor(h!)? positions, "
-    "Tensor(i!)? cache_slots, Tensor(j!)? source_rows) -> ()",
-    "keep_hidden_rows(Tensor hidden, Tensor slots, Tensor qo_indptr, Tensor kv_lens, "
-    "Tensor lens, Tensor(a!) kept) -> ()",
-    # attention
-    "rope_append_kv(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor cache_slots, Tensor positions, Tensor cos_sin, bool interleaved, "
-    "Tensor? q_norm_weight, Tensor? k_norm_weight, float norm_eps, Tensor(c!) q_out) -> ()",
-    "append_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, "
-    "Tensor kv_indptr, Tensor kv_indices, Tensor kv_lens, float sm_scale, int sliding_window, "
-    "Tensor? prefix_leaders, Tensor? prefix_lens, Tensor(a!) out, Tensor(b!)? lse, "
-    "Tensor(c!)? workspace) -> ()",
-    "merge_states(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    "compact_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor accepted_nodes, "
-    "Tensor num_accepted_tokens, Tensor qo_indptr, Tensor kv_lens, Tensor kv_indptr, "
-    "Tensor kv_indices) -> ()",
-    # dense
-    "silu_mul(Tensor gate_up, Tensor(a!) out) -> ()",
-    "pack_weight(Tensor weight, Tensor(a!) packed) -> ()",
-    "linear(Tensor x, Tensor packed, SymInt packed_outputs, SymInt packed_inputs, Tensor? bias, "
-    "Tensor(a!) out, Tensor(b!)? workspace) -> ()",
-    "rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual, Tensor(b!) out) -> ()",
-    "embedding(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()",
-    "mtp_input(Tensor row_to_request, Tensor positions, Tensor source_rows, Tensor slots, "
-    "Tensor token_ids, Tensor lens, Tensor draft_token_ids, Tensor embedding, "
-    "Tensor embedding_norm, Tensor hidden_norm, Tensor hidden, Tensor? kept, float eps, "
-    "int ahead, bool hidden_first, bool mask_first_position, Tensor(a!) out) -> ()",
-    # sampling
-    "sample(Tensor logits, Tensor positions, Tensor? temperature, Tensor? top_k, Tensor? top_p, "
-    "Tensor? min_p, Tensor? typical_p, Tensor? seeds, Tensor? choice_index, Tensor?[] processors, "
-    "int purpose, Tensor? anchors, bool processed_logprobs, Tensor(a!)? logprobs, Tensor(b!)? "
-    "ranks, Tensor(c!)? probs, Tensor(d!) out, Tensor(e!)? workspace) -> ()",
-    "verify(Tensor logits, Tensor output_indptr, Tensor draft_token_ids, Tensor positions, "
-    "Tensor? parents, Tensor? strategy, Tensor? policy, Tensor? temperature, Tensor? top_k, "
-    "Tensor? top_p, Tensor? min_p, Tensor? typical_p, Tensor? seeds, Tensor? choice_index, "
-    "Tensor?[] processors, Tensor? draft_probs, Tensor? draft_prob_token_ids, Tensor? "
-    "draft_prob_rows, Tensor? accept_rates, bool processed_logprobs, Tensor(a!)? logprobs, "
-    "Tensor(b!)? ranks, Tensor(c!) output_token_ids, Tensor(d!) num_accepted_tokens, "
-    "Tensor(e!)? accepted_nodes, Tensor(f!)? workspace) -> ()",
-    "top_logprobs(Tensor logits, bool processed_logprobs, Tensor? output_indptr, Tensor? "
-    "draft_token_ids, Tensor? parents, Tensor? positions, Tensor? temperature, Tensor? top_k, "
-    "Tensor? top_p, Tensor? min_p, Tensor? typical_p, Tensor?[] processors, Tensor(a!) token_ids, "
-    "Tensor(b!) logprobs, Tensor(c!)? ranks, Tensor(d!) lse, Tensor(e!)? workspace) -> ()",
-    "commit(Tensor(a!) output_token_ids, Tensor slots, Tensor(b!) token_ids, Tensor(c!) lens, "
-    "Tensor(d!)? logprobs, Tensor(e!)? ranks, Tensor? prompt_lens, Tensor? max_lens, "
-    "Tensor? min_tokens, Tensor? stop_token_ids, Tensor? stop_sequences, "
-    "Tensor(f!)? counted_token_ids, Tensor(g!)? token_counts, Tensor? think_end_token_id, "
-    "Tensor? thinking_budget, Tensor? reply_budget, Tensor? inject_token_ids, "
-    "Tensor(h!)? thinking_state, Tensor(i!)? finish_reasons, Tensor(j!)? stop_indices, "
-    "Tensor(k!)? num_committed_tokens) -> ()",
-    # suffix_tree; its sizes are ints, or one per request
-    "ngram_propose(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, int min_ngram_size, "
-    "int max_ngram_size, bool leftmost, Tensor? num_given_drafts, int max_total_draft_tokens, "
-    "Tensor(a!)? table, Tensor(b!)? state, int scan_tokens, int index_tokens, "
-    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens, Tensor(e!)? match_lens) -> ()",
-    "ngram_propose.per_request(Tensor token_ids, Tensor lens, Tensor max_draft_tokens, "
-    "Tensor min_ngram_size, Tensor max_ngram_size, Tensor leftmost, "
-    "Tensor? num_given_drafts, int max_total_draft_tokens, Tensor(a!)? table, "
-    "Tensor(b!)? state, int scan_tokens, int index_tokens, "
-    "Tensor(c!) draft_token_ids, Tensor(d!) num_draft_tokens, Tensor(e!)? match_lens) -> ()",
-)
+# Kinds of _C.pyi in the words of schemas. A parameter that may be one number for all rows is a
+# tensor in a graph, of that dtype.
+_TYPES = {"Tensor": "Tensor", "Size": "SymInt", "int": "int", "bool": "bool", "float": "float"}
+_NUMBERS = {"Tensor | float | None": torch.float32, "Tensor | int | None": torch.int32}
+_PROCESSORS = "tuple[Tensor | None, ...]"
+
+
+def _ops() -> Iterator[tuple[str, dict[str, str]]]:
+    """Every op but `take_error`, and the kinds of its arguments.
+
+    No argument ties `take_error` to the ops before it, so a graph could move it.
+    """
+    for node in ast.parse(Path(__file__).with_name("_C.pyi").read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name != "take_error":
+            kinds = {a.arg: ast.unparse(a.annotation) for a in node.args.args if a.annotation}
+            if any("Tensor" in kind for kind in kinds.values()):
+                yield node.name, kinds
+
+
+def _schema(name: str, kinds: dict[str, str], *, per_request: bool = False) -> str:
+    """Every output and workspace is the caller's, so nothing is returned."""
+    arguments = []
+    for argument, kind in kinds.items():
+        if kind in _NUMBERS:
+            kind = "Tensor | None"
+        if kind == _PROCESSORS:
+            arguments.append(f"Tensor?[] {argument}")
+            continue
+        kind, _, optional = kind.partition(" | ")
+        if optional == "Tensor":  # a size of all requests, or one each
+            kind, optional = ("Tensor" if per_request else kind), ""
+        mark = "?" if optional == "None" else ""
+        if kind == "Written":
+            of_schema = f"Tensor(a{len(arguments)}!){mark}"
+        else:
+            of_schema = _TYPES[kind] + mark
+        arguments.append(f"{of_schema} {argument}")
+    return f"{name}({', '.join(arguments)}) -> ()"
+
 
 _LIBRARY: Any = torch.library.Library("specops", "DEF")  # type: ignore[no-untyped-call]
 
