@@ -269,12 +269,6 @@ class Checker {
   }
 
  private:
-  // "float16" of torch.float16.
-  static std::string plain_name(const pybind11::handle& value) {
-    std::string name = pybind11::str(value), prefix = "torch.";
-    return name.compare(0, prefix.size(), prefix) == 0 ? name.substr(prefix.size()) : name;
-  }
-
   void check_device(const char* name, DLDevice device) {
     bool known = device.device_type == kDLCPU || (kHasCuda && device.device_type == kDLCUDA);
     if (!known) {
