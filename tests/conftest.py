@@ -18,13 +18,18 @@ from torch import Tensor
 
 # The references' torch ops: a barrier among threads that share a core costs more than they save.
 torch.set_num_threads(1)
-if exercised.in_worker():  # the other cores are the other workers'; tests/test_threads.py has more
-    specops.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--smoke DEVICE: the first and the last case of every op test on that device, no others."""
     parser.addoption("--smoke", metavar="DEVICE", help=pytest_addoption.__doc__)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker has one core: the others are the other workers'. test_threads.py takes more."""
+    exercised.in_worker = hasattr(config, "workerinput")
+    if exercised.in_worker:
+        specops.set_num_threads(1)
 
 
 def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -107,7 +112,7 @@ def pytest_collection_modifyitems(
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker tells what it called; the controller of workers asks whether anything lacks."""
-    if exercised.in_worker():
+    if exercised.in_worker:
         session.config.workeroutput["exercised"] = exercised.packed()  # type: ignore[attr-defined]
         return
     if not _told:
@@ -143,7 +148,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     callspec = getattr(item, "callspec", None)
     if callspec is None or callspec.params.get("device") != "cuda":
         return
-    if exercised.in_worker() and torch.cuda.is_available():
+    if exercised.in_worker and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
         except RuntimeError:  # an illegal access ends a process's use of the device

@@ -4,7 +4,6 @@
 With pytest-xdist every worker knows its own calls alone: they go to the controller, which asks.
 """
 
-import os
 from collections import defaultdict
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,8 @@ DEVICES = ("cpu", "simt", "cuda")
 
 # (file of the test, device) -> ops that were called and returned
 calls: dict[tuple[str, str], set[str]] = defaultdict(set)
+# Whether other processes run the rest of the tests of this run.
+in_worker = False
 # Files whose tests all run in this session: (test and parameters, device) of each.
 whole_files: dict[str, set[tuple[str, str]]] = {}
 
@@ -43,11 +44,6 @@ class Recorded:
             return result
 
         return call
-
-
-def in_worker() -> bool:
-    """Whether other processes run the rest of the tests."""
-    return "PYTEST_XDIST_WORKER" in os.environ
 
 
 def packed() -> list[Any]:

@@ -54,7 +54,7 @@ def lacking() -> list[str]:
 @pytest.mark.parametrize("op", sorted(TENSOR_OPS))
 def test_every_op_is_tested_on_every_device(op: str) -> None:
     """By what the tests of its file have called in this very run."""
-    if exercised.in_worker():
+    if exercised.in_worker:
         pytest.skip("the controller looks at what all workers called")
     file = file_of(op)
     if file not in whole_files:

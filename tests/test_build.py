@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which instruction sets a build has: what CMake says before it compiles anything."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+import pytest
+import specops
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+
+
+def configure(folder: Path, isas: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    if shutil.which("cmake", path=path) is None or shutil.which("ninja", path=path) is None:
+        pytest.skip("needs cmake and ninja")
+    options = [
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DSPECOPS_ISAS={isas}",
+    ]
+    command = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), *options]
+    env = {**os.environ, "PATH": path}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_native_is_what_this_machine_runs_best_and_portable(tmp_path: Path) -> None:
+    """What `make serve` compiles: a build with fewer sets makes the choice of one with all."""
+    done = configure(tmp_path, "native")
+    assert done.returncode == 0, done.stderr
+    best = specops.supported_isas()[-1]
+    chosen = [best] if best == "portable" else [best, "portable"]
+    assert f"-- Instruction sets: {';'.join(chosen)}\n" in done.stdout
+    built = (tmp_path / "build.ninja").read_text()
+    for isa in ("avx2", "avx512", "avx512_bf16", "portable"):
+        assert (f"specops_{isa}.dir/csrc/dense/linear_cpu.cpp.o:" in built) == (isa in chosen)
+
+
+@pytest.mark.parametrize("isas,message", [("avx9;portable", "among"), ("avx2", "must have")])
+def test_wrong_sets_are_refused(tmp_path: Path, isas: str, message: str) -> None:
+    done = configure(tmp_path, isas)
+    assert done.returncode != 0
+    told = " ".join(done.stderr.split())
+    assert "SPECOPS_ISAS must" in told and message in told and f"got {isas}" in told
