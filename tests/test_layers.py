@@ -72,7 +72,7 @@ def test_the_files_are_found() -> None:
 @pytest.mark.parametrize("path", CPP, ids=relative)
 def test_includes(path: Path) -> None:
     area = path.relative_to(CSRC).parts[0]
-    checks = path.name.endswith("ops.cpp")
+    checks = path.name.endswith(("ops.cpp", "checks.h"))
     binds = checks or path.name in ("ops.h", "tensor_view.h", "bindings.cpp")
     for name in includes(path):
         other = name.split("/")[0]
@@ -80,7 +80,9 @@ def test_includes(path: Path) -> None:
             assert (CSRC / name).is_file(), f"{name} is not a file of csrc"
             assert area == other or path.name == "bindings.cpp", "families never include each other"
         if other == "pybind11" or name.endswith("dlpack.h"):
-            assert binds, f"{name} belongs to tensor_view.h, *ops.cpp, ops.h and bindings.cpp"
+            assert binds, (
+                f"{name} belongs to tensor_view.h, *ops.cpp, checks.h, ops.h, bindings.cpp"
+            )
         if name == "common/tensor_view.h":
             assert checks, "only the checks see tensors"
         assert other not in ("torch", "ATen", "c10"), "no libtorch"
