@@ -146,7 +146,6 @@ class Drafter:
         kv_bytes_per_token: what it keeps on pages, over all its layers.
         draft_probs: [slots, k, vocab_size], float32: what the last step's drafts were drawn from,
             by request of that step; None while no request wants drafts that are drawn so.
-        is_unsaved: whether `save` would write something.
     """
 
     name: str
