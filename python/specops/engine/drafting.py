@@ -150,7 +150,10 @@ class Drafting:
             requests: all that decode.
             room: most drafts of all together.
         """
-        fixed = [request for request in requests if request not in self._states]
+        if not self.width:  # nobody has ever drafted
+            return
+        states_of = self._states
+        fixed = [one for one in requests if one not in states_of] if states_of else requests
         proposed = list(map(self._num_proposed, fixed))
         rows = len(fixed)
         for request, count in zip(fixed, share_out(proposed, room), strict=True):

@@ -271,9 +271,10 @@ class Engine:
             if part.emits:
                 self._count(request, part.num_drafts, result.num_accepted)
                 outputs.append(self._commit(request, result))
-        self.stats.num_suspended_steps += self._drafting.observe(
-            plan.parts, [one.num_accepted for one in emitted]
-        )
+        if self._drafting.can_select:
+            self.stats.num_suspended_steps += self._drafting.observe(
+                plan.parts, [one.num_accepted for one in emitted]
+            )
         self._runner.finish()
         for part in plan.parts:
             self._scheduler.register_full_pages(part.request)

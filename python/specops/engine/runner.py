@@ -198,6 +198,8 @@ class Runner:
     def finish(self) -> None:
         """Has the drafters go on when all requests of a step are committed."""
         assert self._executed is not None
+        if not self._drafting.width:  # nobody has ever drafted
+            return
         step, plan = self._executed
         count = len(plan.parts)
         requests = RequestRow(*step.arrays.requests.host[:, :count])
@@ -216,6 +218,8 @@ class Runner:
     def _take_proposals(self, step: Step, parts: Sequence[Scheduled]) -> None:
         """Copies what drafters on the device proposed: the next step's inputs may lie there."""
         proposals: Proposals = self._drafting.proposals
+        if not step.shape.proposals:
+            return
         proposals.confidences.fill(0)
         if step.shape.drafters:
             proposals.token_ids[:] = step.arrays.proposed_token_ids.host

@@ -50,24 +50,26 @@ class Array:
         """The bytes it takes."""
         return self.dtype.itemsize * math.prod(self._shape)
 
-    def place(self, device: Tensor, host: Tensor | None) -> None:
-        """Lays the array into a block of bytes, and into its counterpart on the host."""
+    def place(self, device: Tensor, host: NDArray[np.uint8] | None) -> None:
+        """Lays the array into a block, and into its counterpart on the host.
+
+        Args:
+            device: the block, as elements of the array's dtype.
+            host: the bytes of the counterpart.
+        """
         self.device = self._view(device)
         if host is not None:
-            self.host = np.ndarray(
-                self._shape, _NUMPY[self.dtype], buffer=host.numpy(), offset=self.offset
-            )
+            self.host = np.ndarray(self._shape, _NUMPY[self.dtype], buffer=host, offset=self.offset)
 
     def host_tensor(self, host: Tensor) -> Tensor:
         """The host's side as a tensor."""
-        return self._view(host)
+        return self._view(host.view(self.dtype))
 
-    def _view(self, block: Tensor) -> Tensor:
+    def _view(self, elements: Tensor) -> Tensor:
         strides = [1] * len(self._shape)
         for axis in range(len(self._shape) - 2, -1, -1):
             strides[axis] = strides[axis + 1] * self._shape[axis + 1]
-        base = block.view(self.dtype)
-        return torch.as_strided(base, self._shape, strides, self.offset // self.dtype.itemsize)
+        return torch.as_strided(elements, self._shape, strides, self.offset // self.dtype.itemsize)
 
 
 class Layout:
@@ -107,8 +109,10 @@ class Layout:
 
     def place(self, device: Tensor, host: Tensor | None = None) -> None:
         """Gives every array its memory."""
+        elements = {dtype: device.view(dtype) for dtype in {one.dtype for one in self._arrays}}
+        memory = None if host is None else host.numpy()
         for array in self._arrays:
-            array.place(device, host)
+            array.place(elements[array.dtype], memory)
 
 
 class StepMemory(Generic[S]):

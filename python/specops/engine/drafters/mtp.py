@@ -217,6 +217,8 @@ class MtpDrafter(Drafter):
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
         """Decides whose modules run, and over what; all keep the target's states."""
+        if not self._progress:
+            return None
         ours = [
             (part, progress)
             for part in parts
@@ -279,6 +281,8 @@ class MtpDrafter(Drafter):
 
     def finish(self, results: StepResults) -> None:
         """Takes note of what the modules have run over, after a step and its commit."""
+        if not self._progress:
+            return
         for part in results.parts:
             progress = self._progress.get(part.request.slot)
             if progress is None or progress.redraft_len < 0:

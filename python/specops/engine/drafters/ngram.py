@@ -44,6 +44,7 @@ class NgramDrafter(Drafter):
         self._slots, self._max_len = config.max_num_seqs, context.target.max_model_len
         self._device = context.target.device
         self._index: NgramIndex | None = None
+        self.limits: list[tuple[int, int]] = []  # of the step: slots, and the drafts behind them
         self._choices: Tensor
         self._rows: tuple[Tensor, ...]
 
@@ -66,7 +67,11 @@ class NgramDrafter(Drafter):
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
         """Whether anybody wants drafts."""
-        return True if any([stage_limit(part, self.name) for part in parts]) else None
+        if self._index is None:
+            return None
+        limits = [(part.request.slot, stage_limit(part, self.name)) for part in parts]
+        self.limits = [pair for pair in limits if pair[1]]
+        return True if self.limits else None
 
     def new_step(
         self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
@@ -100,10 +105,8 @@ class _NgramStep(DrafterStep):
     def fill(self, parts: Sequence[Scheduled]) -> None:
         limits = self._max_drafts.host
         limits.fill(0)
-        for part in parts:
-            limit = stage_limit(part, self._drafter.name)
-            if limit:
-                limits[part.request.slot] = limit
+        for slot, limit in self._drafter.limits:
+            limits[slot] = limit
 
     def launch(self, target: TargetStep) -> None:
         self._drafter.propose(target, self._max_drafts.device, self._match_lens.device)

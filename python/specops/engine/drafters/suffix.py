@@ -85,11 +85,13 @@ class SuffixDrafter(Drafter):
 
     def finish(self, results: StepResults) -> None:
         """Appends what was emitted to the trees and continues the proposals, in one call."""
+        if not self._requests:
+            return
         limits = [stage_limit(part, self.name) for part in results.parts]
         if not any(limits):
             return
         slots, lens, before = results.slots, results.lens, results.lens_before
-        for row in np.flatnonzero(self._lens_told[slots] != before).tolist():
+        for row in (self._lens_told[slots] != before).nonzero()[0].tolist():
             slot = int(slots[row])
             if slot in self._requests:
                 self._tell(self._requests[slot], slot, int(before[row]))
@@ -117,14 +119,15 @@ class SuffixDrafter(Drafter):
             num_given_drafts=num_given,
             probs=probs,
         )
-        rows = np.flatnonzero(self._counts[:batch])
+        rows = self._counts[:batch].nonzero()[0]
         found, of_rows = slots[rows], self._counts[rows]
         proposals.counts[found] += of_rows
         proposals.token_ids[found] = self._drafts[rows]
-        behind = np.arange(self._probs.shape[1]) >= given[rows, None]
-        proposals.confidences[found] = np.where(
-            behind, self._probs[rows], proposals.confidences[found]
-        )
+        if any(part.request.speculative.selects_drafts for part in results.parts):
+            behind = np.arange(self._probs.shape[1]) >= given[rows, None]
+            proposals.confidences[found] = np.where(
+                behind, self._probs[rows], proposals.confidences[found]
+            )
 
     @property
     def is_unsaved(self) -> bool:
