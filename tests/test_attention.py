@@ -518,12 +518,15 @@ def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda
 def test_append_attention_prefix_schedules(
     device: str,
     request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
     on_cuda: bool,
     accumulation: str,
     dtype: torch.dtype,
     head_dim: int,
     window: int | None,
 ) -> None:
+    # The work of calls is compared, so all of them run under the same schedules.
+    monkeypatch.setenv("SPECOPS_SIMT_SCHEDULES", "all")
     # Prefixes of whole chunks and of parts, over two row tiles, in three levels.
     page_size, qo_lens, own = 64, [1, 4, 0, 2, 9, 1], [3, 300, 0, 700, 1, 40]
     shared = [4864, 4864, 4864, 2560, 2560, 2368]

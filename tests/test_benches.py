@@ -93,8 +93,14 @@ def test_a_family_runs(tiny: None, family: str) -> None:
 
 def test_families_on_request_are_targets_of_their_own() -> None:
     makefile = (common.ROOT / "Makefile").read_text()
+    targets = {
+        target
+        for line in makefile.splitlines()
+        if line[:1].isalpha() and ":" in line
+        for target in line.split(":")[0].split()
+    }
     for family in ON_REQUEST:
-        assert f"\nbench-{family.replace('_', '-')}:" in makefile
+        assert f"bench-{family.replace('_', '-')}" in targets
 
 
 def test_results_are_kept_by_kind_of_machine(tmp_path: Path) -> None:

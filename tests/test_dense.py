@@ -315,7 +315,10 @@ def test_linear_refuses(device: str, on_cuda: bool) -> None:
         (lambda: dense.pack_weight(weight.int()), f"pack_weight: weight must be {dtypes}"),
         (lambda: dense.linear(x, packed, workspace=bias), "linear: workspace must be float32"),
         (lambda: dense.pack_weight(weight[0]), "pack_weight: weight must be"),
-        (lambda: dense.pack_weight(weight.T), "pack_weight: weight must be contiguous within"),
+        (
+            lambda: dense.pack_weight(weight.T),
+            "pack_weight: weight must be made of contiguous rows",
+        ),
         (lambda: dense.linear(x.float(), packed), "linear: x must be bfloat16"),
         (lambda: dense.linear(x[:, :7], packed), "linear: x must be .*num_inputs=8"),
         (lambda: dense.linear(x, packed, bias[:3]), "linear: bias must be .*num_outputs=4"),

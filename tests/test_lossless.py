@@ -164,7 +164,7 @@ def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str,
     execute = engine._runner.execute
 
     def counting(plan: Any) -> Any:
-        steps.append(sum(part.num_drafts for part in plan))
+        steps.append(sum(part.num_drafts for part in plan.parts))
         return execute(plan)
 
     indexed = partial(NgramIndex.empty, scan_tokens=0, index_tokens=50)

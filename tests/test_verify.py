@@ -686,6 +686,7 @@ def test_synthetic_rates(device: str, isa: str) -> None:
         "draft_token_ids": best[None, :3].int(),
         "positions": ints(5),
         "policy": ints(SYNTHETIC),
+        "seeds": torch.zeros(1, dtype=torch.int64),
     }
     for rates, accepted in (([1, 1, 1], 3), ([1, 0, 1], 1), ([0, 1, 1], 0), ([1, 1, 0], 2)):
         got = run_verify({**step, "accept_rates": torch.tensor([rates]).float()}, device)

@@ -242,7 +242,7 @@ def _to_compare(
     args: argparse.Namespace, config: SpeculativeConfig, runnable: Collection[str]
 ) -> list[tuple[str, dict[str, Any]]]:
     """Names, and the speculative_config of the requests that have them."""
-    fixed = {"adaptive_draft_length": False}  # where drafts gain nothing, they are compared too
+    fixed = {"adaptive_verification": False}  # where drafts gain nothing, they are compared too
     lengths = {
         name: getattr(args, name)
         for name in ("num_speculative_tokens", "num_model_steps")
