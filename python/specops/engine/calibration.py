@@ -20,7 +20,6 @@ from specops.engine.plan import Plan, Scheduled
 from specops.engine.request import Request
 from specops.engine.runner import Runner
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.tokenizer import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def costs_of(
         try:
             table = CostTable.measure(
                 trial.run,
-                [_method_of(config.speculative_config)],
+                [config.speculative_config.drafters_name],
                 max_rows=min(trial.max_rows, config.max_num_batched_tokens),
                 max_requests=len(trial.requests),
             )
@@ -64,11 +63,6 @@ def costs_of(
         table.save(path)
         logger.info("step costs measured in %.1f s: %s", time.perf_counter() - begun, path)
     return table
-
-
-def _method_of(config: SpeculativeConfig) -> str:
-    """The name by which costs and chances of a request's drafters are kept."""
-    return "+".join(name for name, _ in config.draft_stages)
 
 
 def _identity(config: EngineConfig) -> list[str]:

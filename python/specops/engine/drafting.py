@@ -113,8 +113,7 @@ class Drafting:
             )
         config = request.speculative
         if config.selects_drafts and self._selector is not None and request not in self._states:
-            method = "+".join(request.draft_stages)
-            self._states[request] = self._selector.start(method)
+            self._states[request] = self._selector.start(config.drafters_name)
         moved = [self.drafters[name].start(request) for name in request.draft_stages]
         return any(moved) or has_moved
 

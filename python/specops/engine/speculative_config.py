@@ -340,6 +340,11 @@ class SpeculativeConfig:
         return (first, (self.mtp_strategy.removeprefix("with_"), self.num_speculative_tokens))
 
     @property
+    def drafters_name(self) -> str:
+        """The name by which costs and chances of a request's drafters are kept."""
+        return "+".join(name for name, _ in self.draft_stages)
+
+    @property
     def drafts_with_target_numbers(self) -> bool:
         """Whether modules draw a draft with the number that the target will draw its token with.
 
