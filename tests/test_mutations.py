@@ -487,7 +487,7 @@ MUTATIONS = [
 LAWS = [
     Mutation(
         "the draft's own coin accepts it",
-        "sampling/strategy_cpu.h",
+        "sampling/drafted_row_cpu.h",
         "uniform(Purpose::kAccept, i)",
         "uniform(Purpose::kDraft, i)",
         "test_laws.py rejection and dense",
@@ -495,7 +495,7 @@ LAWS = [
     ),
     Mutation(
         "siblings share a coin",
-        "sampling/strategy_cpu.h",
+        "sampling/drafted_row_cpu.h",
         "uniform(Purpose::kAccept, i)",
         "uniform(Purpose::kAccept, 0)",
         "test_laws.py tree and REJECTION",
@@ -566,9 +566,9 @@ LAWS = [
     ),
     Mutation(
         "rows of draft_probs are not held against their number",
-        "sampling/verify.cuh",
-        "draft_prob_row < -1 || draft_prob_row >= params.num_draft_prob_rows",
-        "draft_prob_row < -1 || draft_prob_row > params.num_draft_prob_rows",
+        "sampling/verify.h",
+        "values.draft_prob_row >= params.num_draft_prob_rows",
+        "values.draft_prob_row > params.num_draft_prob_rows",
         "test_verify.py refuses_values",
     ),
     Mutation(
@@ -629,7 +629,7 @@ LAWS = [
     ),
     Mutation(
         "a draft outside the nucleus is taken",
-        "sampling/strategy_cpu.h",
+        "sampling/drafted_row_cpu.h",
         "row.weight_of(drafts.token_ids[child]) > 0.0) {",
         "row.weight_of(drafts.token_ids[child]) >= 0.0) {",
         "test_laws.py topp",

@@ -6,10 +6,12 @@
 #include <cstdint>
 
 #include "common/cuda_stream.h"
+#include "common/host_device.h"
 
 namespace specops {
 
-// Stored as int32; each has its sentence in error_flag.cpp.
+// Stored as int32; each has its sentence in error_flag.cpp. What several ops of the sampling family
+// refuse for the same reason is a SamplingRule below.
 enum class ErrorCode : int32_t {
   kNone = 0,
 
@@ -62,37 +64,6 @@ enum class ErrorCode : int32_t {
   kCommitSlot = 60,
   kCommitRoom = 61,
   kCommitCountedTokens = 62,
-  kSampleTemperature = 64,
-  kSampleTopK = 65,
-  kSampleTopP = 66,
-  kSampleMinP = 67,
-  kVerifyTemperature = 68,
-  kVerifyTopK = 69,
-  kVerifyTopP = 70,
-  kVerifyMinP = 71,
-  kVerifyOutputIndptr = 72,
-  kVerifyStrategy = 73,
-  kVerifyPolicy = 74,
-  kSampleSeeds = 63,
-  kVerifySeeds = 75,
-  kSampleTypicalP = 76,
-  kSampleSlots = 77,
-  kSampleMaskIndices = 78,
-  kSamplePenalties = 79,
-  kVerifyTypicalP = 80,
-  kVerifySlots = 81,
-  kVerifyMaskIndices = 82,
-  kVerifyPenalties = 83,
-  kVerifyAcceptRates = 84,
-  kVerifyParents = 85,
-  kVerifyDraftProbTokenIds = 86,
-  kTopLogprobsParameters = 87,
-  kSampleTokenIds = 88,
-  kVerifyTokenIds = 89,
-  kVerifyTreeStrategy = 90,
-  kVerifyTreePolicy = 91,
-  kVerifyNoAcceptRates = 92,
-  kVerifyDraftProbRows = 93,
 
   // suffix_tree
   kNgramLens = 40,
@@ -103,12 +74,54 @@ enum class ErrorCode : int32_t {
   kNgramNumGivenDrafts = 45,
 };
 
+// The ops that share rules, and the rules: a code is the sum of the two.
+enum class SamplingOp : int32_t { kSample = 100, kVerify = 200, kTopLogprobs = 300 };
+
+enum class SamplingRule : int32_t {
+  kTemperature = 1,
+  kTopK = 2,
+  kTopP = 3,
+  kMinP = 4,
+  kTypicalP = 5,
+  kSeeds = 6,
+  kSlots = 7,
+  kMaskIndices = 8,
+  kRepetitionPenalty = 9,
+  kPresencePenalty = 10,
+  kFrequencyPenalty = 11,
+  kTokenIds = 12,
+  kOutputIndptr = 13,
+  kParents = 14,
+  kStrategy = 15,
+  kTreeStrategy = 16,
+  kPolicy = 17,
+  kTreePolicy = 18,
+  kNoAcceptRates = 19,
+  kAcceptRates = 20,
+  kDraftProbRows = 21,
+  kDraftProbTokenIds = 22,
+};
+
+SPECOPS_HOST_DEVICE constexpr ErrorCode code_of(SamplingOp op, SamplingRule rule) {
+  return static_cast<ErrorCode>(static_cast<int32_t>(op) + static_cast<int32_t>(rule));
+}
+
+// What a rule about values has found: which one is broken, and by which element of the argument. On
+// CUDA only the code is of use.
+struct Fault {
+  ErrorCode code = ErrorCode::kNone;
+  bool has_value = false;  // else it is an argument that is absent, or more than one number
+  double value = 0.0;
+  int64_t i = -1;      // -1: the argument is one number
+  int64_t j = -1;      // of a second dimension
+  int64_t limit = -1;  // what the last word of the rule stands for; -1: the rule says all
+
+  SPECOPS_HOST_DEVICE_MEMBER bool found() const { return code != ErrorCode::kNone; }
+};
+
 struct ErrorFlag {
   int32_t* code = nullptr;  // on the device
 };
-
-// "op: argument must be ..., got something else"; nullptr for kNone or a number that is no code.
-const char* error_sentence(int32_t code);
 
 struct TakeErrorParams {
   ErrorFlag error;

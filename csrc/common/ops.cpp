@@ -3,6 +3,7 @@
 #include "common/ops.h"
 
 #include "common/error_flag.h"
+#include "common/error_sentence.h"
 #include "common/tensor_view.h"
 
 namespace specops {
@@ -23,7 +24,11 @@ void register_errors(pybind11::module_& m) {
   m.attr("has_cuda") = kHasCuda;
   m.def("take_error", &take_error);
   m.def("take_error_sync", &take_error_sync);
-  m.def("error_sentence", &error_sentence);
+  m.def("error_sentence", [](int32_t code) -> pybind11::object {
+    std::string sentence = error_sentence(code);
+    if (sentence.empty()) return pybind11::none();
+    return pybind11::str(sentence);
+  });
 }
 
 }  // namespace specops

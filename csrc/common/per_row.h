@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/error_flag.h"
 #include "common/host_device.h"
 
 namespace specops {
@@ -17,5 +18,11 @@ struct PerRow {
     return values != nullptr ? values[idx] : value;
   }
 };
+
+// What breaks a rule about entry idx of such a parameter.
+template <typename T>
+SPECOPS_HOST_DEVICE Fault fault_at(ErrorCode code, const PerRow<T>& parameter, int64_t idx, T got) {
+  return {code, true, static_cast<double>(got), parameter.values ? idx : -1};
+}
 
 }  // namespace specops

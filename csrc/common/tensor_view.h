@@ -15,6 +15,7 @@
 #include "common/dlpack.h"
 #include "common/dtype.h"
 #include "common/error_flag.h"
+#include "common/error_sentence.h"
 #include "common/per_row.h"
 
 namespace specops {
@@ -226,6 +227,11 @@ class Checker {
     fail(name,
          "aligned to 16 bytes",
          "an address " + std::to_string(past) + " bytes past a multiple of 16");
+  }
+
+  // Raises what a rule about values has found, if anything.
+  void refuse(const Fault& fault) const {
+    if (fault.found()) throw std::invalid_argument(error_sentence(fault));
   }
 
   [[noreturn]] void fail(const std::string& name,

@@ -7,6 +7,10 @@
 namespace specops {
 namespace {
 
+std::string at(const char* name, int64_t index) {
+  return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
 // Values, on cpu: all of them before anything is written.
 void check_commit_values(Checker& check, const CommitParams& params) {
   std::vector<bool> is_taken(params.num_slots);

@@ -12,6 +12,7 @@
 #include "sampling/accept_walk.h"
 #include "sampling/row.cuh"
 #include "sampling/row_rule.h"
+#include "sampling/verify.h"
 
 namespace specops {
 
@@ -39,7 +40,7 @@ __device__ inline float draft_prob(const DraftRow& draft,
 #pragma unroll 1
   for (int32_t i = lane_id(); i < draft.size; i += kWarpSize) {
     int32_t named = draft.token_ids[i];
-    wrong = wrong || named < -1 || named >= vocab_size;
+    wrong = wrong || !is_listed_token(named, vocab_size);
     if (named == id) found = clean_draft_prob(draft.probs[i]);
   }
   *outside = __any_sync(kFullMask, wrong) != 0;
@@ -58,8 +59,8 @@ enum : int32_t {
 
 // After filter(), and not for rows whose target is one token.
 template <typename T, bool kProcessed>
-class DraftedRow : public RowBlock<T, kProcessed> {
-  using Base = RowBlock<T, kProcessed>;
+class DraftedRow : public Row<T, kProcessed> {
+  using Base = Row<T, kProcessed>;
 
  public:
   using Base::Base;

@@ -49,20 +49,20 @@ __device__ inline float warp_max(float x) {
 
 // A row of logits in memory; kProcessed: under the block's overlay.
 template <typename T, bool kProcessed = false>
-struct Row {
+struct RowLogits {
   static constexpr int kLeafSize = kLeafBytes / static_cast<int>(sizeof(T));
 
   const T* data;
   int32_t size;
   int skew;  // bytes from the last 16-byte boundary to the row's beginning
 
-  __device__ Row(const void* logits, int64_t row, int64_t stride, int64_t vocab_size)
-      : Row(static_cast<const T*>(logits) + row * stride, static_cast<int32_t>(vocab_size)) {}
+  __device__ RowLogits(const void* logits, int64_t row, int64_t stride, int64_t vocab_size)
+      : RowLogits(static_cast<const T*>(logits) + row * stride, static_cast<int32_t>(vocab_size)) {}
 
   __device__ int32_t num_leaves() const { return (size - 1) / kLeafSize + 1; }
 
   // What lies in memory.
-  __device__ Row<T> raw() const { return {data, size}; }
+  __device__ RowLogits<T> raw() const { return {data, size}; }
 
   __device__ float logit(int32_t id) const {
     if constexpr (kProcessed) {
@@ -74,9 +74,9 @@ struct Row {
   }
 
  private:
-  friend struct Row<T, true>;
+  friend struct RowLogits<T, true>;
 
-  __device__ Row(const T* begin, int32_t vocab_size)
+  __device__ RowLogits(const T* begin, int32_t vocab_size)
       : data(begin),
         size(vocab_size),
         skew(static_cast<int>(reinterpret_cast<uintptr_t>(begin) % 16)) {}
@@ -146,7 +146,7 @@ struct Vector {
 
   // The elements from id `first` on; -inf past the row's end.
   template <bool kProcessed>
-  __device__ static uint4 load(const Row<T, kProcessed>& row, int32_t first) {
+  __device__ static uint4 load(const RowLogits<T, kProcessed>& row, int32_t first) {
     uint4 vector = load_raw(row, first);
     if constexpr (kProcessed) {
       uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
@@ -165,7 +165,7 @@ struct Vector {
   }
 
   template <bool kProcessed>
-  __device__ static uint4 load_raw(const Row<T, kProcessed>& row, int32_t first) {
+  __device__ static uint4 load_raw(const RowLogits<T, kProcessed>& row, int32_t first) {
     const T* data = row.data + first;
     int rest = row.size - first;
     if (row.skew == 0 && rest >= kWidth) return *reinterpret_cast<const uint4*>(data);
@@ -215,7 +215,7 @@ struct Vector {
 template <typename T>
 class Leaf {
  public:
-  static constexpr int kSize = Row<T>::kLeafSize;
+  static constexpr int kSize = RowLogits<T>::kLeafSize;
   static constexpr int kWidth = Vector<T>::kWidth;
   static constexpr int kOwn = kLeafVectors * kWidth;  // elements of a lane
 
@@ -237,13 +237,13 @@ class Leaf {
   }
 
   template <bool kProcessed>
-  __device__ void load(const Row<T, kProcessed>& row, int32_t leaf) {
+  __device__ void load(const RowLogits<T, kProcessed>& row, int32_t leaf) {
     load_raw(row, leaf);
     if constexpr (kProcessed) process(leaf);
   }
 
   template <bool kProcessed>
-  __device__ void load_raw(const Row<T, kProcessed>& row, int32_t leaf) {
+  __device__ void load_raw(const RowLogits<T, kProcessed>& row, int32_t leaf) {
     int32_t begin = leaf * kSize;
     if (row.skew == 0 && row.size - begin >= kSize) {
       const T* data = row.data + begin;
@@ -309,9 +309,11 @@ class Leaf {
 // Calls visit(logit, id) for the lane's elements of a leaf in ascending order, where the lane's run
 // of the leaf lies before the next lane's.
 template <typename T, bool kProcessed, typename Visit>
-__device__ inline void for_each_in_order(const Row<T, kProcessed>& row, int32_t leaf, Visit visit) {
+__device__ inline void for_each_in_order(const RowLogits<T, kProcessed>& row,
+                                         int32_t leaf,
+                                         Visit visit) {
   constexpr int kWidth = Vector<T>::kWidth;
-  int32_t first = leaf * Row<T>::kLeafSize + lane_id() * kLeafVectors * kWidth;
+  int32_t first = leaf * RowLogits<T>::kLeafSize + lane_id() * kLeafVectors * kWidth;
 #pragma unroll 1
   for (int j = 0; j < kLeafVectors; ++j, first += kWidth) {
     uint4 vector = Vector<T>::load(row, first);
@@ -381,7 +383,7 @@ __device__ inline LeafStats leaf_stats(
 
 // The one read of leaves [begin, end) from memory. A warp has two leaves on their way at a time.
 template <typename T, bool kProcessed>
-__device__ inline void scan_leaves(const Row<T, kProcessed>& row,
+__device__ inline void scan_leaves(const RowLogits<T, kProcessed>& row,
                                    int32_t begin,
                                    int32_t end,
                                    bool want_raw,

@@ -3,21 +3,13 @@
 #include "sampling/ops.h"
 
 #include <array>
-#include <cmath>
 
 #include "common/philox.h"
 #include "sampling/checks.h"
 #include "sampling/sample.h"
+#include "sampling/value_rule.h"
 
 namespace specops {
-
-std::string at(const char* name, int64_t index) {
-  return std::string(name) + "[" + std::to_string(index) + "]";
-}
-
-std::string at(const char* name, int64_t i, int64_t j) {
-  return std::string(name) + "[" + std::to_string(i) + ", " + std::to_string(j) + "]";
-}
 
 Workspace check_workspace(Checker& check,
                           const TensorView& workspace,
@@ -53,26 +45,7 @@ void check_vocab(Checker& check, const Dim& vocab_size) {
              vocab_size.value);
 }
 
-// The comparisons are written so that NaN fails them.
-void check_filter_values(Checker& check, const FilterArrays& arrays, int64_t i) {
-  SamplingParams values = filters_of(arrays, i);
-  float t = values.temperature, p = values.top_p, m = values.min_p, typical = values.typical_p;
-  auto refuse = [&](const char* name, const auto& parameter, const char* expected, auto got) {
-    check.fail(at(name, parameter, i), expected, std::to_string(got));
-  };
-  bool finite = t >= 0.0f && t <= 3.402823466e38f;
-  if (!finite) refuse("temperature", arrays.temperature, "finite and at least 0", t);
-  if (values.top_k < -1) {
-    refuse("top_k", arrays.top_k, "at least 1, or 0 or -1 for off", values.top_k);
-  }
-  if (!(p >= 0.0f && p <= 1.0f)) refuse("top_p", arrays.top_p, "within [0, 1]", p);
-  if (!(m >= 0.0f && m <= 1.0f)) refuse("min_p", arrays.min_p, "within [0, 1]", m);
-  if (!(typical > 0.0f && typical <= 1.0f)) {
-    refuse("typical_p", arrays.typical_p, "within (0, 1]", typical);
-  }
-}
-
-FilterArrays check_filters(Checker& check, const FilterViews& views, Dim& count) {
+FilterArrays check_filters(Checker& check, SamplingOp op, const FilterViews& views, Dim& count) {
   FilterArrays out, numbers;
   auto take = [&](const char* name, const TensorView& view, auto field) {
     out.*field = check.per_row(name, view, count, (out.*field).value);
@@ -86,7 +59,7 @@ FilterArrays check_filters(Checker& check, const FilterViews& views, Dim& count)
   take("top_p", views.top_p, &FilterArrays::top_p);
   take("min_p", views.min_p, &FilterArrays::min_p);
   take("typical_p", views.typical_p, &FilterArrays::typical_p);
-  check_filter_values(check, numbers, 0);
+  check.refuse(fault_of_filters(op, numbers, filters_of(numbers, 0), 0));
   return out;
 }
 
@@ -188,78 +161,6 @@ LogitsProcessors check_processors(Checker& check,
           .max_stop_tokens = num_stop,
           .num_masks = num_masks,
           .mask_words = mask_words};
-}
-
-void check_processor_values(Checker& check,
-                            const LogitsProcessors& processors,
-                            int64_t i,
-                            int64_t position,
-                            int64_t max_len,
-                            int64_t first_row,
-                            int64_t end_row) {
-  for (int64_t row = first_row; processors.mask_indices && row < end_row; ++row) {
-    int32_t index = processors.mask_indices[row];
-    if (index >= -1 && index < processors.num_masks) continue;
-    check.fail(at("processors.mask_indices", row),
-               "-1 or below num_masks = " + std::to_string(processors.num_masks),
-               std::to_string(index));
-  }
-  if (processors.slots == nullptr) return;
-  int32_t slot = processors.slots[i];
-  if (slot < -1 || slot >= processors.num_slots) {
-    check.fail(at("processors.slots", i),
-               "-1 or below num_slots = " + std::to_string(processors.num_slots),
-               std::to_string(slot));
-  }
-  if (slot < 0) return;
-  float repetition = processors.repetition_penalty ? processors.repetition_penalty[slot] : 1.0f;
-  if (!(repetition > 0.0f && repetition <= 3.402823466e38f)) {
-    check.fail(at("processors.repetition_penalty", slot),
-               "finite and above 0",
-               std::to_string(repetition));
-  }
-  const std::pair<const char*, const float*> penalties[] = {
-      {"processors.presence_penalty", processors.presence_penalty},
-      {"processors.frequency_penalty", processors.frequency_penalty}};
-  for (auto [name, values] : penalties) {
-    if (values == nullptr || std::isfinite(values[slot])) continue;
-    check.fail(at(name, slot), "finite", std::to_string(values[slot]));
-  }
-  if (processors.bad_words && position > max_len) {
-    check.fail(
-        "processors.token_ids",
-        "as wide as the tokens of request " + std::to_string(i) + ", " + std::to_string(position),
-        std::to_string(max_len) + " wide");
-  }
-}
-
-int64_t history_len(const ProcessorViews& views) {
-  constexpr size_t kTokenIds = 1;
-  return views.empty() || !views[kTokenIds].is_tensor ? 0 : views[kTokenIds].size(1);
-}
-
-void check_indptr(
-    Checker& check, const int32_t* indptr, int64_t i, int64_t capacity, int64_t rows) {
-  if (indptr[0] != 0) check.fail("output_indptr[0]", "0", std::to_string(indptr[0]));
-  int64_t num_rows = int64_t{indptr[i + 1]} - indptr[i];
-  if (num_rows >= 0 && num_rows <= capacity && indptr[i + 1] <= rows) return;
-  check.fail(at("output_indptr", i + 1),
-             "ascending by at most k + 1 = " + std::to_string(capacity) +
-                 " and at most num_output_rows = " + std::to_string(rows),
-             std::to_string(indptr[i + 1]) + " after " + std::to_string(indptr[i]));
-}
-
-void check_parents(Checker& check,
-                   const int32_t* parents,
-                   int64_t i,
-                   int64_t num_drafts,
-                   int64_t max_draft_tokens) {
-  for (int64_t j = 0; parents != nullptr && j < num_drafts; ++j) {
-    int32_t parent = parents[i * max_draft_tokens + j];
-    if (parent < -1 || parent >= j) {
-      check.fail(at("parents", i, j), "at least -1 and below the node", std::to_string(parent));
-    }
-  }
 }
 
 namespace {

@@ -6,6 +6,7 @@
 
 #include "common/device.cuh"
 #include "sampling/logits_processors.h"
+#include "sampling/value_rule.h"
 
 namespace specops {
 
@@ -60,12 +61,6 @@ __device__ inline int32_t find_in_stretch(const int32_t* begins,
   int32_t begin = min(max(begins[id / kStretchTokens], 0), end);
   int32_t at = find_sorted(ids + begin, end - begin, id);
   return at < 0 ? at : begin + at;
-}
-
-__device__ inline bool is_mask_index(const LogitsProcessors& all, int64_t output_row) {
-  if (all.mask_indices == nullptr) return true;
-  int32_t index = all.mask_indices[output_row];
-  return index >= -1 && index < all.num_masks;
 }
 
 // By a whole block. num_words: of the bits, up to the end of the row's last leaf. The other arguments

@@ -186,14 +186,14 @@ __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int e
 }
 
 template <typename T, bool kProcessed = false>
-class RowBlock {
+class Row {
  public:
   // What every thread would keep in registers, most of them for later, waits in shared memory.
-  __device__ RowBlock(RowShared& shared,
-                      const Row<T, kProcessed>& row,
-                      const SamplingParams& filters,
-                      LeafStats* stats,
-                      Mass* masses)
+  __device__ Row(RowShared& shared,
+                 const RowLogits<T, kProcessed>& row,
+                 const SamplingParams& filters,
+                 LeafStats* stats,
+                 Mass* masses)
       : shared_(shared), row_(row), num_leaves_(row.num_leaves()) {
     if (thread() == 0) {
       shared_.row_stats = stats;
@@ -1190,7 +1190,7 @@ class RowBlock {
   }
 
   RowShared& shared_;
-  const Row<T, kProcessed>& row_;
+  const RowLogits<T, kProcessed>& row_;
   int32_t num_leaves_;
   float max_ = -INFINITY;
   float log_sum_ = 0.0f;  // of the raw logits, then of what is kept

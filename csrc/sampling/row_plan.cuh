@@ -92,7 +92,7 @@ struct RowSlots {
 template <typename T, bool kProcessed>
 __device__ inline bool scan_row(const RowPlan& plan,
                                 RowShared& shared,
-                                const Row<T, kProcessed>& row,
+                                const RowLogits<T, kProcessed>& row,
                                 const RowSlots& slots,
                                 bool want_raw,
                                 bool want_warm,

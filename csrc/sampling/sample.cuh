@@ -23,18 +23,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     sample_kernel(SampleParams params, RowPlan plan) {
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int64_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
-  Row<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
+  RowLogits<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
   SamplingParams filters = filters_of(params.filters, idx);
-  ErrorCode fault = fault_of(filters, kSampleFaults);
-  if (fault == ErrorCode::kNone && filters.temperature > 0.0f && params.filters.seeds == nullptr) {
-    fault = ErrorCode::kSampleSeeds;
-  }
-  if constexpr (kProcessed) {
-    if (fault == ErrorCode::kNone) {
-      fault = fault_of(params.processors, idx, params.positions[idx], kSampleProcessorFaults);
-    }
-    if (!is_mask_index(params.processors, idx)) fault = kSampleProcessorFaults.mask_indices;
-  }
+  ErrorCode fault = fault_of<kProcessed>(params, idx).code;
   bool writes = threadIdx.x == 0;
   if (fault != ErrorCode::kNone) {
     if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
@@ -56,7 +47,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                   params.positions[idx],
                   {},
                   row.size,
-                  plan.num_leaves * (Row<T>::kLeafSize / 32));
+                  plan.num_leaves * (RowLogits<T>::kLeafSize / 32));
   }
   WantedSums wanted(filters, row.size, params.logprobs != nullptr, params.processed_logprobs);
   auto* workspace = static_cast<unsigned char*>(params.workspace);
@@ -72,8 +63,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     return;
   }
   // read again, and not kept over the scan
-  RowBlock<T, kProcessed> block(
-      shared, row, filters_of(params.filters, idx), slots.stats, slots.masses);
+  Row<T, kProcessed> block(shared, row, filters_of(params.filters, idx), slots.stats, slots.masses);
   block.fold(params.logprobs != nullptr && !params.processed_logprobs);
   RowToken token = block.choose([&] {
     uint32_t anchor = params.anchors ? static_cast<uint32_t>(params.anchors[idx]) : 0u;

@@ -10,6 +10,7 @@
 #include "common/isa.h"
 #include "sampling/filters.h"
 #include "sampling/logits_processors.h"
+#include "sampling/value_rule.h"
 
 namespace specops {
 
@@ -34,6 +35,22 @@ struct SampleParams {
   int64_t workspace_bytes;
   ErrorFlag error;
 };
+
+// kProcessed: whether there may be processors.
+template <bool kProcessed>
+SPECOPS_HOST_DEVICE Fault fault_of(const SampleParams& params, int64_t row) {
+  constexpr SamplingOp kOp = SamplingOp::kSample;
+  SamplingParams filters = filters_of(params.filters, row);
+  Fault fault = fault_of_filters(kOp, params.filters, filters, row);
+  if (!fault.found() && filters.temperature > 0.0f && params.filters.seeds == nullptr) {
+    fault.code = code_of(kOp, SamplingRule::kSeeds);
+  }
+  if (!kProcessed) return fault;
+  if (!fault.found()) {
+    fault = fault_of_processors(kOp, params.processors, row, params.positions[row]);
+  }
+  return fault.found() ? fault : fault_of_mask(kOp, params.processors, row);
+}
 
 SPECOPS_DECLARE_CPU(sample_cpu, SampleParams);
 SPECOPS_DECLARE_CUDA(sample_cuda, SampleParams);

@@ -30,7 +30,8 @@ void sample(const TensorView& logits,
   check.tensor(
       "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
-  FilterArrays filters = check_filters(check, {temperature, top_k, top_p, min_p, typical_p}, rows);
+  FilterArrays filters = check_filters(
+      check, SamplingOp::kSample, {temperature, top_k, top_p, min_p, typical_p}, rows);
   check_streams(check, filters, seeds, choice_index, rows);
   LogitsProcessors processors = check_processors(check, processor_views, rows, rows, vocab_size);
   bool purpose_ok = purpose == static_cast<int64_t>(Purpose::kTarget) ||
@@ -66,13 +67,7 @@ void sample(const TensorView& logits,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return sample_cuda(params, check.stream());
-  for (int64_t row = 0; row < rows; ++row) {
-    check_filter_values(check, params.filters, row);
-    bool unseeded = params.filters.seeds == nullptr && params.filters.temperature[row] > 0.0f;
-    check.that(!unseeded, "seeds", "given where a temperature is above 0", "None");
-    check_processor_values(
-        check, processors, row, params.positions[row], history_len(processor_views), row, row + 1);
-  }
+  for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of<true>(params, row));
   run_on_cpu<SampleParams>(sample_cpu, params, rows * vocab_size);
 }
 

@@ -35,11 +35,12 @@ __device__ inline void sort_ranking(float* logits, int32_t* ids, int64_t count) 
 
 // Which request a row is of, and which of its rows.
 struct RowOwner {
-  int32_t batch_idx, idx, num_rows;
+  int32_t batch_idx, idx;
+  int32_t first;  // row of the request
 
   // Rows from output_indptr[batch] on are nobody's: batch_idx is -1.
   __device__ RowOwner(const TopLogprobsParams& params, int32_t row)
-      : batch_idx(row), idx(0), num_rows(1) {
+      : batch_idx(row), idx(0), first(row) {
     if (params.output_indptr == nullptr) return;
     int32_t low = 0, high = static_cast<int32_t>(params.batch);  // the first that ends past the row
 #pragma unroll 1
@@ -53,34 +54,25 @@ struct RowOwner {
     }
     batch_idx = low < static_cast<int32_t>(params.batch) ? low : -1;
     if (batch_idx < 0) return;
-    idx = row - params.output_indptr[batch_idx];
-    num_rows = params.output_indptr[batch_idx + 1] - params.output_indptr[batch_idx];
+    first = params.output_indptr[batch_idx];
+    idx = row - first;
   }
 };
 
-// Whether a request of processed logprobs has parameters in range, its drafts among them.
-__device__ inline bool is_sound(const TopLogprobsParams& params, int32_t row, RowOwner owner) {
-  constexpr ErrorCode kFault = ErrorCode::kTopLogprobsParameters;
-  constexpr FilterFaults kFilters{kFault, kFault, kFault, kFault, kFault};
-  constexpr ProcessorFaults kProcessors{kFault, kFault, kFault, kFault};
-  if (owner.idx < 0 || owner.num_rows > params.max_draft_tokens + 1) return false;
-  if (fault_of(filters_of(params.filters, owner.batch_idx), kFilters) != ErrorCode::kNone) {
-    return false;
-  }
-  if (!has_processors(params.processors)) return true;
-  int32_t num_tokens = params.positions[owner.batch_idx];
-  if (fault_of(params.processors, owner.batch_idx, num_tokens, kProcessors) != ErrorCode::kNone) {
-    return false;
-  }
-  int64_t first = owner.batch_idx * params.max_draft_tokens;
+// Of the request that owns a row of processed logprobs.
+__device__ inline ErrorCode fault_of(const TopLogprobsParams& params, RowOwner owner) {
+  constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
+  int64_t batch_idx = owner.batch_idx;
+  // a row before its request's first one has been found by a fault in output_indptr
+  if (owner.idx < 0) return code_of(kOp, SamplingRule::kOutputIndptr);
+  TopLogprobsValues values = values_of(params, batch_idx, owner.first);
+  Fault fault = fault_of(params, values, batch_idx);
 #pragma unroll 1
-  for (int32_t i = 0; i < owner.num_rows; ++i) {
-    if (!is_mask_index(params.processors, row - owner.idx + i)) return false;
-    if (i + 1 == owner.num_rows) break;
-    int32_t parent = params.parents ? params.parents[first + i] : i - 1;
-    if (parent < -1 || parent >= i) return false;
+  for (int32_t i = 0; has_processors(params.processors) && i < values.end - values.begin; ++i) {
+    if (fault.found()) break;
+    fault = fault_of_row(params, values, batch_idx, i);
   }
-  return true;
+  return fault.code;
 }
 
 // The first n tokens of softmax(logits) by (logit descending, id ascending).
@@ -103,11 +95,12 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   int32_t* ids = params.token_ids + idx * params.n;
   float* values = params.logprobs + idx * params.n;
   int32_t* ranks = params.ranks ? params.ranks + idx * params.n : nullptr;
-  Row<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
+  RowLogits<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
   if (processed) {
     RowOwner owner(params, idx);
     bool owned = owner.batch_idx >= 0;
-    if (owned && !is_sound(params, idx, owner)) {
+    ErrorCode fault = owned ? fault_of(params, owner) : ErrorCode::kNone;
+    if (fault != ErrorCode::kNone) {
       if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
       for (int64_t i = threadIdx.x; i < params.n; i += blockDim.x) {
         ids[i] = -1;
@@ -116,7 +109,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       }
       if (threadIdx.x != 0) return;
       params.lse[idx] = -INFINITY;
-      report_error(params.error, ErrorCode::kTopLogprobsParameters);
+      report_error(params.error, fault);
       return;
     }
     if (owned) filters = filters_of(params.filters, owner.batch_idx);
@@ -130,7 +123,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                      params.parents ? params.parents + first : nullptr,
                      owner.idx - 1},
                     row.size,
-                    plan.num_leaves * (Row<T>::kLeafSize / 32));
+                    plan.num_leaves * (RowLogits<T>::kLeafSize / 32));
     }
   }
   auto* workspace = static_cast<unsigned char*>(params.workspace);
@@ -147,7 +140,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                 counter)) {
     return;
   }
-  RowBlock<T, kProcessed> block(shared, row, filters, slots.stats, slots.masses);
+  Row<T, kProcessed> block(shared, row, filters, slots.stats, slots.masses);
   block.fold(true);
   if (threadIdx.x == 0) params.lse[idx] = block.lse();
   if (params.n == 0) return;

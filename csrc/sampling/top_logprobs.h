@@ -10,6 +10,7 @@
 #include "common/isa.h"
 #include "sampling/filters.h"
 #include "sampling/logits_processors.h"
+#include "sampling/value_rule.h"
 
 namespace specops {
 
@@ -39,6 +40,48 @@ struct TopLogprobsParams {
   int64_t workspace_bytes;
   ErrorFlag error;
 };
+
+// What processed logprobs rest on, of a request whose first row is `first`.
+struct TopLogprobsValues {
+  int32_t begin, end;  // its rows
+  SamplingParams filters;
+};
+
+SPECOPS_HOST_DEVICE TopLogprobsValues values_of(const TopLogprobsParams& params,
+                                                int64_t batch_idx,
+                                                int32_t first) {
+  bool ragged = params.output_indptr != nullptr;
+  return {ragged ? params.output_indptr[batch_idx] : first,
+          ragged ? params.output_indptr[batch_idx + 1] : first + 1,
+          filters_of(params.filters, batch_idx)};
+}
+
+// None of a request without rows.
+SPECOPS_HOST_DEVICE Fault fault_of(const TopLogprobsParams& params,
+                                   const TopLogprobsValues& values,
+                                   int64_t batch_idx) {
+  constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
+  Fault fault;
+  if (params.output_indptr != nullptr) {
+    fault = fault_of_indptr(
+        kOp, values.begin, values.end, batch_idx, params.max_draft_tokens + 1, params.rows);
+  }
+  if (fault.found() || values.begin == values.end) return fault;
+  fault = fault_of_filters(kOp, params.filters, values.filters, batch_idx);
+  if (fault.found() || !has_processors(params.processors)) return fault;
+  return fault_of_processors(kOp, params.processors, batch_idx, params.positions[batch_idx]);
+}
+
+// Of row i of a request with processors, and of the draft after it.
+SPECOPS_HOST_DEVICE Fault fault_of_row(const TopLogprobsParams& params,
+                                       const TopLogprobsValues& values,
+                                       int64_t batch_idx,
+                                       int32_t i) {
+  constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
+  Fault fault = fault_of_mask(kOp, params.processors, int64_t{values.begin} + i);
+  if (fault.found() || i + 1 == values.end - values.begin) return fault;
+  return fault_of_parent(kOp, params.parents, params.max_draft_tokens, batch_idx, i);
+}
 
 SPECOPS_DECLARE_CPU(top_logprobs_cpu, TopLogprobsParams);
 SPECOPS_DECLARE_CUDA(top_logprobs_cuda, TopLogprobsParams);

@@ -40,7 +40,8 @@ void top_logprobs(const TensorView& logits,
   check.optional("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &drafts});
   check.optional("parents", parents, {DType::kInt32}, {&batch, &drafts});
   check.optional("positions", positions, {DType::kInt32}, {&batch});
-  FilterArrays filters = check_filters(check, {temperature, top_k, top_p, min_p, typical_p}, batch);
+  FilterArrays filters = check_filters(
+      check, SamplingOp::kTopLogprobs, {temperature, top_k, top_p, min_p, typical_p}, batch);
   LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
   bool placed = positions.defined() || !has_processors(processors);
   check.that(placed, "positions", "given with processors", "None");
@@ -76,22 +77,12 @@ void top_logprobs(const TensorView& logits,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return top_logprobs_cuda(params, check.stream());
-  for (int64_t i = 0; processed_logprobs && i < batch; ++i) {
-    int64_t first = i, end = i + 1;
-    if (params.output_indptr) {
-      check_indptr(check, params.output_indptr, i, drafts + 1, rows);
-      first = params.output_indptr[i], end = params.output_indptr[i + 1];
+  for (int64_t b = 0; processed_logprobs && b < batch; ++b) {
+    TopLogprobsValues values = values_of(params, b, static_cast<int32_t>(b));
+    check.refuse(fault_of(params, values, b));
+    for (int32_t i = 0; i < values.end - values.begin; ++i) {
+      check.refuse(fault_of_row(params, values, b, i));
     }
-    if (first == end) continue;
-    check_filter_values(check, params.filters, i);
-    check_processor_values(check,
-                           processors,
-                           i,
-                           params.positions ? params.positions[i] : 0,
-                           history_len(processor_views),
-                           first,
-                           end);
-    check_parents(check, params.parents, i, end - first - 1, drafts);
   }
   run_on_cpu<TopLogprobsParams>(top_logprobs_cpu, params, rows * vocab_size);
 }

@@ -24,42 +24,13 @@ struct VerifyRequest {
 
   // All loads before all looks: they take as long as one.
   __device__ VerifyRequest(const VerifyParams& params, int64_t batch_idx) {
-    int32_t begin = params.output_indptr[batch_idx], end = params.output_indptr[batch_idx + 1];
-    int32_t strategy_value = params.strategy[batch_idx];
-    int32_t policy_value = params.policy[batch_idx];
-    int32_t draft_prob_row = params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : -1;
-    filters = filters_of(params.filters, batch_idx);
-    first = begin;
-    strategy = static_cast<VerifyStrategy>(strategy_value);
-    policy = static_cast<AcceptPolicy>(policy_value);
-    bool tree = params.parents != nullptr;
-    int64_t rows = int64_t{end} - begin;
-    bool starts = begin >= 0 && (batch_idx > 0 || begin == 0);
-    if (!starts || rows < 0 || rows > params.max_draft_tokens + 1 || end > params.rows) {
-      fault = ErrorCode::kVerifyOutputIndptr;
-    } else if (rows == 0) {
-      fault = ErrorCode::kNone;  // an idle slot may hold anything
-    } else if (!is_strategy(strategy_value, tree)) {
-      fault = tree ? ErrorCode::kVerifyTreeStrategy : ErrorCode::kVerifyStrategy;
-    } else if (!is_policy(policy_value, tree)) {
-      fault = tree ? ErrorCode::kVerifyTreePolicy : ErrorCode::kVerifyPolicy;
-    } else if (draft_prob_row < -1 || draft_prob_row >= params.num_draft_prob_rows) {
-      fault = ErrorCode::kVerifyDraftProbRows;
-    } else {
-      fault = fault_of(filters, kVerifyFaults);
-      bool unseeded = params.filters.seeds == nullptr;
-      if (fault == ErrorCode::kNone && unseeded && draws(strategy, policy, filters.temperature)) {
-        fault = ErrorCode::kVerifySeeds;
-      }
-      if (fault == ErrorCode::kNone && has_processors(params.processors)) {
-        fault = fault_of(
-            params.processors, batch_idx, params.positions[batch_idx], kVerifyProcessorFaults);
-      }
-      if (fault == ErrorCode::kNone && policy == AcceptPolicy::kSynthetic) {
-        fault = fault_of_rates(params, batch_idx, rows - 1);
-      }
-    }
-    num_rows = fault == ErrorCode::kNone ? static_cast<int32_t>(rows) : 0;
+    VerifyValues values = values_of(params, batch_idx);
+    first = values.begin;
+    strategy = static_cast<VerifyStrategy>(values.strategy);
+    policy = static_cast<AcceptPolicy>(values.policy);
+    filters = values.filters;
+    fault = fault_of(params, values, batch_idx).code;
+    num_rows = fault == ErrorCode::kNone ? values.end - values.begin : 0;
     num_read = policy == AcceptPolicy::kRejectAll && num_rows > 0 ? 1 : num_rows;
     num_together = 0;
     if (strategy == VerifyStrategy::kGreedy) filters = {};
@@ -78,19 +49,6 @@ struct VerifyRequest {
             params.parents ? params.parents + node : nullptr,
             num_rows - 1};
   }
-
- private:
-  __device__ static ErrorCode fault_of_rates(const VerifyParams& params,
-                                             int64_t batch_idx,
-                                             int64_t number) {
-    if (params.max_draft_tokens == 0) return ErrorCode::kNone;
-    if (params.accept_rates == nullptr) return ErrorCode::kVerifyNoAcceptRates;
-    const float* rates = params.accept_rates + batch_idx * params.max_draft_tokens;
-    bool good = true;
-#pragma unroll 1
-    for (int64_t i = 0; i < number; ++i) good = good && rates[i] >= 0.0f && rates[i] <= 1.0f;
-    return good ? ErrorCode::kNone : ErrorCode::kVerifyAcceptRates;
-  }
 };
 
 // The drafts before row `idx` of a request; none where a parent is not below its node, which the walk
@@ -103,7 +61,7 @@ __device__ inline DraftPath draft_path(const VerifyParams& params, int64_t batch
 #pragma unroll 1
   for (int32_t node = idx - 1; node >= 0;) {
     int32_t parent = path.parents[node];
-    if (parent < -1 || parent >= node) {
+    if (!is_parent(parent, node)) {
       path.node = -1;
       break;
     }
@@ -131,6 +89,8 @@ __device__ inline int32_t* slots_of(const VerifyParams& params, int64_t batch_id
   return params.output_token_ids + batch_idx * (params.max_draft_tokens + 1);
 }
 
+constexpr ErrorCode kListedFault = code_of(SamplingOp::kVerify, SamplingRule::kDraftProbTokenIds);
+
 // Whether drafts, parents, masks and what the rows found are in order; else the request emits nothing.
 // Of several faults any may be told, but the same one always.
 __device__ inline bool drafts_in_order(const VerifyParams& params,
@@ -141,11 +101,13 @@ __device__ inline bool drafts_in_order(const VerifyParams& params,
   const int32_t* choices = slots_of(params, batch_idx);
   ErrorCode fault = ErrorCode::kNone;
   for (int i = static_cast<int>(threadIdx.x); i < num_rows; i += blockDim.x) {
-    int32_t parent = i < drafts.num_nodes && drafts.parents ? drafts.parents[i] : -1;
-    bool masked = is_mask_index(params.processors, shared.first_row + i);
-    if (i < num_read && choices[i] == kNoChoice) fault = ErrorCode::kVerifyDraftProbTokenIds;
-    if (!masked) fault = ErrorCode::kVerifyMaskIndices;
-    if (parent < -1 || parent >= i) fault = ErrorCode::kVerifyParents;
+    if (i < num_read && choices[i] == kNoChoice) fault = kListedFault;
+    Fault mask = fault_of_mask(SamplingOp::kVerify, params.processors, shared.first_row + i);
+    if (mask.found()) fault = mask.code;
+    if (i == drafts.num_nodes) continue;
+    Fault parent =
+        fault_of_parent(SamplingOp::kVerify, params.parents, params.max_draft_tokens, batch_idx, i);
+    if (parent.found()) fault = parent.code;
   }
   fault = static_cast<ErrorCode>(block_reduce<Max>(shared, static_cast<int32_t>(fault)));
   if (fault == ErrorCode::kNone) return true;
@@ -478,7 +440,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       int32_t row_idx = shared.first_row + shared.row_of_request;
       auto* counters = static_cast<int32_t*>(params.workspace);
       auto* workspace = static_cast<unsigned char*>(params.workspace);
-      Row<T, kProcessed> row(params.logits, row_idx, params.logits_stride, params.vocab_size);
+      RowLogits<T, kProcessed> row(params.logits, row_idx, params.logits_stride, params.vocab_size);
       if constexpr (kProcessed) {
         build_overlay(params.processors,
                       shared.batch_idx,
@@ -486,7 +448,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                       params.positions[shared.batch_idx],
                       draft_path(params, shared.batch_idx, shared.row_of_request),
                       row.size,
-                      plan.num_leaves * (Row<T>::kLeafSize / 32));
+                      plan.num_leaves * (RowLogits<T>::kLeafSize / 32));
       }
       RowSlots slots(plan, shared, workspace + params.workspace_bytes, row_idx);
       WantedSums wanted(shared.filters, row.size, want_logprob, params.processed_logprobs);
@@ -557,7 +519,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     if (!shared.again) {
       accepted = weigh_drafts(params, shared, batch_idx, shared.num_together);
       if (accepted < 0) {
-        if (threadIdx.x == 0) report_error(params.error, ErrorCode::kVerifyDraftProbTokenIds);
+        if (threadIdx.x == 0) report_error(params.error, kListedFault);
         return emit_nothing(params, batch_idx);
       }
       if (accepted < shared.num_together) {

@@ -12,6 +12,8 @@
 #include "common/per_row.h"
 #include "sampling/filters.h"
 #include "sampling/logits_processors.h"
+#include "sampling/row_rule.h"
+#include "sampling/value_rule.h"
 
 namespace specops {
 
@@ -61,6 +63,102 @@ SPECOPS_HOST_DEVICE int64_t draft_probs_begin(const VerifyParams& params,
   int64_t source = params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : batch_idx;
   if (source < 0) return -1;
   return (source * params.max_drawn_drafts + row) * params.num_draft_probs;
+}
+
+// What is known of a request before its rows are looked at.
+struct VerifyValues {
+  int32_t begin, end;  // its rows
+  int32_t strategy, policy;
+  int32_t draft_prob_row;
+  SamplingParams filters;
+};
+
+SPECOPS_HOST_DEVICE VerifyValues values_of(const VerifyParams& params, int64_t batch_idx) {
+  return {params.output_indptr[batch_idx],
+          params.output_indptr[batch_idx + 1],
+          params.strategy[batch_idx],
+          params.policy[batch_idx],
+          params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : -1,
+          filters_of(params.filters, batch_idx)};
+}
+
+SPECOPS_HOST_DEVICE Fault fault_of_rules(const VerifyParams& params,
+                                         int32_t strategy,
+                                         int32_t policy,
+                                         int64_t batch_idx) {
+  bool tree = params.parents != nullptr;
+  if (!is_strategy(strategy, tree)) {
+    auto rule = tree ? SamplingRule::kTreeStrategy : SamplingRule::kStrategy;
+    return fault_at(code_of(SamplingOp::kVerify, rule), params.strategy, batch_idx, strategy);
+  }
+  if (!is_policy(policy, tree)) {
+    auto rule = tree ? SamplingRule::kTreePolicy : SamplingRule::kPolicy;
+    return fault_at(code_of(SamplingOp::kVerify, rule), params.policy, batch_idx, policy);
+  }
+  return {};
+}
+
+// Of the request's acceptance rates, under kSynthetic.
+SPECOPS_HOST_DEVICE Fault fault_of_rates(const VerifyParams& params,
+                                         int64_t batch_idx,
+                                         int64_t num_drafts) {
+  constexpr SamplingOp kOp = SamplingOp::kVerify;
+  if (params.max_draft_tokens == 0) return {};
+  if (params.accept_rates == nullptr) return {code_of(kOp, SamplingRule::kNoAcceptRates)};
+  const float* rates = params.accept_rates + batch_idx * params.max_draft_tokens;
+  for (int64_t i = 0; i < num_drafts; ++i) {
+    if (rates[i] >= 0.0f && rates[i] <= 1.0f) continue;
+    return {code_of(kOp, SamplingRule::kAcceptRates), true, rates[i], batch_idx, i};
+  }
+  return {};
+}
+
+// Of a request; none of an idle one, which may hold anything. Its rows and drafts have rules of their
+// own: fault_of_mask, fault_of_parent, fault_of_listed.
+SPECOPS_HOST_DEVICE Fault fault_of(const VerifyParams& params,
+                                   const VerifyValues& values,
+                                   int64_t batch_idx) {
+  constexpr SamplingOp kOp = SamplingOp::kVerify;
+  Fault fault = fault_of_indptr(
+      kOp, values.begin, values.end, batch_idx, params.max_draft_tokens + 1, params.rows);
+  if (fault.found() || values.begin == values.end) return fault;
+  fault = fault_of_rules(params, values.strategy, values.policy, batch_idx);
+  if (fault.found()) return fault;
+  if (values.draft_prob_row < -1 || values.draft_prob_row >= params.num_draft_prob_rows) {
+    return {code_of(kOp, SamplingRule::kDraftProbRows),
+            true,
+            static_cast<double>(values.draft_prob_row),
+            batch_idx,
+            -1,
+            params.num_draft_prob_rows};
+  }
+  fault = fault_of_filters(kOp, params.filters, values.filters, batch_idx);
+  if (fault.found()) return fault;
+  auto policy = static_cast<AcceptPolicy>(values.policy);
+  if (params.filters.seeds == nullptr &&
+      draws(static_cast<VerifyStrategy>(values.strategy), policy, values.filters.temperature)) {
+    return {code_of(kOp, SamplingRule::kSeeds)};
+  }
+  if (has_processors(params.processors)) {
+    fault = fault_of_processors(kOp, params.processors, batch_idx, params.positions[batch_idx]);
+    if (fault.found()) return fault;
+  }
+  if (policy != AcceptPolicy::kSynthetic) return {};
+  return fault_of_rates(params, batch_idx, int64_t{values.end} - values.begin - 1);
+}
+
+// Of a token that draft_prob_token_ids names.
+SPECOPS_HOST_DEVICE bool is_listed_token(int32_t token_id, int64_t vocab_size) {
+  return token_id >= -1 && token_id < vocab_size;
+}
+
+SPECOPS_HOST_DEVICE Fault fault_of_listed(const VerifyParams& params,
+                                          int64_t batch_idx,
+                                          int64_t row,
+                                          int32_t token_id) {
+  if (is_listed_token(token_id, params.vocab_size)) return {};
+  ErrorCode code = code_of(SamplingOp::kVerify, SamplingRule::kDraftProbTokenIds);
+  return {code, true, static_cast<double>(token_id), batch_idx, row, params.vocab_size};
 }
 
 SPECOPS_DECLARE_CPU(verify_cpu, VerifyParams);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
 #include "sampling/accept_walk.h"
+#include "sampling/drafted_row_cpu.h"
 #include "sampling/row_rule.h"
-#include "sampling/strategy_cpu.h"
 #include "sampling/target_row_cpu.h"
 #include "sampling/uniform_source.h"
 #include "sampling/verify.h"
@@ -11,17 +11,17 @@ namespace specops::SPECOPS_ISA {
 namespace {
 
 // One request's part of a step.
-struct Request {
+struct VerifyRequest {
   int64_t batch_idx;
   int64_t first;     // of its rows
   int32_t num_rows;  // 0: idle
   Drafts drafts;
   VerifyStrategy strategy = VerifyStrategy::kTargetMatch;
   AcceptPolicy policy = AcceptPolicy::kNormal;
-  SamplingParams filters;  // as the strategy has them
-  int32_t num_block = 0;   // drafts that are decided together; 0: every row by itself
+  SamplingParams filters;    // as the strategy has them
+  int32_t num_together = 0;  // drafts that are decided together; 0: every row by itself
 
-  Request(const VerifyParams& params, int64_t index) : batch_idx(index) {
+  VerifyRequest(const VerifyParams& params, int64_t index) : batch_idx(index) {
     first = params.output_indptr[index];
     num_rows = static_cast<int32_t>(params.output_indptr[index + 1] - first);
     if (num_rows == 0) return;  // an idle slot may hold anything
@@ -33,19 +33,20 @@ struct Request {
     policy = static_cast<AcceptPolicy>(params.policy[index]);
     filters = filters_of(params.filters, index);
     if (strategy == VerifyStrategy::kGreedy) filters.temperature = 0.0f;
-    if (is_block_step(strategy, policy, drafts, is_greedy(filters))) num_block = chain_len(drafts);
+    if (is_block_step(strategy, policy, drafts, is_greedy(filters)))
+      num_together = chain_len(drafts);
   }
 
   // Whether the path may lead to a row.
   bool reaches(int32_t row) const {
     if (row == 0) return num_rows > 0;
     if (row >= num_rows || policy == AcceptPolicy::kRejectAll) return false;
-    return num_block > 0 ? row <= num_block : drafts.token_ids[row - 1] >= 0;
+    return num_together > 0 ? row <= num_together : drafts.token_ids[row - 1] >= 0;
   }
 
   PhiloxSource uniform(const VerifyParams& params, int32_t row) const {
     int32_t start = params.positions[batch_idx];
-    uint32_t anchor = num_block > 0 ? block_anchor(start) : 0u;
+    uint32_t anchor = num_together > 0 ? block_anchor(start) : 0u;
     return {uniform_key_of(params.filters, batch_idx, start + row_depth(drafts, row), anchor)};
   }
 
@@ -88,7 +89,7 @@ class Verifier {
     bool may_block = params_.strategy.values != nullptr ||
                      params_.strategy.value == static_cast<int32_t>(VerifyStrategy::kBlock);
     for (int64_t batch_idx = 0; may_block && batch_idx < params_.batch; ++batch_idx) {
-      blocks |= Request(params_, batch_idx).num_block > 0;
+      blocks |= VerifyRequest(params_, batch_idx).num_together > 0;
     }
     if (blocks) {
       int64_t size = params_.batch * capacity_;
@@ -97,18 +98,18 @@ class Verifier {
       weights_ = tls_block.weights.reserve(size);
       masses_ = tls_block.masses.reserve(size);
     }
-    for_each_row([&](const Request& request, int32_t row) { decide(request, row); });
+    for_each_row([&](const VerifyRequest& request, int32_t row) { decide(request, row); });
     if (blocks) {
       for (int64_t batch_idx = 0; batch_idx < params_.batch; ++batch_idx) {
-        weigh_drafts(Request(params_, batch_idx));
+        weigh_drafts(VerifyRequest(params_, batch_idx));
       }
-      for_each_row([&](const Request& request, int32_t row) { compare(request, row); });
+      for_each_row([&](const VerifyRequest& request, int32_t row) { compare(request, row); });
       parallel_for(params_.batch, row_grain(params_.vocab_size), [&](int64_t begin, int64_t end) {
-        for (; begin < end; ++begin) end_block(Request(params_, begin));
+        for (; begin < end; ++begin) end_block(VerifyRequest(params_, begin));
       });
     }
     for (int64_t batch_idx = 0; batch_idx < params_.batch; ++batch_idx) {
-      walk(Request(params_, batch_idx));
+      walk(VerifyRequest(params_, batch_idx));
     }
   }
 
@@ -118,20 +119,20 @@ class Verifier {
     parallel_for(
         params_.batch * capacity_, row_grain(params_.vocab_size), [&](int64_t begin, int64_t end) {
           for (int64_t item = begin; item < end; ++item) {
-            Request request(params_, item / capacity_);
+            VerifyRequest request(params_, item / capacity_);
             int32_t row = static_cast<int32_t>(item % capacity_);
             if (request.reaches(row)) visit(request, row);
           }
         });
   }
 
-  int64_t item(const Request& request, int32_t row) const {
+  int64_t item(const VerifyRequest& request, int32_t row) const {
     return request.batch_idx * capacity_ + row;
   }
 
   bool wants_scores() const { return params_.logprobs || params_.ranks; }
 
-  TargetRow<T> target_row(const Request& request, int32_t row_idx) const {
+  TargetRow<T> target_row(const VerifyRequest& request, int32_t row_idx) const {
     int64_t output_row = request.first + row_idx;
     RowProcessors processors;
     bool any = has_processors(params_.processors);
@@ -151,17 +152,20 @@ class Verifier {
                          .processed = params_.processed_logprobs});
   }
 
-  void set_choice(const Request& request, int32_t row_idx, TargetRow<T>& row, int32_t choice) {
+  void set_choice(const VerifyRequest& request,
+                  int32_t row_idx,
+                  TargetRow<T>& row,
+                  int32_t choice) {
     int64_t at = item(request, row_idx);
     params_.output_token_ids[at] = choice;
     if (params_.logprobs) params_.logprobs[at] = row.logprob(token_of(choice));
     if (params_.ranks) params_.ranks[at] = row.rank(token_of(choice));
   }
 
-  void decide(const Request& request, int32_t row_idx) {
+  void decide(const VerifyRequest& request, int32_t row_idx) {
     PhiloxSource uniform = request.uniform(params_, row_idx);
     int32_t child = next_child(request.drafts, row_idx);
-    if (row_idx < request.num_block) {
+    if (row_idx < request.num_together) {
       TargetRow<T> row = target_row(request, row_idx);
       return meet_draft(request, row_idx, row);
     }
@@ -184,30 +188,30 @@ class Verifier {
   }
 
   // Block steps: what a row says of the draft after it, as if the draft were accepted.
-  void meet_draft(const Request& request, int32_t row_idx, TargetRow<T>& row) {
+  void meet_draft(const VerifyRequest& request, int32_t row_idx, TargetRow<T>& row) {
     int64_t at = item(request, row_idx);
     int32_t draft = request.drafts.token_ids[row_idx];
     DraftProbs draft_probs = request.draft_probs(params_, row_idx);
-    LeftOver<T> left_over(row.kept(), draft_probs, 1);
-    target_probs_[at] = left_over.target_prob(draft);
+    DraftedRow<T> drafted(row.kept(), draft_probs, 1);
+    target_probs_[at] = drafted.target_prob(draft);
     draft_probs_[at] = draft_probs.of(draft);
     // a chosen draft leaves all other tokens, whatever the weight
-    if (draft_probs.probs == nullptr) masses_[at] = left_over.compare(1.0, draft);
+    if (draft_probs.probs == nullptr) masses_[at] = drafted.compare(1.0, draft);
     // one past the vocabulary has no scores, and is never on the path
     if (draft < params_.vocab_size) set_choice(request, row_idx, row, draft);
   }
 
-  void weigh_drafts(const Request& request) {
+  void weigh_drafts(const VerifyRequest& request) {
     int64_t first = item(request, 0);
     weights_[first] = 1.0;
-    for (int32_t i = 0; i < request.num_block; ++i) {
+    for (int32_t i = 0; i < request.num_together; ++i) {
       weights_[first + i + 1] =
           next_block_weight(weights_[first + i], target_probs_[first + i], draft_probs_[first + i]);
     }
   }
 
-  void compare(const Request& request, int32_t row_idx) {
-    if (row_idx == 0 || row_idx >= request.num_block) return;
+  void compare(const VerifyRequest& request, int32_t row_idx) {
+    if (row_idx == 0 || row_idx >= request.num_together) return;
     int64_t at = item(request, row_idx);
     DraftProbs draft_probs = request.draft_probs(params_, row_idx);
     if (draft_probs.probs == nullptr) {
@@ -215,25 +219,26 @@ class Verifier {
       return;
     }
     TargetRow<T> row = target_row(request, row_idx);
-    LeftOver<T> left_over(row.kept(), draft_probs, 1);
-    masses_[at] = left_over.compare(weights_[at], request.drafts.token_ids[row_idx]);
+    DraftedRow<T> drafted(row.kept(), draft_probs, 1);
+    masses_[at] = drafted.compare(weights_[at], request.drafts.token_ids[row_idx]);
   }
 
   // The token after the accepted drafts; after all of them the last row has chosen it.
-  void end_block(const Request& request) {
-    if (request.num_block == 0) return;
+  void end_block(const VerifyRequest& request) {
+    if (request.num_together == 0) return;
     int64_t first = item(request, 0);
     auto coin = [&](int32_t i) { return request.uniform(params_, i)(Purpose::kAccept, 0); };
-    int32_t accepted = block_accepted(weights_ + first, masses_ + first, request.num_block, coin);
-    if (accepted == request.num_block) return;
+    int32_t accepted =
+        block_accepted(weights_ + first, masses_ + first, request.num_together, coin);
+    if (accepted == request.num_together) return;
     TargetRow<T> row = target_row(request, accepted);
-    LeftOver<T> left_over(row.kept(), request.draft_probs(params_, accepted), 1);
-    left_over.compare(weights_[first + accepted], request.drafts.token_ids[accepted]);
-    int32_t token_id = left_over.draw(request.uniform(params_, accepted)(Purpose::kResidual, 0));
+    DraftedRow<T> drafted(row.kept(), request.draft_probs(params_, accepted), 1);
+    drafted.compare(weights_[first + accepted], request.drafts.token_ids[accepted]);
+    int32_t token_id = drafted.draw(request.uniform(params_, accepted)(Purpose::kResidual, 0));
     set_choice(request, accepted, row, ends_with(token_id));
   }
 
-  void walk(const Request& request) {
+  void walk(const VerifyRequest& request) {
     int64_t first = item(request, 0), node = request.batch_idx * params_.max_draft_tokens;
     params_.num_accepted_tokens[request.batch_idx] =
         accept_walk(request.drafts,

@@ -2,73 +2,25 @@
 // Argument checks and registration of verify.
 #include "sampling/checks.h"
 #include "sampling/ops.h"
-#include "sampling/row_rule.h"
 #include "sampling/verify.h"
 
 namespace specops {
 namespace {
 
-// Strategy and policy of request i.
-void check_rules(Checker& check, const VerifyParams& params, int64_t i) {
-  bool tree = params.parents != nullptr;
-  if (!is_strategy(params.strategy[i], tree)) {
-    check.fail(at("strategy", params.strategy, i),
-               tree ? "0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION) where parents are given"
-                    : "0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 (TOPP)",
-               std::to_string(params.strategy[i]));
-  }
-  if (!is_policy(params.policy[i], tree)) {
-    check.fail(at("policy", params.policy, i),
-               tree ? "0 (NORMAL) or 2 (REJECT_ALL) where parents are given"
-                    : "0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC)",
-               std::to_string(params.policy[i]));
-  }
-}
-
 // Values, on cpu: all of them before anything is written.
-void check_verify_values(Checker& check, const VerifyParams& params, int64_t max_len) {
-  const int32_t* indptr = params.output_indptr;
-  for (int64_t i = 0; i < params.batch; ++i) {
-    check_indptr(check, indptr, i, params.max_draft_tokens + 1, params.rows);
-    int64_t num_rows = int64_t{indptr[i + 1]} - indptr[i];
-    if (num_rows == 0) continue;  // an idle slot may hold anything
-    check_filter_values(check, params.filters, i);
-    check_processor_values(
-        check, params.processors, i, params.positions[i], max_len, indptr[i], indptr[i + 1]);
-    check_rules(check, params, i);
-    auto rule = static_cast<VerifyStrategy>(params.strategy[i]);
-    auto choice = static_cast<AcceptPolicy>(params.policy[i]);
-    bool unseeded =
-        params.filters.seeds == nullptr && draws(rule, choice, params.filters.temperature[i]);
-    check.that(!unseeded,
-               "seeds",
-               "given where a temperature is above 0 or a policy is 3 (SYNTHETIC)",
-               "None");
-    int64_t source = params.draft_prob_rows ? params.draft_prob_rows[i] : -1;
-    if (source < -1 || source >= params.num_draft_prob_rows) {
-      check.fail(
-          at("draft_prob_rows", i),
-          "-1 or below the rows of draft_probs = " + std::to_string(params.num_draft_prob_rows),
-          std::to_string(source));
-    }
-    bool synthetic = choice == AcceptPolicy::kSynthetic;
-    if (synthetic && params.max_draft_tokens > 0 && params.accept_rates == nullptr) {
-      check.fail("accept_rates", "given where a policy is 3 (SYNTHETIC)", "None");
-    }
-    check_parents(check, params.parents, i, num_rows - 1, params.max_draft_tokens);
-    for (int64_t j = 0; j + 1 < num_rows; ++j) {
-      int64_t draft = i * params.max_draft_tokens + j;
-      float rate = synthetic ? params.accept_rates[draft] : 0.0f;
-      if (!(rate >= 0.0f && rate <= 1.0f)) {
-        check.fail(at("accept_rates", i, j), "within [0, 1]", std::to_string(rate));
-      }
-      int64_t begin = params.draft_prob_token_ids ? draft_probs_begin(params, i, j) : -1;
+void check_verify_values(const Checker& check, const VerifyParams& params) {
+  constexpr SamplingOp kOp = SamplingOp::kVerify;
+  for (int64_t b = 0; b < params.batch; ++b) {
+    VerifyValues values = values_of(params, b);
+    check.refuse(fault_of(params, values, b));
+    int32_t num_rows = values.end - values.begin;
+    for (int32_t i = 0; i < num_rows; ++i) {
+      check.refuse(fault_of_mask(kOp, params.processors, int64_t{values.begin} + i));
+      if (i + 1 == num_rows) break;
+      check.refuse(fault_of_parent(kOp, params.parents, params.max_draft_tokens, b, i));
+      int64_t begin = params.draft_prob_token_ids ? draft_probs_begin(params, b, i) : -1;
       for (int64_t n = 0; begin >= 0 && n < params.num_draft_probs; ++n) {
-        int32_t token = params.draft_prob_token_ids[begin + n];
-        if (token >= -1 && token < params.vocab_size) continue;
-        check.fail(at("draft_prob_token_ids", i, j),
-                   "-1 or below vocab_size = " + std::to_string(params.vocab_size),
-                   std::to_string(token));
+        check.refuse(fault_of_listed(params, b, i, params.draft_prob_token_ids[begin + n]));
       }
     }
   }
@@ -120,7 +72,8 @@ void verify(const TensorView& logits,
       "strategy", strategy, batch, static_cast<int32_t>(VerifyStrategy::kTargetMatch));
   auto policies =
       check.per_row("policy", policy, batch, static_cast<int32_t>(AcceptPolicy::kNormal));
-  FilterArrays filters = check_filters(check, {temperature, top_k, top_p, min_p, typical_p}, batch);
+  FilterArrays filters = check_filters(
+      check, SamplingOp::kVerify, {temperature, top_k, top_p, min_p, typical_p}, batch);
   check_streams(check, filters, seeds, choice_index, batch);
   LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
   if (!draft_prob_token_ids.defined()) num_draft_probs.value = vocab_size;
@@ -151,7 +104,7 @@ void verify(const TensorView& logits,
   numbers.parents = parents.data<int32_t>();
   numbers.strategy.value = strategies.value;
   numbers.policy.value = policies.value;
-  check_rules(check, numbers, 0);
+  check.refuse(fault_of_rules(numbers, strategies.value, policies.value, 0));
   if (batch == 0) return;
   check_vocab(check, vocab_size);
 
@@ -190,7 +143,7 @@ void verify(const TensorView& logits,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return verify_cuda(params, check.stream());
-  check_verify_values(check, params, history_len(processor_views));
+  check_verify_values(check, params);
   run_on_cpu<VerifyParams>(verify_cpu, params, params.output_indptr[batch] * vocab_size);
 }
 

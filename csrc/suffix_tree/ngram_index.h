@@ -58,7 +58,6 @@ SPECOPS_HOST_DEVICE NgramRequest load_request(const NgramProposeParams& params,
                                               int64_t batch_idx,
                                               ErrorCode* fault) {
   int32_t limit = params.max_draft_tokens[batch_idx];
-  int32_t leftmost = params.leftmost ? params.leftmost[batch_idx] : params.is_leftmost;
   int32_t num_given = params.num_given_drafts ? params.num_given_drafts[batch_idx] : 0;
   NgramRequest out{
       .tokens = params.token_ids + batch_idx * params.stride,
@@ -66,24 +65,11 @@ SPECOPS_HOST_DEVICE NgramRequest load_request(const NgramProposeParams& params,
       .len = params.lens[batch_idx],
       .num_given = num_given,
       .room = (limit < params.capacity ? limit : static_cast<int32_t>(params.capacity)) - num_given,
-      .min_size = params.min_sizes ? params.min_sizes[batch_idx] : params.min_size,
-      .max_size = params.max_sizes ? params.max_sizes[batch_idx] : params.max_size,
-      .is_leftmost = leftmost != 0,
+      .min_size = params.min_sizes[batch_idx],
+      .max_size = params.max_sizes[batch_idx],
+      .is_leftmost = params.leftmost[batch_idx] != 0,
   };
-  *fault = ErrorCode::kNone;
-  if (out.len < 0 || out.len > params.max_len) {
-    *fault = ErrorCode::kNgramLens;
-  } else if (limit < 0) {
-    *fault = ErrorCode::kNgramMaxDraftTokens;
-  } else if (out.min_size < 1) {
-    *fault = ErrorCode::kNgramMinSize;
-  } else if (out.max_size < out.min_size) {
-    *fault = ErrorCode::kNgramMaxSize;
-  } else if (leftmost != 0 && leftmost != 1) {
-    *fault = ErrorCode::kNgramLeftmost;
-  } else if (num_given < 0 || num_given > params.capacity) {
-    *fault = ErrorCode::kNgramNumGivenDrafts;
-  }
+  *fault = fault_of(params, batch_idx).code;
   if (*fault != ErrorCode::kNone) out.len = out.num_given = out.room = 0;
   return out;
 }

@@ -6,6 +6,7 @@
 
 #include "common/error_flag.h"
 #include "common/isa.h"
+#include "common/per_row.h"
 
 namespace specops {
 
@@ -13,9 +14,9 @@ struct NgramProposeParams {
   const int32_t* token_ids;         // [batch, max_len], prompt and output; rows stride apart
   const int32_t* lens;              // [batch], tokens of each row
   const int32_t* max_draft_tokens;  // [batch], the request's own limit
-  const int32_t* min_sizes;         // [batch], or nullptr: min_size for all
-  const int32_t* max_sizes;         // [batch], or nullptr: max_size for all
-  const int32_t* leftmost;          // [batch], or nullptr: is_leftmost for all
+  PerRow<int32_t> min_sizes;        // [batch]
+  PerRow<int32_t> max_sizes;        // [batch]
+  PerRow<int32_t> leftmost;         // [batch], 0 or 1
   const int32_t* num_given_drafts;  // [batch], or nullptr: none
   int32_t* draft_token_ids;         // [batch, capacity], -1 padded; first the given drafts
   int32_t* num_draft_tokens;        // [batch]; may be num_given_drafts
@@ -27,15 +28,50 @@ struct NgramProposeParams {
   int64_t stride;
   int64_t capacity;
   int64_t table_entries;
-  int64_t scan_tokens;   // last tokens of a row that are scanned rather than indexed
-  int64_t index_tokens;  // most of a row to index in one call
-  int64_t work;          // about how many tokens are to be scanned; unknown on CUDA
-  int32_t min_size;
-  int32_t max_size;
-  bool is_leftmost;
+  int64_t scan_tokens;             // last tokens of a row that are scanned rather than indexed
+  int64_t index_tokens;            // most of a row to index in one call
+  int64_t work;                    // about how many tokens are to be scanned; unknown on CUDA
   int64_t max_total_draft_tokens;  // of all requests; -1: no limit
   ErrorFlag error;
 };
+
+SPECOPS_HOST_DEVICE Fault fault_of_sizes(const PerRow<int32_t>& min_sizes,
+                                         const PerRow<int32_t>& max_sizes,
+                                         int64_t batch_idx) {
+  int32_t low = min_sizes[batch_idx], high = max_sizes[batch_idx];
+  if (low < 1) return fault_at(ErrorCode::kNgramMinSize, min_sizes, batch_idx, low);
+  if (high >= low) return {};
+  Fault fault = fault_at(ErrorCode::kNgramMaxSize, max_sizes, batch_idx, high);
+  fault.limit = low;
+  return fault;
+}
+
+SPECOPS_HOST_DEVICE Fault fault_of_leftmost(const PerRow<int32_t>& leftmost, int64_t batch_idx) {
+  int32_t value = leftmost[batch_idx];
+  if (value == 0 || value == 1) return {};
+  return fault_at(ErrorCode::kNgramLeftmost, leftmost, batch_idx, value);
+}
+
+SPECOPS_HOST_DEVICE Fault fault_of(const NgramProposeParams& params, int64_t batch_idx) {
+  int32_t len = params.lens[batch_idx], limit = params.max_draft_tokens[batch_idx];
+  int32_t num_given = params.num_given_drafts ? params.num_given_drafts[batch_idx] : 0;
+  if (len < 0 || len > params.max_len) {
+    return {ErrorCode::kNgramLens, true, static_cast<double>(len), batch_idx, -1, params.max_len};
+  }
+  if (limit < 0) {
+    return {ErrorCode::kNgramMaxDraftTokens, true, static_cast<double>(limit), batch_idx};
+  }
+  if (num_given < 0 || num_given > params.capacity) {
+    return {ErrorCode::kNgramNumGivenDrafts,
+            true,
+            static_cast<double>(num_given),
+            batch_idx,
+            -1,
+            params.capacity};
+  }
+  Fault fault = fault_of_sizes(params.min_sizes, params.max_sizes, batch_idx);
+  return fault.found() ? fault : fault_of_leftmost(params.leftmost, batch_idx);
+}
 
 // Where not given: what a scan costs little more than an empty one, and what to index beside it.
 constexpr int64_t kNgramScanTokensCpu = 2048;

@@ -2,6 +2,7 @@
 // Argument checks and registration of the suffix_tree family.
 #include "suffix_tree/ops.h"
 
+#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -13,85 +14,24 @@
 namespace specops {
 namespace {
 
-std::string at(const char* name, int64_t index) {
-  return std::string(name) + "[" + std::to_string(index) + "]";
-}
-
-// No row is longer, so a larger size means no other.
+// No row is longer than the largest, so a larger size means no other.
 int32_t as_size(int64_t value) {
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  return static_cast<int32_t>(value < kMax ? value : kMax);
+  using Limits = std::numeric_limits<int32_t>;
+  return static_cast<int32_t>(std::clamp<int64_t>(value, Limits::min(), Limits::max()));
 }
 
 // A number given once for the batch, as an int, or per request, as a tensor.
-struct PerRequest {
-  const int32_t* values = nullptr;
-  int64_t value = 0;
-
-  int64_t operator[](int64_t index) const { return values ? values[index] : value; }
-};
-
-PerRequest per_request(Checker& check, const char* name, const TensorView& view, Dim* batch) {
+PerRow<int32_t> per_request(Checker& check, const char* name, const TensorView& view, Dim* batch) {
   if (view.object != nullptr && PyLong_Check(view.object)) {
-    PerRequest out{.value = PyLong_AsLongLong(view.object)};
+    int64_t value = PyLong_AsLongLong(view.object);
     if (PyErr_Occurred()) throw pybind11::error_already_set();
-    return out;
+    return {nullptr, as_size(value)};
   }
   if (!view.is_tensor) {
     check.fail(name, "an int or int32 [batch]", Checker::describe_object(view.object));
   }
   check.tensor(name, view, {DType::kInt32}, {batch});
-  return {.values = view.data<int32_t>()};
-}
-
-std::string name_of(const char* argument, const PerRequest& values, int64_t index) {
-  return values.values ? at(argument, index) : argument;
-}
-
-void check_sizes(const Checker& check,
-                 const PerRequest& min_sizes,
-                 const PerRequest& max_sizes,
-                 int64_t count) {
-  for (int64_t b = 0; b < count; ++b) {
-    int64_t low = min_sizes[b];
-    int64_t high = max_sizes[b];
-    if (low < 1) {
-      check.fail(name_of("min_ngram_size", min_sizes, b), "at least 1", std::to_string(low));
-    }
-    if (high < low) {
-      check.fail(name_of("max_ngram_size", max_sizes, b),
-                 "at least min_ngram_size = " + std::to_string(low),
-                 std::to_string(high));
-    }
-  }
-}
-
-void check_leftmost(const Checker& check, const PerRequest& leftmost, int64_t count) {
-  for (int64_t b = 0; b < count; ++b) {
-    if (leftmost[b] != 0 && leftmost[b] != 1) {
-      check.fail(name_of("leftmost", leftmost, b), "0 or 1", std::to_string(leftmost[b]));
-    }
-  }
-}
-
-void check_lengths(const Checker& check, const NgramProposeParams& params) {
-  for (int64_t b = 0; b < params.batch; ++b) {
-    if (params.lens[b] < 0 || params.lens[b] > params.max_len) {
-      check.fail(at("lens", b),
-                 "in 0 .. max_len = " + std::to_string(params.max_len),
-                 std::to_string(params.lens[b]));
-    }
-    if (params.max_draft_tokens[b] < 0) {
-      check.fail(
-          at("max_draft_tokens", b), "at least 0", std::to_string(params.max_draft_tokens[b]));
-    }
-    if (params.num_given_drafts == nullptr) continue;
-    if (params.num_given_drafts[b] < 0 || params.num_given_drafts[b] > params.capacity) {
-      check.fail(at("num_given_drafts", b),
-                 "in 0 .. k = " + std::to_string(params.capacity),
-                 std::to_string(params.num_given_drafts[b]));
-    }
-  }
+  return {view.data<int32_t>(), 0};
 }
 
 // About how many tokens will be scanned, or could have been in the time that the index takes.
@@ -129,9 +69,9 @@ void ngram_propose(const TensorView& token_ids,
   check.tensor("token_ids", token_ids, {DType::kInt32}, {&batch, &max_len}, Layout::kRows);
   check.tensor("lens", lens, {DType::kInt32}, {&batch});
   check.tensor("max_draft_tokens", max_draft_tokens, {DType::kInt32}, {&batch});
-  PerRequest min_sizes = per_request(check, "min_ngram_size", min_ngram_size, &batch);
-  PerRequest max_sizes = per_request(check, "max_ngram_size", max_ngram_size, &batch);
-  PerRequest are_leftmost = per_request(check, "leftmost", leftmost, &batch);
+  PerRow<int32_t> min_sizes = per_request(check, "min_ngram_size", min_ngram_size, &batch);
+  PerRow<int32_t> max_sizes = per_request(check, "max_ngram_size", max_ngram_size, &batch);
+  PerRow<int32_t> are_leftmost = per_request(check, "leftmost", leftmost, &batch);
   check.optional("num_given_drafts", num_given_drafts, {DType::kInt32}, {&batch});
   check.that(max_total_draft_tokens >= -1,
              "max_total_draft_tokens",
@@ -157,9 +97,9 @@ void ngram_propose(const TensorView& token_ids,
       .token_ids = token_ids.data<int32_t>(),
       .lens = lens.data<int32_t>(),
       .max_draft_tokens = max_draft_tokens.data<int32_t>(),
-      .min_sizes = min_sizes.values,
-      .max_sizes = max_sizes.values,
-      .leftmost = are_leftmost.values,
+      .min_sizes = min_sizes,
+      .max_sizes = max_sizes,
+      .leftmost = are_leftmost,
       .num_given_drafts = num_given_drafts.data<int32_t>(),
       .draft_token_ids = draft_token_ids.data<int32_t>(),
       .num_draft_tokens = num_draft_tokens.data<int32_t>(),
@@ -174,19 +114,15 @@ void ngram_propose(const TensorView& token_ids,
       .scan_tokens = as_size(scan_tokens),
       .index_tokens = as_size(index_tokens < 0 ? kNgramIndexTokens : index_tokens),
       .work = 0,
-      .min_size = as_size(min_sizes.value),
-      .max_size = as_size(max_sizes.value),
-      .is_leftmost = are_leftmost.value != 0,
       .max_total_draft_tokens = max_total_draft_tokens,
       .error = check.error_flag(),
   };
+  // numbers are known on the host
   bool sizes_in_tensors = min_sizes.values || max_sizes.values;
-  if (!sizes_in_tensors) check_sizes(check, min_sizes, max_sizes, 1);
-  if (!are_leftmost.values) check_leftmost(check, are_leftmost, 1);
+  if (!sizes_in_tensors) check.refuse(fault_of_sizes(min_sizes, max_sizes, 0));
+  if (!are_leftmost.values) check.refuse(fault_of_leftmost(are_leftmost, 0));
   if (on_cuda) return ngram_propose_cuda(params, check.stream());
-  check_lengths(check, params);
-  if (sizes_in_tensors) check_sizes(check, min_sizes, max_sizes, batch);
-  if (are_leftmost.values) check_leftmost(check, are_leftmost, batch);
+  for (int64_t b = 0; b < batch; ++b) check.refuse(fault_of(params, b));
   if (batch == 0) return;
   params.work = work_of(params);
   // A scan reads about twenty tokens in a nanosecond: half a million are worth other threads' time.

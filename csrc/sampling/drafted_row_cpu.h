@@ -30,32 +30,32 @@ struct DraftProbs {
   }
 };
 
-struct LeftOverScratch {
+struct DraftedRowScratch {
   Array<double> masses;   // by leaf
   Array<int32_t> head;    // by leaf: the last of its changed tokens, -1 = none
   Array<int32_t> next;    // by changed token: another of its leaf
   Array<int32_t> tokens;  // the drafts that were rejected
 };
-thread_local LeftOverScratch tls_left_over;
+thread_local DraftedRowScratch tls_drafted_row;
 
-// target_probs of a row whose filters have been applied, less what rejections take: row_rule.h's
-// Residual over every token. Where few tokens change, the other leaves keep the sums they have.
+// A row whose drafts have a say, once its filters have been applied: its target_probs, less what
+// rejections take, are row_rule.h's Residual over every token. Where few tokens change, the other leaves keep the sums they have.
 template <typename T>
-class LeftOver {
+class DraftedRow {
  public:
   // max_rejections: of drafts that were chosen.
-  LeftOver(const Row<T>& row, const DraftProbs& draft_probs, int32_t max_rejections)
+  DraftedRow(const Row<T>& row, const DraftProbs& draft_probs, int32_t max_rejections)
       : row_(row), draft_probs_(draft_probs), inverse_mass_(1.0 / row.kept_mass()) {
-    masses_ = tls_left_over.masses.reserve(row.num_leaves());
+    masses_ = tls_drafted_row.masses.reserve(row.num_leaves());
     if (is_dense()) return;
-    head_ = tls_left_over.head.reserve(row.num_leaves());
+    head_ = tls_drafted_row.head.reserve(row.num_leaves());
     for (int32_t leaf = 0; leaf < row.num_leaves(); ++leaf) head_[leaf] = -1;
     if (draft_probs.probs == nullptr) {
-      next_ = tls_left_over.next.reserve(max_rejections);
-      rejected_ = tls_left_over.tokens.reserve(max_rejections);
+      next_ = tls_drafted_row.next.reserve(max_rejections);
+      rejected_ = tls_drafted_row.tokens.reserve(max_rejections);
       return;
     }
-    next_ = tls_left_over.next.reserve(draft_probs.size);
+    next_ = tls_drafted_row.next.reserve(draft_probs.size);
     for (int32_t i = 0; i < draft_probs.size; ++i) {
       if (draft_probs.token_ids[i] >= 0) link(i, draft_probs.token_ids[i]);
     }
@@ -217,13 +217,13 @@ template <typename T, typename Source>
     return drafts.token_ids[child];
   }
   if (!judged || rule != RowRule::kRejection) return target.choose(Purpose::kTarget, uniform);
-  LeftOver<T> left_over(row, draft_probs, drafts.num_nodes);
+  DraftedRow<T> drafted(row, draft_probs, drafts.num_nodes);
   for (uint32_t i = 0; child >= 0; child = next_child(drafts, row_idx, child), ++i) {
     int32_t token_id = drafts.token_ids[child];
-    if (left_over.accepts_draft(token_id, uniform(Purpose::kAccept, i))) return token_id;
-    left_over.reject(token_id);
+    if (drafted.accepts_draft(token_id, uniform(Purpose::kAccept, i))) return token_id;
+    drafted.reject(token_id);
   }
-  return left_over.draw(uniform(Purpose::kResidual, 0));
+  return drafted.draw(uniform(Purpose::kResidual, 0));
 }
 
 }  // namespace
