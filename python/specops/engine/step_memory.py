@@ -35,20 +35,17 @@ class Array:
     Attributes:
         host: as the host sees it, where there is a host side.
         device: as kernels see it.
+        num_bytes: the bytes it takes.
     """
 
-    __slots__ = ("_shape", "device", "dtype", "host", "offset")
+    __slots__ = ("_shape", "device", "dtype", "host", "num_bytes", "offset")
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.dtype, self._shape = dtype, shape
+        self.num_bytes = dtype.itemsize * math.prod(shape)
         self.offset = 0  # in its block
         self.host: NDArray[Any]
         self.device: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes it takes."""
-        return self.dtype.itemsize * math.prod(self._shape)
 
     def place(self, device: Tensor, host: NDArray[np.uint8] | None) -> None:
         """Lays the array into a block, and into its counterpart on the host.
@@ -59,17 +56,16 @@ class Array:
         """
         self.device = self._view(device)
         if host is not None:
-            self.host = np.ndarray(self._shape, _NUMPY[self.dtype], buffer=host, offset=self.offset)
+            self.host = np.ndarray(self._shape, _NUMPY[self.dtype], host, self.offset)
 
     def host_tensor(self, host: Tensor) -> Tensor:
         """The host's side as a tensor."""
         return self._view(host.view(self.dtype))
 
     def _view(self, elements: Tensor) -> Tensor:
-        strides = [1] * len(self._shape)
-        for axis in range(len(self._shape) - 2, -1, -1):
-            strides[axis] = strides[axis + 1] * self._shape[axis + 1]
-        return torch.as_strided(elements, self._shape, strides, self.offset // self.dtype.itemsize)
+        shape = self._shape
+        strides = (1,) if len(shape) == 1 else (shape[1], 1)
+        return torch.as_strided(elements, shape, strides, self.offset // self.dtype.itemsize)
 
 
 class Layout:
@@ -80,32 +76,31 @@ class Layout:
         self._arrays: list[Array] = []
 
     def int32(self, *shape: int) -> Array:
-        """Adds an array of int32."""
-        return self.add(torch.int32, *shape)
+        """Adds an array of int32, of one dimension or two."""
+        return self._add(Array(torch.int32, shape))
 
     def int64(self, *shape: int) -> Array:
-        """Adds an array of int64."""
-        return self.add(torch.int64, *shape)
+        """Adds an array of int64, likewise."""
+        return self._add(Array(torch.int64, shape))
 
     def float32(self, *shape: int) -> Array:
-        """Adds an array of float32."""
-        return self.add(torch.float32, *shape)
+        """Adds an array of float32, likewise."""
+        return self._add(Array(torch.float32, shape))
 
     def add(self, dtype: torch.dtype, *shape: int) -> Array:
         """Adds an array of a dtype, which the host may see where numpy has it, too."""
-        array = Array(dtype, shape)
-        self._add(array)
-        return array
+        return self._add(Array(dtype, shape))
 
     def append(self, other: "Layout") -> None:
         """Takes over another layout's arrays."""
         for array in other._arrays:
             self._add(array)
 
-    def _add(self, array: Array) -> None:
+    def _add(self, array: Array) -> Array:
         array.offset = -(-self.end // _ALIGNMENT) * _ALIGNMENT
         self.end = array.offset + array.num_bytes
         self._arrays.append(array)
+        return array
 
     def place(self, device: Tensor, host: Tensor | None = None) -> None:
         """Gives every array its memory."""
