@@ -25,7 +25,7 @@ from specops.engine.tokenizer import TextStream, Tokenizer
 logger = logging.getLogger(__name__)
 
 _CONTEXT = 64  # tokens of the requests that are measured, where the model takes so many
-_DRAFTS = 16  # most drafts of one of them
+_BEHIND = 32  # of these, positions that drafters have missed where catching up is measured
 
 
 def costs_of(
@@ -52,10 +52,11 @@ def costs_of(
         begun = time.perf_counter()
         trial = _Trial(config, tokenizer, runner, drafting, pool, max_model_len)
         try:
+            method = config.speculative_config.drafters_name
             table = CostTable.measure(
                 trial.run,
-                [config.speculative_config.drafters_name],
-                max_rows=min(trial.max_rows, config.max_num_batched_tokens),
+                {method: trial.count_rows_behind()},
+                max_drafts=trial.max_drafts,
                 max_requests=len(trial.requests),
             )
         finally:
@@ -99,16 +100,17 @@ class _Trial:
         max_model_len: int,
     ) -> None:
         self._runner, self._drafting, self._pool = runner, drafting, pool
+        asked = config.speculative_config
         drafts = max(
-            min(_DRAFTS, max_model_len // 2 - 2), config.speculative_config.num_model_steps
+            min(asked.num_speculative_tokens, max_model_len // 2 - 2), asked.num_model_steps
         )
         context = max(min(_CONTEXT, max_model_len - drafts - 2), 1)
         pages = -(-(context + 2 * drafts + 2) // config.page_size)
-        count = max(min(config.max_num_seqs, pool.num_available // pages), 1)
-        self.max_rows = count * (1 + drafts)
-        self._most = drafts
+        rows = config.max_num_batched_tokens // (1 + drafts)
+        count = max(min(config.max_num_seqs, pool.num_available // pages, rows), 1)
+        self.max_drafts = drafts
         plain = dataclasses.replace(
-            config.speculative_config, accept_policy="reject_all", num_speculative_tokens=drafts
+            asked, accept_policy="reject_all", num_speculative_tokens=drafts
         )
         params = SamplingParams(max_tokens=drafts + 1, temperature=0.0, ignore_eos=True)
         self.requests = [
@@ -132,30 +134,45 @@ class _Trial:
         for request in self.requests:
             runner.start(request)
         drafting.proposals.token_ids[:] = 1
-        self._known: set[tuple[int, int, int]] = set()
+        self._known: set[tuple[int, int, int, int]] = set()
+
+    def count_rows_behind(self) -> int:
+        """How many rows drafters run again once they have missed some positions."""
+        request = self.requests[0]
+        self._rest(request)
+        return self._drafting.num_rows_behind(request)
 
     def run(self, name: str, rows: int, requests: int) -> float:
-        """Seconds of a step, or of a method's drafters behind one."""
+        """Seconds of a step, or of one with a method's drafters behind it; as `CostTable` asks."""
         if name == STEP:
-            return self._step(rows, requests, 0)
+            return self._step(rows, requests, 0, 0)
         limit = self.requests[0].speculative.num_model_steps
-        with_drafts = self._step(requests, requests, limit)
-        return max(with_drafts - self._step(requests, requests, 0), 1e-9)
+        return self._step(requests, requests, limit, rows - requests)
 
-    def _step(self, rows: int, requests: int, draft_limit: int) -> float:
+    def _rest(self, request: Request) -> None:
+        """Its drafters have not run for a while."""
+        missed = min(_BEHIND, request.num_computed)
+        self._drafting.stop(request, request.slot)
+        request.num_computed -= missed
+        self._drafting.start(request)
+        request.num_computed += missed
+
+    def _step(self, rows: int, requests: int, draft_limit: int, rows_behind: int) -> float:
         base, more = divmod(rows - requests, requests)
         parts = []
         for index, request in enumerate(self.requests[:requests]):
-            request.num_drafts = min(base + (index < more), self._most)
+            request.num_drafts = base + (index < more)
             count = 1 + request.num_drafts
             parts.append(Scheduled(request, count, request.num_drafts, True, draft_limit))
-        key = (sum(part.num_rows for part in parts), requests, draft_limit)
-        for _ in range(0 if key in self._known else 2):  # made, and captured
+        key = (sum(part.num_rows for part in parts), requests, draft_limit, rows_behind)
+        for _ in range(1 if key in self._known else 3):  # it is made first, and captured
+            if rows_behind:
+                self._rest(parts[0].request)
+            begun = time.perf_counter()
             self._execute(parts)
+            taken = time.perf_counter() - begun
         self._known.add(key)
-        begun = time.perf_counter()
-        self._execute(parts)
-        return time.perf_counter() - begun
+        return taken
 
     def _execute(self, parts: list[Scheduled]) -> None:
         self._runner.execute(Plan(parts=parts))

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,9 +22,10 @@ Key: TypeAlias = tuple[str, int, int]
 Run: TypeAlias = Callable[[str, int, int], float]
 STEP = ""  # stands for the step itself where others are named by their method
 
-_ROWS_PER_REQUEST = (1, 1.125, 1.5, 2, 3, 4, 5, 7, 9, 17)
+_ROWS_PER_REQUEST = (1, 1.25, 1.5, 2, 3, 5, 9, 17)
 _COARSE = (1, 2, 5)  # of these: measured first, and however long it takes
-_REPEATS = 5
+_ROUNDS = 7
+_RUNS = 3  # of a shape in a round, each behind one of the shape that it is compared with
 
 
 def cost_path(*identity: str) -> Path:
@@ -45,7 +47,8 @@ class CostTable:
     both for as many rows per request.
 
     Args:
-        seconds: by (STEP, rows, requests) and (method, requests, requests). A method without any
+        seconds: by (STEP, rows, requests) and (method, rows, requests). A drafter's rows are its
+            requests, and those that it runs again because it rested. A method without any entry
             costs nothing.
 
     Raises:
@@ -61,6 +64,7 @@ class CostTable:
             raise ValueError("CostTable: expected at least one step, got none")
         self._curves: dict[int, list[float]] = {}
         self._drafting: dict[tuple[str, int], float] = {}
+        self._per_row: dict[str, float] = {}
 
     def curve(self, requests: int, rows: int) -> list[float]:
         """Seconds of a step of so many requests, by its rows; `rows` + 1 entries or more."""
@@ -79,10 +83,18 @@ class CostTable:
     def drafting(self, method: str, requests: int) -> float:
         """Seconds in which a method's drafter drafts for so many requests."""
         if (method, requests) not in self._drafting:
-            times = {n: taken for (name, n, _), taken in self.seconds.items() if name == method}
+            times = {n: t for (name, m, n), t in self.seconds.items() if name == method and m == n}
             seconds = _along(times.items(), np.array([requests])) if times and requests else [0.0]
             self._drafting[method, requests] = float(seconds[0])
         return self._drafting[method, requests]
+
+    def drafting_row(self, method: str) -> float:
+        """Seconds that each row takes which a drafter runs again because it rested."""
+        if method not in self._per_row:
+            found = [(key, t) for key, t in self.seconds.items() if key[0] == method]
+            slopes = [(t - self.drafting(method, n)) / (m - n) for (_, m, n), t in found if m > n]
+            self._per_row[method] = max([0.0, *slopes])
+        return self._per_row[method]
 
     def _at(self, batch: int, per_request: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of a step for a measured number of requests, by rows per request."""
@@ -92,34 +104,52 @@ class CostTable:
 
     @classmethod
     def measure(
-        cls, run: Run, methods: Iterable[str], max_rows: int, max_requests: int, limit: float = 2.0
+        cls,
+        run: Run,
+        methods: Mapping[str, int],
+        max_drafts: int,
+        max_requests: int,
+        limit: float = 4.0,
     ) -> "CostTable":
-        """Measures a table: the least of up to five rounds over some dozens of shapes.
+        """Measures a table over some dozens of shapes.
 
-        The least, since whatever disturbs a run only adds to it.
+        A machine's speed changes from second to second. So a step is timed side by side with the
+        step of one row, and one with drafters with the same step without: of each the least of a
+        few runs, and of the quotients the median over some rounds.
 
         Args:
-            run: runs a step, or a method's drafter, at (STEP or the method, rows, requests), and
-                returns its seconds, without those that preparing for the shape takes once.
-            methods: those with a drafter.
-            max_rows: most rows of a step, at least `max_requests`.
+            run: runs a step without drafters (STEP), or with those of a method, at (STEP or the
+                method, rows, requests); returns its seconds, without those that preparing for the
+                shape takes once. Rows are as in `CostTable`.
+            methods: those with a drafter, and the rows to measure that it runs again; 0: it never
+                does.
+            max_drafts: most drafts of a request.
             max_requests: most decoding requests of a step.
             limit: seconds, after which only the shapes that are needed are measured.
         """
         end = time.perf_counter() + limit
-        needed: dict[Key, bool] = {}
-        for batch in {min(1 << i, max_requests) for i in range(max_requests.bit_length() + 1)}:
-            is_coarse = batch in (1, max_requests)
-            needed |= {(method, batch, batch): is_coarse for method in methods}
-            for per_request in reversed(_ROWS_PER_REQUEST):
-                rows = min(int(per_request * batch), max_rows)
-                needed[STEP, rows, batch] = is_coarse and per_request in _COARSE
-        times: dict[Key, list[float]] = {key: [] for key in needed}
-        for _ in range(_REPEATS):
-            for key in sorted(needed, key=lambda key: not needed[key]):
-                if time.perf_counter() < end or (needed[key] and not times[key]):
-                    times[key].append(run(*key))
-        return cls({key: min(t) for key, t in times.items() if t})
+        is_needed = _shapes(methods, max_drafts, max_requests)
+        unit, first = (STEP, 1, 1), math.inf
+        quotients: dict[Key, list[float]] = {key: [] for key in is_needed}
+        for _ in range(_ROUNDS):
+            for key in sorted(is_needed, key=lambda key: not is_needed[key]):
+                if time.perf_counter() >= end and (not is_needed[key] or quotients[key]):
+                    continue
+                name, _, requests = key
+                beside = unit if name == STEP else (STEP, requests, requests)
+                pairs = [(run(*beside), run(*key)) for _ in range(_RUNS)]
+                plain = min(taken for taken, _ in pairs)
+                quotients[key].append(min(taken for _, taken in pairs) / plain)
+                if beside == unit:
+                    first = min(first, plain)
+        times = {key: median(some) for key, some in quotients.items() if some}
+        steps = cls({key: t * first for key, t in times.items() if key[0] == STEP})
+        more = {
+            (name, m, n): max(t - 1, 1e-6) * steps.curve(n, n)[n]
+            for (name, m, n), t in times.items()
+            if name != STEP
+        }
+        return cls(steps.seconds | more)
 
     @classmethod
     def load(cls, path: Path) -> "CostTable | None":
@@ -144,10 +174,32 @@ class CostTable:
             logger.warning("cannot write the cost table %s: %r", path, error)
 
 
+def _shapes(methods: Mapping[str, int], max_drafts: int, max_requests: int) -> dict[Key, bool]:
+    """What is measured, and whether it is needed however long it takes."""
+    shapes: dict[Key, bool] = {}
+    for batch in {min(1 << i, max_requests) for i in range(max_requests.bit_length() + 1)}:
+        is_coarse = batch in (1, max_requests)
+        for per_request in reversed(_ROWS_PER_REQUEST):
+            rows = int(min(per_request, 1 + max_drafts) * batch)
+            shapes[STEP, rows, batch] = is_coarse and per_request in _COARSE
+        shapes |= {(method, batch, batch): is_coarse for method in methods}
+    return shapes | {(method, 1 + rows, 1): True for method, rows in methods.items() if rows}
+
+
 def _along(points: Iterable[tuple[float, float]], at: NDArray[Any]) -> NDArray[np.float64]:
-    """The line through some points, made monotone, and on with its last slope."""
-    places, values = np.array(sorted(points), np.float64).T
-    values = np.maximum.accumulate(values)
+    """The line through some points, made monotone, and on with its last slope.
+
+    What falls is noise: neighbours that do are replaced by their mean.
+    """
+    places, found = zip(*sorted(points), strict=True)
+    means: list[tuple[float, int]] = []  # and of how many points
+    for value in found:
+        mean, count = value, 1
+        while means and means[-1][0] > mean:
+            before, more = means.pop()
+            mean, count = (before * more + mean * count) / (more + count), more + count
+        means.append((mean, count))
+    values = np.repeat([mean for mean, _ in means], [count for _, count in means])
     slope = np.diff(values[-2:]).sum() / max(np.diff(places[-2:]).sum(), 1e-9)
     line = np.interp(at, places, values) + slope * np.maximum(at - places[-1], 0)
     return np.asarray(line)

@@ -8,7 +8,6 @@ more than that share and a few steps. Seconds are those of the cost table. No cl
 calls give equal choices, and which tokens are emitted never depends on any of it.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
 from typing import TypeAlias
@@ -16,7 +15,7 @@ from typing import TypeAlias
 from specops.engine.cost_table import CostTable
 from specops.engine.draft_chances import MethodChances, RequestChances
 
-_FIRST_BANK, _BANK = 4.0, 8.0  # plain steps that a method may lose: at first, and of its gains
+_FIRST_BANK, _BANK = 1.0, 8.0  # plain steps that a method may lose: at first, and of its gains
 _FIRST_CREDIT, _CREDIT = 2.0, 5.0  # tokens that a request may lose, likewise
 
 
@@ -25,13 +24,27 @@ class Method:
 
     Attributes:
         name: the key of its costs.
-        account: seconds that it may lose; while it is below 0, no request drafts.
+        account: plain steps that it may lose with as many requests as in the last step, to the next
+            power of two; while it is below 0, no request drafts.
         chances: how likely its drafts are to be accepted.
     """
 
-    def __init__(self, name: str, account: float) -> None:
-        self.name, self.account = name, account
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.chances = MethodChances()
+        self._accounts, self._size = [_FIRST_BANK] * 32, 0
+
+    @property
+    def account(self) -> float:
+        return self._accounts[self._size]
+
+    def gain(self, steps: float) -> None:
+        """Adds some plain steps to what it may lose."""
+        self._accounts[self._size] = min(self._accounts[self._size] + steps, _BANK)
+
+    def enter(self, batch: int) -> None:
+        """Takes note of how many requests a step has."""
+        self._size = (batch - 1).bit_length()
 
 
 class RequestState:
@@ -44,13 +57,18 @@ class RequestState:
         credit: tokens that it may lose, each worth its time in plain decoding; while it is below 0,
             the request does not draft.
         is_on_trial: a draft was verified only as a test, and none was rejected since.
+        wakes: its drafter runs at the end of the coming step, and rested in the last one.
+        rows_behind: rows of earlier steps that its drafter runs again at the end of the coming step.
     """
 
-    __slots__ = ("chances", "credit", "drafts", "is_on_trial", "method")
+    __slots__ = (
+        "chances", "credit", "drafts", "is_on_trial", "method", "rows_behind", "wakes"
+    )  # fmt: skip
 
     def __init__(self, method: Method) -> None:
         self.method, self.chances = method, RequestChances(method.chances)
         self.credit, self.drafts, self.is_on_trial = _FIRST_CREDIT, method.account >= 0, False
+        self.rows_behind, self.wakes = 0, False
 
 
 States: TypeAlias = Sequence[RequestState]
@@ -75,8 +93,7 @@ class DraftSelector:
     def start(self, method: str) -> RequestState:
         """The state of a new request."""
         if method not in self._methods:
-            account = _FIRST_BANK * self._costs.curve(1, 1)[1] if self._costs else 0.0
-            self._methods[method] = Method(method, account)
+            self._methods[method] = Method(method)
         return RequestState(self._methods[method])
 
     def select(
@@ -164,8 +181,10 @@ class DraftSelector:
             parents: of the verified drafts; None: they are chains.
             others: as in `select`.
         """
+        counted = {}
         for index, (state, own, path) in enumerate(zip(states, verified, accepted, strict=True)):
             if own:
+                counted[state.method] = True
                 decided = own[: len(path) + 1]
                 if parents is not None:
                     reached = {-1, *path}
@@ -173,7 +192,7 @@ class DraftSelector:
                     decided = [own[n] for n in [*path, *(n for n in nodes if n not in reached)]]
                 state.chances.observe(decided, len(path))
                 state.is_on_trial &= len(decided) == len(path)
-        for method in {state.method: None for state in states}:
+        for method in counted:
             method.chances.update()
         if self._costs and states:
             self._settle(states, list(map(len, verified)), list(map(len, accepted)), others)
@@ -190,25 +209,50 @@ class DraftSelector:
         curve = self._costs.curve(batch, first + rows)
         token = curve[batch] / batch  # seconds of one in plain decoding
         row = (curve[first + rows] - curve[first]) / (rows * token) if rows else 0.0
+        gains = {state.method: 0.0 for state in states}  # tokens
         added = {}  # tokens that one more request costs its drafter
         for method, count in _num_drafting(states).items():
             seconds = self._costs.drafting(method.name, count)
             last = seconds - self._costs.drafting(method.name, count - 1)
             added[method] = last / token
-            method.account -= seconds - last * count
+            gains[method] -= (seconds - last * count) / token
         for state, n, hit in zip(states, drafts, hits, strict=True):
             gain = self._loss + hit - row * n
             if state.drafts:
                 gain -= added[state.method]
+            if state.rows_behind:
+                gain -= state.rows_behind * self._costs.drafting_row(state.method.name) / token
+                state.rows_behind = 0
             state.credit = min(state.credit + gain, _CREDIT)
-            state.method.account += gain * token
+            gains[state.method] += gain
         self._test_credit = min(self._test_credit + self._loss * drafts.count(0), float(batch))
-        for method in {state.method: None for state in states}:
-            method.account = min(method.account, _BANK * curve[batch])
+        _decide(states, gains)
+
+    def rest(self, states: States) -> None:
+        """Takes in a step in which none of these requests drafted, or had drafts."""
+        loss, gains = self._loss, {state.method: 0.0 for state in states}
         for state in states:
-            state.drafts = state.credit >= 0 and state.method.account >= 0
+            state.credit = min(state.credit + loss, _CREDIT)
+            gains[state.method] += loss
+        self._test_credit = min(self._test_credit + loss * len(states), float(len(states)))
+        _decide(states, gains)
 
 
-def _num_drafting(states: States) -> Counter[Method]:
+def _decide(states: States, gains: dict[Method, float]) -> None:
+    """Whose drafters run at the end of the coming step; `gains`: tokens of the last one."""
+    for method, tokens in gains.items():
+        method.enter(len(states))
+        method.gain(tokens / len(states))
+    solvent = {method: method.account >= 0 for method in gains}
+    for state in states:
+        drafts = state.credit >= 0 and solvent[state.method]
+        state.wakes, state.drafts = drafts and not state.drafts, drafts
+
+
+def _num_drafting(states: States) -> dict[Method, int]:
     """How many requests of each method draft at the end of the coming step."""
-    return Counter([state.method for state in states if state.drafts])
+    counts: dict[Method, int] = {}
+    for state in states:
+        if state.drafts:
+            counts[state.method] = counts.get(state.method, 0) + 1
+    return counts

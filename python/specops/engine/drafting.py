@@ -55,9 +55,11 @@ class Drafting:
                 self.missing[method] = error.reason
         self._selector: DraftSelector | None = None
         self._states: dict[Request, RequestState] = {}  # of those whose drafts are selected
-        # Of the step to come: confidences of their drafts, and rows of the other requests.
-        self._verified: dict[Request, list[float]] = {}
+        # Of the step to come: confidences of their drafts, and rows of the other requests. None:
+        # no drafter of theirs runs, and they have no drafts.
+        self._verified: dict[Request, list[float]] | None = {}
         self._others = 0
+        self._all_rest = False  # nobody whose drafts are selected drafts in the step to come
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
 
@@ -114,6 +116,7 @@ class Drafting:
         config = request.speculative
         if config.selects_drafts and self._selector is not None and request not in self._states:
             self._states[request] = self._selector.start(config.drafters_name)
+            self._all_rest = False
         moved = [self.drafters[name].start(request) for name in request.draft_stages]
         return any(moved) or has_moved
 
@@ -151,6 +154,12 @@ class Drafting:
         """
         if not self.width:  # nobody has ever drafted
             return
+        counts = self.proposals.counts
+        if self._all_rest and not counts.any():
+            self._verified = None
+            for request in requests:
+                request.num_drafts = 0
+            return
         states_of = self._states
         fixed = [one for one in requests if one not in states_of] if states_of else requests
         proposed = list(map(self._num_proposed, fixed))
@@ -158,24 +167,32 @@ class Drafting:
         for request, count in zip(fixed, share_out(proposed, room), strict=True):
             request.num_drafts = count
             rows += count
+        self._verified = {}
         if len(fixed) < len(requests):
-            assert self._selector is not None
-            self._verified = {
-                request: self.proposals.confidences[
-                    request.slot, : self._num_proposed(request)
-                ].tolist()
-                for request in requests
-                if request in self._states
-            }
-            states = [self._states[request] for request in self._verified]
-            self._others = rows
-            chosen = self._selector.select(
-                states, list(self._verified.values()), room - (rows - len(fixed)), others=rows
-            )
-            for request, nodes, state in zip(self._verified, chosen, states, strict=True):
-                request.num_drafts = len(nodes)
-                wanted = request.speculative.num_speculative_tokens
-                request.draft_limit = wanted if state.drafts else 0
+            selected = [request for request in requests if request in states_of]
+            self._select(selected, room - (rows - len(fixed)), others=rows)
+
+    def _select(self, requests: Sequence[Request], room: int, others: int) -> None:
+        """The same for those whose drafts are selected, beside so many rows of others."""
+        assert self._selector is not None
+        slots = [request.slot for request in requests]
+        confidences = self.proposals.confidences[slots].tolist()
+        states = [self._states[request] for request in requests]
+        for index, (request, state) in enumerate(zip(requests, states, strict=True)):
+            confidences[index] = confidences[index][: self._num_proposed(request)]
+            if state.wakes:
+                state.rows_behind = self.num_rows_behind(request)
+        chosen = self._selector.select(states, confidences, room, others=others)
+        for request, nodes, state in zip(requests, chosen, states, strict=True):
+            request.num_drafts = len(nodes)
+            wanted = request.speculative.num_speculative_tokens
+            request.draft_limit = wanted if state.drafts else 0
+        self._verified = dict(zip(requests, confidences, strict=True))
+        self._others = others
+
+    def num_rows_behind(self, request: Request) -> int:
+        """How many rows of earlier steps its drafters run again when it wants drafts now."""
+        return sum(self.drafters[name].num_rows_behind(request) for name in request.draft_stages)
 
     def observe(self, parts: Sequence[Scheduled], num_accepted: Sequence[int]) -> int:
         """Learns from a step whose drafts `select` has chosen.
@@ -187,19 +204,26 @@ class Drafting:
         Returns:
             How many requests did not draft, because it would not have paid.
         """
+        if not self._states or self._selector is None:
+            return 0
+        states_of = self._states
+        if self._verified is None:
+            resting = [state for part in parts if (state := states_of.get(part.request))]
+            self._selector.rest(resting)
+            self._all_rest = not any(state.drafts for state in resting)
+            return len(resting)
         if not self._verified:
             return 0
-        assert self._selector is not None
         states, verified, accepted = [], [], []
         for part, count in zip(parts, num_accepted, strict=True):
-            confidences = self._verified.pop(part.request, None)
+            confidences = self._verified.get(part.request)
             if confidences is not None and part.emits:
-                states.append(self._states[part.request])
+                states.append(states_of[part.request])
                 verified.append(confidences[: part.num_drafts])
                 accepted.append(range(count))
-        self._verified = {}  # what is left was preempted
         num_suspended = sum(not state.drafts for state in states)
         self._selector.observe(states, verified, accepted, others=self._others)
+        self._all_rest = not any(state.drafts for state in states_of.values())
         return num_suspended
 
     def _num_proposed(self, request: Request) -> int:

@@ -320,6 +320,7 @@ class SpeculativeConfig:
         """Whether the engine decides how many drafts are verified: no token depends on it then."""
         return (
             self.adaptive_verification
+            and self.method != NAIVE
             and self.verify_strategy in ("target_match", "greedy")
             and self.accept_policy == "normal"
         )

@@ -253,6 +253,18 @@ class MtpDrafter(Drafter):
             rows = min(shape.rows + (rung(redrafts) if redrafts else 0), self.max_rows)
         return MtpShape(rows, skips, draws, own_numbers, tells)
 
+    def num_rows_behind(self, request: Request) -> int:
+        """Rows before the step's, but for those that several modules always run again."""
+        begin = self._begin(self._progress[request.slot])
+        return max(request.num_computed - begin - (self.num_modules - 1), 0)
+
+    def _begin(self, progress: _Progress) -> int:
+        """The first position that runs when the modules run in the next step."""
+        begin, end = progress.num_drafted, progress.request.num_computed
+        if end - begin <= CATCH_UP:
+            return begin
+        return max(begin, (end - BEGIN_ANEW) // self.page_size * self.page_size)
+
     def _redraft_len(self, progress: _Progress, room: int) -> int:
         """How many rows before the step's run over again; -1: the modules cannot run.
 
@@ -262,10 +274,8 @@ class MtpDrafter(Drafter):
             progress: of a request.
             room: rows that may run again in the step, but for those that always do.
         """
-        begin, end = progress.num_drafted, progress.request.num_computed
-        if end - begin > CATCH_UP:
-            begin = max(begin, (end - BEGIN_ANEW) // self.page_size * self.page_size)
-        missing = end - begin
+        begin = self._begin(progress)
+        missing = progress.request.num_computed - begin
         if missing < 0 or missing - (self.num_modules - 1) > room:
             return -1
         if begin > progress.num_drafted:
@@ -430,7 +440,8 @@ class MtpStep(DrafterStep):
         """Takes over how likely the modules hold their drafts."""
         if not self._logprobs:
             return
-        probs = np.exp([array.host for array in self._logprobs]).clip(1e-6, 1)
+        # Those of requests that did not draft may be anything.
+        probs = np.exp(np.minimum([array.host for array in self._logprobs], 0)).clip(1e-6, 1)
         for index, part in enumerate(parts):
             progress = self._drafter.progress_of(part)
             if progress is not None and progress.redraft_len >= 0:
