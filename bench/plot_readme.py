@@ -65,7 +65,7 @@ def panels(results: Path) -> list[Panel]:
     }
     return [
         Panel(
-            "Texts that speculation changes",
+            "Outputs changed by speculation",
             (
                 "of 40 greedy texts of 128 tokens, bundled",
                 "model, 4 n-gram drafts. Fewer is better.",
@@ -74,12 +74,12 @@ def panels(results: Path) -> list[Panel]:
         ),
         Panel(
             "Tokens/s, bundled model",
-            ("plain decoding of one request, bf16,", "KV length 384. More is better."),
+            ("no speculation, batch 1, bf16,", "KV length 384. More is better."),
             tokens_per_s("bundled.b1.rows1"),
         ),
         Panel(
             "Tokens/s, Qwen3-0.6B shape",
-            ("plain decoding of one request, bf16,", "KV length 1,024. More is better."),
+            ("no speculation, batch 1, random weights,", "bf16, KV length 1,024. More is better."),
             tokens_per_s("qwen06.b1.rows1"),
         ),
     ]

@@ -39,7 +39,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--speculative-config",
         metavar="JSON",
         help='for requests that do not choose, e.g. \'{"method": "ngram", '
-        '"num_speculative_tokens": 4}\' (default: the fastest method on the bundled model)',
+        '"num_speculative_tokens": 4}\' (default: this one)',
     )
     add(
         "--device",

@@ -21,8 +21,8 @@ _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
 }
 
 
-def _fastest_on_bundled_model() -> SpeculativeConfig:
-    # Measured by `make bench ONLY=engine`: see docs/engine.md.
+def _default_drafts() -> SpeculativeConfig:
+    # They need no other model, and gain where text repeats itself.
     return SpeculativeConfig(method="ngram", num_speculative_tokens=4)
 
 
@@ -65,7 +65,7 @@ class EngineConfig:
     """
 
     model: str | None = None
-    speculative_config: SpeculativeConfig = field(default_factory=_fastest_on_bundled_model)
+    speculative_config: SpeculativeConfig = field(default_factory=_default_drafts)
     served_model_name: str | None = None
     dtype: str = "auto"
     device: str = "auto"
