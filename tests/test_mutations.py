@@ -37,6 +37,7 @@ RMS_NORM = "test_dense.py rms_norm"
 DRAFT_ROWS = "test_draft_batch.py prepare or advance or keep"
 MTP_INPUT = "test_draft_batch.py input or halves"
 PREPARE = "test_batching.py prepare or rows or neighbours"
+INPUT_IDS = "test_batching.py input_ids and not faults"
 ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
 COMMIT = "test_commit.py test"
@@ -205,6 +206,13 @@ MUTATIONS = [
         "static_cast<uint32_t>(position) / page_size;",
         "static_cast<uint32_t>(position > 0 ? position - 1 : 0) / page_size;",
         PREPARE,
+    ),
+    Mutation(
+        "the first draft is read behind the text",
+        "common/token_at.h",
+        "if (position < len) return",
+        "if (position <= len) return",
+        INPUT_IDS,
     ),
     Mutation(
         "a lane writes q while others still read it",
