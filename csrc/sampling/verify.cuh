@@ -5,6 +5,7 @@
 #include "sampling/drafted_row.cuh"
 #include "sampling/filters.cuh"
 #include "sampling/row_plan.cuh"
+#include "sampling/target_row.cuh"
 #include "sampling/verify.h"
 
 namespace specops {
@@ -320,7 +321,7 @@ __device__ inline RowDecision decide_alone(const VerifyParams& params,
     int32_t depth = path_depth(draft_path(params, batch_idx, row));
     uniform = coin_of(params, batch_idx, depth, false, Purpose::kTarget);
   }
-  RowToken token = block.draw(uniform);
+  RowToken token = draw(block, uniform);
   return {token, token.id};
 }
 
@@ -392,7 +393,7 @@ __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shar
     RowToken token = block.draw_left(draft, number, uniform);
     return {token, token.id};
   }
-  RowToken token = block.draw(coin_of(params, batch_idx, depth, anchored, Purpose::kTarget));
+  RowToken token = draw(block, coin_of(params, batch_idx, depth, anchored, Purpose::kTarget));
   return {token, together && !again ? __float_as_int(0.0f) : token.id};
 }
 
@@ -470,8 +471,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       DraftedRow<T, kProcessed> block(shared, row, shared.filters, slots.stats, slots.masses);
       block.fold(want_logprob && !want_processed);
       RowToken token{shared.given_id, 0.0f};
-      if (token.id < 0 || want_processed) block.filter();
-      if (want_processed) block.fold_kept();
+      if (token.id < 0 || want_processed) filter(block);
+      if (want_processed) fold_kept(block);
       choice = token.id;
       if (choice >= 0) {
         token.logit = block.logit(choice);
@@ -491,7 +492,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
         choice = decision.choice;
       }
       if (want_processed) {
-        logprob = block.processed_logprob(token);
+        logprob = processed_logprob(block, token);
       } else if (want_logprob && threadIdx.x == 0) {
         logprob = block.logprob(token);
       }
