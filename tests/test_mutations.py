@@ -605,9 +605,9 @@ LAWS = [
     Mutation(
         "ties go to the highest id",
         "sampling/row_cpu.h",
-        "      while (logit(id) != max_) ++id;\n      return id;",
-        "      id = vocab_size_ - 1 < id + kLeaf ? vocab_size_ - 1 : id + kLeaf - 1;\n"
-        "      while (logit(id) != max_) --id;\n      return id;",
+        "      while (logit(id) != max) ++id;\n      return id;",
+        "      id = vocab_size - 1 < id + kLeaf ? vocab_size - 1 : id + kLeaf - 1;\n"
+        "      while (logit(id) != max) --id;\n      return id;",
         "test_laws.py ties",
         "scripted",
     ),
@@ -630,8 +630,8 @@ LAWS = [
     Mutation(
         "a draft outside the nucleus is taken",
         "sampling/drafted_row_cpu.h",
-        "row.weight_of(drafts.token_ids[child]) > 0.0) {",
-        "row.weight_of(drafts.token_ids[child]) >= 0.0) {",
+        "weight_of(row, drafts.token_ids[child]) > 0.0) {",
+        "weight_of(row, drafts.token_ids[child]) >= 0.0) {",
         "test_laws.py topp",
         "scripted",
     ),
