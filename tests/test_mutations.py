@@ -329,21 +329,21 @@ MUTATIONS = [
     ),
     Mutation(
         "no barrier between the warps' values and their fold",
-        "sampling/row.cuh",
+        "sampling/block_reduce.cuh",
         "scratch[warp_id()] = value;\n  __syncthreads();\n  value = scratch[0];",
         "scratch[warp_id()] = value;\n  value = scratch[0];",
         SAMPLE,
     ),
     Mutation(
         "the scan skips the lane at the step's distance",
-        "sampling/row.cuh",
+        "sampling/block_reduce.cuh",
         "if (lane_id() >= offset) value += before;",
         "if (lane_id() > offset) value += before;",
         SAMPLE,
     ),
     Mutation(
         "the last block reads what no fence published",
-        "sampling/row.cuh",
+        "sampling/row_plan.cuh",
         "    __threadfence();\n    // Back to zero in one piece",
         "    // Back to zero in one piece",
         SAMPLE_RACE,
@@ -351,7 +351,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the counter of the blocks is left as it is",
-        "sampling/row.cuh",
+        "sampling/row_plan.cuh",
         "atomicInc(reinterpret_cast<unsigned*>(counter), limit) == limit;",
         "atomicInc(reinterpret_cast<unsigned*>(counter), ~0u) == limit;",
         "test_sampling.py workspace",
@@ -379,7 +379,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one read of a logit does not see the overlay",
-        "sampling/leaf.cuh",
+        "sampling/row_logits.cuh",
         "      forbid(words, bits.forbidden);\n",
         "",
         PROCESSORS,
@@ -582,8 +582,8 @@ LAWS = [
     Mutation(
         "rows of probs are written without gaps",
         "sampling/sample.cuh",
-        "block.write_probs(params.probs + idx * params.probs_stride);",
-        "block.write_probs(params.probs + idx * params.vocab_size);",
+        "write_target_probs(block, params.probs + idx * params.probs_stride);",
+        "write_target_probs(block, params.probs + idx * params.vocab_size);",
         "test_sampling.py probs",
     ),
     Mutation(
@@ -613,9 +613,9 @@ LAWS = [
     Mutation(
         "ties go to the highest id",
         "sampling/row_cpu.h",
-        "      while (logit(id) != max_) ++id;\n      return id;",
-        "      id = vocab_size_ - 1 < id + kLeaf ? vocab_size_ - 1 : id + kLeaf - 1;\n"
-        "      while (logit(id) != max_) --id;\n      return id;",
+        "      while (logit(id) != max) ++id;\n      return id;",
+        "      id = vocab_size - 1 < id + kLeaf ? vocab_size - 1 : id + kLeaf - 1;\n"
+        "      while (logit(id) != max) --id;\n      return id;",
         "test_laws.py ties",
         "scripted",
     ),
@@ -638,8 +638,8 @@ LAWS = [
     Mutation(
         "a draft outside the nucleus is taken",
         "sampling/drafted_row_cpu.h",
-        "row.weight_of(drafts.token_ids[child]) > 0.0) {",
-        "row.weight_of(drafts.token_ids[child]) >= 0.0) {",
+        "weight_of(row, drafts.token_ids[child]) > 0.0) {",
+        "weight_of(row, drafts.token_ids[child]) >= 0.0) {",
         "test_laws.py topp",
         "scripted",
     ),

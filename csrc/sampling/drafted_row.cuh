@@ -10,6 +10,7 @@
 #pragma once
 
 #include "sampling/accept_walk.h"
+#include "sampling/draw.cuh"
 #include "sampling/row.cuh"
 #include "sampling/row_rule.h"
 #include "sampling/verify.h"
@@ -65,18 +66,18 @@ class DraftedRow : public Row<T, kProcessed> {
  public:
   using Base::Base;
   using Base::logit;
-  using Base::shared_;
+  using Base::shared;
 
   // Sums up what the filters keep; all below rests on it.
   __device__ void weigh() {
     Mass total = Base::kept_mass();
-    if (Base::thread() == 0) shared_.total = total;
+    if (Base::thread() == 0) shared.total = total;
     __syncthreads();
   }
 
   // Nothing is kept past the vocabulary.
   __device__ bool keeps(int32_t id) const {
-    if (id >= Base::row_.size) return false;
+    if (id >= Base::logits.size) return false;
     float x = logit(id);
     return x > -INFINITY && Base::keeps(x, id);
   }
@@ -85,7 +86,7 @@ class DraftedRow : public Row<T, kProcessed> {
     return keeps(id) ? static_cast<double>(Base::weight(logit(id)) * Base::unit()) / total() : 0.0;
   }
 
-  // Judges the children in shared_.list_id[0, num_children) one after the other, and takes what was
+  // Judges the children in shared.list_id[0, num_children) one after the other, and takes what was
   // rejected from the row. accept_coin(child) is the coin of each. block_weight: in block
   // verification, the weight of the target, above 0, before its only child; else 0.
   template <typename Coin>
@@ -97,11 +98,11 @@ class DraftedRow : public Row<T, kProcessed> {
 #pragma unroll 1
     while (child < num_children || restores) {
       if (!restores) {
-        id = shared_.list_id[child];
+        id = shared.list_id[child];
         next = block_residual(block_weight);
         if (block_weight == 0.0) {
           bool outside;
-          double given = draft_prob(draft, id, Base::row_.size, &outside);
+          double given = draft_prob(draft, id, Base::logits.size, &outside);
           if (outside) return kOutOfOrder;
           bool gone = draft.one_hot() && is_removed(child, id);
           double own = left_of(left, target_prob(id), draft.one_hot() ? 0.0 : given);
@@ -130,19 +131,19 @@ class DraftedRow : public Row<T, kProcessed> {
       restores = true;
       next = block_weight > 0.0 ? Residual{} : left;
       __syncthreads();
-      if (Base::thread() == 0 && draft.one_hot()) shared_.list_id[child] = -1;
+      if (Base::thread() == 0 && draft.one_hot()) shared.list_id[child] = -1;
       __syncthreads();
     }
-    if (Base::thread() == 0) shared_.taken = draft.one_hot() ? 0.0f : taken_of(left);
+    if (Base::thread() == 0) shared.taken = draft.one_hot() ? 0.0f : taken_of(left);
     __syncthreads();
     return kDrawLeft;
   }
 
   // Inverse CDF over what judge() has left. The result is the first warp's.
   __device__ RowToken draw_left(const DraftRow& draft, int32_t num_children, float uniform) {
-    Base::seek(uniform);
+    seek(*this, uniform);
     if (warp_id() != 0) return {0, 0.0f};
-    int32_t leaf = shared_.leaf;
+    int32_t leaf = shared.leaf;
     // Parts of the leaf's heaviest token, finer than a row's masses: what is left may be little.
     float lift = 1.0f / Base::weight(Base::stats(leaf).max);
     Mass own = 0, target = 0;
@@ -152,14 +153,14 @@ class DraftedRow : public Row<T, kProcessed> {
     for (int pass = 0; pass < 2; ++pass) {
       Mass running = own;
       for_each_left(
-          draft, num_children, shared_.taken, leaf, [&](float weight, float x, int32_t id) {
+          draft, num_children, shared.taken, leaf, [&](float weight, float x, int32_t id) {
             running += static_cast<Mass>(weight * lift * 0x1p52f);
             if (pass == 1 && mine && found.id < 0 && running > target) found = {id, x};
           });
       if (pass == 1) break;
       Mass upto = warp_inclusive(running);
       Mass total = __shfl_sync(kFullMask, upto, kWarpSize - 1);
-      target = static_cast<Mass>(shared_.part * static_cast<double>(total));
+      target = static_cast<Mass>(shared.part * static_cast<double>(total));
       if (target >= total) target = total - 1;
       own = upto - running;
       mine = own <= target && target < upto;
@@ -169,7 +170,7 @@ class DraftedRow : public Row<T, kProcessed> {
   }
 
  private:
-  __device__ double total() const { return static_cast<double>(shared_.total); }
+  __device__ double total() const { return static_cast<double>(shared.total); }
 
   // `taken`, in weights of the row.
   __device__ float taken_of(const Residual& left) const {
@@ -179,7 +180,7 @@ class DraftedRow : public Row<T, kProcessed> {
   __device__ bool is_removed(int32_t child, int32_t id) const {
     bool found = false;
 #pragma unroll 1
-    for (int32_t i = 0; i < child; ++i) found = found || shared_.list_id[i] == id;
+    for (int32_t i = 0; i < child; ++i) found = found || shared.list_id[i] == id;
     return found;
   }
 
@@ -187,25 +188,25 @@ class DraftedRow : public Row<T, kProcessed> {
   // `child`, whose token was id, are gone, which changes that child's leaf; a list: its leaves;
   // else every leaf.
   __device__ double take(const DraftRow& draft, int32_t child, int32_t id, const Residual& left) {
-    if (shared_.weighed == 0) {
+    if (shared.weighed == 0) {
       __syncthreads();
 #pragma unroll 1
-      for (int32_t leaf = Base::thread(); leaf < Base::num_leaves_; leaf += Base::threads()) {
+      for (int32_t leaf = Base::thread(); leaf < Base::num_leaves; leaf += Base::threads()) {
         Base::masses()[leaf] = Base::scanned_mass(leaf);
       }
-      if (Base::thread() == 0) shared_.weighed = 1;
+      if (Base::thread() == 0) shared.weighed = 1;
       __syncthreads();
     }
     float taken = taken_of(left);
-    int32_t number = draft.one_hot() ? 1 : draft.sparse() ? draft.size : Base::num_leaves_;
+    int32_t number = draft.one_hot() ? 1 : draft.sparse() ? draft.size : Base::num_leaves;
 #pragma unroll 1
     for (int32_t item = warp_id(); item < number; item += num_warps()) {
       int32_t leaf = item;
       if (draft.one_hot()) leaf = id / Leaf<T>::kSize;
       if (draft.sparse()) leaf = leaf_named(draft, item);
-      if (leaf < 0 || leaf >= Base::num_leaves_) continue;  // past the vocabulary nothing is taken
+      if (leaf < 0 || leaf >= Base::num_leaves) continue;  // past the vocabulary nothing is taken
       float sum = 0.0f;
-      if (Base::stats(leaf).max >= shared_.kept.value) {
+      if (Base::stats(leaf).max >= shared.kept.value) {
         for_each_left(
             draft, child + 1, taken, leaf, [&](float own, float, int32_t) { sum += own; });
       }
@@ -237,7 +238,7 @@ class DraftedRow : public Row<T, kProcessed> {
       const DraftRow& draft, int32_t removed, float taken, int32_t leaf, Visit visit) const {
     constexpr int kRun = Leaf<T>::kOwn;  // ids of a lane, which lie next to each other
     static_assert(kRun <= 32);
-    const int32_t* ids = draft.one_hot() ? shared_.list_id : draft.token_ids;
+    const int32_t* ids = draft.one_hot() ? shared.list_id : draft.token_ids;
     int32_t number = draft.one_hot() ? removed : draft.sparse() ? draft.size : 0;
     int32_t first = leaf * Leaf<T>::kSize + lane_id() * kRun;
     uint32_t named = draft.one_hot() || draft.sparse() ? 0 : ~0u;
@@ -246,7 +247,7 @@ class DraftedRow : public Row<T, kProcessed> {
       uint32_t place = static_cast<uint32_t>(ids[i] - first);
       if (place < kRun) named |= 1u << place;
     }
-    for_each_in_order(Base::row_, leaf, [&](float x, int32_t id) {
+    for_each_in_order(Base::logits, leaf, [&](float x, int32_t id) {
       float own = x > -INFINITY && Base::keeps(x, id) ? Base::weight(x) : 0.0f;
       if ((named >> (id - first) & 1u) != 0 && own > 0.0f) {
         float given = draft.one_hot() ? INFINITY : 0.0f;

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What verification decides about a row beyond its own token: which draft is accepted, and which token
-// is drawn from what rejections leave. Included by *_cpu.cpp files only; everything has internal
-// linkage.
+// What verification decides about a row beyond its own token: which draft is accepted, and which
+// token is drawn from what rejections leave.
 //
 // Order: as in row_cpu.h. What is left of a leaf is summed in fp32 lanes, leaves are folded left in fp64.
 #pragma once
 
 #include <cstdint>
 
+#include "sampling/filtered_row_cpu.h"
+#include "sampling/row_cpu.h"
 #include "sampling/row_rule.h"
+#include "sampling/scratch_cpu.h"
 #include "sampling/target_row_cpu.h"
 
 namespace specops::SPECOPS_ISA {
@@ -45,11 +47,11 @@ class DraftedRow {
  public:
   // max_rejections: of drafts that were chosen.
   DraftedRow(const Row<T>& row, const DraftProbs& draft_probs, int32_t max_rejections)
-      : row_(row), draft_probs_(draft_probs), inverse_mass_(1.0 / row.kept_mass()) {
-    masses_ = tls_drafted_row.masses.reserve(row.num_leaves());
+      : row_(row), draft_probs_(draft_probs), inverse_mass_(1.0 / row.kept_mass) {
+    masses_ = tls_drafted_row.masses.reserve(row.num_leaves);
     if (is_dense()) return;
-    head_ = tls_drafted_row.head.reserve(row.num_leaves());
-    for (int32_t leaf = 0; leaf < row.num_leaves(); ++leaf) head_[leaf] = -1;
+    head_ = tls_drafted_row.head.reserve(row.num_leaves);
+    for (int32_t leaf = 0; leaf < row.num_leaves; ++leaf) head_[leaf] = -1;
     if (draft_probs.probs == nullptr) {
       next_ = tls_drafted_row.next.reserve(max_rejections);
       rejected_ = tls_drafted_row.tokens.reserve(max_rejections);
@@ -61,7 +63,7 @@ class DraftedRow {
     }
   }
 
-  double target_prob(int32_t token_id) const { return row_.weight_of(token_id) * inverse_mass_; }
+  double target_prob(int32_t token_id) const { return weight_of(row_, token_id) * inverse_mass_; }
 
   bool accepts_draft(int32_t token_id, float uniform) const {
     double left = left_of(residual_, target_prob(token_id), taken_prob(token_id));
@@ -97,7 +99,7 @@ class DraftedRow {
   int32_t draw(float uniform) const {
     double target = uniform * residual_.mass, before = 0.0, after = 0.0;
     int32_t chosen = 0;
-    for (int32_t leaf = 0; leaf < row_.num_leaves() && after <= target; ++leaf) {
+    for (int32_t leaf = 0; leaf < row_.num_leaves && after <= target; ++leaf) {
       if (masses_[leaf] <= 0.0) continue;
       before = after;
       after = before + masses_[leaf];
@@ -124,7 +126,7 @@ class DraftedRow {
   double take(Residual residual) {
     residual.mass = 0.0;
     float left[kLeaf];
-    for (int32_t leaf = 0; leaf < row_.num_leaves(); ++leaf) {
+    for (int32_t leaf = 0; leaf < row_.num_leaves; ++leaf) {
       masses_[leaf] = leaf_mass(leaf, residual, left);
       residual.mass += masses_[leaf];
     }
@@ -137,7 +139,7 @@ class DraftedRow {
   }
 
   void link(int32_t i, int32_t token_id) {
-    if (token_id / kLeaf >= row_.num_leaves()) return;  // past the vocabulary: it takes nothing
+    if (token_id / kLeaf >= row_.num_leaves) return;  // past the vocabulary: it takes nothing
     next_[i] = head_[token_id / kLeaf];
     head_[token_id / kLeaf] = i;
   }
@@ -152,7 +154,7 @@ class DraftedRow {
   }
 
   double leaf_mass(int32_t leaf, const Residual& residual, float* left) const {
-    double kept = row_.mass_of_leaf(leaf);
+    double kept = mass_of_leaf(row_, leaf);
     if (kept <= 0.0) return 0.0;
     double mass = kept * inverse_mass_ * residual.weight;
     if (is_dense() || head_[leaf] >= 0) mass = weigh_leaf(leaf, residual, left);
@@ -161,7 +163,7 @@ class DraftedRow {
 
   // Writes what is left of every token of a leaf; returns the sum.
   double weigh_leaf(int32_t leaf, const Residual& residual, float* left) const {
-    double unit = row_.weigh_leaf(leaf, left);
+    double unit = weigh_kept_leaf(row_, leaf, left);
     F32x16 share = set1(static_cast<float>(unit * inverse_mass_));
     F32x16 weight = set1(static_cast<float>(residual.weight));
     F32x16 taken = set1(static_cast<float>(residual.taken));
@@ -213,7 +215,7 @@ template <typename T, typename Source>
   if (rule == RowRule::kDraft) return drafts.token_ids[child];
   const Row<T>& row = target.kept();
   bool judged = !row.is_certain() && child >= 0;
-  if (judged && rule == RowRule::kTopP && row.weight_of(drafts.token_ids[child]) > 0.0) {
+  if (judged && rule == RowRule::kTopP && weight_of(row, drafts.token_ids[child]) > 0.0) {
     return drafts.token_ids[child];
   }
   if (!judged || rule != RowRule::kRejection) return target.choose(Purpose::kTarget, uniform);

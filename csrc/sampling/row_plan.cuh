@@ -4,7 +4,9 @@
 
 #include <algorithm>
 
-#include "sampling/row.cuh"
+#include "sampling/leaf.cuh"
+#include "sampling/overlay.cuh"
+#include "sampling/row_shared.cuh"
 
 namespace specops {
 
@@ -86,6 +88,23 @@ struct RowSlots {
     masses = reinterpret_cast<Mass*>(stats + plan.num_leaves);
   }
 };
+
+// Whether this block is the last of `expected` that count themselves here. What they wrote before is
+// then visible to it, and the counter is zero again.
+__device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int expected) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    // Back to zero in one piece: requests at fault may claim the same rows, whose counters then see
+    // more arrivals, some between a look and a store.
+    unsigned limit = static_cast<unsigned>(expected) - 1;
+    bool last = atomicInc(reinterpret_cast<unsigned*>(counter), limit) == limit;
+    __threadfence();
+    shared.is_last = last;
+  }
+  __syncthreads();
+  return shared.is_last != 0;
+}
 
 // The block's share of a row. Returns whether it is the block that ends the row: all leaves are then
 // there. `counter`: of the row.

@@ -4,6 +4,7 @@
 #include "sampling/filters.cuh"
 #include "sampling/row_plan.cuh"
 #include "sampling/sample.h"
+#include "sampling/target_row.cuh"
 
 namespace specops {
 
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   // read again, and not kept over the scan
   Row<T, kProcessed> block(shared, row, filters_of(params.filters, idx), slots.stats, slots.masses);
   block.fold(params.logprobs != nullptr && !params.processed_logprobs);
-  RowToken token = block.choose([&] {
+  RowToken token = choose(block, [&] {
     uint32_t anchor = params.anchors ? static_cast<uint32_t>(params.anchors[idx]) : 0u;
     return uniform_source(params.filters, idx, params.positions[idx], anchor)(params.purpose, 0);
   });
@@ -74,14 +75,14 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     if (params.logprobs && !params.processed_logprobs) params.logprobs[idx] = block.logprob(token);
   }
   if (params.logprobs && params.processed_logprobs) {
-    block.fold_kept();
-    if (writes) params.logprobs[idx] = block.processed_logprob(token);
+    fold_kept(block);
+    if (writes) params.logprobs[idx] = processed_logprob(block, token);
   }
   if (params.ranks) {
     int32_t rank = block.rank(block.broadcast(token), !params.processed_logprobs);
     if (writes) params.ranks[idx] = rank;
   }
-  if (params.probs) block.write_probs(params.probs + idx * params.probs_stride);
+  if (params.probs) write_target_probs(block, params.probs + idx * params.probs_stride);
 }
 
 }  // namespace specops

@@ -38,7 +38,7 @@ void run(const SampleParams& params) {
       params.token_ids[idx] = token_id;
       if (params.logprobs) params.logprobs[idx] = row.logprob(token_id);
       if (params.ranks) params.ranks[idx] = row.rank(token_id);
-      if (params.probs) row.kept().write_target_probs(params.probs + idx * params.probs_stride);
+      if (params.probs) write_target_probs(row.kept(), params.probs + idx * params.probs_stride);
     }
   });
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a thread needs to work on a row. It grows to the largest row the thread has met, and one row
-// at a time has it. Included by *_cpu.cpp files only; everything has internal linkage.
+// at a time has it.
 #pragma once
 
 #include <cstdint>
 #include <cstdlib>
 
-#include "sampling/select_cpu.h"
+#include "sampling/leaf_cpu.h"
+#include "sampling/token_list_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
@@ -30,11 +31,7 @@ struct Array {
   }
 };
 
-struct LeafStats {
-  float max;   // of the leaf's logits
-  float raw;   // sum of e^(logit - max)
-  float warm;  // sum of e^((logit - max) / temperature)
-};
+constexpr int kThresholds = 4;  // masses taken in one pass over a row
 
 struct Scratch {
   Array<LeafStats> stats;
@@ -43,8 +40,8 @@ struct Scratch {
   Array<float> sums;                 // [num_leaves, kThresholds]
   Array<int32_t> segments;           // [num_leaves + 1], where a leaf's tokens begin in the list
   Array<char> row;                   // the copy that processors change
-  Candidates candidates;             // a list of the few that matter
-  Candidates all;                    // room for a whole row, made when a filter asks for it
+  TokenList list;                    // a list of the few that matter
+  TokenList all;                     // room for a whole row, made when a filter asks for it
 
   void reserve(int64_t num_leaves) {
     stats.reserve(num_leaves);
@@ -52,7 +49,7 @@ struct Scratch {
     masses.reserve(num_leaves);
     sums.reserve(num_leaves * kThresholds);
     segments.reserve(num_leaves + 1);
-    candidates.reserve(kMaxCandidates);
+    list.reserve(kListCapacity);
   }
 };
 thread_local Scratch tls_scratch;

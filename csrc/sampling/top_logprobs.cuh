@@ -2,7 +2,11 @@
 #pragma once
 
 #include "sampling/filters.cuh"
+#include "sampling/row_passes.cuh"
 #include "sampling/row_plan.cuh"
+#include "sampling/select.cuh"
+#include "sampling/target_row.cuh"
+#include "sampling/token_list.cuh"
 #include "sampling/top_logprobs.h"
 
 namespace specops {
@@ -145,21 +149,21 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   if (threadIdx.x == 0) params.lse[idx] = block.lse();
   if (params.n == 0) return;
   if (processed) {
-    block.filter();
-    block.fold_kept();
+    filter(block);
+    fold_kept(block);
   }
   auto logprob = [&](RowToken token) {
-    return processed ? block.processed_logprob(token) : block.logprob(token);
+    return processed ? processed_logprob(block, token) : block.logprob(token);
   };
-  Cut cut = block.everything();
+  Cut cut = everything();
   bool listed = false;
-  if (params.n < row.size) cut = block.select_count(static_cast<int32_t>(params.n), &listed);
+  if (params.n < row.size) cut = select_count(block, static_cast<int32_t>(params.n), &listed);
   if (listed) {
     // A token's place is the number of those before it; what is greater is in the list.
-    block.for_each_listed(cut, [&](float logit, int32_t id) {
-      Mass key = rank_key(logit, id);
+    for_each_listed(block, cut, [&](float logit, int32_t id) {
+      RankKey key = rank_key(logit, id);
       int place = 0, greater = 0;
-      for (int i = 0; i < block.list_count(); ++i) {
+      for (int i = 0; i < shared.list_count; ++i) {
         place += rank_key(shared.list_x[i], shared.list_id[i]) > key;
         greater += shared.list_x[i] > logit;
       }
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   __syncthreads();
   if (threadIdx.x == 0) shared.list_count = 0;
   __syncthreads();
-  block.for_each_kept(cut, [&](float logit, int32_t id) {
+  for_each_of(block, cut, [&](float logit, int32_t id) {
     int place = atomicAdd(&shared.list_count, 1);
     ids[place] = id;
     values[place] = logit;

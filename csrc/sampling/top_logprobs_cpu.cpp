@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
+#include "sampling/row_passes_cpu.h"
+#include "sampling/select_cpu.h"
 #include "sampling/target_row_cpu.h"
 #include "sampling/top_logprobs.h"
 
@@ -101,9 +103,9 @@ void run(const TopLogprobsParams& params) {
       float* values = params.logprobs + row_idx * params.n;
       Cut cut{-INFINITY, static_cast<int32_t>(params.vocab_size - 1)};
       bool listed = false;
-      if (params.n < params.vocab_size) cut = row.processed().select_count(params.n, &listed);
+      if (params.n < params.vocab_size) cut = select_count(row.processed(), params.n, &listed);
       int64_t count = 0;
-      row.processed().for_each_of(cut, [&](int32_t id, float logit) {
+      for_each_of(row.processed(), cut, [&](int32_t id, float logit) {
         ids[count] = id;
         values[count] = logit;
         ++count;
