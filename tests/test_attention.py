@@ -370,8 +370,8 @@ def test_append_attention_refuses(device: str, on_cuda: bool) -> None:
     gone = batch.kv_indices.clone()
     gone[4] = 99
     faulty(
-        r"append_attention: page 1 of request 1 in kv_indices must be in \[0, num_pages=10\), "
-        "got 99",
+        r"append_attention: kv_indices\[4\] must be in \[0, num_pages=10\) where a row sees the "
+        "page, got 99",
         r"append_attention: kv_indices must be in \[0, num_pages\) where",
         kv_indices=gone,
     )
@@ -383,14 +383,25 @@ def test_append_attention_refuses(device: str, on_cuda: bool) -> None:
         kv_lens=torch.tensor([40, 0], dtype=torch.int32),
     )
     faulty(r"kv_lens\[0\].*got 49", lengths, kv_lens=torch.tensor([49, 50], dtype=torch.int32))
-    faulty(r"qo_indptr\[2\].*got 1", lengths, qo_indptr=torch.tensor([0, 2, 1], dtype=torch.int32))
+    in_order = "append_attention: {} must be non-decreasing from 0, at least the entry before it"
     least = -(2**31)  # its distance from 2 does not fit an int
+    for entries, got in (([0, 2, 1], 1), ([0, 2, least], least), ([0, 2, 4], 4)):
+        faulty(
+            rf"qo_indptr\[2\].* = 2 and at most the rows of q = 3, got {got}",
+            in_order.format("qo_indptr"),
+            qo_indptr=torch.tensor(entries, dtype=torch.int32),
+        )
+    for entries, got in (([0, 3, 2], 2), ([0, 3, 10], 10)):
+        faulty(
+            rf"kv_indptr\[2\].* = 3 and at most the size of kv_indices = 9, got {got}",
+            in_order.format("kv_indptr"),
+            kv_indptr=torch.tensor(entries, dtype=torch.int32),
+        )
     faulty(
-        rf"qo_indptr\[2\].*got {least}",
-        lengths,
-        qo_indptr=torch.tensor([0, 2, least], dtype=torch.int32),
+        r"kv_indptr\[0\].* at most the size of kv_indices = 9, got -1",
+        in_order.format("kv_indptr"),
+        kv_indptr=torch.tensor([-1, 3, 7], dtype=torch.int32),
     )
-    faulty(r"kv_indptr\[2\].*got 2", lengths, kv_indptr=torch.tensor([0, 3, 2], dtype=torch.int32))
     refused("k_cache must be float32", q=batch.q.float())
     refused("q must be float32|bfloat16|float16", q=batch.q.double())
     refused("sliding_window must be at least 1", window=0)
@@ -1001,14 +1012,14 @@ def test_compact_kv_of_nobody(device: str, isa: str) -> None:
         ("num_accepted_tokens", 1, -1, r"num_accepted_tokens\[1\] must be at least 0.*got -1"),
         ("num_accepted_tokens", 1, 6, r"num_accepted_tokens\[1\] must be .*=5, got 6"),
         ("qo_indptr", 2, 8, r"num_accepted_tokens\[1\] must be .*rows=2 .*got 2"),
-        ("accepted_nodes", (1, 1), 2, r"accepted_nodes\[1, 1\] must be in \[3, 5\), got 2"),
-        ("accepted_nodes", (1, 0), -1, r"accepted_nodes\[1, 0\] must be in \[0, 5\), got -1"),
-        ("accepted_nodes", (1, 1), 5, r"accepted_nodes\[1, 1\] must be in \[3, 5\), got 5"),
+        ("accepted_nodes", (1, 1), 2, r"accepted_nodes\[1, 1\] must .* in \[3, 5\), got 2"),
+        ("accepted_nodes", (1, 0), -1, r"accepted_nodes\[1, 0\] must .* in \[0, 5\), got -1"),
+        ("accepted_nodes", (1, 1), 5, r"accepted_nodes\[1, 1\] must .* in \[3, 5\), got 5"),
         ("kv_lens", 1, 5, r"kv_lens\[1\] must be at least the request's rows=6 .*got 5"),
         ("kv_lens", 1, 49, r"kv_lens\[1\] must be .*slots of its pages=48, got 49"),
         ("kv_indptr", 2, 7, r"kv_(indptr|lens)\[2\] must be .*=5, got 7"),
-        ("kv_indices", 2, -1, r"page 0 of request 1 in kv_indices must be .*got -1"),
-        ("kv_indices", 3, 7, r"page 1 of request 1 in kv_indices must be .*got 7"),
+        ("kv_indices", 2, -1, r"kv_indices\[2\] must be .* where a token moves, got -1"),
+        ("kv_indices", 3, 7, r"kv_indices\[3\] must be in \[0, num_pages=7\) .*, got 7"),
     ],
 )
 def test_compact_kv_faults(

@@ -145,6 +145,7 @@ def test_every_error_code_has_a_sentence() -> None:
     for name, code in codes.items():
         sentence = _C.error_sentence(code)
         assert sentence is not None, name
+        assert not set("{#}") & set(sentence), sentence  # places of limits, which a code lacks
         # an argument may be followed by its field, or by others
         found = re.match(r"(\w+): (\w+)[\w., ]* must .*, got \S", sentence)
         assert found is not None, sentence

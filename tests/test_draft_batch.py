@@ -263,16 +263,27 @@ def test_a_row_does_not_depend_on_the_others(device: str, isa: str) -> None:
         assert torch.equal(dense.mtp_input(**to({**case, **alone}, device)).cpu()[0], whole[row])
 
 
+def fault_of(
+    op: str, argument: str, message: str, on_cuda: bool, element: int | str, got: int
+) -> str:
+    """The sentence of a wrong element; CUDA tells the argument and its rule."""
+    if on_cuda:
+        return f"^{op}: {argument} must be {message}.*, got "
+    return rf"^{op}: {argument}\[{element}\] must be {message}.*, got {got}$"
+
+
 @pytest.mark.parametrize(
     "argument,value,message",
     [
-        ("slots", 12, r"slots.* must be -1 or a row of lens"),
-        ("redraft_lens", 9, r"redraft_lens.* must be at least 0, at most window"),
-        ("redraft_lens", -1, r"redraft_lens.* must be at least 0, at most window"),
-        ("kv_lens", 1, r"kv_lens.* must be at least the request's"),
-        ("lens", 0, r".*lens.* more than"),
-        ("kv_indptr", 10**6, r"kv_indptr must be non-decreasing"),
-        ("kv_indices", -5, r"kv_indices.* must be (a )?page ids?"),
+        ("slots", 12, "-1 or a row of lens"),
+        ("redraft_lens", 9, "at least 0, at most window"),
+        ("redraft_lens", -1, "at least 0, at most window"),
+        ("kv_lens", 1, "at least the request's (3 )?rows"),
+        ("lens", 0, "more than the (17 )?positions before"),
+        ("qo_indptr", -1, "non-decreasing from 0"),
+        ("kv_indptr", 10**6, "non-decreasing from 0"),
+        ("kv_indptr", 1, "wide enough for the pages of the (18 )?positions"),
+        ("kv_indices", -5, "a page id"),
     ],
 )
 def test_prepare_draft_batch_faults(
@@ -294,7 +305,9 @@ def test_prepare_draft_batch_faults(
     bad[argument][index] = value
     out = DraftIndices.empty(2, total_rows=8, device=device)
     before = out.positions.clone()
-    with expect_fault(on_cuda, "^prepare_draft_batch: " + message):
+    with expect_fault(
+        on_cuda, fault_of("prepare_draft_batch", argument, message, on_cuda, index, value)
+    ):
         batching.prepare_draft_batch(
             **{name: ints(values, device) for name, values in bad.items()},
             page_size=16,
@@ -306,8 +319,8 @@ def test_prepare_draft_batch_faults(
         assert torch.equal(out.positions, before)
         return
     want = {**good, "slots": [-1, 0]}
-    if argument == "kv_indptr":
-        want["slots"] = [-1, -1]  # the page lists of both end or begin there
+    if argument == "kv_indptr":  # the page lists of both end or begin there
+        want |= {"kv_indptr": [0, 1, 4]} if value == 1 else {"slots": [-1, -1]}
     check(
         out,
         reference.prepare_draft_batch(
@@ -335,9 +348,10 @@ def test_too_few_rows(device: str, on_cuda: bool) -> None:
 @pytest.mark.parametrize(
     "argument,value,message",
     [
-        ("slots", 7, "slots.* must be -1 or a row of lens"),
-        ("lens", 0, "lens.* must (be at least|reach) ahead - step"),
-        ("kv_indices", -5, "kv_ind(ices|ptr).* must be (a page id|within)"),
+        ("slots", 7, "-1 or a row of lens"),
+        ("lens", 0, "at least ahead - step"),
+        ("kv_indptr", -1, "non-decreasing from 0"),
+        ("kv_indices", -5, "a page id"),
     ],
 )
 def test_advance_draft_batch_faults(
@@ -356,7 +370,9 @@ def test_advance_draft_batch_faults(
     drafts = torch.full((2, 3), 50, dtype=torch.int32, device=device)
     counts = ints([50, 50], device)
     out = DraftIndices.empty(2, total_rows=2, device=device)
-    with expect_fault(on_cuda, "^advance_draft_batch: " + message):
+    with expect_fault(
+        on_cuda, fault_of("advance_draft_batch", argument, message, on_cuda, 1, value)
+    ):
         batching.advance_draft_batch(
             **{name: ints(values, device) for name, values in arguments.items()},
             page_size=16,
@@ -388,18 +404,22 @@ def test_advance_draft_batch_refuses_what_does_not_fit_together(device: str) -> 
 
 def test_mtp_input_faults(device: str, on_cuda: bool) -> None:
     for name, value, message in (
-        ("token_ids", 50, r"token_ids.* (and draft_token_ids )?must be"),
-        ("source_rows", 10**6, "source_rows.* must"),
-        ("row_to_request", 99, "row_to_request.* must"),
+        ("token_ids", 50, r"-1 or in \[0, vocab"),
+        ("source_rows", 10**6, "a row of hidden"),
+        ("row_to_request", 99, "-1 or below batch"),
+        ("positions", -1, "at least 0"),
     ):
         case = input_case(torch.float32, 16)
         row = int((case["row_to_request"] >= 0).nonzero()[0])
         if name == "token_ids":
             slot = int(case["slots"][case["row_to_request"][row]])
-            case[name][slot, int(case["positions"][row]) + 1] = value
+            position = int(case["positions"][row]) + 1
+            case[name][slot, position] = value
+            element = f"{slot}, {position}"
         else:
             case[name][row] = value
-        with expect_fault(on_cuda, "^mtp_input: .*" + message):
+            element = str(row)
+        with expect_fault(on_cuda, fault_of("mtp_input", name, message, on_cuda, element, value)):
             out = dense.mtp_input(**to(case, device))
         if on_cuda:
             assert not bool(out[row].any())

@@ -230,9 +230,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a slot one past the cache is taken",
-        "attention/rope_append_kv.cuh",
-        "slot < params.num_slots;",
-        "slot <= params.num_slots;",
+        "attention/rope_append_kv.h",
+        "slot >= params.num_slots",
+        "slot > params.num_slots",
         ROPE,
         "race",
     ),
@@ -308,9 +308,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the room left in a row is one token too much",
-        "sampling/commit.cuh",
-        "len + shared->walk.count > params.max_len",
-        "len + shared->walk.count > params.max_len + 1",
+        "sampling/commit.h",
+        "len + count <= params.max_len",
+        "len + count <= params.max_len + 1",
         COMMIT,
     ),
     Mutation(

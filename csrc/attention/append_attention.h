@@ -7,6 +7,8 @@
 #include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/index_rule.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -51,6 +53,32 @@ struct AppendAttentionParams {
   DType dtype;  // float32, bfloat16 or float16; of q, caches and out
   ErrorFlag error;
 };
+
+// Of a request's rows and lengths; an idle one may hold anything. CUDA leaves out rows that are not
+// there (kAttentionQoIndptr) and makes zeros of those whose KV is not.
+SPECOPS_HOST_DEVICE Fault fault_of(const AppendAttentionParams& params, int64_t batch_idx) {
+  int32_t first_row = params.qo_indptr[batch_idx], end_row = params.qo_indptr[batch_idx + 1];
+  int32_t first_page = params.kv_indptr[batch_idx], end_page = params.kv_indptr[batch_idx + 1];
+  int32_t kv_len = params.kv_lens[batch_idx];
+  if (first_row == end_row) return {};
+  ErrorCode code = ErrorCode::kAttentionQoIndptr;
+  Fault fault = fault_of_range(code, first_row, end_row, batch_idx, params.rows);
+  if (fault.found()) return fault;
+  code = ErrorCode::kAttentionKvIndptr;
+  fault = fault_of_range(code, first_page, end_page, batch_idx, params.num_indices);
+  if (fault.found()) return fault;
+  code = ErrorCode::kAttentionKvLens;
+  int64_t slots = int64_t{end_page - first_page} * params.page_size;
+  return fault_of_kv_len(code, kv_len, batch_idx, end_row - first_row, slots);
+}
+
+// Of the page that stands at a place of kv_indices, where a row sees it.
+SPECOPS_HOST_DEVICE Fault fault_of_page(const AppendAttentionParams& params,
+                                        int64_t place,
+                                        int32_t page) {
+  if (is_page_of(params.num_pages, page)) return {};
+  return fault_at(ErrorCode::kAttentionPage, page, place).with(params.num_pages);
+}
 
 SPECOPS_DECLARE_CPU(append_attention_cpu, AppendAttentionParams);
 SPECOPS_DECLARE_CUDA(append_attention_cuda, AppendAttentionParams);

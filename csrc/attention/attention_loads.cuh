@@ -18,9 +18,11 @@ __device__ __forceinline__ void load_table(const Block& block, int chunk) {
     int place = -1;
     if (token < block.unit.load_end && token + kPageBlock > block.unit.load_begin) {
       int page_size = static_cast<int>(block.params.page_size);
-      int page = block.params.kv_indices[block.unit.request.kv_begin + token / page_size];
-      if (page < 0 || page >= block.params.num_pages) {
-        report_error(block.params.error, ErrorCode::kAttentionPage);
+      int entry = block.unit.request.kv_begin + token / page_size;
+      int page = block.params.kv_indices[entry];
+      Fault fault = fault_of_page(block.params, entry, page);
+      if (fault.found()) {
+        report_error(block.params.error, fault.code);
       } else {
         place = page * (page_size / kPageBlock) + token % page_size / kPageBlock;
       }

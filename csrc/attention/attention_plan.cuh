@@ -87,21 +87,13 @@ struct Request {
 __device__ __forceinline__ Request load_request(const AppendAttentionParams& params,
                                                 int64_t batch_idx) {
   Request request;
+  ErrorCode code = fault_of(params, batch_idx).code;
   request.qo_begin = params.qo_indptr[batch_idx];
-  int qo_end = params.qo_indptr[batch_idx + 1];
+  bool has_rows = code != ErrorCode::kAttentionQoIndptr;
+  request.qo_len = has_rows ? params.qo_indptr[batch_idx + 1] - request.qo_begin : 0;
   request.kv_begin = params.kv_indptr[batch_idx];
-  int kv_end = params.kv_indptr[batch_idx + 1];
   request.kv_len = params.kv_lens[batch_idx];
-  request.qo_len = 0;
-  // Compared, not subtracted: the difference of wrong values may not fit an int.
-  if (request.qo_begin < 0 || qo_end <= request.qo_begin || qo_end > params.rows) {
-    request.valid = qo_end == request.qo_begin;
-    return request;
-  }
-  request.qo_len = qo_end - request.qo_begin;
-  request.valid = request.kv_begin >= 0 && kv_end <= params.num_indices &&
-                  request.kv_len >= request.qo_len &&
-                  request.kv_len <= (int64_t{kv_end} - request.kv_begin) * params.page_size;
+  request.valid = code == ErrorCode::kNone;
   return request;
 }
 
@@ -223,7 +215,7 @@ __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
     if (batch_idx >= params.batch) continue;
     Request request = load_request(params, batch_idx);
     if (!request.valid && blockIdx.x == 0) {
-      report_error(params.error, ErrorCode::kAttentionLengths);
+      report_error(params.error, fault_of(params, batch_idx).code);
     }
     if (request.qo_len == 0) continue;
     atomicMax(row_end, request.qo_begin + request.qo_len);

@@ -22,25 +22,16 @@ struct CompactKvRequest {
   int64_t first;        // the token of node 0
   const int32_t* path;  // node of each accepted token
   const int32_t* pages;
-  ErrorCode fault = ErrorCode::kNone;
+  ErrorCode fault;
 
   __device__ CompactKvRequest(const CompactKvParams& params, int64_t batch_idx)
       : count(params.num_accepted_tokens[batch_idx]),
-        path(params.accepted_nodes + batch_idx * params.nodes) {
-    int64_t rows = int64_t{params.qo_indptr[batch_idx + 1]} - params.qo_indptr[batch_idx];
-    int64_t kv_len = params.kv_lens[batch_idx];
-    int64_t first_page = params.kv_indptr[batch_idx], end_page = params.kv_indptr[batch_idx + 1];
-    first = kv_len - rows + 1;
+        path(params.accepted_nodes + batch_idx * params.nodes),
+        pages(params.kv_indices + params.kv_indptr[batch_idx]),
+        fault(fault_of(params, batch_idx).code) {
+    int64_t rows = num_rows(params, batch_idx);
+    first = params.kv_lens[batch_idx] - rows + 1;
     num_nodes = static_cast<int32_t>(rows) - 1;
-    pages = params.kv_indices + first_page;
-    if (count == 0) return;  // an idle slot may hold anything
-    if (count < 0 || count > params.nodes || count >= rows) {
-      fault = ErrorCode::kCompactKvNumAcceptedTokens;
-    } else if (first < 1 || first_page < 0 || end_page < first_page ||
-               end_page > params.num_indices ||
-               kv_len > (end_page - first_page) * params.page_size) {
-      fault = ErrorCode::kCompactKvLengths;
-    }
     if (fault != ErrorCode::kNone) count = 0;
   }
 
@@ -83,7 +74,7 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
   int wrong = 0;
   for (int i = thread; i < request.count; i += kCompactKvThreads) {
     int32_t node = request.path[i], before = i == 0 ? -1 : request.path[i - 1];
-    wrong |= node <= before || node >= request.num_nodes;
+    wrong |= !is_next_node(before, node, request.num_nodes);
   }
   if (__syncthreads_or(wrong)) {
     if (reports && thread == 0) report_error(params.error, ErrorCode::kCompactKvAcceptedNodes);
@@ -93,7 +84,7 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
     if (request.path[i] == i) continue;
     int32_t from = request.page_of(params, request.first + request.path[i]);
     int32_t to = request.page_of(params, request.first + i);
-    wrong |= min(from, to) < 0 || max(from, to) >= params.num_pages;
+    wrong |= !is_page_of(params.num_pages, from) || !is_page_of(params.num_pages, to);
   }
   if (__syncthreads_or(wrong)) {
     if (reports && thread == 0) report_error(params.error, ErrorCode::kCompactKvPage);

@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/index_rule.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -26,6 +28,53 @@ struct CompactKvParams {
   int64_t slot_bytes;  // of one token in one cache
   ErrorFlag error;
 };
+
+SPECOPS_HOST_DEVICE int64_t num_rows(const CompactKvParams& params, int64_t batch_idx) {
+  return int64_t{params.qo_indptr[batch_idx + 1]} - params.qo_indptr[batch_idx];
+}
+
+// Of a request's numbers and lengths; an idle one may hold anything. The nodes of its path and the
+// pages of its moves have is_next_node and is_page_of.
+SPECOPS_HOST_DEVICE Fault fault_of(const CompactKvParams& params, int64_t batch_idx) {
+  int32_t count = params.num_accepted_tokens[batch_idx];
+  int64_t rows = num_rows(params, batch_idx);
+  int32_t kv_len = params.kv_lens[batch_idx];
+  int32_t first_page = params.kv_indptr[batch_idx], end_page = params.kv_indptr[batch_idx + 1];
+  if (count == 0) return {};
+  if (count < 0 || count > params.nodes || count >= rows) {
+    ErrorCode code = ErrorCode::kCompactKvNumAcceptedTokens;
+    return fault_at(code, count, batch_idx).with(rows, params.nodes);
+  }
+  ErrorCode code = ErrorCode::kCompactKvKvIndptr;
+  Fault fault = fault_of_range(code, first_page, end_page, batch_idx, params.num_indices);
+  if (fault.found()) return fault;
+  code = ErrorCode::kCompactKvKvLens;
+  int64_t slots = int64_t{end_page - first_page} * params.page_size;
+  return fault_of_kv_len(code, kv_len, batch_idx, rows, slots);
+}
+
+// before: the node before it on the path, or -1.
+SPECOPS_HOST_DEVICE bool is_next_node(int32_t before, int32_t node, int64_t num_nodes) {
+  return node > before && node < num_nodes;
+}
+
+SPECOPS_HOST_DEVICE Fault fault_of_node(const CompactKvParams& params,
+                                        int64_t batch_idx,
+                                        int64_t i) {
+  const int32_t* path = params.accepted_nodes + batch_idx * params.nodes;
+  int32_t before = i == 0 ? -1 : path[i - 1];
+  int64_t num_nodes = num_rows(params, batch_idx) - 1;
+  if (is_next_node(before, path[i], num_nodes)) return {};
+  return fault_at(ErrorCode::kCompactKvAcceptedNodes, path[i], batch_idx, i)
+      .with(int64_t{before} + 1, num_nodes);
+}
+
+// Of the page that stands at a place of kv_indices, where a token moves.
+SPECOPS_HOST_DEVICE Fault fault_of_page(const CompactKvParams& params, int64_t place) {
+  int32_t page = params.kv_indices[place];
+  if (is_page_of(params.num_pages, page)) return {};
+  return fault_at(ErrorCode::kCompactKvPage, page, place).with(params.num_pages);
+}
 
 SPECOPS_DECLARE_CPU(compact_kv_cpu, CompactKvParams);
 SPECOPS_DECLARE_CUDA(compact_kv_cuda, CompactKvParams);

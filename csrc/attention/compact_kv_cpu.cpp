@@ -20,8 +20,7 @@ void compact_kv_cpu(const CompactKvParams& params) {
       char* cache = static_cast<char*>(item % 2 == 0 ? params.k_cache : params.v_cache);
       const int32_t* nodes = params.accepted_nodes + batch_idx * params.nodes;
       const int32_t* pages = params.kv_indices + params.kv_indptr[batch_idx];
-      int64_t rows = int64_t{params.qo_indptr[batch_idx + 1]} - params.qo_indptr[batch_idx];
-      int64_t first = params.kv_lens[batch_idx] - rows + 1;
+      int64_t first = params.kv_lens[batch_idx] - num_rows(params, batch_idx) + 1;
       auto place = [&](int64_t token) {
         int64_t slot = pages[token / params.page_size] * params.page_size;
         return cache + (slot + token % params.page_size) * params.slot_bytes;

@@ -28,10 +28,6 @@ void launch(int64_t elements, Fn&& fn) {
   fn();
 }
 
-std::string at(const char* name, int64_t index) {
-  return std::string(name) + "[" + std::to_string(index) + "]";
-}
-
 void rope_append_kv(const TensorView& q,
                     const TensorView& k,
                     const TensorView& v,
@@ -97,69 +93,27 @@ void rope_append_kv(const TensorView& q,
   if (check.on_cuda()) return rope_append_kv_cuda(params, check.stream());
 
   // Every index is read before anything is written.
-  for (int64_t row = 0; row < rows; ++row) {
-    int64_t slot = params.cache_slots[row], position = params.positions[row];
-    if (slot < -1 || slot >= params.num_slots) {
-      check.fail(at("cache_slots", row),
-                 "-1 or in [0, " + std::to_string(params.num_slots) + ")",
-                 std::to_string(slot));
-    }
-    if (position < (slot < 0 ? -1 : 0) || position >= max_positions) {
-      check.fail(at("positions", row),
-                 "in [0, max_positions=" + std::to_string(max_positions) +
-                     "), or -1 where cache_slots is -1",
-                 std::to_string(position));
-    }
-  }
+  for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of(params, row));
   launch(rows * (qo_heads + 2 * kv_heads) * head_dim, [&] { rope_append_kv_cpu(params); });
 }
 
 // Checks what the index arrays hold, once over the batch and the pages in use; returns how many
 // tokens of KV, summed over rows, the launch will look at.
-int64_t check_paged_batch(Checker& check,
-                          const AppendAttentionParams& params,
-                          int64_t num_indices,
-                          int64_t num_pages) {
+int64_t check_paged_batch(Checker& check, const AppendAttentionParams& params) {
   int64_t work = 0;
-  const int32_t* qo_indptr = params.qo_indptr;
-  const int32_t* kv_indptr = params.kv_indptr;
-  check.that(qo_indptr[0] == 0, "qo_indptr[0]", "0", qo_indptr[0]);
-  check.that(kv_indptr[0] >= 0, "kv_indptr[0]", "at least 0", kv_indptr[0]);
+  check.that(params.qo_indptr[0] == 0, "qo_indptr[0]", "0", params.qo_indptr[0]);
   for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
-    int64_t qo_len = int64_t{qo_indptr[batch_idx + 1]} - qo_indptr[batch_idx];
-    int64_t pages = int64_t{kv_indptr[batch_idx + 1]} - kv_indptr[batch_idx];
-    if (qo_len < 0 || qo_indptr[batch_idx + 1] > params.rows) {
-      check.fail(at("qo_indptr", batch_idx + 1),
-                 "at least the entry before it and at most rows=" + std::to_string(params.rows),
-                 std::to_string(qo_indptr[batch_idx + 1]));
-    }
-    if (pages < 0 || kv_indptr[batch_idx + 1] > num_indices) {
-      check.fail(at("kv_indptr", batch_idx + 1),
-                 "at least the entry before it and at most the pages of kv_indices=" +
-                     std::to_string(num_indices),
-                 std::to_string(kv_indptr[batch_idx + 1]));
-    }
+    check.refuse(fault_of(params, batch_idx));
+    int64_t qo_len = params.qo_indptr[batch_idx + 1] - params.qo_indptr[batch_idx];
     if (qo_len == 0) continue;
-    int64_t kv_len = params.kv_lens[batch_idx];
-    if (kv_len < qo_len || kv_len > pages * params.page_size) {
-      check.fail(
-          at("kv_lens", batch_idx),
-          "at least the request's rows=" + std::to_string(qo_len) +
-              " and at most the slots of its pages=" + std::to_string(pages * params.page_size),
-          std::to_string(kv_len));
-    }
     // Pages that lie before every row's window are never read and may have been given back.
+    int64_t kv_len = params.kv_lens[batch_idx];
     int64_t first = params.sliding_window > 0 ? kv_len - qo_len - params.sliding_window + 1 : 0;
-    int64_t page = first > 0 ? first / params.page_size : 0;
-    int64_t last = (kv_len - 1) / params.page_size;
-    const int32_t* ids = params.kv_indices + kv_indptr[batch_idx];
-    for (; page <= last; ++page) {
-      if (ids[page] < 0 || ids[page] >= num_pages) {
-        check.fail("page " + std::to_string(page) + " of request " + std::to_string(batch_idx) +
-                       " in kv_indices",
-                   "in [0, num_pages=" + std::to_string(num_pages) + ")",
-                   std::to_string(ids[page]));
-      }
+    int64_t first_place = params.kv_indptr[batch_idx];
+    int64_t place = first_place + (first > 0 ? first / params.page_size : 0);
+    int64_t last_place = first_place + (kv_len - 1) / params.page_size;
+    for (; place <= last_place; ++place) {
+      check.refuse(fault_of_page(params, place, params.kv_indices[place]));
     }
     work += qo_len * kv_len;
   }
@@ -340,7 +294,7 @@ void append_attention(const TensorView& q,
     if (rows > 0) append_attention_cuda(params, check.stream());
     return;
   }
-  int64_t tokens = check_paged_batch(check, params, num_indices, num_pages);
+  int64_t tokens = check_paged_batch(check, params);
   check_prefixes(check, params);
   if (rows == 0) return;
   launch(tokens * qo_heads * head_dim / 16, [&] { append_attention_cpu(params); });
@@ -407,47 +361,15 @@ void merge_states(const TensorView& outs,
 int64_t check_moves(const Checker& check, const CompactKvParams& params) {
   int64_t moves = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
-    int64_t count = params.num_accepted_tokens[b];
-    if (count == 0) continue;  // an idle slot may hold anything
-    int64_t rows = int64_t{params.qo_indptr[b + 1]} - params.qo_indptr[b];
-    if (count < 0 || count > params.nodes || count >= rows) {
-      check.fail(at("num_accepted_tokens", b),
-                 "at least 0, below the request's rows=" + std::to_string(rows) +
-                     " and at most the width of accepted_nodes=" + std::to_string(params.nodes),
-                 std::to_string(count));
-    }
-    int64_t first_page = params.kv_indptr[b], end_page = params.kv_indptr[b + 1];
-    if (first_page < 0 || end_page < first_page || end_page > params.num_indices) {
-      check.fail(at("kv_indptr", b + 1),
-                 "at least the entry before it and at most the pages of kv_indices=" +
-                     std::to_string(params.num_indices),
-                 std::to_string(end_page));
-    }
-    int64_t kv_len = params.kv_lens[b], slots = (end_page - first_page) * params.page_size;
-    if (kv_len < rows || kv_len > slots) {
-      check.fail(at("kv_lens", b),
-                 "at least the request's rows=" + std::to_string(rows) +
-                     " and at most the slots of its pages=" + std::to_string(slots),
-                 std::to_string(kv_len));
-    }
+    check.refuse(fault_of(params, b));
+    int64_t first = params.kv_lens[b] - num_rows(params, b) + 1;
     const int32_t* nodes = params.accepted_nodes + b * params.nodes;
-    const int32_t* pages = params.kv_indices + first_page;
-    for (int64_t i = 0; i < count; ++i) {
-      int64_t before = i == 0 ? -1 : nodes[i - 1];
-      if (nodes[i] <= before || nodes[i] >= rows - 1) {
-        check.fail("accepted_nodes[" + std::to_string(b) + ", " + std::to_string(i) + "]",
-                   "in [" + std::to_string(before + 1) + ", " + std::to_string(rows - 1) + ")",
-                   std::to_string(nodes[i]));
-      }
+    for (int64_t i = 0; i < params.num_accepted_tokens[b]; ++i) {
+      check.refuse(fault_of_node(params, b, i));
       if (nodes[i] == i) continue;
       ++moves;
-      for (int64_t node : {i, int64_t{nodes[i]}}) {
-        int64_t page = (kv_len - rows + 1 + node) / params.page_size;
-        if (pages[page] >= 0 && pages[page] < params.num_pages) continue;
-        check.fail(
-            "page " + std::to_string(page) + " of request " + std::to_string(b) + " in kv_indices",
-            "in [0, num_pages=" + std::to_string(params.num_pages) + ")",
-            std::to_string(pages[page]));
+      for (int64_t token : {first + i, first + nodes[i]}) {
+        check.refuse(fault_of_page(params, params.kv_indptr[b] + token / params.page_size));
       }
     }
   }

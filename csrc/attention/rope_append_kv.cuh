@@ -161,16 +161,13 @@ __global__ void __launch_bounds__(kRopeThreads,
 
   int64_t slot = params.cache_slots[row];
   int32_t position = params.positions[row];
-  bool slot_ok = slot >= -1 && slot < params.num_slots;
-  bool position_ok = position >= (slot == -1 ? -1 : 0) && position < params.max_positions;
-  if (!(slot_ok && position_ok) && head == 0 && chunk_idx == 0) {
-    report_error(params.error, slot_ok ? ErrorCode::kRopePosition : ErrorCode::kRopeSlot);
-  }
+  Fault fault = fault_of(params, row);
+  if (fault.found() && head == 0 && chunk_idx == 0) report_error(params.error, fault.code);
   int head_dim = static_cast<int>(params.head_dim);
   int begin = chunk_idx * kRopeChunk;
   int count = min(max(head_dim - begin, 0), kRopeChunk);
   int num_qo_heads = static_cast<int>(params.num_qo_heads);
-  if (!slot_ok || !position_ok || position < 0) {
+  if (fault.found() || position < 0) {
     for (; head < num_qo_heads; head += grid.groups_per_row) {
       T* zeros = static_cast<T*>(params.q_out) + (row * num_qo_heads + head) * head_dim;
       store_chunk<T, kVector>(zeros + begin, RopeWords<T>{}, count);

@@ -7,6 +7,7 @@
 #include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/error_flag.h"
+#include "common/host_device.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -38,6 +39,18 @@ struct RopeAppendKvParams {
   DType dtype;       // float32, bfloat16 or float16; of all but cos_sin
   ErrorFlag error;   // CUDA: where wrong slots and positions are reported
 };
+
+SPECOPS_HOST_DEVICE Fault fault_of(const RopeAppendKvParams& params, int64_t row) {
+  int64_t slot = params.cache_slots[row];
+  int32_t position = params.positions[row];
+  if (slot < -1 || slot >= params.num_slots) {
+    return fault_at(ErrorCode::kRopeSlot, slot, row).with(params.num_slots);
+  }
+  if (position < (slot == -1 ? -1 : 0) || position >= params.max_positions) {
+    return fault_at(ErrorCode::kRopePosition, position, row).with(params.max_positions);
+  }
+  return {};
+}
 
 SPECOPS_DECLARE_CPU(rope_append_kv_cpu, RopeAppendKvParams);
 SPECOPS_DECLARE_CUDA(rope_append_kv_cuda, RopeAppendKvParams);

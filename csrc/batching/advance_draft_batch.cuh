@@ -20,21 +20,15 @@ struct AdvancedRow {
 __device__ inline AdvancedRow next_row(const AdvanceDraftBatchParams& params,
                                        int64_t request,
                                        int32_t slot) {
-  int64_t position = int64_t{params.lens[slot]} + params.step - params.ahead;
-  if (position < 0) {
-    report_error(params.error, ErrorCode::kAdvanceDraftBatchLens);
+  Fault fault = fault_of_row(params, request);
+  if (fault.found()) {
+    report_error(params.error, fault.code);
     return {};
   }
-  int64_t first_page = params.kv_indptr[request];
-  int64_t end_page = params.kv_indptr[request + 1];
-  int64_t page = first_page + position / params.page_size;
-  if (page >= end_page) return {};
-  int32_t page_id = first_page < 0 || end_page > params.num_indices ? -1 : params.kv_indices[page];
-  if (page_id < 0) {
-    report_error(params.error, ErrorCode::kAdvanceDraftBatchKvIndices);
-    return {};
-  }
-  return {.cache_slot = page_id * params.page_size + position % params.page_size,
+  int64_t position = next_position(params, slot);
+  int64_t page = params.kv_indptr[request] + position / params.page_size;
+  if (page >= params.kv_indptr[request + 1]) return {};
+  return {.cache_slot = params.kv_indices[page] * params.page_size + position % params.page_size,
           .position = static_cast<int32_t>(position)};
 }
 
@@ -58,8 +52,9 @@ __global__ void __launch_bounds__(kAdvanceDraftThreads)
     int64_t request = first + thread;
     bool real = request < params.batch;
     int32_t slot = real ? params.slots[request] : -1;
-    if (slot < -1 || slot >= params.num_slots) {
-      report_error(params.error, ErrorCode::kAdvanceDraftBatchSlots);
+    Fault fault = real ? fault_of(params, request) : Fault{};
+    if (fault.found()) {
+      report_error(params.error, fault.code);
       slot = -1;
     }
     int32_t source = slot >= 0 ? params.last_rows[request] : -1;
@@ -77,10 +72,7 @@ __global__ void __launch_bounds__(kAdvanceDraftThreads)
     }
     if (!has_rows) continue;
     AdvancedRow next;
-    if (source >= 0 && params.step + 1 < params.max_draft_tokens[slot] &&
-        params.step + 1 < params.capacity) {
-      next = next_row(params, request, slot);
-    }
+    if (wants_row(params, slot, source)) next = next_row(params, request, slot);
     bool more = next.position >= 0;
     int64_t total;
     int64_t row_end = rows + scan_rows<kAdvanceDraftThreads>(more, warp_sums, &total);

@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/index_rule.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -37,6 +39,42 @@ struct AdvanceDraftBatchParams {
   int32_t ahead;  // the next rows run at position lens + step - ahead
   ErrorFlag error;
 };
+
+// Whether a row follows draft `step` of a request with that slot, which `source` drafted: a row of
+// the pass before, or -1. It lacks one, too, where its pages end.
+SPECOPS_HOST_DEVICE bool wants_row(const AdvanceDraftBatchParams& params,
+                                   int32_t slot,
+                                   int32_t source) {
+  return params.draft_qo_indptr != nullptr && source >= 0 &&
+         params.step + 1 < params.max_draft_tokens[slot] && params.step + 1 < params.capacity;
+}
+
+// Its position.
+SPECOPS_HOST_DEVICE int64_t next_position(const AdvanceDraftBatchParams& params, int32_t slot) {
+  return int64_t{params.lens[slot]} + params.step - params.ahead;
+}
+
+SPECOPS_HOST_DEVICE Fault fault_of(const AdvanceDraftBatchParams& params, int64_t request) {
+  ErrorCode code = ErrorCode::kAdvanceDraftBatchSlots;
+  return fault_of_slot(code, params.slots[request], request, params.num_slots);
+}
+
+// Of a request that wants a row.
+SPECOPS_HOST_DEVICE Fault fault_of_row(const AdvanceDraftBatchParams& params, int64_t request) {
+  int32_t slot = params.slots[request];
+  int64_t position = next_position(params, slot);
+  if (position < 0) {
+    ErrorCode code = ErrorCode::kAdvanceDraftBatchLens;
+    return fault_at(code, params.lens[slot], slot).with(params.ahead - params.step);
+  }
+  int32_t first_page = params.kv_indptr[request], end_page = params.kv_indptr[request + 1];
+  ErrorCode code = ErrorCode::kAdvanceDraftBatchKvIndptr;
+  Fault fault = fault_of_range(code, first_page, end_page, request, params.num_indices);
+  int64_t place = first_page + position / params.page_size;
+  if (fault.found() || place >= end_page) return fault;
+  code = ErrorCode::kAdvanceDraftBatchKvIndices;
+  return fault_of_page_id(code, params.kv_indices[place], place);
+}
 
 SPECOPS_DECLARE_CPU(advance_draft_batch_cpu, AdvanceDraftBatchParams);
 SPECOPS_DECLARE_CUDA(advance_draft_batch_cuda, AdvanceDraftBatchParams);

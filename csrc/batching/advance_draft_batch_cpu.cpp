@@ -30,11 +30,10 @@ void advance_draft_batch_cpu(const AdvanceDraftBatchParams& params) {
       }
     }
     if (!has_rows) continue;
-    bool more = drafted && params.step + 1 < params.max_draft_tokens[slot] &&
-                params.step + 1 < params.capacity;
+    bool more = drafted && wants_row(params, slot, params.last_rows[b]);
     int64_t position = 0;
     if (more) {
-      position = int64_t{params.lens[slot]} + params.step - params.ahead;
+      position = next_position(params, slot);
       int64_t page = params.kv_indptr[b] + position / params.page_size;
       more = page < params.kv_indptr[b + 1];
       if (more) {

@@ -24,18 +24,13 @@ __global__ void __launch_bounds__(kBuildTreeThreads) build_tree_kernel(BuildTree
   int nodes = static_cast<int>(params.nodes), words = static_cast<int>(params.words);
   int count = params.num_draft_tokens[batch_idx];
   int32_t position = params.positions[batch_idx];
-  ErrorCode code = ErrorCode::kNone;
-  if (count < 0 || count > nodes) {
-    code = ErrorCode::kBuildTreeNumDraftTokens;
-  } else if (position < 0 || position > INT32_MAX - nodes) {
-    code = ErrorCode::kBuildTreePositions;
-  }
+  ErrorCode code = fault_of(params, batch_idx).code;
   if (code != ErrorCode::kNone) count = 0;
   int wrong = 0;
   for (int node = thread; node < count; node += kBuildTreeThreads) {
     int32_t parent = params.parents[batch_idx * nodes + node];
     parents[node] = parent;
-    wrong |= parent < -1 || parent >= node;
+    wrong |= !is_parent(parent, node);
   }
   if (__syncthreads_or(wrong)) {
     code = ErrorCode::kBuildTreeParents;

@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/index_rule.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -26,6 +28,26 @@ struct BuildTreeParams {
   int64_t words;  // ceil((nodes + 1) / 32)
   ErrorFlag error;
 };
+
+// Of a request; its nodes have is_parent.
+SPECOPS_HOST_DEVICE Fault fault_of(const BuildTreeParams& params, int64_t batch_idx) {
+  int32_t count = params.num_draft_tokens[batch_idx], position = params.positions[batch_idx];
+  if (count < 0 || count > params.nodes) {
+    return fault_at(ErrorCode::kBuildTreeNumDraftTokens, count, batch_idx).with(params.nodes);
+  }
+  if (position < 0 || position > INT32_MAX - params.nodes) {
+    return fault_at(ErrorCode::kBuildTreePositions, position, batch_idx);
+  }
+  return {};
+}
+
+SPECOPS_HOST_DEVICE Fault fault_of_parent(const BuildTreeParams& params,
+                                          int64_t batch_idx,
+                                          int32_t node) {
+  int32_t parent = params.parents[batch_idx * params.nodes + node];
+  if (is_parent(parent, node)) return {};
+  return fault_at(ErrorCode::kBuildTreeParents, parent, batch_idx, node);
+}
 
 SPECOPS_DECLARE_CPU(build_tree_cpu, BuildTreeParams);
 SPECOPS_DECLARE_CUDA(build_tree_cuda, BuildTreeParams);

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kGatherInputIdsThreads)
   int64_t row = int64_t{blockIdx.x} * kGatherInputIdsThreads + threadIdx.x;
   if (row >= params.rows) return;
   InputId id = input_id(params, row);
-  if (id.fault != ErrorCode::kNone) report_error(params.error, id.fault);
+  if (id.fault.found()) report_error(params.error, id.fault.code);
   params.out[row] = id.token_id;
 }
 

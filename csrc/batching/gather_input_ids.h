@@ -31,28 +31,39 @@ struct GatherInputIdsParams {
 // The token id of a row, 0 for padding and for a row that is at fault.
 struct InputId {
   int32_t token_id = 0;
-  ErrorCode fault = ErrorCode::kNone;
+  Fault fault;
 };
 
 SPECOPS_HOST_DEVICE InputId input_id(const GatherInputIdsParams& params, int64_t row) {
   int64_t request = params.row_to_request[row];
   if (request == -1) return {};
-  if (request < 0 || request >= params.batch) return {0, ErrorCode::kGatherInputIdsRequest};
+  if (request < 0 || request >= params.batch) {
+    return {0, fault_at(ErrorCode::kGatherInputIdsRequest, request, row).with(params.batch)};
+  }
   int64_t slot = params.slots[request];
-  if (slot < 0 || slot >= params.num_slots) return {0, ErrorCode::kGatherInputIdsSlot};
+  if (slot < 0 || slot >= params.num_slots) {
+    return {0, fault_at(ErrorCode::kGatherInputIdsSlot, slot, request).with(params.num_slots)};
+  }
   int64_t len = params.lens[slot];
-  if (len < 0 || len > params.max_len) return {0, ErrorCode::kGatherInputIdsLength};
+  if (len < 0 || len > params.max_len) {
+    return {0, fault_at(ErrorCode::kGatherInputIdsLength, len, slot).with(params.max_len)};
+  }
   int64_t position = params.positions[row];
   if (position < 0 || position - len >= params.capacity) {
-    return {0, ErrorCode::kGatherInputIdsPosition};
+    ErrorCode code = ErrorCode::kGatherInputIdsPosition;
+    return {0, fault_at(code, position, row).with(slot, len + params.capacity)};
   }
   int32_t token_id = token_at(params.token_ids + slot * params.token_stride,
                               len,
                               params.draft_token_ids + request * params.capacity,
                               params.capacity,
                               position);
-  if (token_id < 0) return {0, ErrorCode::kGatherInputIdsTokenId};
-  return {token_id, ErrorCode::kNone};
+  if (token_id >= 0) return {token_id, {}};
+  if (position < len) {
+    return {0, fault_at(ErrorCode::kGatherInputIdsTokenId, token_id, slot, position).with(row)};
+  }
+  ErrorCode code = ErrorCode::kGatherInputIdsDraftTokenId;
+  return {0, fault_at(code, token_id, request, position - len).with(row)};
 }
 
 SPECOPS_DECLARE_CPU(gather_input_ids_cpu, GatherInputIdsParams);

@@ -30,10 +30,9 @@ __global__ void __launch_bounds__(kGatherThreads)
   if (output >= params.num_output_rows) return;
   int64_t first_word = piece % pieces_per_row * kPieceWords + lane;
   int64_t row = params.output_rows[output];
-  bool valid = row >= 0 && row < params.rows;
-  if (!valid && row != -1) {
-    report_error(params.error, ErrorCode::kGatherOutputRowsRow);
-  }
+  Fault fault = fault_of(params, output);
+  if (fault.found()) report_error(params.error, fault.code);
+  bool valid = row >= 0 && !fault.found();
   const auto* hidden = reinterpret_cast<const Word*>(
       static_cast<const char*>(params.hidden) + (valid ? row : 0) * params.hidden_stride_bytes);
   auto* out = reinterpret_cast<Word*>(static_cast<char*>(params.out) + output * params.row_bytes);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/error_flag.h"
+#include "common/host_device.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -19,6 +20,12 @@ struct GatherOutputRowsParams {
   int64_t hidden_stride_bytes;
   ErrorFlag error;
 };
+
+SPECOPS_HOST_DEVICE Fault fault_of(const GatherOutputRowsParams& params, int64_t output) {
+  int32_t row = params.output_rows[output];
+  if (row >= -1 && row < params.rows) return {};
+  return fault_at(ErrorCode::kGatherOutputRowsRow, row, output).with(params.rows);
+}
 
 SPECOPS_DECLARE_CPU(gather_output_rows_cpu, GatherOutputRowsParams);
 SPECOPS_DECLARE_CUDA(gather_output_rows_cuda, GatherOutputRowsParams);

@@ -24,20 +24,14 @@ __global__ void __launch_bounds__(kKeepHiddenThreads)
   int64_t back = blockIdx.x % params.window;  // from the last position kept
   int64_t slot = params.slots[request];
   if (slot == -1) return;
+  Fault fault = fault_of(params, request);
+  if (fault.found()) {
+    if (threadIdx.x == 0) report_error(params.error, fault.code);
+    return;
+  }
   int64_t first_row = params.qo_indptr[request];
   int64_t end_row = params.qo_indptr[request + 1];
   int64_t kv_len = params.kv_lens[request];
-  ErrorCode code = ErrorCode::kNone;
-  if (slot < -1 || slot >= params.num_slots) {
-    code = ErrorCode::kKeepHiddenRowsSlots;
-  } else if (first_row < 0 || end_row < first_row || end_row > params.rows ||
-             kv_len < end_row - first_row) {
-    code = ErrorCode::kKeepHiddenRowsLengths;
-  }
-  if (code != ErrorCode::kNone) {
-    if (threadIdx.x == 0) report_error(params.error, code);
-    return;
-  }
   int64_t begin = kv_len - (end_row - first_row);
   int64_t position = min(kv_len, int64_t{params.lens[slot]} - 1) - 1 - back;
   if (position < begin) return;

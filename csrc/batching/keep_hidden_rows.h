@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/index_rule.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -24,6 +26,19 @@ struct KeepHiddenRowsParams {
   int64_t hidden_stride_bytes;
   ErrorFlag error;
 };
+
+SPECOPS_HOST_DEVICE Fault fault_of(const KeepHiddenRowsParams& params, int64_t request) {
+  int32_t slot = params.slots[request];
+  if (slot == -1) return {};
+  int32_t first_row = params.qo_indptr[request], end_row = params.qo_indptr[request + 1];
+  int32_t kv_len = params.kv_lens[request];
+  Fault fault = fault_of_slot(ErrorCode::kKeepHiddenRowsSlots, slot, request, params.num_slots);
+  if (fault.found()) return fault;
+  ErrorCode code = ErrorCode::kKeepHiddenRowsQoIndptr;
+  fault = fault_of_range(code, first_row, end_row, request, params.rows);
+  if (fault.found() || kv_len >= end_row - first_row) return fault;
+  return fault_at(ErrorCode::kKeepHiddenRowsKvLens, kv_len, request).with(end_row - first_row);
+}
 
 SPECOPS_DECLARE_CPU(keep_hidden_rows_cpu, KeepHiddenRowsParams);
 SPECOPS_DECLARE_CUDA(keep_hidden_rows_cuda, KeepHiddenRowsParams);

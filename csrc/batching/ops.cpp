@@ -22,96 +22,38 @@ namespace {
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
-std::string at(const char* name, int64_t index) {
-  return std::string(name) + "[" + std::to_string(index) + "]";
-}
-
-std::string at(const char* name, int64_t row, int64_t column) {
-  return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(column) + "]";
-}
-
-// In words what fault_of() found.
-[[noreturn]] void fail_request(const Checker& check,
-                               const PrepareBatchParams& params,
-                               int64_t b,
-                               ErrorCode fault) {
-  int64_t qo_len = params.qo_lens[b];
-  int64_t kv_len = params.kv_lens[b];
-  int32_t mode = params.output_modes[b];
-  if (fault == ErrorCode::kPrepareBatchQoLens) {
-    check.fail(at("qo_lens", b), "at least 0", std::to_string(qo_len));
+// Entries begin .. end of kv_indices, in which rows lie. One reduction instead of a branch per
+// page; the page at fault is looked up afterwards.
+void check_page_ids(
+    const Checker& check, ErrorCode code, const int32_t* kv_indices, int64_t begin, int64_t end) {
+  int32_t all = 0;
+  for (int64_t place = begin; place < end; ++place) all |= kv_indices[place];
+  if (is_page_id(all)) return;
+  for (int64_t place = begin; place < end; ++place) {
+    check.refuse(fault_of_page_id(code, kv_indices[place], place));
   }
-  if (fault == ErrorCode::kPrepareBatchKvLens) {
-    check.fail(at("kv_lens", b),
-               "at least " + at("qo_lens", b) + " = " + std::to_string(qo_len) +
-                   " (it includes this step's rows)",
-               std::to_string(kv_len));
-  }
-  if (fault == ErrorCode::kPrepareBatchOutputModes) {
-    check.fail(at("output_modes", b), "0 (none), 1 (last) or 2 (all)", std::to_string(mode));
-  }
-  if (fault == ErrorCode::kPrepareBatchMaxSeqLen) {
-    int64_t outputs = num_outputs(static_cast<OutputMode>(mode), static_cast<int32_t>(qo_len));
-    check.fail(
-        "max_seq_len",
-        "at least the " + std::to_string(outputs) + " output rows of request " + std::to_string(b),
-        std::to_string(params.max_seq_len));
-  }
-  int64_t first_page = params.kv_indptr[b];
-  int64_t end_page = params.kv_indptr[b + 1];
-  if (first_page >= 0 && first_page <= end_page && end_page <= params.num_indices) {
-    check.fail("kv_indptr",
-               "wide enough for " +
-                   std::to_string((kv_len + params.page_size - 1) / params.page_size) +
-                   " pages of " + at("kv_lens", b) + " = " + std::to_string(kv_len) + " tokens",
-               std::to_string(end_page - first_page) + " pages");
-  }
-  check.fail(
-      "kv_indptr",
-      "non-decreasing from 0 up to the size of kv_indices = " + std::to_string(params.num_indices),
-      at("kv_indptr", b) + " = " + std::to_string(first_page) + ", " + at("kv_indptr", b + 1) +
-          " = " + std::to_string(end_page));
-}
-
-// The page ids of a request that its rows lie in; those before may have been given back. One
-// reduction instead of a branch per page; the page at fault is looked up afterwards.
-void check_page_ids(const Checker& check, const PrepareBatchParams& params, int64_t b) {
-  int64_t kv_len = params.kv_lens[b];
-  int64_t first_page = params.kv_indptr[b];
-  const int32_t* pages = params.kv_indices + first_page;
-  int64_t touched = (kv_len - params.qo_lens[b]) / params.page_size;
-  int64_t end = (kv_len + params.page_size - 1) / params.page_size;
-  int32_t sign = 0;
-  for (int64_t page = touched; page < end; ++page) sign |= pages[page];
-  if (sign >= 0) return;
-  int64_t page = touched;
-  while (pages[page] >= 0) ++page;
-  check.fail(
-      at("kv_indices", first_page + page), "a page id, at least 0", std::to_string(pages[page]));
 }
 
 // Everything that depends on the values, before anything is written.
-void check_lengths(const Checker& check, const PrepareBatchParams& params) {
+void check_values(const Checker& check, const PrepareBatchParams& params) {
   int64_t rows = 0;
   int64_t outputs = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
-    ErrorCode fault = fault_of(params, b);
-    if (fault != ErrorCode::kNone) fail_request(check, params, b, fault);
+    check.refuse(fault_of(params, b));
     int32_t qo_len = params.qo_lens[b];
-    if (qo_len > 0 && params.kv_indptr) check_page_ids(check, params, b);
+    if (qo_len > 0 && params.kv_indptr) {
+      // Pages before this step's rows may have been given back.
+      int64_t kv_len = params.kv_lens[b], first_page = params.kv_indptr[b];
+      check_page_ids(check,
+                     ErrorCode::kPrepareBatchKvIndices,
+                     params.kv_indices,
+                     first_page + (kv_len - qo_len) / params.page_size,
+                     first_page + (kv_len + params.page_size - 1) / params.page_size);
+    }
     rows += qo_len;
     outputs += num_outputs(static_cast<OutputMode>(params.output_modes[b]), qo_len);
   }
-  if (rows > params.total_rows) {
-    check.fail("total_rows",
-               "at least " + std::to_string(rows) + ", the sum of qo_lens",
-               std::to_string(params.total_rows));
-  }
-  if (outputs > params.num_output_rows) {
-    check.fail("num_output_rows",
-               "at least " + std::to_string(outputs) + ", the output rows asked for",
-               std::to_string(params.num_output_rows));
-  }
+  check.refuse(fault_of_capacity(params, rows, outputs));
 }
 
 void prepare_batch(const TensorView& qo_lens,
@@ -202,48 +144,8 @@ void prepare_batch(const TensorView& qo_lens,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return prepare_batch_cuda(params, check.stream());
-  check_lengths(check, params);
+  check_values(check, params);
   prepare_batch_cpu(params);
-}
-
-// Everything that depends on the values, before anything is written.
-void check_input_ids(const Checker& check, const GatherInputIdsParams& params) {
-  for (int64_t row = 0; row < params.rows; ++row) {
-    ErrorCode fault = input_id(params, row).fault;
-    if (fault == ErrorCode::kNone) continue;
-    int64_t request = params.row_to_request[row];
-    if (fault == ErrorCode::kGatherInputIdsRequest) {
-      check.fail(at("row_to_request", row),
-                 "-1 or below batch = " + std::to_string(params.batch),
-                 std::to_string(request));
-    }
-    int64_t slot = params.slots[request];
-    if (fault == ErrorCode::kGatherInputIdsSlot) {
-      check.fail(
-          at("slots", request),
-          "a row of lens, below " + std::to_string(params.num_slots) + ", as the request has rows",
-          std::to_string(slot));
-    }
-    int64_t len = params.lens[slot];
-    if (fault == ErrorCode::kGatherInputIdsLength) {
-      check.fail(at("lens", slot),
-                 "at least 0 and at most max_len = " + std::to_string(params.max_len),
-                 std::to_string(len));
-    }
-    int64_t position = params.positions[row];
-    if (fault == ErrorCode::kGatherInputIdsPosition) {
-      check.fail(at("positions", row),
-                 "at least 0 and below " + at("lens", slot) +
-                     " + k = " + std::to_string(len + params.capacity),
-                 std::to_string(position));
-    }
-    bool drafted = position >= len;
-    check.fail(
-        drafted ? at("draft_token_ids", request, position - len) : at("token_ids", slot, position),
-        "a token id, at least 0, as " + at("positions", row) + " takes it",
-        std::to_string(drafted ? params.draft_token_ids[request * params.capacity + position - len]
-                               : params.token_ids[slot * params.token_stride + position]));
-  }
 }
 
 void gather_input_ids(const TensorView& row_to_request,
@@ -280,7 +182,7 @@ void gather_input_ids(const TensorView& row_to_request,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return gather_input_ids_cuda(params, check.stream());
-  check_input_ids(check, params);
+  for (int64_t row = 0; row < rows; ++row) check.refuse(input_id(params, row).fault);
   gather_input_ids_cpu(params);
 }
 
@@ -307,40 +209,9 @@ void gather_output_rows(const TensorView& hidden,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return gather_output_rows_cuda(params, check.stream());
-  for (int64_t i = 0; i < outputs; ++i) {
-    if (params.output_rows[i] < -1 || params.output_rows[i] >= rows) {
-      check.fail(at("output_rows", i),
-                 "-1 or a row of hidden, below " + std::to_string(rows),
-                 std::to_string(params.output_rows[i]));
-    }
-  }
+  for (int64_t i = 0; i < outputs; ++i) check.refuse(fault_of(params, i));
   if (outputs == 0 || width == 0) return;
   gather_output_rows_cpu(params);
-}
-
-// Everything that depends on the values, before anything is written.
-void check_tree(const Checker& check, const BuildTreeParams& params) {
-  for (int64_t b = 0; b < params.batch; ++b) {
-    int64_t count = params.num_draft_tokens[b];
-    if (count < 0 || count > params.nodes) {
-      check.fail(at("num_draft_tokens", b),
-                 "at least 0 and at most the width of parents, " + std::to_string(params.nodes),
-                 std::to_string(count));
-    }
-    int64_t position = params.positions[b];
-    if (position < 0 || position > kMaxInt32 - params.nodes) {
-      check.fail(at("positions", b),
-                 "at least 0, and an int32 with the depth of every node",
-                 std::to_string(position));
-    }
-    const int32_t* parents = params.parents + b * params.nodes;
-    for (int64_t node = 0; node < count; ++node) {
-      if (parents[node] >= -1 && parents[node] < node) continue;
-      check.fail(at("parents", b, node),
-                 "-1 or a node before " + std::to_string(node),
-                 std::to_string(parents[node]));
-    }
-  }
 }
 
 void build_tree(const TensorView& parents,
@@ -386,101 +257,32 @@ void build_tree(const TensorView& parents,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return build_tree_cuda(params, check.stream());
-  check_tree(check, params);
+  for (int64_t b = 0; b < batch; ++b) {
+    check.refuse(fault_of(params, b));
+    for (int32_t node = 0; node < params.num_draft_tokens[b]; ++node) {
+      check.refuse(fault_of_parent(params, b, node));
+    }
+  }
   build_tree_cpu(params);
 }
 
-void check_slot(const Checker& check, const int32_t* slots, int64_t b, int64_t num_slots) {
-  if (slots[b] >= -1 && slots[b] < num_slots) return;
-  check.fail(at("slots", b),
-             "-1 or a row of lens, below " + std::to_string(num_slots),
-             std::to_string(slots[b]));
-}
-
-// The rows of a request in the target's step, by qo_indptr, and its length.
-int64_t checked_qo_len(const Checker& check,
-                       const int32_t* qo_indptr,
-                       const int32_t* kv_lens,
-                       int64_t b) {
-  int64_t qo_len = int64_t{qo_indptr[b + 1]} - qo_indptr[b];
-  if (qo_indptr[b] < 0 || qo_len < 0) {
-    check.fail("qo_indptr",
-               "non-decreasing from 0",
-               at("qo_indptr", b) + " = " + std::to_string(qo_indptr[b]) + ", " +
-                   at("qo_indptr", b + 1) + " = " + std::to_string(qo_indptr[b + 1]));
-  }
-  if (kv_lens[b] < qo_len) {
-    check.fail(at("kv_lens", b),
-               "at least the request's " + std::to_string(qo_len) + " rows",
-               std::to_string(kv_lens[b]));
-  }
-  return qo_len;
-}
-
-// The page ids that positions first .. end of a request are looked up in.
-void check_pages(const Checker& check,
-                 const int32_t* kv_indptr,
-                 const int32_t* kv_indices,
-                 int64_t num_indices,
-                 int64_t b,
-                 int64_t first,
-                 int64_t end) {
-  int64_t begin = kv_indptr[b];
-  int64_t stop = kv_indptr[b + 1];
-  if (begin < 0 || stop < begin || stop > num_indices || begin + end > stop) {
-    check.fail(
-        "kv_indptr",
-        "non-decreasing from 0 up to the size of kv_indices = " + std::to_string(num_indices) +
-            ", with " + std::to_string(end) + " pages for request " + std::to_string(b),
-        at("kv_indptr", b) + " = " + std::to_string(begin) + ", " + at("kv_indptr", b + 1) + " = " +
-            std::to_string(stop));
-  }
-  for (int64_t page = begin + first; page < begin + end; ++page) {
-    if (kv_indices[page] >= 0) continue;
-    check.fail(at("kv_indices", page), "a page id, at least 0", std::to_string(kv_indices[page]));
-  }
-}
-
 // Everything that depends on the values, before anything is written.
-void check_draft_rows(const Checker& check, const PrepareDraftBatchParams& params) {
+void check_values(const Checker& check, const PrepareDraftBatchParams& params) {
   int64_t total = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
-    check_slot(check, params.slots, b, params.num_slots);
-    int32_t slot = params.slots[b];
-    if (slot < 0) continue;
-    int64_t qo_len = checked_qo_len(check, params.qo_indptr, params.kv_lens, b);
-    int64_t begin = params.kv_lens[b] - qo_len;
-    int64_t redraft = params.redraft_lens[b];
-    if (redraft < 0 || redraft > params.window || redraft > begin) {
-      check.fail(at("redraft_lens", b),
-                 "at least 0, at most window = " + std::to_string(params.window) + " and the " +
-                     std::to_string(begin) + " positions before the step's",
-                 std::to_string(redraft));
-    }
-    if (params.lens[slot] <= begin) {
-      check.fail(at("lens", slot),
-                 "more than the " + std::to_string(begin) + " positions before the step's",
-                 std::to_string(params.lens[slot]));
-    }
-    DraftRows rows = draft_rows(static_cast<int32_t>(qo_len),
-                                params.kv_lens[b],
-                                static_cast<int32_t>(redraft),
-                                params.lens[slot]);
+    check.refuse(fault_of(params, b));
+    if (params.slots[b] < 0) continue;
+    DraftRows rows = draft_rows(params, b);
     if (rows.end == rows.first) continue;
-    check_pages(check,
-                params.kv_indptr,
-                params.kv_indices,
-                params.num_indices,
-                b,
-                rows.first / params.page_size,
-                (rows.end + params.page_size - 1) / params.page_size);
+    int64_t first_page = params.kv_indptr[b];
+    check_page_ids(check,
+                   ErrorCode::kPrepareDraftBatchKvIndices,
+                   params.kv_indices,
+                   first_page + rows.first / params.page_size,
+                   first_page + (rows.end + params.page_size - 1) / params.page_size);
     total += rows.end - rows.first;
   }
-  if (total > params.total_rows) {
-    check.fail("total_rows",
-               "at least " + std::to_string(total) + ", the rows of all requests",
-               std::to_string(params.total_rows));
-  }
+  check.refuse(fault_of_capacity(params, total));
 }
 
 void prepare_draft_batch(const TensorView& slots,
@@ -559,27 +361,8 @@ void prepare_draft_batch(const TensorView& slots,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return prepare_draft_batch_cuda(params, check.stream());
-  check_draft_rows(check, params);
+  check_values(check, params);
   prepare_draft_batch_cpu(params);
-}
-
-// Everything that depends on the values, before anything is written.
-void check_advance(const Checker& check, const AdvanceDraftBatchParams& params) {
-  for (int64_t b = 0; b < params.batch; ++b) {
-    check_slot(check, params.slots, b, params.num_slots);
-    int32_t slot = params.slots[b];
-    if (slot < 0 || params.last_rows[b] < 0 || !params.draft_qo_indptr) continue;
-    int64_t position = int64_t{params.lens[slot]} + params.step - params.ahead;
-    if (position < 0) {
-      check.fail(at("lens", slot),
-                 "at least ahead - step = " + std::to_string(params.ahead - params.step),
-                 std::to_string(params.lens[slot]));
-    }
-    int64_t page = position / params.page_size;
-    int64_t have = int64_t{params.kv_indptr[b + 1]} - params.kv_indptr[b];
-    int64_t end = page < have ? page + 1 : 0;
-    check_pages(check, params.kv_indptr, params.kv_indices, params.num_indices, b, page, end);
-  }
 }
 
 void advance_draft_batch(const TensorView& sampled_token_ids,
@@ -669,7 +452,12 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return advance_draft_batch_cuda(params, check.stream());
-  check_advance(check, params);
+  for (int64_t b = 0; b < batch; ++b) {
+    check.refuse(fault_of(params, b));
+    int32_t slot = params.slots[b];
+    if (slot < 0 || !wants_row(params, slot, params.last_rows[b])) continue;
+    check.refuse(fault_of_row(params, b));
+  }
   advance_draft_batch_cpu(params);
 }
 
@@ -710,16 +498,7 @@ void keep_hidden_rows(const TensorView& hidden,
   };
   if (batch == 0 || window == 0 || width == 0) return;
   if (check.on_cuda()) return keep_hidden_rows_cuda(params, check.stream());
-  for (int64_t b = 0; b < batch; ++b) {
-    check_slot(check, params.slots, b, num_slots);
-    if (params.slots[b] < 0) continue;
-    checked_qo_len(check, params.qo_indptr, params.kv_lens, b);
-    if (params.qo_indptr[b + 1] > rows) {
-      check.fail(at("qo_indptr", b + 1),
-                 "at most the rows of hidden, " + std::to_string(rows),
-                 std::to_string(params.qo_indptr[b + 1]));
-    }
-  }
+  for (int64_t b = 0; b < batch; ++b) check.refuse(fault_of(params, b));
   keep_hidden_rows_cpu(params);
 }
 

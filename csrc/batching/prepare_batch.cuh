@@ -37,10 +37,10 @@ __device__ inline PrepareBatchRequest load_request(const PrepareBatchParams& par
                                                    int64_t request) {
   PrepareBatchRequest out;
   int32_t qo_len = params.qo_lens[request];
-  ErrorCode fault = fault_of(params, request);
+  Fault fault = fault_of(params, request);
   out.qo_len = qo_len < 0 ? 0 : qo_len;
-  if (fault != ErrorCode::kNone) {
-    report_error(params.error, fault);
+  if (fault.found()) {
+    report_error(params.error, fault.code);
     return out;
   }
   out.outputs = num_outputs(static_cast<OutputMode>(params.output_modes[request]), qo_len);
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
       if (!padding && params.kv_indptr != nullptr) {
         uint32_t page = static_cast<uint32_t>(position) / page_size;
         uint32_t offset = static_cast<uint32_t>(position) % page_size;
-        int64_t page_id = params.kv_indices[tile.first_page[i] + int64_t{page}];
-        if (page_id >= 0) {
+        int32_t page_id = params.kv_indices[tile.first_page[i] + int64_t{page}];
+        if (is_page_id(page_id)) {
           slot = page_id * params.page_size + offset;
         } else {
           report_error(params.error, ErrorCode::kPrepareBatchKvIndices);
@@ -189,11 +189,8 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
     if (params.output_padding_offset) params.output_padding_offset[output] = -1;
   }
   if (first_block && thread == 0) {
-    if (rows > params.total_rows) {
-      report_error(params.error, ErrorCode::kPrepareBatchTotalRows);
-    } else if (outputs > params.num_output_rows) {
-      report_error(params.error, ErrorCode::kPrepareBatchNumOutputRows);
-    }
+    Fault fault = fault_of_capacity(params, rows, outputs);
+    if (fault.found()) report_error(params.error, fault.code);
   }
 }
 

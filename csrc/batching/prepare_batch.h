@@ -6,6 +6,7 @@
 
 #include "common/error_flag.h"
 #include "common/host_device.h"
+#include "common/index_rule.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -47,28 +48,45 @@ SPECOPS_HOST_DEVICE int32_t num_outputs(OutputMode mode, int32_t qo_len) {
   return mode == OutputMode::kLast ? 1 : qo_len;
 }
 
-// What is wrong with a request's lengths, mode or place in kv_indices; the page ids are another
-// matter, of the rows that lie in them.
-SPECOPS_HOST_DEVICE ErrorCode fault_of(const PrepareBatchParams& params, int64_t request) {
+// Of a request's lengths, mode and place in kv_indices; the page ids that its rows lie in have
+// is_page_id.
+SPECOPS_HOST_DEVICE Fault fault_of(const PrepareBatchParams& params, int64_t request) {
   int32_t qo_len = params.qo_lens[request];
   int32_t kv_len = params.kv_lens[request];
   int32_t mode = params.output_modes[request];
-  if (qo_len < 0) return ErrorCode::kPrepareBatchQoLens;
-  if (kv_len < qo_len) return ErrorCode::kPrepareBatchKvLens;
-  if (mode < 0 || mode > 2) return ErrorCode::kPrepareBatchOutputModes;
+  if (qo_len < 0) return fault_at(ErrorCode::kPrepareBatchQoLens, qo_len, request);
+  if (kv_len < qo_len) {
+    return fault_at(ErrorCode::kPrepareBatchKvLens, kv_len, request).with(request, qo_len);
+  }
+  if (mode < 0 || mode > 2) return fault_at(ErrorCode::kPrepareBatchOutputModes, mode, request);
   if (params.kv_indptr) {
-    int64_t first_page = params.kv_indptr[request];
-    int64_t num_pages = params.kv_indptr[request + 1] - first_page;
-    if (first_page < 0 || num_pages < 0 || first_page + num_pages > params.num_indices ||
-        (qo_len > 0 && num_pages * params.page_size < kv_len)) {
-      return ErrorCode::kPrepareBatchKvIndptr;
+    int32_t begin = params.kv_indptr[request], end = params.kv_indptr[request + 1];
+    ErrorCode code = ErrorCode::kPrepareBatchKvIndptr;
+    Fault fault = fault_of_range(code, begin, end, request, params.num_indices);
+    if (!fault.found() && qo_len > 0) {
+      code = ErrorCode::kPrepareBatchPages;
+      fault = fault_of_pages(code, begin, end, request, params.page_size, kv_len);
     }
+    if (fault.found()) return fault;
   }
-  if (params.output_cum_offsets &&
-      num_outputs(static_cast<OutputMode>(mode), qo_len) > params.max_seq_len) {
-    return ErrorCode::kPrepareBatchMaxSeqLen;
+  int32_t outputs = num_outputs(static_cast<OutputMode>(mode), qo_len);
+  if (params.output_cum_offsets && outputs > params.max_seq_len) {
+    return fault_at(ErrorCode::kPrepareBatchMaxSeqLen, params.max_seq_len).with(outputs, request);
   }
-  return ErrorCode::kNone;
+  return {};
+}
+
+// Of the capacities, with the rows of all requests.
+SPECOPS_HOST_DEVICE Fault fault_of_capacity(const PrepareBatchParams& params,
+                                            int64_t rows,
+                                            int64_t outputs) {
+  if (rows > params.total_rows) {
+    return fault_at(ErrorCode::kPrepareBatchTotalRows, params.total_rows).with(rows);
+  }
+  if (outputs > params.num_output_rows) {
+    return fault_at(ErrorCode::kPrepareBatchNumOutputRows, params.num_output_rows).with(outputs);
+  }
+  return {};
 }
 
 SPECOPS_DECLARE_CPU(prepare_batch_cpu, PrepareBatchParams);

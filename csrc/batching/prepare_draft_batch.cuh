@@ -37,44 +37,24 @@ __device__ inline PrepareDraftRequest load_request(const PrepareDraftBatchParams
   PrepareDraftRequest out;
   int32_t slot = params.slots[request];
   if (slot == -1) return out;
-  ErrorCode code = ErrorCode::kNone;
-  if (slot < -1 || slot >= params.num_slots) {
-    code = ErrorCode::kPrepareDraftBatchSlots;
-  } else {
-    int32_t first_row = params.qo_indptr[request];
-    int64_t qo_len = int64_t{params.qo_indptr[request + 1]} - first_row;
-    int32_t kv_len = params.kv_lens[request];
-    int32_t redraft = params.redraft_lens[request];
-    int32_t len = params.lens[slot];
-    int64_t begin = kv_len - qo_len;
+  ErrorCode code = fault_of(params, request).code;
+  if (code == ErrorCode::kNone) {
+    DraftRows rows = draft_rows(params, request);
     int32_t first_page = params.kv_indptr[request];
-    int64_t num_pages = int64_t{params.kv_indptr[request + 1]} - first_page;
-    if (first_row < 0 || qo_len < 0 || begin < 0 || len <= begin) {
-      code = ErrorCode::kPrepareDraftBatchLengths;
-    } else if (redraft < 0 || redraft > params.window || redraft > begin) {
-      code = ErrorCode::kPrepareDraftBatchRedraftLens;
+    int64_t end_page = (int64_t{rows.end} + page_size - 1) / page_size;
+    bool any = rows.end > rows.first;
+    int32_t page_ids = 0;
+    for (int64_t page = rows.first / page_size; any && page < end_page; ++page) {
+      page_ids |= params.kv_indices[first_page + page];
+    }
+    if (is_page_id(page_ids)) {
+      out.rows = rows;
+      out.slot = slot;
+      out.target_row = params.qo_indptr[request];
+      out.first_page = first_page;
+      out.drafts = any && rows.end == params.lens[slot] - 1 && params.max_draft_tokens[slot] > 0;
     } else {
-      DraftRows rows = draft_rows(static_cast<int32_t>(qo_len), kv_len, redraft, len);
-      bool any = rows.end > rows.first;
-      int64_t needed_pages = (int64_t{rows.end} + page_size - 1) / page_size;
-      if (any && (first_page < 0 || first_page + num_pages > params.num_indices ||
-                  num_pages < needed_pages)) {
-        code = ErrorCode::kPrepareDraftBatchKvIndptr;
-      } else {
-        int32_t sign = 0;
-        for (int64_t page = rows.first / page_size; any && page < needed_pages; ++page) {
-          sign |= params.kv_indices[first_page + page];
-        }
-        if (sign < 0) {
-          code = ErrorCode::kPrepareDraftBatchKvIndices;
-        } else {
-          out.rows = rows;
-          out.slot = slot;
-          out.target_row = first_row;
-          out.first_page = first_page;
-          out.drafts = any && rows.end == len - 1 && params.max_draft_tokens[slot] > 0;
-        }
-      }
+      code = ErrorCode::kPrepareDraftBatchKvIndices;
     }
   }
   if (code != ErrorCode::kNone) report_error(params.error, code);
@@ -159,8 +139,9 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
     params.cache_slots[row] = -1;
     params.source_rows[row] = -1;
   }
-  if (first_block && thread == 0 && rows > params.total_rows) {
-    report_error(params.error, ErrorCode::kPrepareDraftBatchTotalRows);
+  if (first_block && thread == 0) {
+    Fault fault = fault_of_capacity(params, rows);
+    if (fault.found()) report_error(params.error, fault.code);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "common/error_flag.h"
 #include "common/host_device.h"
+#include "common/index_rule.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -51,6 +52,52 @@ SPECOPS_HOST_DEVICE DraftRows draft_rows(int32_t qo_len,
   if (out.end > kv_len) out.end = kv_len;
   if (qo_len == 0 || out.end < out.first) out.end = out.first;
   return out;
+}
+
+// The same of a request that has a slot.
+SPECOPS_HOST_DEVICE DraftRows draft_rows(const PrepareDraftBatchParams& params, int64_t request) {
+  return draft_rows(params.qo_indptr[request + 1] - params.qo_indptr[request],
+                    params.kv_lens[request],
+                    params.redraft_lens[request],
+                    params.lens[params.slots[request]]);
+}
+
+// Of a request's slot, lengths and place in kv_indices; the page ids that its rows lie in have
+// is_page_id.
+SPECOPS_HOST_DEVICE Fault fault_of(const PrepareDraftBatchParams& params, int64_t request) {
+  int32_t slot = params.slots[request];
+  if (slot == -1) return {};
+  Fault fault = fault_of_slot(ErrorCode::kPrepareDraftBatchSlots, slot, request, params.num_slots);
+  if (fault.found()) return fault;
+  int32_t first_row = params.qo_indptr[request], end_row = params.qo_indptr[request + 1];
+  int32_t kv_len = params.kv_lens[request], redraft = params.redraft_lens[request];
+  int32_t len = params.lens[slot];
+  int32_t first_page = params.kv_indptr[request], end_page = params.kv_indptr[request + 1];
+  fault = fault_of_range(ErrorCode::kPrepareDraftBatchQoIndptr, first_row, end_row, request);
+  if (fault.found()) return fault;
+  int32_t qo_len = end_row - first_row;
+  if (kv_len < qo_len) {
+    return fault_at(ErrorCode::kPrepareDraftBatchKvLens, kv_len, request).with(qo_len);
+  }
+  int32_t begin = kv_len - qo_len;
+  if (len <= begin) return fault_at(ErrorCode::kPrepareDraftBatchLens, len, slot).with(begin);
+  if (redraft < 0 || redraft > params.window || redraft > begin) {
+    ErrorCode code = ErrorCode::kPrepareDraftBatchRedraftLens;
+    return fault_at(code, redraft, request).with(params.window, begin);
+  }
+  DraftRows rows = draft_rows(qo_len, kv_len, redraft, len);
+  if (rows.end == rows.first) return {};
+  ErrorCode code = ErrorCode::kPrepareDraftBatchKvIndptr;
+  fault = fault_of_range(code, first_page, end_page, request, params.num_indices);
+  if (fault.found()) return fault;
+  code = ErrorCode::kPrepareDraftBatchPages;
+  return fault_of_pages(code, first_page, end_page, request, params.page_size, rows.end);
+}
+
+// Of the capacity, with the rows of all requests.
+SPECOPS_HOST_DEVICE Fault fault_of_capacity(const PrepareDraftBatchParams& params, int64_t rows) {
+  if (rows <= params.total_rows) return {};
+  return fault_at(ErrorCode::kPrepareDraftBatchTotalRows, params.total_rows).with(rows);
 }
 
 // Where the target's state of a position is found: a row of this step, or -2 - its kept row.

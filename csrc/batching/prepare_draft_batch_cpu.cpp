@@ -20,8 +20,7 @@ void prepare_draft_batch_cpu(const PrepareDraftBatchParams& params) {
     int32_t len = 0;
     if (slot >= 0) {
       len = params.lens[slot];
-      rows = draft_rows(
-          params.qo_indptr[b + 1] - first_row, params.kv_lens[b], params.redraft_lens[b], len);
+      rows = draft_rows(params, b);
     }
     const int32_t* pages = params.kv_indices + params.kv_indptr[b];
     for (int32_t position = rows.first; position < rows.end; ++position, ++row) {

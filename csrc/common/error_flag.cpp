@@ -8,323 +8,252 @@ namespace specops {
 
 namespace {
 
-// "op: argument must <rule>, got <got>".
-struct Sentence {
-  ErrorCode code;
-  const char* op;
-  const char* argument;
-  const char* rule;
-  const char* got;  // where the value is not known
-};
+// Each as it is where only the code is known. A fault of a known value has its element behind the
+// argument, the value behind "got", and its limits, one after the other, in place of each #; braces
+// hold what is said with a limit only.
 
-constexpr Sentence kSentences[] = {
-    {ErrorCode::kEmbeddingTokenId,
-     "embedding",
-     "token_ids",
-     "be in [0, vocab)",
-     "an id outside"},
-    {ErrorCode::kMtpInputTokenId,
-     "mtp_input",
-     "token_ids and draft_token_ids",
-     "be in [0, vocab) where a row takes them",
-     "an id outside"},
-    {ErrorCode::kMtpInputRows,
-     "mtp_input",
-     "row_to_request, slots, positions and source_rows",
-     "lie within their arrays",
-     "a row that differs"},
-    {ErrorCode::kRopeSlot,
-     "rope_append_kv",
-     "cache_slots",
-     "be -1 or a slot of the caches",
-     "one outside"},
-    {ErrorCode::kRopePosition,
-     "rope_append_kv",
-     "positions",
-     "be in [0, max_positions), or -1 where cache_slots is -1",
-     "one outside"},
-    {ErrorCode::kAttentionPage,
-     "append_attention",
-     "kv_indices",
-     "be in [0, num_pages) where a row sees the page",
-     "one outside"},
-    {ErrorCode::kAttentionLengths,
-     "append_attention",
-     "kv_lens",
-     "be at least the request's rows and at most the slots of its pages, and qo_indptr and "
-     "kv_indptr ascend within their arrays",
-     "a request that differs"},
-    {ErrorCode::kCompactKvNumAcceptedTokens,
-     "compact_kv",
-     "num_accepted_tokens",
-     "be at least 0 and below the request's rows, and at most the width of accepted_nodes",
-     "another number"},
-    {ErrorCode::kCompactKvLengths,
-     "compact_kv",
-     "kv_lens",
-     "be at least the request's rows and at most the slots of its pages",
-     "a request that differs"},
-    {ErrorCode::kCompactKvAcceptedNodes,
-     "compact_kv",
-     "accepted_nodes",
-     "ascend from at least 0 to below rows - 1",
-     "others"},
-    {ErrorCode::kCompactKvPage,
-     "compact_kv",
-     "kv_indices",
-     "be in [0, num_pages) where a token moves",
-     "a page outside"},
-    {ErrorCode::kPrepareBatchQoLens,
-     "prepare_batch",
-     "qo_lens",
-     "be at least 0",
-     "a length below"},
-    {ErrorCode::kPrepareBatchKvLens,
-     "prepare_batch",
-     "kv_lens",
-     "be at least qo_lens (it includes this step's rows)",
-     "a length below"},
-    {ErrorCode::kPrepareBatchOutputModes,
-     "prepare_batch",
-     "output_modes",
-     "be 0 (none), 1 (last) or 2 (all)",
-     "another value"},
-    {ErrorCode::kPrepareBatchKvIndptr,
-     "prepare_batch",
-     "kv_indptr",
-     "be non-decreasing from 0 up to the size of kv_indices, and wide enough for the pages of "
-     "kv_lens",
-     "something else"},
-    {ErrorCode::kPrepareBatchKvIndices,
-     "prepare_batch",
-     "kv_indices",
-     "be page ids, at least 0",
-     "one below"},
-    {ErrorCode::kPrepareBatchTotalRows,
-     "prepare_batch",
-     "total_rows",
-     "be at least the sum of qo_lens",
-     "less"},
-    {ErrorCode::kPrepareBatchNumOutputRows,
-     "prepare_batch",
-     "num_output_rows",
-     "be at least the output rows asked for",
-     "less"},
-    {ErrorCode::kPrepareBatchMaxSeqLen,
-     "prepare_batch",
-     "max_seq_len",
-     "be at least the output rows of each request",
-     "less"},
-    {ErrorCode::kGatherOutputRowsRow,
-     "gather_output_rows",
-     "output_rows",
-     "be -1 or a row of hidden",
-     "a row outside"},
-    {ErrorCode::kBuildTreeNumDraftTokens,
-     "build_tree",
-     "num_draft_tokens",
-     "be at least 0 and at most the width of parents",
-     "another number"},
-    {ErrorCode::kBuildTreePositions,
-     "build_tree",
-     "positions",
-     "be at least 0, and an int32 with the depth of every node",
-     "another position"},
-    {ErrorCode::kBuildTreeParents,
-     "build_tree",
-     "parents",
-     "be -1 or a node before the node's own",
-     "another value"},
-    {ErrorCode::kPrepareDraftBatchSlots,
-     "prepare_draft_batch",
-     "slots",
-     "be -1 or a row of lens",
-     "one outside"},
-    {ErrorCode::kPrepareDraftBatchLengths,
-     "prepare_draft_batch",
-     "kv_lens",
-     "be at least the request's rows by qo_indptr, and lens more than its positions before "
-     "them",
-     "others"},
-    {ErrorCode::kPrepareDraftBatchRedraftLens,
-     "prepare_draft_batch",
-     "redraft_lens",
-     "be at least 0, at most window and the positions before the step's",
-     "another"},
-    {ErrorCode::kPrepareDraftBatchKvIndptr,
-     "prepare_draft_batch",
-     "kv_indptr",
-     "be non-decreasing from 0 up to the size of kv_indices, and wide enough for the pages of "
-     "kv_lens",
-     "something else"},
-    {ErrorCode::kPrepareDraftBatchKvIndices,
-     "prepare_draft_batch",
-     "kv_indices",
-     "be page ids, at least 0",
-     "one below"},
-    {ErrorCode::kPrepareDraftBatchTotalRows,
-     "prepare_draft_batch",
-     "total_rows",
-     "be at least the rows of all requests",
-     "less"},
-    {ErrorCode::kAdvanceDraftBatchSlots,
-     "advance_draft_batch",
-     "slots",
-     "be -1 or a row of lens",
-     "one outside"},
-    {ErrorCode::kAdvanceDraftBatchLens,
-     "advance_draft_batch",
-     "lens",
-     "reach ahead - step positions",
-     "less"},
-    {ErrorCode::kAdvanceDraftBatchKvIndices,
-     "advance_draft_batch",
-     "kv_indptr",
-     "be within kv_indices, and those page ids, at least 0",
-     "others"},
-    {ErrorCode::kKeepHiddenRowsSlots,
-     "keep_hidden_rows",
-     "slots",
-     "be -1 or a row of lens",
-     "one outside"},
-    {ErrorCode::kKeepHiddenRowsLengths,
-     "keep_hidden_rows",
-     "qo_indptr",
-     "be rows of hidden and kv_lens at least as many",
-     "others"},
-    {ErrorCode::kGatherInputIdsRequest,
-     "gather_input_ids",
-     "row_to_request",
-     "be -1 or below batch",
-     "a request outside"},
-    {ErrorCode::kGatherInputIdsSlot,
-     "gather_input_ids",
-     "slots",
-     "be a row of lens where the request has rows",
-     "one outside"},
-    {ErrorCode::kGatherInputIdsLength,
-     "gather_input_ids",
-     "lens",
-     "be in [0, max_len]",
-     "a length outside"},
-    {ErrorCode::kGatherInputIdsPosition,
-     "gather_input_ids",
-     "positions",
-     "be at least 0 and below lens + k",
-     "one outside"},
-    {ErrorCode::kGatherInputIdsTokenId,
-     "gather_input_ids",
-     "token_ids and draft_token_ids",
-     "be at least 0 where a row takes them",
-     "an id below"},
-    {ErrorCode::kCommitSlot, "commit", "slots", "be -1 or a row of token_ids", "one outside"},
-    {ErrorCode::kCommitRoom,
-     "commit",
-     "lens",
-     "leave room in token_ids",
-     "more tokens than fit"},
-    {ErrorCode::kCommitCountedTokens,
-     "commit",
-     "counted_token_ids",
-     "have room for every new token",
-     "a row too full"},
-    {ErrorCode::kNgramLens, "ngram_propose", "lens", "be in 0 .. max_len", "a length outside"},
-    {ErrorCode::kNgramMaxDraftTokens,
-     "ngram_propose",
-     "max_draft_tokens",
-     "be at least 0",
-     "a limit below"},
-    {ErrorCode::kNgramMinSize,
-     "ngram_propose",
-     "min_ngram_size",
-     "be at least 1",
-     "a size below"},
-    {ErrorCode::kNgramMaxSize,
-     "ngram_propose",
-     "max_ngram_size",
-     "be at least min_ngram_size",
-     "a size below"},
-    {ErrorCode::kNgramLeftmost, "ngram_propose", "leftmost", "be 0 or 1", "another number"},
-    {ErrorCode::kNgramNumGivenDrafts,
-     "ngram_propose",
-     "num_given_drafts",
-     "be in 0 .. k",
-     "a number outside"},
-};
+const char* sentence_of(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kNone:
+      break;
 
-struct RuleSentence {
-  SamplingRule code;
-  const char* argument;
-  const char* rule;
-  const char* got;
-};
+    case ErrorCode::kEmbeddingTokenId:
+      return "embedding: token_ids must be in [0, vocab{=#}), got an id outside";
+    case ErrorCode::kMtpInputRequest:
+      return "mtp_input: row_to_request must be -1 or below batch{ = #}, got a request outside";
+    case ErrorCode::kMtpInputSlot:
+      return "mtp_input: slots must be a row of lens{, below #}, where the request has rows, got "
+             "one outside";
+    case ErrorCode::kMtpInputLength:
+      return "mtp_input: lens must be at least 0 and at most max_len{ = #}, got a length outside";
+    case ErrorCode::kMtpInputPosition:
+      return "mtp_input: positions must be at least 0, got one below";
+    case ErrorCode::kMtpInputSourceRow:
+      return "mtp_input: source_rows must be a row of hidden{, below #}, or -2 - a row of "
+             "kept{, of #}, got one outside";
+    case ErrorCode::kMtpInputTokenId:
+      return "mtp_input: token_ids must be -1 or in [0, vocab{ = #}) where a row takes them, got "
+             "an id outside";
+    case ErrorCode::kMtpInputDraftTokenId:
+      return "mtp_input: draft_token_ids must be -1 or in [0, vocab{ = #}) where a row takes "
+             "them, got an id outside";
 
-constexpr RuleSentence kRules[] = {
-    {SamplingRule::kTemperature, "temperature", "be finite and at least 0", "another value"},
-    {SamplingRule::kTopK, "top_k", "be at least 1, or 0 or -1 for off", "another value"},
-    {SamplingRule::kTopP, "top_p", "be within [0, 1]", "a value outside"},
-    {SamplingRule::kMinP, "min_p", "be within [0, 1]", "a value outside"},
-    {SamplingRule::kTypicalP, "typical_p", "be within (0, 1]", "a value outside"},
-    {SamplingRule::kSeeds,
-     "seeds",
-     "be given where a temperature is above 0 or a policy is 3 (SYNTHETIC)",
-     "None"},
-    {SamplingRule::kSlots, "processors.slots", "be -1 or below num_slots", "a slot outside"},
-    {SamplingRule::kMaskIndices,
-     "processors.mask_indices",
-     "be -1 or below num_masks",
-     "an index outside"},
-    {SamplingRule::kRepetitionPenalty,
-     "processors.repetition_penalty",
-     "be finite and above 0",
-     "another value"},
-    {SamplingRule::kPresencePenalty, "processors.presence_penalty", "be finite", "another value"},
-    {SamplingRule::kFrequencyPenalty, "processors.frequency_penalty", "be finite", "another value"},
-    {SamplingRule::kTokenIds,
-     "processors.token_ids",
-     "be as wide as the tokens before each position",
-     "fewer"},
-    {SamplingRule::kOutputIndptr,
-     "output_indptr",
-     "be ascending from 0 by at most k + 1 and at most num_output_rows",
-     "another value"},
-    {SamplingRule::kParents,
-     "parents",
-     "be at least -1 and below the node itself",
-     "a parent outside"},
-    {SamplingRule::kStrategy,
-     "strategy",
-     "be 0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 (TOPP)",
-     "another value"},
-    {SamplingRule::kTreeStrategy,
-     "strategy",
-     "be 0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION) where parents are given",
-     "another value"},
-    {SamplingRule::kPolicy,
-     "policy",
-     "be 0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC)",
-     "another value"},
-    {SamplingRule::kTreePolicy,
-     "policy",
-     "be 0 (NORMAL) or 2 (REJECT_ALL) where parents are given",
-     "another value"},
-    {SamplingRule::kNoAcceptRates,
-     "accept_rates",
-     "be given where a policy is 3 (SYNTHETIC)",
-     "None"},
-    {SamplingRule::kAcceptRates,
-     "accept_rates",
-     "be within [0, 1] where the policy is 3 (SYNTHETIC)",
-     "a value outside"},
-    {SamplingRule::kDraftProbRows,
-     "draft_prob_rows",
-     "be -1 or below the rows of draft_probs",
-     "a row outside"},
-    {SamplingRule::kDraftProbTokenIds,
-     "draft_prob_token_ids",
-     "be -1 or below vocab_size",
-     "an id outside"},
-};
+    case ErrorCode::kRopeSlot:
+      return "rope_append_kv: cache_slots must be -1 or in [0, num_pages * page_size{=#}), got "
+             "one outside";
+    case ErrorCode::kRopePosition:
+      return "rope_append_kv: positions must be in [0, max_positions{=#}), or -1 where "
+             "cache_slots is -1, got one outside";
+    case ErrorCode::kAttentionQoIndptr:
+      return "append_attention: qo_indptr must be non-decreasing from 0, at least the entry "
+             "before it{ = #} and at most the rows of q{ = #}, got one outside";
+    case ErrorCode::kAttentionKvIndptr:
+      return "append_attention: kv_indptr must be non-decreasing from 0, at least the entry "
+             "before it{ = #} and at most the size of kv_indices{ = #}, got one outside";
+    case ErrorCode::kAttentionKvLens:
+      return "append_attention: kv_lens must be at least the request's rows{=#} and at most the "
+             "slots of its pages{=#}, got a length outside";
+    case ErrorCode::kAttentionPage:
+      return "append_attention: kv_indices must be in [0, num_pages{=#}) where a row sees the "
+             "page, got one outside";
+    case ErrorCode::kCompactKvNumAcceptedTokens:
+      return "compact_kv: num_accepted_tokens must be at least 0, below the request's rows{=#} "
+             "and at most the width of accepted_nodes{=#}, got another number";
+    case ErrorCode::kCompactKvKvIndptr:
+      return "compact_kv: kv_indptr must be non-decreasing from 0, at least the entry before "
+             "it{ = #} and at most the size of kv_indices{=#}, got one outside";
+    case ErrorCode::kCompactKvKvLens:
+      return "compact_kv: kv_lens must be at least the request's rows{=#} and at most the slots "
+             "of its pages{=#}, got a length outside";
+    case ErrorCode::kCompactKvAcceptedNodes:
+      return "compact_kv: accepted_nodes must be ascending in [0, rows - 1){, here in [#}{, #)}, "
+             "got others";
+    case ErrorCode::kCompactKvPage:
+      return "compact_kv: kv_indices must be in [0, num_pages{=#}) where a token moves, got a "
+             "page outside";
+
+    case ErrorCode::kPrepareBatchQoLens:
+      return "prepare_batch: qo_lens must be at least 0, got a length below";
+    case ErrorCode::kPrepareBatchKvLens:
+      return "prepare_batch: kv_lens must be at least qo_lens{[#]}{ = #} (it includes this "
+             "step's rows), got a length below";
+    case ErrorCode::kPrepareBatchOutputModes:
+      return "prepare_batch: output_modes must be 0 (none), 1 (last) or 2 (all), got another "
+             "value";
+    case ErrorCode::kPrepareBatchKvIndptr:
+      return "prepare_batch: kv_indptr must be non-decreasing from 0, at least the entry before "
+             "it{ = #} and at most the size of kv_indices{ = #}, got one outside";
+    case ErrorCode::kPrepareBatchPages:
+      return "prepare_batch: kv_indptr must be wide enough for the pages of "
+             "kv_lens{ = #}{, which end at #}, got less";
+    case ErrorCode::kPrepareBatchKvIndices:
+      return "prepare_batch: kv_indices must be a page id, at least 0, got one below";
+    case ErrorCode::kPrepareBatchTotalRows:
+      return "prepare_batch: total_rows must be at least {#, }the sum of qo_lens, got less";
+    case ErrorCode::kPrepareBatchNumOutputRows:
+      return "prepare_batch: num_output_rows must be at least {#, }the output rows asked for, "
+             "got less";
+    case ErrorCode::kPrepareBatchMaxSeqLen:
+      return "prepare_batch: max_seq_len must be at least the {# }output rows of each "
+             "request{, as of request #}, got less";
+    case ErrorCode::kGatherInputIdsRequest:
+      return "gather_input_ids: row_to_request must be -1 or below batch{ = #}, got a request "
+             "outside";
+    case ErrorCode::kGatherInputIdsSlot:
+      return "gather_input_ids: slots must be a row of lens{, below #}, where the request has "
+             "rows, got one outside";
+    case ErrorCode::kGatherInputIdsLength:
+      return "gather_input_ids: lens must be at least 0 and at most max_len{ = #}, got a length "
+             "outside";
+    case ErrorCode::kGatherInputIdsPosition:
+      return "gather_input_ids: positions must be at least 0 and below lens{[#]} + k{ = #}, got "
+             "one outside";
+    case ErrorCode::kGatherInputIdsTokenId:
+      return "gather_input_ids: token_ids must be a token id, at least 0, where a row takes "
+             "it{, as positions[#] does}, got one below";
+    case ErrorCode::kGatherInputIdsDraftTokenId:
+      return "gather_input_ids: draft_token_ids must be a token id, at least 0, where a row "
+             "takes it{, as positions[#] does}, got one below";
+    case ErrorCode::kGatherOutputRowsRow:
+      return "gather_output_rows: output_rows must be -1 or a row of hidden{, below #}, got a "
+             "row outside";
+    case ErrorCode::kBuildTreeNumDraftTokens:
+      return "build_tree: num_draft_tokens must be at least 0 and at most the width of "
+             "parents{, #}, got another number";
+    case ErrorCode::kBuildTreePositions:
+      return "build_tree: positions must be at least 0, and an int32 with the depth of every "
+             "node, got another position";
+    case ErrorCode::kBuildTreeParents:
+      return "build_tree: parents must be -1 or a node before the node itself, got another value";
+    case ErrorCode::kPrepareDraftBatchSlots:
+      return "prepare_draft_batch: slots must be -1 or a row of lens{, below #}, got one outside";
+    case ErrorCode::kPrepareDraftBatchQoIndptr:
+      return "prepare_draft_batch: qo_indptr must be non-decreasing from 0, at least the entry "
+             "before it{ = #}, got one below";
+    case ErrorCode::kPrepareDraftBatchKvLens:
+      return "prepare_draft_batch: kv_lens must be at least the request's {# }rows by qo_indptr, "
+             "got less";
+    case ErrorCode::kPrepareDraftBatchLens:
+      return "prepare_draft_batch: lens must be more than the {# }positions before the step's, "
+             "got no more";
+    case ErrorCode::kPrepareDraftBatchRedraftLens:
+      return "prepare_draft_batch: redraft_lens must be at least 0, at most window{ = #} and the "
+             "{# }positions before the step's, got another";
+    case ErrorCode::kPrepareDraftBatchKvIndptr:
+      return "prepare_draft_batch: kv_indptr must be non-decreasing from 0, at least the entry "
+             "before it{ = #} and at most the size of kv_indices{ = #}, got one outside";
+    case ErrorCode::kPrepareDraftBatchPages:
+      return "prepare_draft_batch: kv_indptr must be wide enough for the pages of the "
+             "{# }positions up to the last row's{, which end at #}, got less";
+    case ErrorCode::kPrepareDraftBatchKvIndices:
+      return "prepare_draft_batch: kv_indices must be a page id, at least 0, got one below";
+    case ErrorCode::kPrepareDraftBatchTotalRows:
+      return "prepare_draft_batch: total_rows must be at least {#, }the rows of all requests, "
+             "got less";
+    case ErrorCode::kAdvanceDraftBatchSlots:
+      return "advance_draft_batch: slots must be -1 or a row of lens{, below #}, got one outside";
+    case ErrorCode::kAdvanceDraftBatchLens:
+      return "advance_draft_batch: lens must be at least ahead - step{ = #}, got less";
+    case ErrorCode::kAdvanceDraftBatchKvIndptr:
+      return "advance_draft_batch: kv_indptr must be non-decreasing from 0, at least the entry "
+             "before it{ = #} and at most the size of kv_indices{ = #}, got one outside";
+    case ErrorCode::kAdvanceDraftBatchKvIndices:
+      return "advance_draft_batch: kv_indices must be a page id, at least 0, got one below";
+    case ErrorCode::kKeepHiddenRowsSlots:
+      return "keep_hidden_rows: slots must be -1 or a row of lens{, below #}, got one outside";
+    case ErrorCode::kKeepHiddenRowsQoIndptr:
+      return "keep_hidden_rows: qo_indptr must be non-decreasing from 0, at least the entry "
+             "before it{ = #} and at most the rows of hidden{, #}, got one outside";
+    case ErrorCode::kKeepHiddenRowsKvLens:
+      return "keep_hidden_rows: kv_lens must be at least the request's {# }rows by qo_indptr, "
+             "got less";
+
+    case ErrorCode::kCommitSlot:
+      return "commit: slots must be -1 or below num_slots{ = #}, got one outside";
+    case ErrorCode::kCommitSlotTaken:
+      return "commit: slots must be of no other request, got one again";
+    case ErrorCode::kCommitRoom:
+      return "commit: lens must be at least 0, with room for the {# }new tokens below "
+             "max_len{ = #}, got more than fit";
+    case ErrorCode::kCommitCountedTokens:
+      return "commit: counted_token_ids must be few enough to leave room for the {# }new "
+             "ones{ in a width of #}, got a row too full";
+
+    case ErrorCode::kNgramLens:
+      return "ngram_propose: lens must be in 0 .. max_len{ = #}, got a length outside";
+    case ErrorCode::kNgramMaxDraftTokens:
+      return "ngram_propose: max_draft_tokens must be at least 0, got a limit below";
+    case ErrorCode::kNgramMinSize:
+      return "ngram_propose: min_ngram_size must be at least 1, got a size below";
+    case ErrorCode::kNgramMaxSize:
+      return "ngram_propose: max_ngram_size must be at least min_ngram_size{ = #}, got a size "
+             "below";
+    case ErrorCode::kNgramLeftmost:
+      return "ngram_propose: leftmost must be 0 or 1, got another number";
+    case ErrorCode::kNgramNumGivenDrafts:
+      return "ngram_propose: num_given_drafts must be in 0 .. k{ = #}, got a number outside";
+  }
+  return nullptr;
+}
+
+// The op goes before.
+const char* sentence_of(SamplingRule rule) {
+  switch (rule) {
+    case SamplingRule::kTemperature:
+      return "temperature must be finite and at least 0, got another value";
+    case SamplingRule::kTopK:
+      return "top_k must be at least 1, or 0 or -1 for off, got another value";
+    case SamplingRule::kTopP:
+      return "top_p must be within [0, 1], got a value outside";
+    case SamplingRule::kMinP:
+      return "min_p must be within [0, 1], got a value outside";
+    case SamplingRule::kTypicalP:
+      return "typical_p must be within (0, 1], got a value outside";
+    case SamplingRule::kSeeds:
+      return "seeds must be given where a temperature is above 0 or a policy is 3 (SYNTHETIC), "
+             "got None";
+    case SamplingRule::kSlots:
+      return "processors.slots must be -1 or below num_slots{ = #}, got a slot outside";
+    case SamplingRule::kMaskIndices:
+      return "processors.mask_indices must be -1 or below num_masks{ = #}, got an index outside";
+    case SamplingRule::kRepetitionPenalty:
+      return "processors.repetition_penalty must be finite and above 0, got another value";
+    case SamplingRule::kPresencePenalty:
+      return "processors.presence_penalty must be finite, got another value";
+    case SamplingRule::kFrequencyPenalty:
+      return "processors.frequency_penalty must be finite, got another value";
+    case SamplingRule::kTokenIds:
+      return "processors.token_ids must be as wide as the tokens before each position, got fewer";
+    case SamplingRule::kOutputIndptr:
+      return "output_indptr must be ascending from 0 by at most k + 1 and at most "
+             "num_output_rows, got another value";
+    case SamplingRule::kParents:
+      return "parents must be at least -1 and below the node itself, got a parent outside";
+    case SamplingRule::kStrategy:
+      return "strategy must be 0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 "
+             "(TOPP), got another value";
+    case SamplingRule::kTreeStrategy:
+      return "strategy must be 0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION) where parents are "
+             "given, got another value";
+    case SamplingRule::kPolicy:
+      return "policy must be 0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC), got "
+             "another value";
+    case SamplingRule::kTreePolicy:
+      return "policy must be 0 (NORMAL) or 2 (REJECT_ALL) where parents are given, got another "
+             "value";
+    case SamplingRule::kNoAcceptRates:
+      return "accept_rates must be given where a policy is 3 (SYNTHETIC), got None";
+    case SamplingRule::kAcceptRates:
+      return "accept_rates must be within [0, 1] where the policy is 3 (SYNTHETIC), got a value "
+             "outside";
+    case SamplingRule::kDraftProbRows:
+      return "draft_prob_rows must be -1 or below the rows of draft_probs{ = #}, got a row "
+             "outside";
+    case SamplingRule::kDraftProbTokenIds:
+      return "draft_prob_token_ids must be -1 or below vocab_size{ = #}, got an id outside";
+  }
+  return nullptr;
+}
 
 const char* op_name(SamplingOp op) {
   switch (op) {
@@ -338,19 +267,33 @@ const char* op_name(SamplingOp op) {
   return nullptr;
 }
 
-// The op is nullptr where there is no such code.
-Sentence find_sentence(int32_t code) {
-  for (const Sentence& sentence : kSentences) {
-    if (static_cast<int32_t>(sentence.code) == code) return sentence;
-  }
+// Empty where there is no such code.
+std::string find_sentence(ErrorCode code) {
+  if (const char* sentence = sentence_of(code)) return sentence;
   constexpr int32_t kRulesOfAnOp = 100;
-  const char* op = op_name(static_cast<SamplingOp>(code - code % kRulesOfAnOp));
-  for (const RuleSentence& rule : kRules) {
-    if (static_cast<int32_t>(rule.code) == code % kRulesOfAnOp) {
-      return {static_cast<ErrorCode>(code), op, rule.argument, rule.rule, rule.got};
+  int32_t rule = static_cast<int32_t>(code) % kRulesOfAnOp;
+  const char* op = op_name(static_cast<SamplingOp>(static_cast<int32_t>(code) - rule));
+  const char* sentence = sentence_of(static_cast<SamplingRule>(rule));
+  if (op == nullptr || sentence == nullptr) return {};
+  return std::string(op) + ": " + sentence;
+}
+
+// The braces of a sentence filled in, or left out.
+std::string with_limits(const std::string& sentence, const Fault& fault) {
+  int64_t limit = fault.limit;
+  std::string out;
+  size_t end = 0;
+  for (size_t begin; (begin = sentence.find('{', end)) != std::string::npos;) {
+    out += sentence.substr(end, begin - end);
+    size_t place = sentence.find('#', begin);
+    end = sentence.find('}', begin) + 1;
+    if (limit >= 0) {
+      out += sentence.substr(begin + 1, place - begin - 1) + std::to_string(limit);
+      out += sentence.substr(place + 1, end - place - 2);
     }
+    limit = fault.limit2;
   }
-  return {ErrorCode::kNone, nullptr, nullptr, nullptr, nullptr};
+  return out + sentence.substr(end);
 }
 
 std::string number(double value) {
@@ -370,15 +313,14 @@ std::string error_sentence(int32_t code) {
 }
 
 std::string error_sentence(const Fault& fault) {
-  Sentence sentence = find_sentence(static_cast<int32_t>(fault.code));
-  if (sentence.op == nullptr) return {};
-  std::string out = std::string(sentence.op) + ": " + sentence.argument;
-  if (fault.i >= 0) out += "[" + std::to_string(fault.i);
-  if (fault.j >= 0) out += ", " + std::to_string(fault.j);
-  if (fault.i >= 0) out += "]";
-  out += std::string(" must ") + sentence.rule;
-  if (fault.limit >= 0) out += " = " + std::to_string(fault.limit);
-  return out + ", got " + (fault.has_value ? number(fault.value) : sentence.got);
+  std::string out = with_limits(find_sentence(fault.code), fault);
+  if (out.empty() || !fault.has_value) return out;
+  const std::string kGot = ", got ";
+  out.replace(out.rfind(kGot) + kGot.size(), std::string::npos, number(fault.value));
+  if (fault.i < 0) return out;
+  std::string element = "[" + std::to_string(fault.i);
+  if (fault.j >= 0) element += ", " + std::to_string(fault.j);
+  return out.insert(out.find(" must "), element + "]");
 }
 
 #if !defined(SPECOPS_CUDA) && !defined(SPECOPS_SIMT)

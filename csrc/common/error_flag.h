@@ -17,61 +17,77 @@ enum class ErrorCode : int32_t {
 
   // dense
   kEmbeddingTokenId = 1,
-  kMtpInputTokenId = 2,
-  kMtpInputRows = 3,
+  kMtpInputRequest = 2,
+  kMtpInputSlot = 3,
+  kMtpInputLength = 4,
+  kMtpInputPosition = 5,
+  kMtpInputSourceRow = 6,
+  kMtpInputTokenId = 7,
+  kMtpInputDraftTokenId = 8,
 
   // attention
   kRopeSlot = 10,
   kRopePosition = 11,
-  kAttentionPage = 12,
-  kAttentionLengths = 13,
-  kCompactKvNumAcceptedTokens = 14,
-  kCompactKvLengths = 15,
-  kCompactKvAcceptedNodes = 16,
-  kCompactKvPage = 17,
+  kAttentionQoIndptr = 12,
+  kAttentionKvIndptr = 13,
+  kAttentionKvLens = 14,
+  kAttentionPage = 15,
+  kCompactKvNumAcceptedTokens = 16,
+  kCompactKvKvIndptr = 17,
+  kCompactKvKvLens = 18,
+  kCompactKvAcceptedNodes = 19,
+  kCompactKvPage = 20,
 
   // batching
-  kPrepareBatchQoLens = 20,
-  kPrepareBatchKvLens = 21,
-  kPrepareBatchOutputModes = 22,
-  kPrepareBatchKvIndptr = 23,
-  kPrepareBatchKvIndices = 24,
-  kPrepareBatchTotalRows = 25,
-  kPrepareBatchNumOutputRows = 26,
-  kPrepareBatchMaxSeqLen = 27,
-  kGatherOutputRowsRow = 28,
-  kBuildTreeNumDraftTokens = 29,
-  kBuildTreePositions = 30,
-  kBuildTreeParents = 31,
-  kPrepareDraftBatchSlots = 32,
-  kPrepareDraftBatchLengths = 33,
-  kPrepareDraftBatchRedraftLens = 34,
-  kPrepareDraftBatchKvIndptr = 35,
-  kPrepareDraftBatchKvIndices = 36,
-  kPrepareDraftBatchTotalRows = 37,
-  kAdvanceDraftBatchSlots = 38,
-  kAdvanceDraftBatchLens = 39,
-  kAdvanceDraftBatchKvIndices = 50,
-  kKeepHiddenRowsSlots = 51,
-  kKeepHiddenRowsLengths = 52,
-  kGatherInputIdsRequest = 53,
-  kGatherInputIdsSlot = 54,
-  kGatherInputIdsLength = 55,
-  kGatherInputIdsPosition = 56,
-  kGatherInputIdsTokenId = 57,
+  kPrepareBatchQoLens = 30,
+  kPrepareBatchKvLens = 31,
+  kPrepareBatchOutputModes = 32,
+  kPrepareBatchKvIndptr = 33,
+  kPrepareBatchPages = 34,
+  kPrepareBatchKvIndices = 35,
+  kPrepareBatchTotalRows = 36,
+  kPrepareBatchNumOutputRows = 37,
+  kPrepareBatchMaxSeqLen = 38,
+  kGatherInputIdsRequest = 40,
+  kGatherInputIdsSlot = 41,
+  kGatherInputIdsLength = 42,
+  kGatherInputIdsPosition = 43,
+  kGatherInputIdsTokenId = 44,
+  kGatherInputIdsDraftTokenId = 45,
+  kGatherOutputRowsRow = 46,
+  kBuildTreeNumDraftTokens = 47,
+  kBuildTreePositions = 48,
+  kBuildTreeParents = 49,
+  kPrepareDraftBatchSlots = 50,
+  kPrepareDraftBatchQoIndptr = 51,
+  kPrepareDraftBatchKvLens = 52,
+  kPrepareDraftBatchLens = 53,
+  kPrepareDraftBatchRedraftLens = 54,
+  kPrepareDraftBatchKvIndptr = 55,
+  kPrepareDraftBatchPages = 56,
+  kPrepareDraftBatchKvIndices = 57,
+  kPrepareDraftBatchTotalRows = 58,
+  kAdvanceDraftBatchSlots = 60,
+  kAdvanceDraftBatchLens = 61,
+  kAdvanceDraftBatchKvIndptr = 62,
+  kAdvanceDraftBatchKvIndices = 63,
+  kKeepHiddenRowsSlots = 64,
+  kKeepHiddenRowsQoIndptr = 65,
+  kKeepHiddenRowsKvLens = 66,
 
   // sampling
-  kCommitSlot = 60,
-  kCommitRoom = 61,
-  kCommitCountedTokens = 62,
+  kCommitSlot = 70,
+  kCommitSlotTaken = 71,
+  kCommitRoom = 72,
+  kCommitCountedTokens = 73,
 
   // suffix_tree
-  kNgramLens = 40,
-  kNgramMaxDraftTokens = 41,
-  kNgramMinSize = 42,
-  kNgramMaxSize = 43,
-  kNgramLeftmost = 44,
-  kNgramNumGivenDrafts = 45,
+  kNgramLens = 80,
+  kNgramMaxDraftTokens = 81,
+  kNgramMinSize = 82,
+  kNgramMaxSize = 83,
+  kNgramLeftmost = 84,
+  kNgramNumGivenDrafts = 85,
 };
 
 // The ops that share rules, and the rules: a code is the sum of the two.
@@ -112,12 +128,26 @@ struct Fault {
   ErrorCode code = ErrorCode::kNone;
   bool has_value = false;  // else it is an argument that is absent, or more than one number
   double value = 0.0;
-  int64_t i = -1;      // -1: the argument is one number
-  int64_t j = -1;      // of a second dimension
-  int64_t limit = -1;  // what the last word of the rule stands for; -1: the rule says all
+  int64_t i = -1;  // -1: the argument is one number
+  int64_t j = -1;  // of a second dimension
+  // What the rule compares with, in the order in which its sentence has places for it; -1: nothing.
+  int64_t limit = -1;
+  int64_t limit2 = -1;
 
   SPECOPS_HOST_DEVICE_MEMBER bool found() const { return code != ErrorCode::kNone; }
+
+  SPECOPS_HOST_DEVICE_MEMBER Fault with(int64_t first, int64_t second = -1) const {
+    Fault out = *this;
+    out.limit = first;
+    out.limit2 = second;
+    return out;
+  }
 };
+
+// Of the number `got`: element i or [i, j] of an argument, or all of it.
+SPECOPS_HOST_DEVICE Fault fault_at(ErrorCode code, double got, int64_t i = -1, int64_t j = -1) {
+  return {.code = code, .has_value = true, .value = got, .i = i, .j = j};
+}
 
 struct ErrorFlag {
   int32_t* code = nullptr;  // on the device

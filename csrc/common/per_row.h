@@ -22,7 +22,7 @@ struct PerRow {
 // What breaks a rule about entry idx of such a parameter.
 template <typename T>
 SPECOPS_HOST_DEVICE Fault fault_at(ErrorCode code, const PerRow<T>& parameter, int64_t idx, T got) {
-  return {code, true, static_cast<double>(got), parameter.values ? idx : -1};
+  return fault_at(code, static_cast<double>(got), parameter.values ? idx : -1);
 }
 
 }  // namespace specops

@@ -231,7 +231,7 @@ class Checker {
 
   // Raises what a rule about values has found, if anything.
   void refuse(const Fault& fault) const {
-    if (fault.found()) throw std::invalid_argument(error_sentence(fault));
+    if (fault.found()) raise(fault);
   }
 
   [[noreturn]] void fail(const std::string& name,
@@ -275,6 +275,11 @@ class Checker {
   }
 
  private:
+  // By value: a loop keeps in registers what it checks.
+  [[noreturn, gnu::noinline]] static void raise(Fault fault) {
+    throw std::invalid_argument(error_sentence(fault));
+  }
+
   void check_device(const char* name, DLDevice device) {
     bool known = device.device_type == kDLCPU || (kHasCuda && device.device_type == kDLCUDA);
     if (!known) {

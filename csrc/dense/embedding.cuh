@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(kEmbeddingThreads) embedding_kernel(EmbeddingP
   int64_t words = params.row_bytes / static_cast<int64_t>(sizeof(Word));
   if (word >= words) return;
   int64_t id = params.token_ids[row];
-  bool known = id >= 0 && id < params.vocab;
-  if (!known && word == 0) report_error(params.error, ErrorCode::kEmbeddingTokenId);
+  Fault fault = fault_of(params, row);
+  if (fault.found() && word == 0) report_error(params.error, fault.code);
   Word value{};
-  if (known) value = static_cast<const Word*>(params.weight)[id * words + word];
+  if (!fault.found()) value = static_cast<const Word*>(params.weight)[id * words + word];
   static_cast<Word*>(params.out)[row * words + word] = value;
 }
 

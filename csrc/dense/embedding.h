@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/error_flag.h"
+#include "common/host_device.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -18,6 +19,12 @@ struct EmbeddingParams {
   int64_t row_bytes;  // width in bytes
   ErrorFlag error;    // CUDA: receives kEmbeddingTokenId
 };
+
+SPECOPS_HOST_DEVICE Fault fault_of(const EmbeddingParams& params, int64_t row) {
+  int32_t id = params.token_ids[row];
+  if (id >= 0 && id < params.vocab) return {};
+  return fault_at(ErrorCode::kEmbeddingTokenId, id, row).with(params.vocab);
+}
 
 SPECOPS_DECLARE_CPU(embedding_cpu, EmbeddingParams);
 SPECOPS_DECLARE_CUDA(embedding_cuda, EmbeddingParams);

@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(kRmsNormMaxThreads)
   T* out = static_cast<T*>(params.out) + int64_t{blockIdx.x} * params.width;
   const T* x = nullptr;
   int64_t request = params.row_to_request[row];
-  MtpInputFault fault = fault_of(params, row);
-  if (request != -1 && fault == MtpInputFault::kNone) {
+  Fault fault = fault_of(params, row);
+  if (request != -1 && !fault.found()) {
     int64_t slot = params.slots[request];
     int64_t position = params.positions[row];
     int64_t source = params.source_rows[row];
@@ -37,11 +37,7 @@ __global__ void __launch_bounds__(kRmsNormMaxThreads)
     }
   }
   if (x == nullptr) {
-    if (fault != MtpInputFault::kNone && threadIdx.x == 0) {
-      report_error(params.error,
-                   fault == MtpInputFault::kTokenId ? ErrorCode::kMtpInputTokenId
-                                                    : ErrorCode::kMtpInputRows);
-    }
+    if (fault.found() && threadIdx.x == 0) report_error(params.error, fault.code);
     for (int64_t i = threadIdx.x; i < params.width; i += blockDim.x) out[i] = from_float<T>(0.0f);
     return;
   }

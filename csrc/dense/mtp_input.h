@@ -58,24 +58,34 @@ SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
                   index);
 }
 
-// Which value of a row is out of range. A row of nobody is fine.
-enum class MtpInputFault { kNone, kRequest, kSlot, kLength, kPosition, kSourceRow, kTokenId };
-
-SPECOPS_HOST_DEVICE MtpInputFault fault_of(const MtpInputParams& params, int64_t row) {
+// Of a row. One of nobody is fine, and so is a token that is not known yet.
+SPECOPS_HOST_DEVICE Fault fault_of(const MtpInputParams& params, int64_t row) {
   int64_t request = params.row_to_request[row];
-  if (request == -1) return MtpInputFault::kNone;
-  if (request < 0 || request >= params.batch) return MtpInputFault::kRequest;
+  if (request == -1) return {};
+  if (request < 0 || request >= params.batch) {
+    return fault_at(ErrorCode::kMtpInputRequest, request, row).with(params.batch);
+  }
   int64_t slot = params.slots[request];
-  if (slot < 0 || slot >= params.num_slots) return MtpInputFault::kSlot;
-  if (params.lens[slot] < 0 || params.lens[slot] > params.max_len) return MtpInputFault::kLength;
+  if (slot < 0 || slot >= params.num_slots) {
+    return fault_at(ErrorCode::kMtpInputSlot, slot, request).with(params.num_slots);
+  }
+  int64_t len = params.lens[slot];
+  if (len < 0 || len > params.max_len) {
+    return fault_at(ErrorCode::kMtpInputLength, len, slot).with(params.max_len);
+  }
   int64_t position = params.positions[row];
-  if (position < 0) return MtpInputFault::kPosition;
+  if (position < 0) return fault_at(ErrorCode::kMtpInputPosition, position, row);
   int64_t source = params.source_rows[row];
   if (source == -1 || source >= params.hidden_rows || -2 - source >= params.kept_rows) {
-    return MtpInputFault::kSourceRow;
+    return fault_at(ErrorCode::kMtpInputSourceRow, source, row)
+        .with(params.hidden_rows, params.kept_rows);
   }
   int64_t token = token_ahead(params, slot, position);
-  return token < -1 || token >= params.vocab ? MtpInputFault::kTokenId : MtpInputFault::kNone;
+  if (token >= -1 && token < params.vocab) return {};
+  int64_t place = position + params.ahead;
+  Fault fault = place < len ? fault_at(ErrorCode::kMtpInputTokenId, token, slot, place)
+                            : fault_at(ErrorCode::kMtpInputDraftTokenId, token, slot, place - len);
+  return fault.with(params.vocab);
 }
 
 SPECOPS_DECLARE_CPU(mtp_input_cpu, MtpInputParams);

@@ -240,60 +240,9 @@ void embedding(const TensorView& token_ids, const TensorView& weight, const Tens
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return embedding_cuda(params, check.stream());
-  for (int64_t row = 0; row < rows; ++row) {
-    int32_t id = params.token_ids[row];
-    if (id < 0 || id >= vocab) {
-      check.fail("token_ids[" + std::to_string(row) + "]",
-                 "in [0, vocab=" + std::to_string(vocab.value) + ")",
-                 std::to_string(id));
-    }
-  }
+  for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of(params, row));
   ReleaseGil release(rows * params.row_bytes > (512 << 10));
   embedding_cpu(params);
-}
-
-// In words what fault_of() found.
-[[noreturn]] void fail_row(const Checker& check,
-                           const MtpInputParams& params,
-                           int64_t row,
-                           MtpInputFault fault) {
-  auto fail = [&](const char* name, int64_t index, const std::string& expected, int64_t got) {
-    check.fail(
-        std::string(name) + "[" + std::to_string(index) + "]", expected, std::to_string(got));
-  };
-  int64_t request = params.row_to_request[row];
-  if (fault == MtpInputFault::kRequest) {
-    fail("row_to_request", row, "-1 or below batch = " + std::to_string(params.batch), request);
-  }
-  int64_t slot = params.slots[request];
-  if (fault == MtpInputFault::kSlot) {
-    fail("slots", request, "a row of lens, below " + std::to_string(params.num_slots), slot);
-  }
-  int64_t len = params.lens[slot];
-  if (fault == MtpInputFault::kLength) {
-    fail("lens", slot, "at least 0 and at most max_len = " + std::to_string(params.max_len), len);
-  }
-  int64_t position = params.positions[row];
-  if (fault == MtpInputFault::kPosition) fail("positions", row, "at least 0", position);
-  if (fault == MtpInputFault::kSourceRow) {
-    fail("source_rows",
-         row,
-         "a row of hidden, below " + std::to_string(params.hidden_rows) +
-             ", or -2 - a row of kept, of " + std::to_string(params.kept_rows),
-         params.source_rows[row]);
-  }
-  check.fail((position + params.ahead < len ? "token_ids[" : "draft_token_ids[") +
-                 std::to_string(slot) + "]",
-             "ids below the vocabulary of " + std::to_string(params.vocab),
-             std::to_string(token_ahead(params, slot, position)));
-}
-
-// Everything that depends on the values, before anything is written.
-void check_rows(const Checker& check, const MtpInputParams& params) {
-  for (int64_t row = 0; row < params.rows; ++row) {
-    MtpInputFault fault = fault_of(params, row);
-    if (fault != MtpInputFault::kNone) fail_row(check, params, row, fault);
-  }
 }
 
 void mtp_input(const TensorView& row_to_request,
@@ -371,7 +320,7 @@ void mtp_input(const TensorView& row_to_request,
   };
   if (rows == 0 || width == 0) return;
   if (check.on_cuda()) return mtp_input_cuda(params, check.stream());
-  check_rows(check, params);
+  for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of(params, row));
   ReleaseGil release(rows * width > (128 << 10));
   mtp_input_cpu(params);
 }

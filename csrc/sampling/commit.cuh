@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kCommitThreads) commit_kernel(CommitParams par
     params.num_committed_tokens[batch_idx] = 0;
   }
   if (slot == -1) return;
-  if (slot < 0 || slot >= params.num_slots) {
-    if (thread_idx == 0) report_error(params.error, ErrorCode::kCommitSlot);
+  if (Fault fault = fault_of(params, batch_idx); fault.found()) {
+    if (thread_idx == 0) report_error(params.error, fault.code);
     return;
   }
   int32_t* ids = nullptr;
@@ -101,14 +101,14 @@ __global__ void __launch_bounds__(kCommitThreads) commit_kernel(CommitParams par
   }
 
   if (thread_idx == 0) {
-    int64_t len = params.lens[slot];
-    shared->is_fault = len < 0 || len > params.max_len;
-    if (!shared->is_fault) {
+    Fault fault = fault_of_room(params, slot, 0);
+    if (!fault.found()) {
       shared->walk = commit_walk(params, batch_idx, slot);
       shared->tokens = committed_tokens(params, batch_idx, slot, shared->walk);
-      shared->is_fault = len + shared->walk.count > params.max_len;
+      fault = fault_of_room(params, slot, shared->walk.count);
     }
-    if (shared->is_fault) report_error(params.error, ErrorCode::kCommitRoom);
+    shared->is_fault = fault.found();
+    if (fault.found()) report_error(params.error, fault.code);
   }
   if (thread_idx == kWarpSize && ids != nullptr) {
     shared->num_counted = counted_place(ids, params.num_counted, -1);
@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(kCommitThreads) commit_kernel(CommitParams par
       num_new += __syncthreads_count(idx < tokens.count &&
                                      is_new_token(ids, params.num_counted, tokens, idx));
     }
-    if (used + num_new > params.num_counted) {
-      if (thread_idx == 0) report_error(params.error, ErrorCode::kCommitCountedTokens);
+    if (Fault fault = fault_of_counted(params, slot, used, num_new); fault.found()) {
+      if (thread_idx == 0) report_error(params.error, fault.code);
       return;
     }
     count_tokens(tokens, ids, counts, params.num_counted, used, shared->new_ids);

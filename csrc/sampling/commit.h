@@ -6,6 +6,8 @@
 
 #include "common/cuda_stream.h"
 #include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/index_rule.h"
 #include "common/isa.h"
 
 namespace specops {
@@ -48,6 +50,27 @@ struct CommitParams {
   int64_t num_inject;
   ErrorFlag error;
 };
+
+SPECOPS_HOST_DEVICE Fault fault_of(const CommitParams& params, int64_t batch_idx) {
+  int32_t slot = params.slots[batch_idx];
+  return fault_of_slot(ErrorCode::kCommitSlot, slot, batch_idx, params.num_slots);
+}
+
+// Of a slot that gets `count` tokens more.
+SPECOPS_HOST_DEVICE Fault fault_of_room(const CommitParams& params, int32_t slot, int64_t count) {
+  int64_t len = params.lens[slot];
+  if (len >= 0 && len + count <= params.max_len) return {};
+  return fault_at(ErrorCode::kCommitRoom, len, slot).with(count, params.max_len);
+}
+
+// Of a row of counted_token_ids with `used` ids, which gets num_new more.
+SPECOPS_HOST_DEVICE Fault fault_of_counted(const CommitParams& params,
+                                           int32_t slot,
+                                           int64_t used,
+                                           int64_t num_new) {
+  if (used + num_new <= params.num_counted) return {};
+  return fault_at(ErrorCode::kCommitCountedTokens, used, slot).with(num_new, params.num_counted);
+}
 
 SPECOPS_DECLARE_CPU(commit_cpu, CommitParams);
 SPECOPS_DECLARE_CUDA(commit_cuda, CommitParams);

@@ -7,51 +7,33 @@
 namespace specops {
 namespace {
 
-std::string at(const char* name, int64_t index) {
-  return std::string(name) + "[" + std::to_string(index) + "]";
-}
-
 // Values, on cpu: all of them before anything is written.
 void check_commit_values(Checker& check, const CommitParams& params) {
   std::vector<bool> is_taken(params.num_slots);
   for (int64_t i = 0; i < params.batch; ++i) {
+    check.refuse(fault_of(params, i));
     int32_t slot = params.slots[i];
-    if (slot < -1 || slot >= params.num_slots) {
-      check.fail(at("slots", i),
-                 "-1 or below num_slots = " + std::to_string(params.num_slots),
-                 std::to_string(slot));
-    }
     if (slot < 0) continue;
-    if (is_taken[slot]) {
-      check.fail(at("slots", i), "of no other request", std::to_string(slot) + " again");
-    }
+    if (is_taken[slot]) check.refuse(fault_at(ErrorCode::kCommitSlotTaken, slot, i));
     is_taken[slot] = true;
-    int64_t len = params.lens[slot];
     const int32_t* ids = params.counted_token_ids;
     if (ids != nullptr) ids += slot * params.num_counted;
     int64_t used = ids != nullptr ? counted_place(ids, params.num_counted, -1) : 0;
-    bool is_roomy = len >= 0 && len + params.max_tokens <= params.max_len &&
-                    (ids == nullptr || used + params.max_tokens <= params.num_counted);
-    if (is_roomy) continue;  // whatever the walk says
-    CommitWalk walk{};
-    if (len >= 0 && len <= params.max_len) walk = commit_walk(params, i, slot);
-    if (len < 0 || len + walk.count > params.max_len) {
-      check.fail(at("lens", slot),
-                 "at least 0, with room for " + std::to_string(walk.count) +
-                     " tokens more below max_len = " + std::to_string(params.max_len),
-                 std::to_string(len));
-    }
+    auto has_room = [&](int64_t count) {
+      return !fault_of_room(params, slot, count).found() &&
+             (ids == nullptr || !fault_of_counted(params, slot, used, count).found());
+    };
+    if (has_room(params.max_tokens)) continue;  // whatever the walk says
+    check.refuse(fault_of_room(params, slot, 0));
+    CommitWalk walk = commit_walk(params, i, slot);
+    check.refuse(fault_of_room(params, slot, walk.count));
     if (ids == nullptr) continue;
     CommitTokens tokens = committed_tokens(params, i, slot, walk);
     int64_t num_new = 0;
     for (int64_t j = 0; j < walk.count; ++j) {
       num_new += is_new_token(ids, params.num_counted, tokens, j);
     }
-    if (used + num_new > params.num_counted) {
-      check.fail(at("counted_token_ids", slot),
-                 "with room for " + std::to_string(num_new) + " tokens more",
-                 std::to_string(used) + " of " + std::to_string(params.num_counted) + " in use");
-    }
+    check.refuse(fault_of_counted(params, slot, used, num_new));
   }
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/error_flag.h"
+#include "common/index_rule.h"
 #include "sampling/filters.h"
 #include "sampling/logits_processors.h"
 
@@ -45,25 +46,20 @@ SPECOPS_HOST_DEVICE Fault fault_of_processors(SamplingOp op,
   if (all.slots == nullptr) return {};
   int32_t slot = all.slots[batch_idx];
   if (slot < -1 || slot >= all.num_slots) {
-    return {code_of(op, SamplingRule::kSlots),
-            true,
-            static_cast<double>(slot),
-            batch_idx,
-            -1,
-            all.num_slots};
+    return fault_at(code_of(op, SamplingRule::kSlots), slot, batch_idx).with(all.num_slots);
   }
   if (slot < 0) return {};
   float repetition = all.repetition_penalty ? all.repetition_penalty[slot] : 1.0f;
   float presence = all.presence_penalty ? all.presence_penalty[slot] : 0.0f;
   float frequency = all.frequency_penalty ? all.frequency_penalty[slot] : 0.0f;
   if (!(repetition > 0.0f && repetition <= FLT_MAX)) {
-    return {code_of(op, SamplingRule::kRepetitionPenalty), true, repetition, slot};
+    return fault_at(code_of(op, SamplingRule::kRepetitionPenalty), repetition, slot);
   }
   if (!(presence >= -FLT_MAX && presence <= FLT_MAX)) {
-    return {code_of(op, SamplingRule::kPresencePenalty), true, presence, slot};
+    return fault_at(code_of(op, SamplingRule::kPresencePenalty), presence, slot);
   }
   if (!(frequency >= -FLT_MAX && frequency <= FLT_MAX)) {
-    return {code_of(op, SamplingRule::kFrequencyPenalty), true, frequency, slot};
+    return fault_at(code_of(op, SamplingRule::kFrequencyPenalty), frequency, slot);
   }
   if (all.bad_words != nullptr && num_tokens > all.max_len) {
     return {code_of(op, SamplingRule::kTokenIds)};
@@ -81,12 +77,8 @@ SPECOPS_HOST_DEVICE Fault fault_of_mask(SamplingOp op,
                                         const LogitsProcessors& all,
                                         int64_t output_row) {
   if (is_mask_index(all, output_row)) return {};
-  return {code_of(op, SamplingRule::kMaskIndices),
-          true,
-          static_cast<double>(all.mask_indices[output_row]),
-          output_row,
-          -1,
-          all.num_masks};
+  ErrorCode code = code_of(op, SamplingRule::kMaskIndices);
+  return fault_at(code, all.mask_indices[output_row], output_row).with(all.num_masks);
 }
 
 // Of the rows of one request; `rows` of logits there are, at most `capacity` of them its own.
@@ -94,17 +86,13 @@ SPECOPS_HOST_DEVICE Fault fault_of_indptr(
     SamplingOp op, int32_t begin, int32_t end, int64_t batch_idx, int64_t capacity, int64_t rows) {
   ErrorCode code = code_of(op, SamplingRule::kOutputIndptr);
   if (begin < 0 || (batch_idx == 0 && begin != 0)) {
-    return {code, true, static_cast<double>(begin), batch_idx};
+    return fault_at(code, begin, batch_idx);
   }
   int64_t own = int64_t{end} - begin;
   if (own < 0 || own > capacity || end > rows) {
-    return {code, true, static_cast<double>(end), batch_idx + 1};
+    return fault_at(code, end, batch_idx + 1);
   }
   return {};
-}
-
-SPECOPS_HOST_DEVICE bool is_parent(int32_t parent, int32_t node) {
-  return parent >= -1 && parent < node;
 }
 
 // parents: [.., capacity], or nullptr.
@@ -113,8 +101,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_parent(
   if (parents == nullptr) return {};
   int32_t parent = parents[batch_idx * capacity + node];
   if (is_parent(parent, node)) return {};
-  ErrorCode code = code_of(op, SamplingRule::kParents);
-  return {code, true, static_cast<double>(parent), batch_idx, node};
+  return fault_at(code_of(op, SamplingRule::kParents), parent, batch_idx, node);
 }
 
 }  // namespace specops

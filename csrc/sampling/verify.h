@@ -108,7 +108,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_rates(const VerifyParams& params,
   const float* rates = params.accept_rates + batch_idx * params.max_draft_tokens;
   for (int64_t i = 0; i < num_drafts; ++i) {
     if (rates[i] >= 0.0f && rates[i] <= 1.0f) continue;
-    return {code_of(kOp, SamplingRule::kAcceptRates), true, rates[i], batch_idx, i};
+    return fault_at(code_of(kOp, SamplingRule::kAcceptRates), rates[i], batch_idx, i);
   }
   return {};
 }
@@ -125,12 +125,8 @@ SPECOPS_HOST_DEVICE Fault fault_of(const VerifyParams& params,
   fault = fault_of_rules(params, values.strategy, values.policy, batch_idx);
   if (fault.found()) return fault;
   if (values.draft_prob_row < -1 || values.draft_prob_row >= params.num_draft_prob_rows) {
-    return {code_of(kOp, SamplingRule::kDraftProbRows),
-            true,
-            static_cast<double>(values.draft_prob_row),
-            batch_idx,
-            -1,
-            params.num_draft_prob_rows};
+    ErrorCode code = code_of(kOp, SamplingRule::kDraftProbRows);
+    return fault_at(code, values.draft_prob_row, batch_idx).with(params.num_draft_prob_rows);
   }
   fault = fault_of_filters(kOp, params.filters, values.filters, batch_idx);
   if (fault.found()) return fault;
@@ -158,7 +154,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_listed(const VerifyParams& params,
                                           int32_t token_id) {
   if (is_listed_token(token_id, params.vocab_size)) return {};
   ErrorCode code = code_of(SamplingOp::kVerify, SamplingRule::kDraftProbTokenIds);
-  return {code, true, static_cast<double>(token_id), batch_idx, row, params.vocab_size};
+  return fault_at(code, token_id, batch_idx, row).with(params.vocab_size);
 }
 
 SPECOPS_DECLARE_CPU(verify_cpu, VerifyParams);

@@ -41,9 +41,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_sizes(const PerRow<int32_t>& min_sizes,
   int32_t low = min_sizes[batch_idx], high = max_sizes[batch_idx];
   if (low < 1) return fault_at(ErrorCode::kNgramMinSize, min_sizes, batch_idx, low);
   if (high >= low) return {};
-  Fault fault = fault_at(ErrorCode::kNgramMaxSize, max_sizes, batch_idx, high);
-  fault.limit = low;
-  return fault;
+  return fault_at(ErrorCode::kNgramMaxSize, max_sizes, batch_idx, high).with(low);
 }
 
 SPECOPS_HOST_DEVICE Fault fault_of_leftmost(const PerRow<int32_t>& leftmost, int64_t batch_idx) {
@@ -56,18 +54,11 @@ SPECOPS_HOST_DEVICE Fault fault_of(const NgramProposeParams& params, int64_t bat
   int32_t len = params.lens[batch_idx], limit = params.max_draft_tokens[batch_idx];
   int32_t num_given = params.num_given_drafts ? params.num_given_drafts[batch_idx] : 0;
   if (len < 0 || len > params.max_len) {
-    return {ErrorCode::kNgramLens, true, static_cast<double>(len), batch_idx, -1, params.max_len};
+    return fault_at(ErrorCode::kNgramLens, len, batch_idx).with(params.max_len);
   }
-  if (limit < 0) {
-    return {ErrorCode::kNgramMaxDraftTokens, true, static_cast<double>(limit), batch_idx};
-  }
+  if (limit < 0) return fault_at(ErrorCode::kNgramMaxDraftTokens, limit, batch_idx);
   if (num_given < 0 || num_given > params.capacity) {
-    return {ErrorCode::kNgramNumGivenDrafts,
-            true,
-            static_cast<double>(num_given),
-            batch_idx,
-            -1,
-            params.capacity};
+    return fault_at(ErrorCode::kNgramNumGivenDrafts, num_given, batch_idx).with(params.capacity);
   }
   Fault fault = fault_of_sizes(params.min_sizes, params.max_sizes, batch_idx);
   return fault.found() ? fault : fault_of_leftmost(params.leftmost, batch_idx);
