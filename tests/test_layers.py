@@ -149,7 +149,8 @@ OBJECTS = [
     for folder in sorted(
         ROOT.glob(f"build/cmake-{sys.implementation.cache_tag}/CMakeFiles/specops_*.dir")
     )
-    if not {"simt", "scripted"} & set(folder.stem.split("_"))  # for tests alone
+    # Not those for tests alone, and host code, which is compiled for any machine.
+    if not {"simt", "scripted", "bindings"} & set(folder.stem.split("_"))
 ]
 
 

@@ -58,7 +58,7 @@ class RequestState:
             the request does not draft.
         is_on_trial: a draft was verified only as a test, and none was rejected since.
         wakes: its drafter runs at the end of the coming step, and rested in the last one.
-        rows_behind: rows of earlier steps that its drafter runs again at the end of the coming step.
+        rows_behind: rows of earlier steps that its drafter runs again then.
     """
 
     __slots__ = (
