@@ -432,7 +432,7 @@ def test_memory_that_grows_drops_what_was_captured(
     before = engine.num_captures
     memory = engine._runner._memory
     for name in ("exchange", "scratch", "workspace"):
-        memory.block(name, 2 * memory.block(name, 1)[1].numel())
+        memory.block(name, 2 * memory.block(name, 1).device.numel())
     assert bits(run(engine)) == expected
     assert engine.num_captures > before
     assert device.log.count("replay") > 10

@@ -98,12 +98,12 @@ class Exchange:
         self.output_token_ids = results.int32(batch, width + 1)
         self.logprobs = results.float32(batch, width + 1)
         self.ranks = results.int32(batch, width + 1)
-        self.top_ids = results.int32(shape.outputs, alternatives)
-        self.top_logprobs = results.float32(shape.outputs, alternatives)
         self.proposed_token_ids = results.int32(slots, shape.proposals)
-        # The drafters' own arrays stand at the ends of results and inputs.
+        # What depends on the rows comes last: then all else lies where other shapes have it.
         drafters_inputs = Layout()
         self.drafters = parts.drafting.new_steps(shape, drafters_inputs, results)
+        self.top_ids = results.int32(shape.outputs, alternatives)
+        self.top_logprobs = results.float32(shape.outputs, alternatives)
         self.shared = shared = Layout(results.end)
         self.slot_state = shared.int32(len(SlotState._fields), slots)
         self.num_proposed = shared.int32(slots)  # zeros go in
@@ -112,28 +112,30 @@ class Exchange:
         self.sampling_floats = inputs.float32(len(SamplingFloats._fields), batch)
         self.sampling_ints = inputs.int32(len(SamplingInts._fields), batch)
         self.seeds = inputs.int64(batch)
-        self.token_ids = inputs.int32(shape.rows)
         self.kv_indptr = inputs.int32(batch + 1)
         self.draft_token_ids = inputs.int32(batch, width)
         has_rates = bool(shape.features & Feature.ACCEPT_RATES)
         self.accept_rates = inputs.float32(batch, width if has_rates else 0)
         has_probs = bool(shape.features & Feature.DRAFT_PROBS)
         self.draft_prob_rows = inputs.int32(batch if has_probs else 0)
+        inputs.append(drafters_inputs)
         is_processed = bool(shape.features & Feature.PROCESSORS)
         self.mask_indices = inputs.int32(shape.outputs if is_processed else 0)
-        inputs.append(drafters_inputs)
+        self.token_ids = inputs.int32(shape.rows)
         self.kv_indices = inputs.int32(shape.pages)  # last: only what is used of it is copied
 
     def place(self, memory: "StepMemory[Step]") -> None:
         """Gives the arrays their memory."""
-        host, device = memory.block("exchange", self.inputs.end)
+        block = memory.block("exchange", self.inputs.end)
         for layout in (self.results, self.shared, self.inputs):
-            layout.place(device, host)
+            layout.place(block)
+        host, device = block.host, block.device
+        assert host is not None
         begin, end = self.shared.begin, self.shared.end
         self.host_in, self.device_in = host[begin:], device[begin:]
         self.host_out, self.device_out = host[:end], device[:end]
         self.pages_offset = self.kv_indices.offset - begin
-        self.token_tensor = self.output_token_ids.host_tensor(host)
+        self.token_tensor = self.output_token_ids.host_tensor(block)
 
 
 class Scratch:
@@ -144,10 +146,10 @@ class Scratch:
         self.layout = layout = Layout()
         self.indices = {
             "qo_indptr": layout.int32(batch + 1),
+            "output_indptr": layout.int32(batch + 1),
             "row_to_request": layout.int32(rows),
             "positions": layout.int32(rows),
             "cache_slots": layout.int64(rows),
-            "output_indptr": layout.int32(batch + 1),
             "output_rows": layout.int32(outputs),
             "output_row_to_request": layout.int32(outputs),
         }
@@ -189,8 +191,8 @@ class Step:
         memory.block("workspace", floats.end)
         model.reserve(shape.rows)
         arrays.place(memory)
-        scratch.layout.place(memory.block("scratch", 0)[1])
-        floats.place(memory.block("workspace", 0)[1])
+        scratch.layout.place(memory.block("scratch", 0))
+        floats.place(memory.block("workspace", 0))
         self._bind_model(scratch, workspace)
         self._bind_sampling(scratch)
         self._bind_commit()

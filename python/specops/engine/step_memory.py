@@ -14,6 +14,7 @@ from specops.engine.step_shape import StepShape
 
 # Shapes whose views, or graphs, are kept; the one not used for longest goes first.
 _MAX_KEPT_STEPS, _MAX_KEPT_GRAPHS = 1024, 128
+_MAX_KEPT_VIEWS = 4096  # of a block
 _ALIGNMENT = 128  # of every array in a block, in bytes
 _NUMPY: dict[torch.dtype, Any] = {
     torch.int32: np.int32,
@@ -27,6 +28,42 @@ class _HasShape(Protocol):
 
 
 S = TypeVar("S", bound=_HasShape)
+
+
+class Block:
+    """Memory that all steps share, with the views of it that their arrays have had.
+
+    Most arrays of two shapes lie at the same place; making a view takes longer than finding it.
+
+    Attributes:
+        device: its bytes, as kernels see them.
+        host: as the host sees them; None: there is no host side.
+    """
+
+    def __init__(self, device: Tensor, host: Tensor | None = None) -> None:
+        self.device, self.host = device, host
+        self._memory = None if host is None else host.numpy()
+        self._views: dict[tuple[torch.dtype, int, tuple[int, ...]], tuple[Tensor, Any]] = {}
+
+    def view(
+        self, dtype: torch.dtype, offset: int, shape: tuple[int, ...]
+    ) -> tuple[Tensor, NDArray[Any] | None]:
+        """Returns an array at some offset, as kernels see it and as the host does."""
+        key = (dtype, offset, shape)
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _MAX_KEPT_VIEWS:
+                self._views.clear()
+            host = None
+            if self._memory is not None:
+                host = np.ndarray(shape, _NUMPY[dtype], self._memory, offset)
+            found = self._views[key] = _view(self.device, dtype, offset, shape), host
+        return found
+
+
+def _view(block: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
+    strides = (1,) if len(shape) == 1 else (shape[1], 1)
+    return torch.as_strided(block.view(dtype), shape, strides, offset // dtype.itemsize)
 
 
 class Array:
@@ -44,28 +81,17 @@ class Array:
         self.dtype, self._shape = dtype, shape
         self.num_bytes = dtype.itemsize * math.prod(shape)
         self.offset = 0  # in its block
-        self.host: NDArray[Any]
+        self.host: Any  # an array of numpy
         self.device: Tensor
 
-    def place(self, device: Tensor, host: NDArray[np.uint8] | None) -> None:
-        """Lays the array into a block, and into its counterpart on the host.
+    def place(self, block: Block) -> None:
+        """Lays the array into a block."""
+        self.device, self.host = block.view(self.dtype, self.offset, self._shape)
 
-        Args:
-            device: the block, as elements of the array's dtype.
-            host: the bytes of the counterpart.
-        """
-        self.device = self._view(device)
-        if host is not None:
-            self.host = np.ndarray(self._shape, _NUMPY[self.dtype], host, self.offset)
-
-    def host_tensor(self, host: Tensor) -> Tensor:
+    def host_tensor(self, block: Block) -> Tensor:
         """The host's side as a tensor."""
-        return self._view(host.view(self.dtype))
-
-    def _view(self, elements: Tensor) -> Tensor:
-        shape = self._shape
-        strides = (1,) if len(shape) == 1 else (shape[1], 1)
-        return torch.as_strided(elements, shape, strides, self.offset // self.dtype.itemsize)
+        assert block.host is not None
+        return _view(block.host, self.dtype, self.offset, self._shape)
 
 
 class Layout:
@@ -102,12 +128,10 @@ class Layout:
         self._arrays.append(array)
         return array
 
-    def place(self, device: Tensor, host: Tensor | None = None) -> None:
+    def place(self, block: Block) -> None:
         """Gives every array its memory."""
-        elements = {dtype: device.view(dtype) for dtype in {one.dtype for one in self._arrays}}
-        memory = None if host is None else host.numpy()
         for array in self._arrays:
-            array.place(elements[array.dtype], memory)
+            array.place(block)
 
 
 class StepMemory(Generic[S]):
@@ -122,7 +146,7 @@ class StepMemory(Generic[S]):
         self.device = device
         self.most = most
         self.num_captures = 0
-        self._blocks: dict[str, tuple[Tensor, Tensor]] = {}  # host and device; the same on the CPU
+        self._blocks: dict[str, Block] = {}
         self._steps: dict[StepShape, S] = {}  # least recently used first
         self._last: S | None = None  # of these, the one used most recently
 
@@ -147,29 +171,29 @@ class StepMemory(Generic[S]):
         self._steps.clear()
         self._last = None
 
-    def block(self, name: str, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """Returns a block's host and device sides, of at least so many bytes.
+    def block(self, name: str, num_bytes: int) -> Block:
+        """Returns a block of at least so many bytes.
 
         A block grows when it must, and then all steps are dropped.
 
         Args:
-            name: "exchange" has two sides. "scratch" and "workspace" are the device's alone; ops
+            name: "exchange" has a host side. "scratch" and "workspace" are the device's alone; ops
                 find their workspace as they left it, and zeros in the beginning.
             num_bytes: bytes needed.
         """
         have = self._blocks.get(name)
-        if have is None or have[1].numel() < num_bytes:
-            old = 0 if have is None else have[1].numel()
+        if have is None or have.device.numel() < num_bytes:
+            old = 0 if have is None else have.device.numel()
             # Ahead of the need, so that it seldom grows.
             size = max(num_bytes, old + min(old, 64 << 20), 4096)
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
             self.forget()
             if name == "exchange":
                 host = self.device.host_block(size)
-                have = host, self.device.device_block(size, host)
+                have = Block(self.device.device_block(size, host), host)
             elif name == "workspace":
-                have = (self.device.workspace(size),) * 2
+                have = Block(self.device.workspace(size))
             else:
-                have = (self.device.device_block(size),) * 2
+                have = Block(self.device.device_block(size))
             self._blocks[name] = have
         return have
