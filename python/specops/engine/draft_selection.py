@@ -114,17 +114,19 @@ class DraftSelector:
         """
         trees = repeat(None, len(states)) if parents is None else parents
         products = [
-            state.chances.products(own, tree)
+            state.chances.products(own, tree) if own else own
             for state, own, tree in zip(states, confidences, trees, strict=True)
         ]
         best = sorted(chain.from_iterable(products), reverse=True)[:room]
         if not best:
-            return [[] for _ in states]
+            return [[]] * len(states)
         count = self._best_count(states, best, others)
         least = best[count - 1] if count else 2.0
         ties = best[:count].count(least)  # to be chosen of those exactly as likely as the last one
         chosen = [
             [n for n, p in enumerate(own) if p > least or (p == least and (ties := ties - 1) >= 0)]
+            if own
+            else []
             for own in products
         ]
         idle = [i for i, nodes in enumerate(chosen) if not nodes and products[i]]

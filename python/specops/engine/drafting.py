@@ -176,17 +176,19 @@ class Drafting:
         """The same for those whose drafts are selected, beside so many rows of others."""
         assert self._selector is not None
         slots = [request.slot for request in requests]
-        confidences = self.proposals.confidences[slots].tolist()
-        states = [self._states[request] for request in requests]
-        for index, (request, state) in enumerate(zip(requests, states, strict=True)):
-            confidences[index] = confidences[index][: self._num_proposed(request)]
+        counts = self.proposals.counts[slots].tolist()
+        states = list(map(self._states.__getitem__, requests))
+        confidences: list[list[float]] = [[]] * len(requests)
+        for index, (request, state, count) in enumerate(zip(requests, states, counts, strict=True)):
+            if count:  # as few requests have where text is matched
+                count = max(min(count, request.draft_room), 0)
+                confidences[index] = self.proposals.confidences[request.slot, :count].tolist()
             if state.wakes:
                 state.rows_behind = self.num_rows_behind(request)
         chosen = self._selector.select(states, confidences, room, others=others)
         for request, nodes, state in zip(requests, chosen, states, strict=True):
             request.num_drafts = len(nodes)
-            wanted = request.speculative.num_speculative_tokens
-            request.draft_limit = wanted if state.drafts else 0
+            request.draft_limit = request.speculative.num_speculative_tokens if state.drafts else 0
         self._verified = dict(zip(requests, confidences, strict=True))
         self._others = others
 
@@ -219,7 +221,7 @@ class Drafting:
             confidences = self._verified.get(part.request)
             if confidences is not None and part.emits:
                 states.append(states_of[part.request])
-                verified.append(confidences[: part.num_drafts])
+                verified.append(confidences[: part.num_drafts] if confidences else confidences)
                 accepted.append(range(count))
         num_suspended = sum(not state.drafts for state in states)
         self._selector.observe(states, verified, accepted, others=self._others)
