@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tools.cuda_toolkit import ROOT, nvcc_version
-from tools.gates.budgets import BUDGETS, LIMITS, Budget, blocks_per_sm, budget_of
+from tools.gates.budgets import BUDGETS, LARGE, LIMITS, Budget, blocks_per_sm, budget_of
 
 
 @dataclass(frozen=True)
@@ -201,5 +201,6 @@ def judge(kernel: Kernel, budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str
     if budget.smem_bytes > limits.block_smem_bytes:
         yield f"has a budget of {budget.smem_bytes} bytes, a block has {limits.block_smem_bytes}"
     fits = blocks_per_sm(limits, kernel.registers, kernel.threads, budget.smem_bytes)
-    if fits < budget.blocks_per_sm:
-        yield f"fits an SM {fits} times, its budget says {budget.blocks_per_sm}"
+    wanted = budget.blocks_per_sm if kernel.arch in LARGE else 1
+    if fits < wanted:
+        yield f"fits an SM {fits} times, its budget says {wanted}"
