@@ -23,7 +23,7 @@ def encode(stall: int = 1, writes: int = 7, reads: int = 7, waits: int = 0) -> i
 
 def listing(lines: list[str]) -> str:
     """What nvdisasm prints for lines like `.L_x_0:` and `@P0 BRA `(.L_x_0) # stall=5`."""
-    text, address = ["\t.section\t.text.x_kernel,\"ax\",@progbits", ".text.x_kernel:"], 0
+    text, address = ['\t.section\t.text.x_kernel,"ax",@progbits', ".text.x_kernel:"], 0
     for line in lines:
         if line.endswith(":"):
             text.append(line)

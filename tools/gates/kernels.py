@@ -179,13 +179,14 @@ def ptx_problems(ptx: str) -> Iterator[str]:
 
 def judge(kernel: Kernel, budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
     """What a kernel takes beyond its budget, in words."""
-    if kernel.spill_bytes:
+    budget = budget_of(kernel.name, budgets)
+    known = budget.spills.get(kernel.arch, 0) if kernel.entry else 0
+    if kernel.spill_bytes > known:
         yield f"spills {kernel.spill_bytes} bytes"
-    if kernel.stack_bytes:
+    if kernel.stack_bytes and not known:
         yield f"keeps a stack frame of {kernel.stack_bytes} bytes"
     if not kernel.entry:
         return
-    budget = budget_of(kernel.name, budgets)
     if kernel.smem_bytes:
         yield f"owns {kernel.smem_bytes} bytes of static shared memory"
     if kernel.registers > budget.registers:

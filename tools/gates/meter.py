@@ -33,7 +33,8 @@ class Measured:
         classes: the same by what they are for.
         pipes: cycles of an SM per unit by what they occupy; `issue` is all of them.
         replayed: cycles of an SM per unit in the replay.
-        blocks: that an SM holds at once.
+        smem_bytes: of a block.
+        blocks: that an SM holds at once; 0: it cannot be launched, and is replayed with one.
         warps: of one scheduler.
         amount: bytes or flops of a unit.
         is_flops: which of the two.
@@ -48,6 +49,7 @@ class Measured:
     classes: dict[str, float]
     pipes: dict[str, float]
     replayed: float
+    smem_bytes: int
     blocks: int
     warps: int
     amount: int
@@ -140,9 +142,7 @@ def meter_loops(function: sass.Function, kernel: Kernel, row: Metered) -> Iterat
             return
 
 
-def _walks(
-    function: sass.Function, loop: sass.Loop, row: Metered, units: int
-) -> list[walk.Walk]:
+def _walks(function: sass.Function, loop: sass.Loop, row: Metered, units: int) -> list[walk.Walk]:
     """One per way of the row; none where the loop lacks any of them."""
     walks = []
     for way in row.ways:
@@ -168,9 +168,12 @@ def _measure(walks: list[walk.Walk], kernel: Kernel, row: Metered) -> Measured:
             busy[pipe] += cycles
     threads = row.threads or kernel.threads or 32
     smem_bytes = budget_of(kernel.name).smem_bytes if row.smem_bytes is None else row.smem_bytes
-    blocks = max(1, blocks_per_sm(limits, kernel.registers, threads, smem_bytes))
+    blocks = blocks_per_sm(limits, kernel.registers, threads, smem_bytes)
+    if smem_bytes > limits.block_smem_bytes:
+        blocks = 0
     of_block = max(1, threads // 128)
-    turn = replay.cycles_per_turn(trace, rates, blocks * of_block, of_block)
+    warps = max(1, blocks) * of_block
+    turn = replay.cycles_per_turn(trace, rates, warps, of_block)
     return Measured(
         kernel=kernel.name,
         arch=kernel.arch,
@@ -180,17 +183,16 @@ def _measure(walks: list[walk.Walk], kernel: Kernel, row: Metered) -> Measured:
         budget=row.instructions[kernel.arch],
         classes={name: classes[name] / units for name in pipes.CLASSES},
         pipes={name: cycles * row.warps / 4 / units for name, cycles in busy.items()},
-        replayed=turn * row.warps / (4 * blocks * of_block) / units,
+        replayed=turn * row.warps / (4 * warps) / units,
+        smem_bytes=smem_bytes,
         blocks=blocks,
-        warps=blocks * of_block,
+        warps=warps,
         amount=row.moved_bytes or row.flops,
         is_flops=not row.moved_bytes,
     )
 
 
-def strangers(
-    function: sass.Function, kernel: Kernel, measured: list[Measured]
-) -> Iterator[str]:
+def strangers(function: sass.Function, kernel: Kernel, measured: list[Measured]) -> Iterator[str]:
     """Innermost loops that use tensor cores and that no row of the table knows."""
     known = {loop.address for loop in measured if loop.kernel == kernel.name}
     for loop in function.loops:
@@ -231,10 +233,10 @@ def print_meter(loops: list[Measured], arch: str) -> None:
     )
     heading = ""
     for loop in loops:
-        unit = f"{loop.kernel}: {loop.unit}; {loop.blocks} blocks an SM, {loop.warps} warps each"
-        if heading != unit:
-            heading = unit
-            print(f"{unit} scheduler")
+        fits = f"{loop.blocks} to an SM" if loop.blocks else "CANNOT BE LAUNCHED"
+        sizes = f"{loop.smem_bytes} bytes a block, {fits}, {loop.warps} warps a scheduler"
+        if heading != (heading := f"{loop.kernel}: {loop.unit}; {sizes}"):
+            print(heading)
         print(_line(loop))
 
 

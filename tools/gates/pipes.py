@@ -53,7 +53,7 @@ RATES = {
 
 _TENSOR = frozenset({"HMMA", "IMMA", "DMMA", "BMMA", "QMMA", "OMMA", "HGMMA", "QGMMA", "UTCHMMA"})
 _SHARED = frozenset({"LDS", "STS", "LDSM", "STSM", "SHFL", "ATOMS", "MOVM"})
-_GLOBAL = frozenset({"LDG", "STG", "LDGSTS", "ATOMG", "ATOM", "RED", "LD", "ST", "LDL", "STL"})
+GLOBAL = frozenset({"LDG", "STG", "LDGSTS", "ATOMG", "ATOM", "RED", "LD", "ST", "LDL", "STL"})
 _SPECIAL = frozenset({"MUFU", "I2F", "F2I", "F2F", "I2I", "POPC", "FLO", "BREV", "FRND", "I2FP"})
 _MOVE = frozenset(
     {"MOV", "UMOV", "MOV32I", "LDC", "ULDC", "LDCU", "S2R", "S2UR", "CS2R", "R2UR", "UR2UR", "UR2R"}
@@ -69,7 +69,19 @@ _FP32 = frozenset({"FADD", "FMUL", "FFMA", "FADD32I", "FMUL32I", "FFMA32I", "FAD
 _INTEGER = frozenset(
     {
         *("IADD3", "IADD", "VIADD", "IMAD", "LEA", "LOP3", "SHF", "ISETP", "SEL", "IABS", "PRMT"),
-        *("SGXT", "BMSK", "VIMNMX", "IMNMX", "LOP", "SHL", "SHR", "PLOP3", "UIADD3", "UIMAD", "ULEA"),
+        *(
+            "SGXT",
+            "BMSK",
+            "VIMNMX",
+            "IMNMX",
+            "LOP",
+            "SHL",
+            "SHR",
+            "PLOP3",
+            "UIADD3",
+            "UIMAD",
+            "ULEA",
+        ),
         *("ULOP3", "USHF", "UISETP", "USEL", "UPRMT", "UPLOP3", "USGXT", "UFLO", "UPOPC", "ULOP"),
         *("IADD64", "UIADD3X", "VIADDMNMX", "UVIADD", "USHL", "UVIMNMX", "VIMNMX3", "UIADD64"),
     }
@@ -95,7 +107,7 @@ def pipe_of(instruction: Instruction, rates: Rates) -> tuple[str, float]:
         return ("tensor", rates.tensor * (0.5 if ".1688" in opcode or ".1684" in opcode else 1))
     if name in _SPECIAL:
         return ("special", 8)
-    if name in _SHARED or name in _GLOBAL:
+    if name in _SHARED or name in GLOBAL:
         return ("lsu", 4 * wavefronts(instruction))
     if name in _FP32:
         return ("fma", rates.fp32)
@@ -133,7 +145,7 @@ def classify(trace: Sequence[Instruction]) -> list[str]:
                 needed -= written
             if is_address:
                 needed |= read
-            elif instruction.name in _SHARED | _GLOBAL and instruction.name != "SHFL":
+            elif instruction.name in _SHARED | GLOBAL and instruction.name != "SHFL":
                 needed |= _address_of(instruction)
     return classes
 
@@ -145,7 +157,7 @@ def _class_by_name(instruction: Instruction) -> str:
     for kind, names in (
         ("tensor", _TENSOR),
         ("shared", _SHARED),
-        ("global", _GLOBAL),
+        ("global", GLOBAL),
         ("special", _SPECIAL),
         ("sync", _SYNC),
     ):

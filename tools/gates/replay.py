@@ -10,7 +10,7 @@ Memory never stalls: global loads and asynchronous copies have arrived whenever 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tools.gates.pipes import _GLOBAL, Rates, is_dead, pipe_of, registers
+from tools.gates.pipes import GLOBAL, Rates, is_dead, pipe_of, registers
 from tools.gates.sass import NO_BARRIER, Instruction
 
 _NEVER = float("inf")
@@ -66,7 +66,7 @@ def cycles_per_turn(
     rates: Rates,
     warps: int,
     warps_of_block: int,
-    latencies: Latencies = Latencies(),  # noqa: B008 (frozen)
+    latencies: Latencies = Latencies(),
 ) -> float:
     """Cycles in which each of a scheduler's warps goes round once, when all have settled.
 
@@ -102,9 +102,7 @@ def cycles_per_turn(
     return (ended - begun) / len(team) / (turns - settled)
 
 
-def _prepare(
-    trace: Sequence[Instruction], rates: Rates, latencies: Latencies
-) -> list[_Step]:
+def _prepare(trace: Sequence[Instruction], rates: Rates, latencies: Latencies) -> list[_Step]:
     tensor_writes: set[str] = set()
     for instruction in trace:
         if pipe_of(instruction, rates)[0] == "tensor":
@@ -137,7 +135,7 @@ def _latency(instruction: Instruction, pipe: str, latencies: Latencies) -> float
     name = instruction.name
     if is_dead(instruction):
         return 0
-    if name in _GLOBAL or name == "LDGDEPBAR":
+    if name in GLOBAL or name == "LDGDEPBAR":
         return latencies.global_memory
     by_name = {"LDSM": latencies.matrix, "SHFL": latencies.shuffle}
     by_pipe = {

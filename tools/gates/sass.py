@@ -81,7 +81,7 @@ class Instruction:
 
 @dataclass
 class Block:
-    """Instructions that run one after another; `after` are the indices of the blocks that follow."""
+    """Instructions that run one after another; `after`: indices of the blocks that follow."""
 
     index: int
     body: list[Instruction]
@@ -142,7 +142,8 @@ def parse(text: str) -> list[Function]:
     pending: list[str] = []
     line = re.compile(
         r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:(?P<guard>@!?U?P\w+)\s+)?(?P<opcode>[A-Z][\w.]*)"
-        r"\s*(?P<operands>[^;]*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\s*\n\s*/\* 0x(?P<high>[0-9a-f]{16}) \*/"
+        r"\s*(?P<operands>[^;]*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\s*\n"
+        r"\s*/\* 0x(?P<high>[0-9a-f]{16}) \*/"
         r"|^(?P<label>\.L_\w+):|^\s*\.section\s+\.text\.(?P<section>[^,\s]+)",
         re.MULTILINE,
     )
@@ -256,7 +257,7 @@ def dominators(blocks: list[Block]) -> dict[int, int]:
 
 
 def find_loops(blocks: list[Block]) -> list[Loop]:
-    """The natural loops: an edge back to a dominator, and all that reaches it without passing that."""
+    """The natural loops: an edge back to a dominator, and what reaches it without passing that."""
     nearest = dominators(blocks)
     before = predecessors(blocks)
     latches: dict[int, list[int]] = {}

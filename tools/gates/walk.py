@@ -90,8 +90,7 @@ def _cheapest(
     blocks = function.blocks
     does = {index: work_of(blocks[index].body, kinds) for index in loop.blocks}
     costs = {
-        index: sum(_CALL if i.is_call else 1 for i in blocks[index].body)
-        for index in loop.blocks
+        index: sum(_CALL if i.is_call else 1 for i in blocks[index].body) for index in loop.blocks
     }
     asked_later = _asked_later(blocks, loop)
     start: _State = (loop.header, does[loop.header], (0,) * len(trips), frozenset())
@@ -182,14 +181,18 @@ def _written(opcode: str, operands: str) -> frozenset[str]:
         name = operand.strip().lstrip("!")
         if re.fullmatch(r"U?P(\d|T)", name):
             found.add(name)
-        elif place > 0 and found or place > 1:
+        elif (place > 0 and found) or place > 1:
             break
     return frozenset(found)
 
 
 def predicates_set(block: Block) -> frozenset[str]:
     """What a block may change."""
-    names = (_written(i.opcode, i.operands) for i in block.body if i.name not in _READERS and not i.is_jump)
+    names = (
+        _written(i.opcode, i.operands)
+        for i in block.body
+        if i.name not in _READERS and not i.is_jump
+    )
     return frozenset().union(*names)
 
 
@@ -226,7 +229,7 @@ def _turn(
 
 
 def trips_of(function: Function, outer: Loop, inner: Loop) -> Trips | None:
-    """How often a loop inside another runs, where a register counts from one constant to another."""
+    """How often a loop inside another runs, where a register counts between constants."""
     if inner.header not in outer.blocks or inner == outer or len(inner.latches) != 1:
         return None
     latch = function.blocks[inner.latches[0]]
@@ -239,7 +242,8 @@ def trips_of(function: Function, outer: Loop, inner: Loop) -> Trips | None:
         goes_back_if = not goes_back_if
     compare = next((i for i in reversed(latch.body[:-1]) if _sets(i, guard[2])), None)
     test = compare and re.fullmatch(
-        r"U?ISETP\.(NE|LT|LE|GT|GE|EQ)(?:\.U32)?\.AND \w+, U?PT, (U?R\d+), (-?0x[0-9a-f]+|U?RZ), U?PT",
+        r"U?ISETP\.(NE|LT|LE|GT|GE|EQ)(?:\.U32)?\.AND \w+, U?PT, (U?R\d+), "
+        r"(-?0x[0-9a-f]+|U?RZ), U?PT",
         f"{compare.opcode} {compare.operands}".replace(".reuse", ""),
     )
     if not test or compare is None:
