@@ -17,8 +17,8 @@ from tools.gates.budgets import (
     Budget,
     blocks_per_sm,
     budget_of,
+    exceptions,
     launch_problems,
-    not_launched,
 )
 from tools.gates.kernels import Kernel, judge
 
@@ -100,8 +100,9 @@ def test_what_cannot_be_launched_is_refused() -> None:
     ]
     known = Budget("x_kernel", 64, smem_bytes=102736, launched_on=LARGE, elsewhere="it fails")
     assert list(launch_problems((known,))) == []
-    assert list(not_launched((known,))) == [
-        "x_kernel, 102736 bytes, on sm_86, sm_89, sm_120: it fails"
+    assert list(exceptions((known,))) == [
+        "x_kernel asks for 102736 bytes of shared memory, too much for sm_86, sm_89, sm_120: "
+        "it fails"
     ]
     silent = Budget("x_kernel", 64, smem_bytes=102736, launched_on=LARGE)
     (problem,) = launch_problems((silent,))
@@ -116,6 +117,13 @@ def test_a_smaller_sm_must_hold_one_block() -> None:
     assert {arch for arch, kernel in on.items() if not list(judge(kernel, (row,)))} == set(LIMITS)
     row = Budget("*", registers=96, threads=128, smem_bytes=90 << 10, blocks_per_sm=2)
     assert [arch for arch, kernel in on.items() if list(judge(kernel, (row,)))] == ["80"]
+
+
+def test_registers_in_proportion_to_the_threads_of_an_sm() -> None:
+    row = Budget("*", registers=96)
+    for arch, registers, good in (("90a", 97, False), ("89", 128, True), ("89", 129, False)):
+        kernel = Kernel(**{**vars(GOOD), "arch": arch, "registers": registers})
+        assert (not list(judge(kernel, (row,)))) == good
 
 
 def test_known_spills_are_bounded() -> None:

@@ -19,8 +19,8 @@ from tools.gates.budgets import (
     LIMITS,
     blocks_per_sm,
     budget_of,
+    exceptions,
     launch_problems,
-    not_launched,
 )
 from tools.gates.kernels import Compiled, Kernel, cmake_list, compile_source, judge
 from tools.gates.meter import Metering, meter, print_meter
@@ -71,7 +71,7 @@ def main() -> int:
     print_table(results)
     for arch in archs:
         print_meter([loop for _, metering in outcomes for loop in metering.measured], arch)
-    print("\nknown not to run:", *not_launched(), sep="\n  ")
+    print("\nknown exceptions:", *exceptions(), sep="\n  ")
     release = ".".join(map(str, nvcc_version(nvcc)))
     fresh = [result for result in results if not result.cached]
     print(

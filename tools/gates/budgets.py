@@ -24,7 +24,7 @@ class Budget:
 
     Attributes:
         kernel: pattern of the name, without namespaces: `silu_mul_kernel<*`.
-        registers: a thread's most.
+        registers: a thread's most, where an SM has 2,048 threads; in proportion elsewhere.
         threads: of a block, as the launch bounds say; None: whatever they say.
         smem_bytes: the most dynamic shared memory that a launch asks for.
         blocks_per_sm: how many blocks must fit an SM of 2,048 threads at once; a smaller one must
@@ -164,7 +164,9 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("mtp_input_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
-    # sampling: 256 threads a block where rows are many, two such blocks to an SM. Under processors
+    # sampling
+    Budget("commit_kernel<*", registers=128, spills={**_spilled(52), "100a": 40}),
+    # 256 threads a block where rows are many, two such blocks to an SM. Under processors
     # (true) a block holds two bits of every token of the largest vocabulary, 448 * 1024.
     Budget("sample_kernel<*, false>", 128, 512, smem_bytes=41 << 10, spills=_spilled(12)),
     Budget("verify_kernel<*, false, *>", 128, 512, smem_bytes=41 << 10, spills=_spilled(12)),
@@ -226,12 +228,17 @@ def launch_problems(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
             yield f"{row.kernel} is not launched everywhere, and its row does not say why"
 
 
-def not_launched(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
-    """What is known not to run, and where: a line per row."""
+def exceptions(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
+    """What is known not to be launched, or to spill, and where."""
     for row in budgets:
         missing = [f"sm_{arch}" for arch in LIMITS if arch not in row.launched_on]
         if missing:
-            yield f"{row.kernel}, {row.smem_bytes} bytes, on {', '.join(missing)}: {row.elsewhere}"
+            yield (
+                f"{row.kernel} asks for {row.smem_bytes} bytes of shared memory, too much for "
+                f"{', '.join(missing)}: {row.elsewhere}"
+            )
+        for arch, number in row.spills.items():
+            yield f"{row.kernel} spills up to {number} bytes on sm_{arch}"
 
 
 def blocks_per_sm(limits: Limits, registers: int, threads: int, smem_bytes: int) -> int:

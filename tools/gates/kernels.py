@@ -189,8 +189,10 @@ def judge(kernel: Kernel, budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str
         return
     if kernel.smem_bytes:
         yield f"owns {kernel.smem_bytes} bytes of static shared memory"
-    if kernel.registers > budget.registers:
-        yield f"takes {kernel.registers} registers, its budget is {budget.registers}"
+    # Fewer threads share the registers of a smaller SM.
+    most = min(255, budget.registers * 2048 // LIMITS[kernel.arch].threads)
+    if kernel.registers > most:
+        yield f"takes {kernel.registers} registers, its budget is {most}"
     if kernel.threads is None:
         yield "has no __launch_bounds__"
         return
