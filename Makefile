@@ -13,6 +13,7 @@ ONLY ?=
 PART ?=
 BUDGET ?=
 OUT ?=
+ARCHS ?=
 SOAK_SECONDS ?= 1800
 # Test processes side by side: one per core, as far as memory goes.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 6 && echo 6 || echo $$n)
@@ -108,9 +109,17 @@ $(VENV)/nvcc: $(VENV)/serve-deps constraints.txt
 	$(BIN)/python tools/cuda_toolkit.py
 	touch $@
 
-# Every kernel for every architecture: no spills, no stack frames, within its budget.
-gates: $(VENV)/nvcc
-	$(BIN)/python -m tools.gates
+# The disassembler alone, in a folder of its own: pip does not add to one that another wheel made.
+$(VENV)/nvdisasm: $(VENV)/serve-deps constraints.txt
+	$(BIN)/python tools/cuda_toolkit.py nvdisasm || \
+	  $(PIP) --no-deps --target $(VENV)/cuda/nvdisasm nvidia-cuda-nvdisasm
+	$(BIN)/python tools/cuda_toolkit.py nvdisasm
+	touch $@
+
+# Every kernel for two architectures: no spills, no stack frames, within its budget, as are its hot
+# loops; and what can be launched where. ARCHS=all, or a list: other architectures, in minutes each.
+gates: $(VENV)/nvcc $(VENV)/nvdisasm
+	$(BIN)/python -m tools.gates $(if $(ARCHS),--archs "$(ARCHS)")
 
 # The wheels come in while the compiler works.
 serve:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gates of CUDA kernels (tools/gates): each is shown what it must refuse."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,17 @@ import pytest
 from tools import cuda_toolkit
 from tools.cuda_toolkit import ROOT, find_nvcc
 from tools.gates import kernels, sources
-from tools.gates.budgets import BUDGETS, LIMITS, Budget, blocks_per_sm, budget_of
+from tools.gates.budgets import (
+    BUDGETS,
+    DEFAULT_ARCHS,
+    LARGE,
+    LIMITS,
+    Budget,
+    blocks_per_sm,
+    budget_of,
+    exceptions,
+    launch_problems,
+)
 from tools.gates.kernels import Kernel, judge
 
 GOOD = Kernel(
@@ -77,6 +88,79 @@ def test_a_budget_no_sm_can_hold_is_refused() -> None:
 def test_occupancy(registers: int, threads: int, smem_bytes: int, sm_80: int, sm_90a: int) -> None:
     for arch, expected in (("80", sm_80), ("90a", sm_90a)):
         assert blocks_per_sm(LIMITS[arch], registers, threads, smem_bytes) == expected
+
+
+def test_what_cannot_be_launched_is_refused() -> None:
+    assert list(launch_problems()) == []
+    everywhere = Budget("x_kernel", registers=64, smem_bytes=102736)
+    assert list(launch_problems((everywhere,))) == [
+        f"sm_{arch}: x_kernel cannot be launched: it asks for 102736 bytes of shared memory, "
+        "a block has 101376"
+        for arch in ("86", "89", "120")
+    ]
+    known = Budget("x_kernel", 64, smem_bytes=102736, launched_on=LARGE, elsewhere="it fails")
+    assert list(launch_problems((known,))) == []
+    assert list(exceptions((known,))) == [
+        "x_kernel asks for 102736 bytes of shared memory, too much for sm_86, sm_89, sm_120: "
+        "it fails"
+    ]
+    silent = Budget("x_kernel", 64, smem_bytes=102736, launched_on=LARGE)
+    (problem,) = launch_problems((silent,))
+    assert "does not say why" in problem
+    mended = Budget("x_kernel", 64, smem_bytes=101376, launched_on=LARGE, elsewhere="it fails")
+    assert len(list(launch_problems((mended,)))) == 3, "the exception has outlived its reason"
+
+
+def test_a_smaller_sm_must_hold_one_block() -> None:
+    row = Budget("*", registers=96, smem_bytes=80 << 10, blocks_per_sm=2)
+    on = {arch: Kernel(**{**vars(GOOD), "arch": arch}) for arch in LIMITS}
+    assert {arch for arch, kernel in on.items() if not list(judge(kernel, (row,)))} == set(LIMITS)
+    row = Budget("*", registers=96, threads=128, smem_bytes=90 << 10, blocks_per_sm=2)
+    assert [arch for arch, kernel in on.items() if list(judge(kernel, (row,)))] == ["80"]
+
+
+def test_registers_in_proportion_to_the_threads_of_an_sm() -> None:
+    row = Budget("*", registers=96)
+    for arch, registers, good in (("90a", 97, False), ("89", 128, True), ("89", 129, False)):
+        kernel = Kernel(**{**vars(GOOD), "arch": arch, "registers": registers})
+        assert (not list(judge(kernel, (row,)))) == good
+
+
+def test_known_spills_are_bounded() -> None:
+    row = Budget("*", registers=96, spills={"120": 8})
+    for arch, spill_bytes, good in (("120", 8, True), ("120", 12, False), ("80", 8, False)):
+        changes = {"arch": arch, "spill_bytes": spill_bytes, "stack_bytes": 8}
+        kernel = Kernel(**{**vars(GOOD), **changes})  # type: ignore[arg-type]
+        assert (not list(judge(kernel, (row,)))) == good
+
+
+# What the rows of append_attention and of linear say, as the sources compute it.
+SIZES = """
+#include "attention/attention_shape.cuh"
+#include "dense/linear.cuh"
+#include "sampling/row.cuh"
+using namespace specops;
+constexpr int kGroups = kPlanned * sizeof(Group);
+"""
+
+
+def test_shared_memory_of_budgets_is_what_is_asked_for(tmp_path: Path) -> None:
+    lines = [SIZES]
+    for dtype, pattern in (("bfloat16", "*float16"), ("float", "float")):
+        for head_dim in (64, 96, 128, 256):
+            size = budget_of(f"append_attention_kernel<{pattern}, {head_dim}, *").smem_bytes
+            shape = f"AttentionShape<{dtype}, {head_dim}>::kSharedBytes"
+            lines.append(f"static_assert({shape} + kGroups == {size});")
+    for tiles, rows in ((2, 64), (2, 128), (4, 128)):
+        size = budget_of(f"linear_tile_kernel<*, {tiles}, {rows}>").smem_bytes
+        lines.append(f"static_assert(TileShape<{tiles}, {rows}>::kSmemBytes == {size});")
+    size = budget_of("verify_kernel<*, false, *>").smem_bytes
+    lines.append(f"static_assert(sizeof(RowShared) <= {size});")
+    source = tmp_path / "sizes.cpp"
+    source.write_text("\n".join(lines))
+    command = ["g++", "-std=c++20", "-DSPECOPS_SIMT=1", f"-I{ROOT / 'csrc'}", "-fsyntax-only"]
+    done = subprocess.run([*command, source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_row_but_the_last_names_a_kernel() -> None:
@@ -155,7 +239,7 @@ def test_planted_kernels_are_refused(sentence: str, tmp_path: Path) -> None:
         pytest.skip("needs nvcc, which `make gates` fetches")
     source = tmp_path / "planted.cu"
     source.write_text(PLANTED[sentence])
-    for arch in LIMITS:
+    for arch in DEFAULT_ARCHS:
         result = kernels.compile_source(nvcc, source, arch, tmp_path / "work")
         problems = [*result.problems, *(text for k in result.kernels for text in judge(k))]
         assert any(sentence in problem for problem in problems), problems

@@ -2,7 +2,7 @@
 """Where nvcc is, which CUDA the installed torch was built for, which GPUs this machine has.
 
 For setup.py, the gates and the GPU check; standard library only, and torch is never imported. As a
-program it prints the path of nvcc, or fails with a sentence where there is none.
+program it prints the path of nvcc (or of nvdisasm, if told so), or fails with a sentence.
 """
 
 import importlib.util
@@ -19,23 +19,34 @@ ROOT = Path(__file__).resolve().parent.parent
 # Machine code for the two generations the kernels know, when no GPU says otherwise.
 DEFAULT_ARCHS = ("80", "90a")
 
-# Where `make` puts nvcc's wheels on a machine without it.
+# Where `make` puts nvcc's wheels on a machine without it, and below that nvdisasm's: pip does not
+# add to a folder that another wheel has made.
 WHEELS = ROOT / ".venv" / "cuda"
 
 
 @cache
 def find_nvcc() -> Path | None:
     """CUDA_HOME, the PATH, then the nvidia-cuda-nvcc wheel, installed or fetched by `make`."""
+    return _find_tool("nvcc", WHEELS)
+
+
+@cache
+def find_nvdisasm() -> Path | None:
+    """The disassembler, in the same places; it may be newer than nvcc."""
+    return _find_tool("nvdisasm", WHEELS / "nvdisasm")
+
+
+def _find_tool(name: str, wheels: Path) -> Path | None:
     folders = []
     if home := os.environ.get("CUDA_HOME"):
         folders.append(Path(home) / "bin")
-    if on_path := shutil.which("nvcc"):
+    if on_path := shutil.which(name):
         folders.append(Path(on_path).parent)
-    for site in (*map(Path, sys.path), WHEELS):
-        folders += [site / "nvidia" / "cu13" / "bin", site / "nvidia" / "cuda_nvcc" / "bin"]
+    for site in (*map(Path, sys.path), wheels):
+        folders += [site / "nvidia" / "cu13" / "bin", site / "nvidia" / f"cuda_{name}" / "bin"]
     for folder in folders:
-        if os.access(folder / "nvcc", os.X_OK) and (folder / "nvcc").is_file():
-            return folder / "nvcc"
+        if os.access(folder / name, os.X_OK) and (folder / name).is_file():
+            return folder / name
     return None
 
 
@@ -164,7 +175,10 @@ def _problem_of(nvcc: Path | None) -> str:
 
 
 def main() -> int:
-    """Prints where nvcc is."""
+    """Prints where nvcc is, or nvdisasm."""
+    if sys.argv[1:] == ["nvdisasm"]:
+        print(find_nvdisasm() or "nvdisasm is not in CUDA_HOME, on the PATH, or among the wheels")
+        return 0 if find_nvdisasm() else 1
     nvcc = find_nvcc()
     if problem := _problem_of(nvcc):
         print(problem, file=sys.stderr)

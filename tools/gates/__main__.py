@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.gates`: the rules of device code, then every kernel for every architecture.
+"""`python -m tools.gates`: the rules of device code, then every kernel, then its hot loops.
 
-Prints a table; the exit status says whether all of it passed.
+Prints tables; the exit status says whether all of it passed.
 """
 
 import argparse
@@ -12,9 +12,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tools.cuda_toolkit import ROOT, find_nvcc, nvcc_version
-from tools.gates.budgets import LIMITS, blocks_per_sm, budget_of
+from tools.cuda_toolkit import ROOT, find_nvcc, find_nvdisasm, nvcc_version
+from tools.gates.budgets import (
+    ARCHS,
+    DEFAULT_ARCHS,
+    LIMITS,
+    blocks_per_sm,
+    budget_of,
+    exceptions,
+    launch_problems,
+)
 from tools.gates.kernels import Compiled, Kernel, cmake_list, compile_source, judge
+from tools.gates.meter import Metering, meter, print_meter
 from tools.gates.sources import violations
 
 WORK = ROOT / "build" / "gates"
@@ -25,28 +34,49 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gates", description=__doc__)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", default="", help="sources whose path contains this text")
+    parser.add_argument(
+        "--archs",
+        default=" ".join(DEFAULT_ARCHS),
+        help=f"all, or some of {' '.join(ARCHS)}; default: %(default)s",
+    )
     arguments = parser.parse_args()
+    archs = list(ARCHS) if arguments.archs == "all" else arguments.archs.split()
+    if unknown := set(archs) - set(ARCHS):
+        parser.error(f"no such architecture: {' '.join(sorted(unknown))}")
     begun = time.monotonic()
-    problems = list(violations(ROOT / "csrc"))
-    nvcc = find_nvcc()
-    if nvcc is None:
-        parser.error("nvcc is missing; `make gates` fetches it")
+    problems = [*violations(ROOT / "csrc"), *launch_problems()]
+    nvcc, nvdisasm = find_nvcc(), find_nvdisasm()
+    if nvcc is None or nvdisasm is None:
+        parser.error("nvcc or nvdisasm is missing; `make gates` fetches them")
     sources = [name for name in cmake_list("SPECOPS_CUDA_KERNELS") if arguments.only in name]
-    jobs = [(ROOT / source, arch) for source in sources for arch in LIMITS]
+    jobs = [(ROOT / source, arch) for source in sources for arch in archs]
     # The longest first, as far as size tells.
     jobs.sort(key=lambda job: -sum(path.stat().st_size for path in _headers(job[0])))
+
+    def run(job: tuple[Path, str]) -> tuple[Compiled, Metering]:
+        compiled = compile_source(nvcc, *job, WORK)
+        return compiled, meter(nvdisasm, compiled, WORK / f"sm_{job[1]}" / job[0].stem)
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda job: compile_source(nvcc, *job, WORK), jobs))
-    for result in sorted(results, key=lambda result: (result.source, result.arch)):
-        problems += [f"{result.source} sm_{result.arch}: {text}" for text in result.problems]
-        for kernel in result.kernels:
+        outcomes = list(pool.map(run, jobs))
+    outcomes.sort(key=lambda outcome: (outcome[0].source, archs.index(outcome[0].arch)))
+    results = [compiled for compiled, _ in outcomes]
+    for compiled, metering in outcomes:
+        texts = [*compiled.problems, *metering.problems]
+        problems += [f"{compiled.source} sm_{compiled.arch}: {text}" for text in texts]
+        for kernel in compiled.kernels:
             problems += [f"sm_{kernel.arch}: {kernel.name} {text}" for text in judge(kernel)]
+        for loop in metering.measured:
+            problems += [f"sm_{loop.arch}: {loop.kernel} {text}" for text in loop.problems()]
     print_table(results)
+    for arch in archs:
+        print_meter([loop for _, metering in outcomes for loop in metering.measured], arch)
+    print("\nknown exceptions:", *exceptions(), sep="\n  ")
     release = ".".join(map(str, nvcc_version(nvcc)))
     fresh = [result for result in results if not result.cached]
     print(
         f"{sum(len(result.kernels) for result in results)} kernels of {len(sources)} sources for "
-        f"{' and '.join(f'sm_{arch}' for arch in LIMITS)}, nvcc {release}: {len(fresh)} of "
+        f"{' and '.join(f'sm_{arch}' for arch in archs)}, nvcc {release}: {len(fresh)} of "
         f"{len(results)} compiled in {time.monotonic() - begun:.0f} s, {len(problems)} problems"
     )
     for problem in problems:

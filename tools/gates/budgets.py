@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of what kernels may take, and what an SM has.
+"""The one table of what kernels may take, what their hot loops may issue, and what an SM has.
 
 A kernel is judged by the first row whose pattern fits its name; none may spill, keep a stack frame
 or own static shared memory. A kernel that keeps enough threads resident needs no row of its own.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+
+ARCHS = ("80", "86", "89", "90a", "100a", "120")
+
+# Those that `make gates` compiles every kernel for; ARCHS=all compiles for the others as well.
+DEFAULT_ARCHS = ("80", "90a")
+
+# A block has 163 KiB or more of shared memory there, elsewhere 99.
+LARGE = ("80", "90a", "100a")
 
 
 @dataclass(frozen=True)
@@ -15,11 +24,14 @@ class Budget:
 
     Attributes:
         kernel: pattern of the name, without namespaces: `silu_mul_kernel<*`.
-        registers: a thread's most.
+        registers: a thread's most, where an SM has 2,048 threads; in proportion elsewhere.
         threads: of a block, as the launch bounds say; None: whatever they say.
         smem_bytes: the most dynamic shared memory that a launch asks for.
-        blocks_per_sm: how many blocks must fit an SM at once, on each architecture below.
-        launched_on: architectures with the shared memory for it; its launcher asks the device.
+        blocks_per_sm: how many blocks must fit an SM of 2,048 threads at once; a smaller one must
+            hold one block.
+        launched_on: architectures with the shared memory for it.
+        elsewhere: what happens on the others: a sentence, where there are any.
+        spills: bytes that are known to be spilled on an architecture, to be mended.
     """
 
     kernel: str
@@ -27,29 +39,58 @@ class Budget:
     threads: int | None = None
     smem_bytes: int = 0
     blocks_per_sm: int = 1
-    launched_on: tuple[str, ...] = ("80", "90a")
+    launched_on: tuple[str, ...] = ARCHS
+    elsewhere: str = ""
+    spills: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a streaming multiprocessor has (CUDA C++ Programming Guide, compute capabilities)."""
+    """What a streaming multiprocessor has (CUDA C++ Programming Guide, compute capabilities).
+
+    Attributes:
+        smem_bytes: shared memory of an SM.
+        block_smem_bytes: the most that a block may ask for ("opt-in").
+        card: the one that the meter's figures are for, with `sms` and its clock under load.
+    """
 
     smem_bytes: int
     block_smem_bytes: int
+    card: str
+    sms: int
+    ghz: float
     threads: int = 2048
     blocks: int = 32
     registers: int = 65536
 
 
+def _small(card: str, sms: int, ghz: float, blocks: int) -> Limits:
+    return Limits(100 << 10, 99 << 10, card, sms, ghz, threads=1536, blocks=blocks)
+
+
 LIMITS = {
-    "80": Limits(smem_bytes=164 << 10, block_smem_bytes=163 << 10),
-    "90a": Limits(smem_bytes=228 << 10, block_smem_bytes=227 << 10),
+    "80": Limits(164 << 10, 163 << 10, "A100 SXM", 108, 1.41),
+    "86": _small("A10", 72, 1.695, 16),
+    "89": _small("L40S", 142, 2.52, 24),
+    "90a": Limits(228 << 10, 227 << 10, "H100 SXM", 132, 1.755),
+    "100a": Limits(228 << 10, 227 << 10, "B200", 148, 1.85),
+    "120": _small("RTX 5090", 170, 2.407, 24),
 }
 
 # Of the shared memory, the system keeps this much of every block.
 RESERVED_SMEM_BYTES = 1 << 10
 
-BUDGETS = (
+
+def _spilled(number: int) -> dict[str, int]:
+    return {"86": number, "89": number}
+
+
+# Of the groups of requests that share a prefix, in append_attention.
+_GROUPS = 8 << 10
+
+_OVERLAY = "processors work up to vocabularies of about 220,000 tokens, and fail beyond"
+
+BUDGETS: tuple[Budget, ...] = (
     # common
     # batching
     Budget("gather_output_rows_kernel<*", registers=32, threads=128, blocks_per_sm=16),
@@ -60,8 +101,52 @@ BUDGETS = (
     Budget("rope_append_kv_kernel<*float16, true>", registers=64, threads=128, blocks_per_sm=8),
     Budget("rope_append_kv_kernel<float, true>", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
-    # A tile of rows lives in registers; two blocks of it fill an SM of 90a, one an SM of 80.
-    Budget("append_attention_kernel<*", registers=255, threads=128, smem_bytes=112 << 10),
+    # A tile of rows lives in registers; two blocks of it fill an SM of 90a, one an SM of 80. With
+    # prefixes that requests share 8 KiB more than alone; without a workspace totals come on top.
+    Budget(
+        "append_attention_kernel<*float16, 64, *",
+        registers=255,
+        threads=128,
+        smem_bytes=94544 + _GROUPS,
+        launched_on=LARGE,
+        elsewhere="prefixes shared by requests cannot be given: alone it takes 94,544 bytes",
+    ),
+    Budget("append_attention_kernel<*float16, 96, *", 255, 128, smem_bytes=82256 + _GROUPS),
+    Budget(
+        "append_attention_kernel<*float16, 128, *",
+        registers=255,
+        threads=128,
+        smem_bytes=102736 + _GROUPS,
+        launched_on=LARGE,
+        elsewhere="a fault: 102,736 bytes even alone, so the op fails",
+        spills={"100a": 292, "120": 328},
+    ),
+    Budget("append_attention_kernel<*float16, 256, *", 255, 128, smem_bytes=92496 + _GROUPS),
+    Budget(
+        "append_attention_kernel<float, 64, *",
+        registers=255,
+        threads=128,
+        smem_bytes=110928 + _GROUPS,
+        launched_on=LARGE,
+        elsewhere="a fault: 110,928 bytes even alone, so the op fails",
+    ),
+    Budget("append_attention_kernel<float, 96, *", 255, 128, smem_bytes=74064 + _GROUPS),
+    Budget(
+        "append_attention_kernel<float, 128, *",
+        registers=255,
+        threads=128,
+        smem_bytes=94544 + _GROUPS,
+        launched_on=LARGE,
+        elsewhere="prefixes shared by requests cannot be given: alone it takes 94,544 bytes",
+    ),
+    Budget(
+        "append_attention_kernel<float, 256, *",
+        registers=255,
+        threads=128,
+        smem_bytes=110928 + _GROUPS,
+        launched_on=LARGE,
+        elsewhere="a fault: 110,928 bytes even alone, so the op fails",
+    ),
     # dense
     Budget("linear_stream_kernel<*", 128, threads=128, smem_bytes=80 << 10, blocks_per_sm=2),
     # A wide tile lives in registers: one block of it, with 64 KiB and more in flight, fills an SM.
@@ -72,20 +157,46 @@ BUDGETS = (
         registers=255,
         threads=256,
         smem_bytes=224 << 10,
-        launched_on=("90a",),
+        launched_on=("90a", "100a"),
+        elsewhere="its launcher asks the device and takes tiles of 128 outputs",
     ),
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("mtp_input_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
-    # sampling: 256 threads a block where rows are many, two such blocks to an SM. Under processors
+    # sampling
+    Budget("commit_kernel<*", registers=128, spills={**_spilled(52), "100a": 40}),
+    # 256 threads a block where rows are many, two such blocks to an SM. Under processors
     # (true) a block holds two bits of every token of the largest vocabulary, 448 * 1024.
-    Budget("sample_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
-    Budget("verify_kernel<*, false, *>", registers=128, threads=512, smem_bytes=41 << 10),
+    Budget("sample_kernel<*, false>", 128, 512, smem_bytes=41 << 10, spills=_spilled(12)),
+    Budget("verify_kernel<*, false, *>", 128, 512, smem_bytes=41 << 10, spills=_spilled(12)),
     Budget("top_logprobs_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
-    Budget("sample_kernel<*, true>", registers=128, threads=512, smem_bytes=162 << 10),
-    Budget("verify_kernel<*, true, true>", registers=128, threads=512, smem_bytes=162 << 10),
-    Budget("top_logprobs_kernel<*, true>", registers=128, threads=512, smem_bytes=162 << 10),
+    Budget(
+        "sample_kernel<*, true>",
+        registers=128,
+        threads=512,
+        smem_bytes=162 << 10,
+        launched_on=LARGE,
+        elsewhere=_OVERLAY,
+        spills=_spilled(20),
+    ),
+    Budget(
+        "verify_kernel<*, true, true>",
+        registers=128,
+        threads=512,
+        smem_bytes=162 << 10,
+        launched_on=LARGE,
+        elsewhere=_OVERLAY,
+    ),
+    Budget(
+        "top_logprobs_kernel<*, true>",
+        registers=128,
+        threads=512,
+        smem_bytes=162 << 10,
+        launched_on=LARGE,
+        elsewhere=_OVERLAY,
+        spills=_spilled(40),
+    ),
     # suffix_tree
     Budget("ngram_propose_kernel", registers=64, threads=512, smem_bytes=320, blocks_per_sm=2),
     Budget("ngram_share_kernel", registers=64, threads=512, smem_bytes=128),
@@ -99,6 +210,37 @@ def budget_of(kernel: str, budgets: tuple[Budget, ...] = BUDGETS) -> Budget:
     return next(row for row in budgets if fnmatchcase(kernel, row.kernel))
 
 
+def launch_problems(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
+    """Where a row says that its kernel is launched and it cannot be, or the other way round."""
+    for row in budgets:
+        for arch, limits in LIMITS.items():
+            fits = row.smem_bytes <= limits.block_smem_bytes
+            if fits == (arch in row.launched_on):
+                continue
+            sizes = (
+                f"{row.smem_bytes} bytes of shared memory, a block has {limits.block_smem_bytes}"
+            )
+            if fits:
+                yield f"sm_{arch}: {row.kernel} has room to be launched, its row says it is not"
+            else:
+                yield f"sm_{arch}: {row.kernel} cannot be launched: it asks for {sizes}"
+        if set(LIMITS) - set(row.launched_on) and not row.elsewhere:
+            yield f"{row.kernel} is not launched everywhere, and its row does not say why"
+
+
+def exceptions(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
+    """What is known not to be launched, or to spill, and where."""
+    for row in budgets:
+        missing = [f"sm_{arch}" for arch in LIMITS if arch not in row.launched_on]
+        if missing:
+            yield (
+                f"{row.kernel} asks for {row.smem_bytes} bytes of shared memory, too much for "
+                f"{', '.join(missing)}: {row.elsewhere}"
+            )
+        for arch, number in row.spills.items():
+            yield f"{row.kernel} spills up to {number} bytes on sm_{arch}"
+
+
 def blocks_per_sm(limits: Limits, registers: int, threads: int, smem_bytes: int) -> int:
     """How many blocks an SM holds: what the occupancy calculator says.
 
@@ -110,3 +252,150 @@ def blocks_per_sm(limits: Limits, registers: int, threads: int, smem_bytes: int)
     by_registers = quarter // of_a_warp * 4 // warps
     by_smem = limits.smem_bytes // (smem_bytes + RESERVED_SMEM_BYTES)
     return min(limits.blocks, limits.threads // (warps * 32), by_registers, by_smem)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way round a loop, told by what a warp does on it.
+
+    Attributes:
+        work: how many instructions of each kind; kinds are patterns of opcodes.
+        times: of the ways round that make up the loop's steady state, so many are this one; 0: the
+            loop has this way, too, which others like it have not.
+    """
+
+    work: Mapping[str, int]
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Metered:
+    """A hot loop and what it may cost.
+
+    Attributes:
+        kernel: pattern of the kernel's name.
+        unit: of work, in words.
+        ways: the ways round the loop; each does one unit, or as many as the loop is unrolled by.
+        instructions: the most warp instructions per unit that a warp may issue, by architecture.
+        warps: that work on a unit together.
+        moved_bytes: of memory that a unit must read; 0: the cap is in flops.
+        flops: of a unit.
+        threads: of a block as it is launched; 0: as the launch bounds say.
+        smem_bytes: of a block as it is launched; None: the kernel's budget.
+    """
+
+    kernel: str
+    unit: str
+    ways: tuple[Way, ...]
+    instructions: Mapping[str, int]
+    warps: int
+    moved_bytes: int = 0
+    flops: int = 0
+    threads: int = 0
+    smem_bytes: int | None = None
+
+
+def _per_arch(*most: int) -> dict[str, int]:
+    return dict(zip(ARCHS, most, strict=True))
+
+
+def _attention(
+    head_dim: int, row_tiles: int, smem_bytes: int, instructions: Mapping[str, int]
+) -> Metered:
+    """The loop over tiles of KV of append_attention for two bytes an element."""
+    tokens = 64 if head_dim <= 128 else 32
+    score_tiles, out_tiles = tokens // 32, head_dim // 32
+    hmma = row_tiles * (head_dim // 16 * score_tiles + tokens // 16 * out_tiles)
+    halves = 2 * row_tiles  # a lane has two rows of each tile of 16
+    tile = {
+        "HMMA*": hmma,
+        "LDGSTS*": 2 * tokens * head_dim // 8 // 128,
+        "MUFU.EX2*": halves * (2 * score_tiles + 1),
+    }
+    leaf_end = {**tile, "MUFU.EX2*": tile["MUFU.EX2*"] + 2 * halves}
+    tiles = 256 // tokens  # of a leaf
+    return Metered(
+        f"append_attention_kernel<bfloat16, {head_dim}, true>",
+        f"tile of {tokens} tokens, {16 * row_tiles} rows",
+        (Way(tile, tiles - 1), Way(leaf_end)),
+        instructions,
+        warps=4,
+        moved_bytes=2 * tokens * head_dim * 2,
+        smem_bytes=smem_bytes,
+    )
+
+
+def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2) -> Metered:
+    """The read of a row of logits: maxima, and so many sums of powers, of leaves of 2 KiB."""
+
+    def work(number: int) -> dict[str, int]:
+        return {"LDG*.128*": 4, "MUFU.EX2*": 32 * number, "LDS*": 0}
+
+    ways = [Way(work(sums))]
+    if sums != most:
+        ways.append(Way(work(most), times=0))
+    return Metered(
+        kernel,
+        f"leaf of 2,048 bytes, {sums} sums",
+        tuple(ways),
+        instructions,
+        warps=1,
+        moved_bytes=2048,
+        threads=256,
+        smem_bytes=41 << 10,
+    )
+
+
+def _tiled(tiles: int, rows: int, copies: int, instructions: Mapping[str, int]) -> Metered:
+    return Metered(
+        f"linear_tile_kernel<bfloat16, {tiles}, {rows}>",
+        f"stage of {64 if tiles == 2 else 32} inputs, {64 * tiles} x {rows}",
+        (Way({"HMMA*": 64, "LDGSTS*": copies}),),
+        instructions,
+        warps=rows // 16,
+        flops=64 * 4096 * (rows // 16),
+    )
+
+
+def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Metered:
+    return Metered(
+        f"linear_stream_kernel<bfloat16, {tiles}, {columns}>",
+        f"stage of 64 inputs, {16 * tiles} x {8 * columns}",
+        (Way({"HMMA*": 4 * tiles * columns, "LDGSTS*": 4 * tiles}),),
+        instructions,
+        warps=1,
+        moved_bytes=2048 * tiles,
+    )
+
+
+METERED: tuple[Metered, ...] = (
+    _attention(64, 2, 94544, _per_arch(852, 852, 852, 921, 845, 849)),
+    _attention(64, 4, 94544, _per_arch(1150, 1148, 1148, 1254, 1092, 1120)),
+    _attention(96, 2, 82256, _per_arch(1093, 1093, 1093, 1178, 1151, 1177)),
+    _attention(96, 4, 82256, _per_arch(1423, 1423, 1423, 1529, 1429, 1496)),
+    _attention(128, 2, 102736, _per_arch(1262, 1261, 1261, 1351, 1269, 1296)),
+    _attention(128, 4, 102736, _per_arch(1623, 1624, 1624, 1748, 1574, 1635)),
+    _attention(256, 2, 92496, _per_arch(1263, 1264, 1264, 1356, 1264, 1263)),
+    _streamed(1, 1, _per_arch(65, 66, 66, 64, 67, 68)),
+    _streamed(2, 1, _per_arch(98, 98, 98, 99, 93, 98)),
+    _streamed(1, 2, _per_arch(90, 91, 91, 90, 81, 79)),
+    _streamed(2, 2, _per_arch(141, 141, 141, 137, 129, 137)),
+    _tiled(2, 64, 12, _per_arch(479, 479, 479, 471, 502, 500)),
+    _tiled(2, 128, 8, _per_arch(473, 473, 473, 467, 494, 498)),
+    _tiled(4, 128, 6, _per_arch(401, 401, 401, 402, 454, 457)),
+    _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(155, 155, 155, 154, 124, 141)),
+    _scan("verify_kernel<bfloat16, false, false>", 1, _per_arch(338, 338, 338, 308, 275, 292)),
+    _scan("verify_kernel<bfloat16, false, false>", 2, _per_arch(517, 517, 517, 453, 420, 437)),
+    _scan("verify_kernel<bfloat16, false, true>", 0, _per_arch(155, 155, 155, 156, 125, 142)),
+    _scan("verify_kernel<bfloat16, false, true>", 2, _per_arch(515, 515, 515, 453, 423, 440)),
+    _scan("sample_kernel<bfloat16, false>", 0, _per_arch(155, 155, 155, 154, 124, 141)),
+    _scan("sample_kernel<bfloat16, false>", 2, _per_arch(517, 517, 517, 453, 420, 437)),
+    _scan(
+        "top_logprobs_kernel<bfloat16, false>", 1, _per_arch(336, 336, 336, 304, 273, 290), most=1
+    ),
+)
+
+
+def metered_in(kernel: str, rows: tuple[Metered, ...] = METERED) -> Iterator[Metered]:
+    """The loops of a kernel that have a budget."""
+    return (row for row in rows if fnmatchcase(kernel, row.kernel))

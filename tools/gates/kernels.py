@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tools.cuda_toolkit import ROOT, nvcc_version
-from tools.gates.budgets import BUDGETS, LIMITS, Budget, blocks_per_sm, budget_of
+from tools.gates.budgets import BUDGETS, LARGE, LIMITS, Budget, blocks_per_sm, budget_of
 
 
 @dataclass(frozen=True)
@@ -179,17 +179,20 @@ def ptx_problems(ptx: str) -> Iterator[str]:
 
 def judge(kernel: Kernel, budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
     """What a kernel takes beyond its budget, in words."""
-    if kernel.spill_bytes:
+    budget = budget_of(kernel.name, budgets)
+    known = budget.spills.get(kernel.arch, 0) if kernel.entry else 0
+    if kernel.spill_bytes > known:
         yield f"spills {kernel.spill_bytes} bytes"
-    if kernel.stack_bytes:
+    if kernel.stack_bytes and not known:
         yield f"keeps a stack frame of {kernel.stack_bytes} bytes"
     if not kernel.entry:
         return
-    budget = budget_of(kernel.name, budgets)
     if kernel.smem_bytes:
         yield f"owns {kernel.smem_bytes} bytes of static shared memory"
-    if kernel.registers > budget.registers:
-        yield f"takes {kernel.registers} registers, its budget is {budget.registers}"
+    # Fewer threads share the registers of a smaller SM.
+    most = min(255, budget.registers * 2048 // LIMITS[kernel.arch].threads)
+    if kernel.registers > most:
+        yield f"takes {kernel.registers} registers, its budget is {most}"
     if kernel.threads is None:
         yield "has no __launch_bounds__"
         return
@@ -201,5 +204,6 @@ def judge(kernel: Kernel, budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str
     if budget.smem_bytes > limits.block_smem_bytes:
         yield f"has a budget of {budget.smem_bytes} bytes, a block has {limits.block_smem_bytes}"
     fits = blocks_per_sm(limits, kernel.registers, kernel.threads, budget.smem_bytes)
-    if fits < budget.blocks_per_sm:
-        yield f"fits an SM {fits} times, its budget says {budget.blocks_per_sm}"
+    wanted = budget.blocks_per_sm if kernel.arch in LARGE else 1
+    if fits < wanted:
+        yield f"fits an SM {fits} times, its budget says {wanted}"

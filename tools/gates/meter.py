@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meters the hot loops of compiled kernels: instructions per unit of work, and what they cap.
+
+Two caps: by the busiest pipe, as if it never waited, and by a replay of the loop with its own stall
+counts and barriers and as many warps as fit (replay.py). Memory is free in both, so they say what
+the instructions allow, never what a kernel reaches. docs/meter.md has what follows from that.
+"""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tools.gates import pipes, replay, sass, walk
+from tools.gates.budgets import LIMITS, Metered, blocks_per_sm, budget_of, metered_in
+from tools.gates.kernels import Compiled, Kernel, demangle
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A hot loop, as compiled.
+
+    Attributes:
+        kernel: its name.
+        arch: what it is compiled for.
+        unit: of work.
+        address: of the loop, in the kernel.
+        instructions: that a warp issues per unit.
+        budget: of these.
+        classes: the same by what they are for.
+        pipes: cycles of an SM per unit by what they occupy; `issue` is all of them.
+        replayed: cycles of an SM per unit in the replay.
+        smem_bytes: of a block.
+        blocks: that an SM holds at once; 0: it cannot be launched, and is replayed with one.
+        warps: of one scheduler.
+        amount: bytes or flops of a unit.
+        is_flops: which of the two.
+    """
+
+    kernel: str
+    arch: str
+    unit: str
+    address: int
+    instructions: float
+    budget: int
+    classes: dict[str, float]
+    pipes: dict[str, float]
+    replayed: float
+    smem_bytes: int
+    blocks: int
+    warps: int
+    amount: int
+    is_flops: bool
+
+    @property
+    def bound(self) -> str:
+        """The busiest pipe."""
+        return max(self.pipes, key=lambda name: self.pipes[name])
+
+    def cap(self, cycles: float) -> float:
+        """TB/s or TFLOP/s of the whole card, if an SM takes so many cycles a unit."""
+        limits = LIMITS[self.arch]
+        return self.amount * limits.sms * limits.ghz / cycles / 1000
+
+    def problems(self) -> Iterator[str]:
+        """What it costs beyond its budget, in words."""
+        if math.ceil(self.instructions) > self.budget:
+            yield (
+                f"issues {self.instructions:.0f} instructions per {self.unit} in the loop at "
+                f"0x{self.address:x}, its budget is {self.budget}"
+            )
+
+
+@dataclass(frozen=True)
+class Metering:
+    """All metered loops of one source and architecture, and what is wrong with them."""
+
+    measured: tuple[Measured, ...]
+    problems: tuple[str, ...]
+
+
+def meter(nvdisasm: Path, compiled: Compiled, folder: Path) -> Metering:
+    """Meters a compiled source, or takes the result of an equal one."""
+    wanted = [k for k in compiled.kernels if k.entry and any(metered_in(k.name))]
+    cubin = folder / "kernel.cubin"
+    if not wanted or not cubin.exists():
+        return Metering((), ())
+    saved, key = folder / "meter.json", _key(cubin, nvdisasm)
+    if saved.exists():
+        result = json.loads(saved.read_text())
+        if result["key"] == key:
+            loops = tuple(Measured(**loop) for loop in result["measured"])
+            return Metering(loops, tuple(result["problems"]))
+    symbols = list(sass.kernel_symbols(cubin.read_bytes()))
+    names = demangle([name for _, name in symbols])
+    by_name = {name: symbol for (symbol, _), name in zip(symbols, names, strict=True)}
+    functions = sass.disassemble(nvdisasm, cubin, [by_name[kernel.name] for kernel in wanted])
+    by_mangled = {mangled: name for (_, mangled), name in zip(symbols, names, strict=True)}
+    measured: list[Measured] = []
+    problems: list[str] = []
+    for kernel in wanted:
+        function = next(f for f in functions if by_mangled[f.name] == kernel.name)
+        for row in metered_in(kernel.name):
+            found = list(meter_loops(function, kernel, row))
+            measured += found
+            if not found:
+                problems.append(f"{kernel.name}: no loop does the work of a {row.unit}")
+        problems += [f"{kernel.name}: {text}" for text in strangers(function, kernel, measured)]
+    saved.write_text(
+        json.dumps(
+            {"key": key, "measured": [asdict(loop) for loop in measured], "problems": problems}
+        )
+    )
+    return Metering(tuple(measured), tuple(problems))
+
+
+def _key(cubin: Path, nvdisasm: Path) -> str:
+    digest = hashlib.sha256(cubin.read_bytes() + str(nvdisasm.stat().st_size).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def meter_loops(function: sass.Function, kernel: Kernel, row: Metered) -> Iterator[Measured]:
+    """The innermost loops that do a row's work; more than one where the kernel holds copies.
+
+    Only where no loop does one unit a turn, one that is unrolled is looked for.
+    """
+    for units in (1, 2, 4):
+        taken: list[sass.Loop] = []
+        for loop in sorted(function.loops, key=lambda loop: len(loop.blocks)):
+            if any(inner.blocks <= loop.blocks for inner in taken):
+                continue
+            walks = _walks(function, loop, row, units)
+            if walks:
+                taken.append(loop)
+                yield _measure(walks, kernel, row)
+        if taken:
+            return
+
+
+def _walks(function: sass.Function, loop: sass.Loop, row: Metered, units: int) -> list[walk.Walk]:
+    """One per way of the row; none where the loop lacks any of them."""
+    walks = []
+    for way in row.ways:
+        found = walk.find_walk(function, loop, way.work, units)
+        if found is None:
+            return []
+        walks.append(found)
+    return walks
+
+
+def _measure(walks: list[walk.Walk], kernel: Kernel, row: Metered) -> Measured:
+    rates, limits = pipes.RATES[kernel.arch], LIMITS[kernel.arch]
+    # In the order in which they happen: the last way ends what the first ones go on with.
+    steady = [(way.times, one) for way, one in zip(row.ways, walks, strict=True)]
+    trace = [i for times, one in steady for _ in range(times) for i in one.trace]
+    units = sum(times * one.units for times, one in steady)
+    classes = Counter(pipes.classify(trace))
+    busy = dict.fromkeys(pipes.PIPES, 0.0)
+    for instruction in trace:
+        pipe, cycles = pipes.pipe_of(instruction, rates)
+        busy["issue"] += 1
+        if pipe:
+            busy[pipe] += cycles
+    threads = row.threads or kernel.threads or 32
+    smem_bytes = budget_of(kernel.name).smem_bytes if row.smem_bytes is None else row.smem_bytes
+    blocks = blocks_per_sm(limits, kernel.registers, threads, smem_bytes)
+    if smem_bytes > limits.block_smem_bytes:
+        blocks = 0
+    of_block = max(1, threads // 128)
+    warps = max(1, blocks) * of_block
+    turn = replay.cycles_per_turn(trace, rates, warps, of_block)
+    return Measured(
+        kernel=kernel.name,
+        arch=kernel.arch,
+        unit=row.unit,
+        address=walks[0].address,
+        instructions=len(trace) / units,
+        budget=row.instructions[kernel.arch],
+        classes={name: classes[name] / units for name in pipes.CLASSES},
+        pipes={name: cycles * row.warps / 4 / units for name, cycles in busy.items()},
+        replayed=turn * row.warps / (4 * warps) / units,
+        smem_bytes=smem_bytes,
+        blocks=blocks,
+        warps=warps,
+        amount=row.moved_bytes or row.flops,
+        is_flops=not row.moved_bytes,
+    )
+
+
+def strangers(function: sass.Function, kernel: Kernel, measured: list[Measured]) -> Iterator[str]:
+    """Innermost loops that use tensor cores and that no row of the table knows."""
+    known = {loop.address for loop in measured if loop.kernel == kernel.name}
+    for loop in function.loops:
+        inner = [other for other in function.loops if other.blocks < loop.blocks]
+        number = sum(i.name == "HMMA" for index in loop.blocks for i in function.blocks[index].body)
+        if not number or any(_has_tensor(function, other) for other in inner):
+            continue
+        address = function.blocks[loop.header].address
+        if address not in known:
+            yield f"the loop at 0x{address:x} with {number} HMMA is in no row of METERED"
+
+
+def _has_tensor(function: sass.Function, loop: sass.Loop) -> bool:
+    return any(i.name == "HMMA" for index in loop.blocks for i in function.blocks[index].body)
+
+
+def print_meter(loops: list[Measured], arch: str) -> None:
+    """A line per loop of an architecture, below its kernel and unit of work."""
+    loops = [loop for loop in loops if loop.arch == arch]
+    if not loops:
+        return
+    limits, assumed = LIMITS[arch], pipes.RATES[arch].assumed
+    print(
+        f"\nhot loops, sm_{arch} as {limits.card}: {limits.sms} SMs at {limits.ghz} GHz, at most "
+        f"{limits.block_smem_bytes} bytes of shared memory a block"
+        f"{f'; assumed: {assumed}' if assumed else ''}"
+    )
+    print(
+        f"{'':16} {'warp instructions per unit of work':>74} | "
+        f"{'cycles of an SM per unit':^55} | cap"
+    )
+    print(
+        f"  {'loop at':8} {'all':>6} {'budget':>6}"
+        + "".join(f"{name:>8}" for name in pipes.CLASSES)
+        + "   |"
+        + "".join(f"{name:>8}" for name in (*pipes.PIPES, "replay"))
+        + " | by pipe  replay"
+    )
+    heading = ""
+    for loop in loops:
+        fits = f"{loop.blocks} to an SM" if loop.blocks else "CANNOT BE LAUNCHED"
+        sizes = f"{loop.smem_bytes} bytes a block, {fits}, {loop.warps} warps a scheduler"
+        if heading != (heading := f"{loop.kernel}: {loop.unit}; {sizes}"):
+            print(heading)
+        print(_line(loop))
+
+
+def _line(loop: Measured) -> str:
+    kind = "TFLOP/s" if loop.is_flops else "TB/s"
+    cycles = [*(loop.pipes[name] for name in pipes.PIPES), loop.replayed]
+    caps = [loop.cap(loop.pipes[loop.bound]), loop.cap(loop.replayed)]
+    return (
+        f"  0x{loop.address:<6x} {loop.instructions:6.0f} {loop.budget:6}"
+        + "".join(f"{loop.classes[name]:8.0f}" for name in pipes.CLASSES)
+        + "   |"
+        + "".join(f"{number:8.0f}" for number in cycles)
+        + " |"
+        + "".join(f"{cap:8.0f}" if loop.is_flops else f"{cap:8.2f}" for cap in caps)
+        + f" {kind}, {loop.bound}"
+    )
