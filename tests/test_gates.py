@@ -2,6 +2,7 @@
 """The gates of CUDA kernels (tools/gates): each is shown what it must refuse."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,15 +123,14 @@ def test_a_smaller_sm_must_hold_one_block() -> None:
 def test_registers_in_proportion_to_the_threads_of_an_sm() -> None:
     row = Budget("*", registers=96)
     for arch, registers, good in (("90a", 97, False), ("89", 128, True), ("89", 129, False)):
-        kernel = Kernel(**{**vars(GOOD), "arch": arch, "registers": registers})
+        kernel = replace(GOOD, arch=arch, registers=registers)
         assert (not list(judge(kernel, (row,)))) == good
 
 
 def test_known_spills_are_bounded() -> None:
     row = Budget("*", registers=96, spills={"120": 8})
     for arch, spill_bytes, good in (("120", 8, True), ("120", 12, False), ("80", 8, False)):
-        changes = {"arch": arch, "spill_bytes": spill_bytes, "stack_bytes": 8}
-        kernel = Kernel(**{**vars(GOOD), **changes})  # type: ignore[arg-type]
+        kernel = replace(GOOD, arch=arch, spill_bytes=spill_bytes, stack_bytes=8)
         assert (not list(judge(kernel, (row,)))) == good
 
 

@@ -69,21 +69,10 @@ _FP32 = frozenset({"FADD", "FMUL", "FFMA", "FADD32I", "FMUL32I", "FFMA32I", "FAD
 _INTEGER = frozenset(
     {
         *("IADD3", "IADD", "VIADD", "IMAD", "LEA", "LOP3", "SHF", "ISETP", "SEL", "IABS", "PRMT"),
-        *(
-            "SGXT",
-            "BMSK",
-            "VIMNMX",
-            "IMNMX",
-            "LOP",
-            "SHL",
-            "SHR",
-            "PLOP3",
-            "UIADD3",
-            "UIMAD",
-            "ULEA",
-        ),
-        *("ULOP3", "USHF", "UISETP", "USEL", "UPRMT", "UPLOP3", "USGXT", "UFLO", "UPOPC", "ULOP"),
-        *("IADD64", "UIADD3X", "VIADDMNMX", "UVIADD", "USHL", "UVIMNMX", "VIMNMX3", "UIADD64"),
+        *("SGXT", "BMSK", "VIMNMX", "IMNMX", "LOP", "SHL", "SHR", "PLOP3", "UIADD3", "UIMAD"),
+        *("ULEA", "ULOP3", "USHF", "UISETP", "USEL", "UPRMT", "UPLOP3", "USGXT", "UFLO", "UPOPC"),
+        *("ULOP", "IADD64", "UIADD3X", "VIADDMNMX", "UVIADD", "USHL", "UVIMNMX", "VIMNMX3"),
+        "UIADD64",
     }
 )
 

@@ -183,10 +183,10 @@ class DraftSelector:
             parents: of the verified drafts; None: they are chains.
             others: as in `select`.
         """
-        counted = {}
+        counted: set[Method] = set()
         for index, (state, own, path) in enumerate(zip(states, verified, accepted, strict=True)):
             if own:
-                counted[state.method] = True
+                counted.add(state.method)
                 decided = own[: len(path) + 1]
                 if parents is not None:
                     reached = {-1, *path}

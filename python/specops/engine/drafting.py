@@ -211,8 +211,9 @@ class Drafting:
         states_of = self._states
         if self._verified is None:
             resting = [state for part in parts if (state := states_of.get(part.request))]
-            self._selector.rest(resting)
-            self._all_rest = not any(state.drafts for state in resting)
+            if resting:
+                self._selector.rest(resting)
+                self._all_rest = not any(state.drafts for state in resting)
             return len(resting)
         if not self._verified:
             return 0
