@@ -89,7 +89,16 @@ struct AttentionBlock {
   __device__ __forceinline__ int group() const {
     return static_cast<int>(params.num_qo_heads / params.num_kv_heads);
   }
-  __device__ __forceinline__ static int leaf_of(int tile) { return tile * kTile / kLeaf; }
+  __device__ __forceinline__ static int leaf_of(int tile) {
+    return static_cast<int>(static_cast<unsigned>(tile) * kTile / kLeaf);
+  }
+  // The first tile of the unit, and its last.
+  __device__ __forceinline__ int first_tile() const {
+    return static_cast<int>(static_cast<unsigned>(unit.begin) / kTile);
+  }
+  __device__ __forceinline__ int last_tile() const {
+    return static_cast<int>(static_cast<unsigned>(unit.end - 1) / kTile);
+  }
 
   // Packed row -> row of q and out, query head of the KV head.
   __device__ __forceinline__ int64_t item_of(int row) const {
@@ -107,10 +116,10 @@ struct AttentionBlock {
   // ---- shared memory ----
 
   __device__ __forceinline__ unsigned char* k_slot(int tile) const {
-    return smem + Shape::kRing + tile % kStages * Shape::kTileBytes;
+    return smem + Shape::kRing + (tile & (kStages - 1)) * Shape::kTileBytes;
   }
   __device__ __forceinline__ unsigned char* v_slot(int tile) const {
-    return smem + Shape::kRing + (kStages + tile % kStages) * Shape::kTileBytes;
+    return smem + Shape::kRing + (kStages + (tile & (kStages - 1))) * Shape::kTileBytes;
   }
 
   // The running maximum of a leaf after a tile, by row, in turns like chunk_sums.

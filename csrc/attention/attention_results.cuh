@@ -37,7 +37,7 @@ __device__ __forceinline__ void write_rows(const Block& block,
   if (unit.leaf_stride != 0) {
     state += (block.leaf_of(tile) - unit.begin / Block::kLeaf) * unit.leaf_stride;
   }
-  int thread = thread_index();
+  unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {

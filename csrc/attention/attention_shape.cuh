@@ -19,6 +19,9 @@ struct AttentionShape {
   static constexpr int kOutTiles = kHeadDim / kAttentionWarps / 8;  // of 8 columns, per warp
   static constexpr int kStages = kRowBytes <= 128 ? 4 : kRowBytes <= 512 ? 2 : 1;
   static constexpr int kVectors = kRowBytes / 16;  // of 16 bytes, per token
+  // Threads that copy one row of a tile, and rows that all copy at once.
+  static constexpr int kCopyLanes = kVectors % 16 == 0 ? 16 : kVectors % 8 == 0 ? 8 : 4;
+  static constexpr int kCopyRows = kAttentionThreads / kCopyLanes;
   static constexpr int kProbVectors = kTile * static_cast<int>(sizeof(T)) / 16;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kTilesPerChunk = kChunkTokens / kTile;
@@ -65,7 +68,7 @@ __device__ __forceinline__ int opaque(int x) {
   ptx::forget(word);
   return static_cast<int>(word);
 }
-__device__ __forceinline__ int thread_index() { return opaque(threadIdx.x); }
+__device__ __forceinline__ unsigned thread_index() { return opaque(threadIdx.x); }
 
 // The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
 // begin at vector 0 or 1.

@@ -218,8 +218,39 @@ __device__ __forceinline__ void run_turns(const Block& block) {
   }
 }
 
+// What the requests from `first_request` on leave to do, at most kPlanned of them, as turns.
 template <typename Block>
-__device__ __forceinline__ void run_shared(const Block& block) {
+__device__ __forceinline__ void plan_turns(const Block& block, int64_t first_request) {
+  using Shape = typename Block::Shape;
+  Turns& turns = block.turns;
+  // Used so far, and the units of the requests before, modulo the grid.
+  bool begins = first_request == 0;
+  int counters = begins ? 0 : turns.counters, quads = begins ? 0 : turns.quads;
+  int base = begins ? 0 : turns.base;
+  int units = make_plan<Shape::kRows>(
+      block.launch, block.plan, first_request, counters, quads, &turns.row_end);
+  int blocks = static_cast<int>(gridDim.x);
+  // Units go to the blocks in turn. What is left for a wave of few blocks is cut into leaves.
+  int tail = (base + units) % blocks;
+  bool cuts = first_request + kPlanned >= block.params.batch &&
+              tail <= min(block.launch.tail_units, units);
+  int parts = kChunkLeaves;  // of a chunk that is cut: as many as run at once
+  while (parts > 2 && tail * parts > blocks) parts /= 2;
+  if (threadIdx.x == 0) {
+    turns.first_request = first_request;
+    turns.tail_begin = cuts ? units - tail : units;
+    turns.end = cuts ? units - tail + tail * parts : units;
+    turns.part_leaves = kChunkLeaves / parts;
+    turns.now = (static_cast<int>(blockIdx.x) - base + blocks) % blocks - blocks;
+    turns.counters = counters;
+    turns.quads = quads;
+    turns.base = tail;
+  }
+}
+
+// What groups of requests share, as turns.
+template <typename Block>
+__device__ __forceinline__ void plan_shared_turns(const Block& block) {
   using Shape = typename Block::Shape;
   int units = plan_groups<Shape::kRows>(block.launch,
                                         block.plan,
@@ -230,40 +261,20 @@ __device__ __forceinline__ void run_shared(const Block& block) {
     block.turns.now = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     block.turns.end = units;
   }
-  run_turns(block);
 }
 
 template <typename Block>
 __device__ __forceinline__ void run_all(const Block& block) {
-  using Shape = typename Block::Shape;
-  Turns& turns = block.turns;
-  if (block.launch.is_shared_launch) return run_shared(block);
-  if (threadIdx.x == 0) turns.row_end = 0;
+  if (threadIdx.x == 0) block.turns.row_end = 0;
   __syncthreads();
-  for (int64_t first = 0; first < block.params.batch; first = turns.first_request + kPlanned) {
-    // Used so far, and the units of the requests before, modulo the grid.
-    int counters = first == 0 ? 0 : turns.counters, quads = first == 0 ? 0 : turns.quads;
-    int base = first == 0 ? 0 : turns.base;
-    int units =
-        make_plan<Shape::kRows>(block.launch, block.plan, first, counters, quads, &turns.row_end);
-    int blocks = static_cast<int>(gridDim.x);
-    // Units go to the blocks in turn. What is left for a wave of few blocks is cut into leaves.
-    int tail = (base + units) % blocks;
-    bool cuts =
-        first + kPlanned >= block.params.batch && tail <= min(block.launch.tail_units, units);
-    int parts = kChunkLeaves;  // of a chunk that is cut: as many as run at once
-    while (parts > 2 && tail * parts > blocks) parts /= 2;
-    if (threadIdx.x == 0) {
-      turns.first_request = first;
-      turns.tail_begin = cuts ? units - tail : units;
-      turns.end = cuts ? units - tail + tail * parts : units;
-      turns.part_leaves = kChunkLeaves / parts;
-      turns.now = (static_cast<int>(blockIdx.x) - base + blocks) % blocks - blocks;
-      turns.counters = counters;
-      turns.quads = quads;
-      turns.base = tail;
+  for (int64_t first = 0; first < block.params.batch; first = block.turns.first_request + kPlanned) {
+    if (block.launch.is_shared_launch) {
+      plan_shared_turns(block);
+    } else {
+      plan_turns(block, first);
     }
     run_turns(block);
+    if (block.launch.is_shared_launch) return;
   }
   zero_padding(block);
 }
