@@ -17,7 +17,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Sizes {
   int64_t totals;        // floats
   int64_t leaf;          // floats of one leaf's state
-  int64_t tail_units;    // chunks that may be cut into leaves
+  int64_t tail_units;    // chunks that may be cut
+  int leaf_cost;         // of one with a state
   int64_t chunk_states;  // floats
 };
 
@@ -29,10 +30,13 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
   Sizes sizes;
   sizes.totals = int64_t{sms} * kAttentionBlocksPerSm *
                  (kAttentionThreads * (tile_rows / 16) * (shape.head_dim / 8 + 4));
-  // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
   int64_t rows = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * group;
   rows = rows < tile_rows ? rows : tile_rows;
-  sizes.tail_units = ceil_div(sms * (80 - 48 * rows / tile_rows), 64);
+  // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
+  sizes.leaf_cost = kLeafCost + static_cast<int>(kLeafCost / 4 * rows / 64);
+  int blocks = sms * kAttentionBlocksPerSm, tail = blocks - 1;
+  while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost) == 1) --tail;
+  sizes.tail_units = tail < kCounters / 2 ? tail : kCounters / 2;
   int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
   sizes.leaf = ceil_div(most, 2) * 2 * (shape.head_dim + 2);
   int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
@@ -102,12 +106,14 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
   // What is missing is not split; the totals then live in shared memory.
   AttentionLaunch launch_params{};
   launch_params.params = params;
+  launch_params.group = static_cast<int>(params.num_qo_heads / params.num_kv_heads);
   launch_params.leaf_floats = sizes.leaf;
+  launch_params.leaf_cost = sizes.leaf_cost;
   float* next = params.workspace;
   int64_t left = params.workspace == nullptr ? 0 : params.workspace_size;
   if (left >= kCounters) {
     launch_params.counters = reinterpret_cast<int32_t*>(next);
-    launch_params.num_counters = kCounters;
+    launch_params.num_counters = static_cast<int>(kCounters - sizes.tail_units);
     next += kCounters;
     left -= kCounters;
     if (left >= sizes.totals) {

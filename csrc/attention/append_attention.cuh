@@ -38,7 +38,7 @@ namespace specops {
 // Source:  Dao et al. 2022, 2023 (FlashAttention); Ye et al. 2025 (FlashInfer: packed groups).
 template <typename T, int kHeadDim, bool kExact = true>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
-    append_attention_kernel(AttentionLaunch launch) {
+    append_attention_kernel(const __grid_constant__ AttentionLaunch launch) {
   run_all(AttentionBlock<T, kHeadDim, kExact>(launch));
 }
 

@@ -33,7 +33,8 @@ struct Unit {
   int64_t leaf_stride;  // not 0: every leaf has a state of its own, so many floats apart
   // How the sequence of this tile and head is split: chunks before first_cut are one unit each, the
   // others are cut into parts; first_tail is the number of chunk first_cut among the chunks so cut.
-  int arrivals;  // units that are not empty; 0: nobody waits for the state
+  int parts;     // of the unit's chunk that are not empty
+  int arrivals;  // chunks of the sequence; 0: nobody waits for the state
   int first_cut, first_tail;
   int64_t batch_idx;
   int shared, first_chunk;  // of the request
@@ -86,9 +87,7 @@ struct AttentionBlock {
         ints, ints + kPlanned, ints + 2 * kPlanned, reinterpret_cast<int*>(smem + Shape::kScan)};
   }
 
-  __device__ __forceinline__ int group() const {
-    return static_cast<int>(params.num_qo_heads / params.num_kv_heads);
-  }
+  __device__ __forceinline__ int group() const { return launch.group; }
   __device__ __forceinline__ static int leaf_of(int tile) {
     return static_cast<int>(static_cast<unsigned>(tile) * kTile / kLeaf);
   }

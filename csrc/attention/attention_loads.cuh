@@ -12,23 +12,22 @@ namespace specops {
 template <typename Block>
 __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   using Shape = typename Block::Shape;
-  int* table = reinterpret_cast<int*>(block.smem + Shape::kTable) + (chunk & 1) * kChunkBlocks;
-  for (int i = threadIdx.x; i < kChunkBlocks; i += kAttentionThreads) {
-    int token = chunk * kChunkTokens + i * kPageBlock;
-    int place = -1;
-    if (token < block.unit.load_end && token + kPageBlock > block.unit.load_begin) {
-      int page_size = static_cast<int>(block.params.page_size);
-      int entry = block.unit.request.kv_begin + token / page_size;
-      int page = block.params.kv_indices[entry];
-      Fault fault = fault_of_page(block.params, entry, page);
-      if (fault.found()) {
-        report_error(block.params.error, fault.code);
-      } else {
-        place = page * (page_size / kPageBlock) + token % page_size / kPageBlock;
-      }
+  static_assert(kChunkBlocks == kAttentionThreads);
+  int token = chunk * kChunkTokens + static_cast<int>(threadIdx.x) * kPageBlock;
+  int place = -1;
+  if (token < block.unit.load_end && token + kPageBlock > block.unit.load_begin) {
+    int page_size = static_cast<int>(block.params.page_size);
+    int entry = block.unit.request.kv_begin + token / page_size;
+    int page = block.params.kv_indices[entry];
+    Fault fault = fault_of_page(block.params, entry, page);
+    if (fault.found()) {
+      report_error(block.params.error, fault.code);
+    } else {
+      place = page * (page_size / kPageBlock) + token % page_size / kPageBlock;
     }
-    table[i] = place;
   }
+  int* table = reinterpret_cast<int*>(block.smem + Shape::kTable) + (chunk & 1) * kChunkBlocks;
+  table[threadIdx.x] = place;
 }
 
 // A thread's part of the copy of a tile: from row `row` every kCopyRows-th row, and of these from
@@ -90,8 +89,8 @@ __device__ __forceinline__ void load_tile(const Block& block,
   Share share(thread_index());
   unsigned token_bytes = static_cast<unsigned>(block.params.num_kv_heads) * Shape::kRowBytes;
   unsigned block_bytes = kPageBlock * token_bytes;
-  unsigned first_byte = block.unit.head * Shape::kRowBytes + share.vector * 16 +
-                        share.row % kPageBlock * token_bytes;
+  unsigned first_byte =
+      block.unit.head * Shape::kRowBytes + share.vector * 16 + share.row % kPageBlock * token_bytes;
   const unsigned char* source = static_cast<const unsigned char*>(cache) + first_byte;
   unsigned char* target = slot + share.place();
   const int* table = reinterpret_cast<const int*>(block.smem + Shape::kTable) +
@@ -123,7 +122,8 @@ __device__ __forceinline__ void load_tile(const Block& block,
     bool valid = place >= 0 && row >= begin && row < end;
     const unsigned char* from = source;
     if (valid) {
-      from = ptx::advance(source + pass * kRowsAtOnce % kPageBlock * token_bytes, place, block_bytes);
+      from =
+          ptx::advance(source + pass * kRowsAtOnce % kPageBlock * token_bytes, place, block_bytes);
     }
 #pragma unroll
     for (int step = 0; step < Share::kSteps; ++step) {
@@ -140,7 +140,9 @@ __device__ __forceinline__ void load_queries(const Block& block) {
   using T = typename Block::Element;
   Unit& unit = block.unit;
   int2* seen = reinterpret_cast<int2*>(block.smem + Shape::kSeen);
-  for (int row = threadIdx.x; row < 16 * kRowTiles; row += kAttentionThreads) {
+  static_assert(16 * kRowTiles <= kAttentionThreads);
+  if (threadIdx.x < 16 * kRowTiles) {
+    int row = threadIdx.x;
     int packed = unit.first_row + min(row, unit.rows - 1);
     int position = unit.request.kv_len - unit.request.qo_len + packed / block.group();
     seen[row] = make_int2(window_begin(block.params, position), position + 1);

@@ -61,14 +61,16 @@ struct Group {
 // What the launcher adds to the arguments: the workspace cut into its parts.
 struct AttentionLaunch {
   AppendAttentionParams params;
-  int32_t* counters;    // [num_counters], zero between launches
+  int group;            // query heads of a KV head
+  int32_t* counters;    // [num_counters + tail_units], zero between launches
   float* totals;        // [blocks, kTotalFloats]; nullptr: in shared memory
   float* leaf_states;   // [tail_units * kChunkLeaves, leaf_floats]
   float* chunk_states;  // 4 * chunk_capacity floats
   int64_t leaf_floats;  // of the largest tile of one leaf
-  int num_counters;
-  int tail_units;      // at most so many chunks of the last wave are cut into leaves
-  int chunk_capacity;  // in units of four floats
+  int num_counters;     // of sequences; those of chunks that are cut come after them
+  int tail_units;       // at most so many chunks of the last wave are cut
+  int leaf_cost;        // of a leaf with a state of its own; of others: kLeafCost
+  int chunk_capacity;   // in units of four floats
   // With shared prefixes one launch reduces what groups share, and the next one all else.
   Group* groups;         // [num_prefix_levels, batch], by leader; nullptr: nothing is shared
   float* shared_states;  // 4 * shared_capacity floats
@@ -77,6 +79,25 @@ struct AttentionLaunch {
 };
 
 // ---- the plan ----
+
+// What it costs to read a leaf. A state to be written and read again costs a quarter of it for 64
+// rows of head_dim 128, if L2 gives twice the bandwidth of memory.
+constexpr int kLeafCost = 16;
+
+// Into how many parts the chunks of the last wave are cut: `tail` of them for `blocks` blocks. The
+// least time counts: of the waves that the parts take, and of their states.
+SPECOPS_HOST_DEVICE int parts_of_tail(int tail, int blocks, int leaf_cost) {
+  int best = 1, least = kChunkLeaves * kLeafCost;
+  for (int parts = 2; tail > 0 && parts <= kChunkLeaves; parts *= 2) {
+    int waves = (tail * parts + blocks - 1) / blocks;
+    int cost = waves * (kChunkLeaves / parts) * leaf_cost;
+    if (cost < least) {
+      best = parts;
+      least = cost;
+    }
+  }
+  return best;
+}
 
 // What the index arrays say of a request; one that contradicts itself is invalid and yields zeros.
 struct Request {
@@ -136,11 +157,11 @@ struct Demand {
 };
 
 template <int kRows>
-__device__ __forceinline__ Demand demand_of(const AppendAttentionParams& params,
+__device__ __forceinline__ Demand demand_of(const AttentionLaunch& launch,
                                             const Request& request,
                                             int shared) {
-  int group = static_cast<int>(params.num_qo_heads / params.num_kv_heads);
-  int64_t packed = int64_t{request.qo_len} * group;
+  const AppendAttentionParams& params = launch.params;
+  int64_t packed = int64_t{request.qo_len} * launch.group;
   Demand demand;
   demand.tiles = static_cast<int>((packed + kRows - 1) / kRows);
   int first = request.valid ? window_begin(params, request.kv_len - request.qo_len) : 0;
@@ -220,7 +241,7 @@ __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
     if (request.qo_len == 0) continue;
     atomicMax(row_end, request.qo_begin + request.qo_len);
     int shared = request.valid ? shared_leaves(launch, batch_idx) : 0;
-    demand[i] = demand_of<kRows>(params, request, shared);
+    demand[i] = demand_of<kRows>(launch, request, shared);
     if (!demand[i].may_split()) continue;
     counters += demand[i].sequences;
     quads += quads_of(demand[i], launch.chunk_capacity);
@@ -277,7 +298,6 @@ __device__ __forceinline__ int plan_groups(
     const AttentionLaunch& launch, const Plan& plan, Group* list, int* scratch, int scratch_ints) {
   const AppendAttentionParams& params = launch.params;
   int batch = static_cast<int>(params.batch), levels = static_cast<int>(params.num_prefix_levels);
-  int group_heads = static_cast<int>(params.num_qo_heads / params.num_kv_heads);
   int heads = static_cast<int>(params.num_kv_heads);
   int thread = threadIdx.x;
   bool leaves_table = blockIdx.x == 0;
@@ -291,8 +311,10 @@ __device__ __forceinline__ int plan_groups(
                    at + 4 * batch,
                    at + 5 * batch,
                    at + 6 * batch};
+#pragma unroll 1
     for (int level = 0; level < levels; ++level) {
       __syncthreads();
+#pragma unroll 1
       for (int b = thread; b < batch; b += kAttentionThreads) {
         sums.first_position[b] = INT32_MAX;
         sums.last_position[b] = sums.members[b] = sums.row_end[b] = 0;
@@ -300,6 +322,7 @@ __device__ __forceinline__ int plan_groups(
         sums.before[b] = level == 0 ? 0 : sums.shared[leader_of(params, level - 1, b)];
       }
       __syncthreads();
+#pragma unroll 1
       for (int b = thread; b < batch; b += kAttentionThreads) {
         Request request = load_request(params, b);
         if (request.qo_len == 0) continue;
@@ -312,6 +335,7 @@ __device__ __forceinline__ int plan_groups(
         atomicMax(&sums.row_end[leader], request.qo_begin + request.qo_len);
       }
       __syncthreads();
+#pragma unroll 1
       for (int first = 0; first < batch; first += kAttentionThreads) {
         int b = first + thread;
         Group group{};
@@ -353,7 +377,7 @@ __device__ __forceinline__ int plan_groups(
       quads[i] = units[i] = 0;
       if (place >= count) continue;
       Group group = list[place];
-      int64_t packed = int64_t{group.rows} * group_heads;
+      int64_t packed = int64_t{group.rows} * launch.group;
       int64_t tiles = (packed + kRows - 1) / kRows * heads;
       int rows = packed < kRows ? static_cast<int>(packed + 1) / 2 * 2 : kRows;
       group.leafwise = 0;
@@ -388,6 +412,7 @@ __device__ __forceinline__ int plan_groups(
     break;
   }
   if (all_units == 0 && leaves_table) {
+#pragma unroll 1
     for (int entry = thread; entry < levels * batch; entry += kAttentionThreads) {
       launch.groups[entry] = Group{};
     }

@@ -291,8 +291,8 @@ __device__ __forceinline__ bool has_nonfinite(const Block& block, int tile) {
   for (int pass = 0; pass < share.kPasses; ++pass) {
 #pragma unroll
     for (int step = 0; step < share.kSteps; ++step) {
-      uint4 vector = *reinterpret_cast<const uint4*>(own + pass * share.more(1, 0) +
-                                                     share.more(0, step));
+      uint4 vector =
+          *reinterpret_cast<const uint4*>(own + pass * share.more(1, 0) + share.more(0, step));
       const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
       for (uint32_t word : words) {

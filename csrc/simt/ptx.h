@@ -56,10 +56,7 @@ using simt::Site;
 inline void cp_async_16(void* smem, const void* global, Site site = Site::current()) {
   simt::copy_async(smem, global, true, site);
 }
-inline void cp_async_16(void* smem,
-                        const void* global,
-                        bool valid,
-                        Site site = Site::current()) {
+inline void cp_async_16(void* smem, const void* global, bool valid, Site site = Site::current()) {
   simt::copy_async(smem, global, valid, site);
 }
 
