@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/append_attention.cuh"
+#include "attention/attention_groups.cuh"
 #include "common/launch.cuh"
 
 namespace specops {
@@ -10,6 +11,10 @@ constexpr int64_t kMinStateFloats = int64_t{256} << 10;
 constexpr int64_t kMaxStateFloats = int64_t{16} << 20;
 
 constexpr int64_t kGroupFloats = sizeof(Group) / sizeof(float);
+constexpr int64_t kListFloats = sizeof(GroupList) / sizeof(float);
+
+// A batch of more than about 3,500 requests shares nothing.
+constexpr int64_t kMostPlanBytes = 96 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -22,8 +27,7 @@ struct Sizes {
   int64_t chunk_states;  // floats
 };
 
-// head_dim <= 128 has tiles of 64 rows when an element takes two bytes, else of 32 or of both; the
-// sizes hold for all.
+// head_dim <= 128 has tiles of at most 64 rows, others of 32; the sizes hold for all.
 Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
   int64_t tile_rows = shape.head_dim <= 128 ? 64 : 32;
   int64_t group = shape.num_qo_heads / shape.num_kv_heads;
@@ -43,11 +47,14 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
   int64_t row_heads = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * shape.num_qo_heads;
   // Twice: shared prefixes have theirs as well.
   int64_t floats = 2 * chunks * (row_heads + shape.num_kv_heads) * (shape.head_dim + 2) +
-                   4 * shape.batch * kGroupFloats;
+                   4 * shape.batch * kGroupFloats + kListFloats;
   floats = floats > kMinStateFloats ? floats : kMinStateFloats;
   sizes.chunk_states = floats < kMaxStateFloats ? floats : kMaxStateFloats;
   return sizes;
 }
+
+// Shared memory of plan_groups_kernel.
+int64_t plan_bytes(int64_t batch) { return (8 + kGroupSums * batch) * sizeof(int); }
 
 template <typename T, int kHeadDim>
 void run(AttentionLaunch launch_params, int blocks, CudaStream stream) {
@@ -61,8 +68,16 @@ void run(AttentionLaunch launch_params, int blocks, CudaStream stream) {
            launch_params);
   };
   if (launch_params.groups != nullptr) {
+    launch(plan_groups_kernel,
+           1,
+           kAttentionThreads,
+           plan_bytes(launch_params.params.batch),
+           stream,
+           launch_params,
+           Shape::kRows,
+           blocks);
     launch_params.is_shared_launch = true;
-    start(kPlanned * sizeof(Group));
+    start(0);
     launch_params.is_shared_launch = false;
   }
   start(launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0);
@@ -129,12 +144,15 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
     left -= tail_units * kChunkLeaves * sizes.leaf;
     left = left < kMaxStateFloats ? left : kMaxStateFloats;
     int64_t table = params.num_prefix_levels * params.batch * kGroupFloats;
-    if (table > 0 && left > table) {
+    if (table > 0 && left > table + kListFloats && plan_bytes(params.batch) <= kMostPlanBytes) {
       launch_params.groups = reinterpret_cast<Group*>(next);
-      launch_params.shared_states = next + table;
-      launch_params.shared_capacity = static_cast<int>((left - table) / 2 / 4);
-      next += table + int64_t{4} * launch_params.shared_capacity;
-      left -= table + int64_t{4} * launch_params.shared_capacity;
+      launch_params.group_list = reinterpret_cast<GroupList*>(next + table);
+      next += table + kListFloats;
+      left -= table + kListFloats;
+      launch_params.shared_states = next;
+      launch_params.shared_capacity = static_cast<int>(left / 2 / 4);
+      next += int64_t{4} * launch_params.shared_capacity;
+      left -= int64_t{4} * launch_params.shared_capacity;
     }
     launch_params.chunk_states = next;
     launch_params.chunk_capacity = static_cast<int>(left / 4);

@@ -144,10 +144,6 @@ struct AttentionBlock {
                       : launch.totals + int64_t{blockIdx.x} * Shape::kTotalFloats;
     return reinterpret_cast<float4*>(base) + thread;
   }
-
-  __device__ __forceinline__ Group* group_list() const {
-    return reinterpret_cast<Group*>(smem + Shape::kSharedBytes);
-  }
 };
 
 }  // namespace specops

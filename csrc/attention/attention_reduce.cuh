@@ -106,11 +106,13 @@ __device__ __forceinline__ bool attend(const Block& block) {
   return true;
 }
 
-template <typename Block>
-__device__ __forceinline__ bool attend_tile(const Block& block) {
-  using Shape = typename Block::Shape;
-  if (Shape::kRowTiles == 2 || block.unit.rows <= 32) return attend<2>(block);
-  return attend<Shape::kRowTiles>(block);
+// With the fewest row tiles that hold the unit's rows.
+template <int kRowTiles, typename Block>
+__device__ __forceinline__ bool attend_rows(const Block& block) {
+  if constexpr (kRowTiles < Block::Shape::kRowTiles) {
+    if (block.unit.rows > 16 * kRowTiles) return attend_rows<2 * kRowTiles>(block);
+  }
+  return attend<kRowTiles>(block);
 }
 
 // Makes the unit one of the query of row `row` of its tile.
@@ -134,7 +136,7 @@ template <typename Block>
 __device__ __forceinline__ void run_rows(const Block& block) {
   Unit& unit = block.unit;
   for (;;) {
-    bool done = attend_tile(block);
+    bool done = attend_rows<1>(block);
     if (done && unit.tile_rows == unit.state_row + unit.rows) return;
     __syncthreads();
     if (threadIdx.x == 0) narrow(block, done ? unit.state_row + unit.rows : 0);

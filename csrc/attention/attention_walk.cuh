@@ -122,14 +122,14 @@ __device__ __forceinline__ void find_unit(
   unit.load_end = unit.end;
 }
 
-// Unit `index` of plan_groups: rows of all members of a group and a piece of what they share. All
+// Unit `index` of the list of groups: rows of all members of a group and a piece of what they share. All
 // of it lies before the first of their rows.
 template <typename Block>
 __device__ __forceinline__ void find_shared_unit(const Block& block, int index) {
   using Shape = typename Block::Shape;
   Unit& unit = block.unit;
   int owner = find_owner(block, index, kPlanned);
-  const Group& group = block.group_list()[owner];
+  const Group& group = block.launch.group_list->groups[owner];
   int place = index - (owner == 0 ? 0 : block.plan.unit_end[owner - 1]);
   int tiles = group_tiles(block, group), heads = static_cast<int>(block.params.num_kv_heads);
   int piece = place / (tiles * heads), tile = place % tiles;
@@ -238,15 +238,11 @@ __device__ __forceinline__ void plan_turns(const Block& block, int64_t first_req
 // What groups of requests share, as turns.
 template <typename Block>
 __device__ __forceinline__ void plan_shared_turns(const Block& block) {
-  using Shape = typename Block::Shape;
-  int units = plan_groups<Shape::kRows>(block.launch,
-                                        block.plan,
-                                        block.group_list(),
-                                        reinterpret_cast<int*>(block.smem + Shape::kRing),
-                                        (Shape::kProbs - Shape::kRing) / 4);
+  const GroupList& list = *block.launch.group_list;
+  block.plan.unit_end[threadIdx.x] = list.unit_end[threadIdx.x];
   if (threadIdx.x == 0) {
     block.turns.now = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
-    block.turns.end = units;
+    block.turns.end = list.units;
   }
 }
 
