@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <stdexcept>
+#include <string>
+
 #include "attention/append_attention.cuh"
 #include "attention/attention_groups.cuh"
 #include "common/launch.cuh"
@@ -57,7 +60,7 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
 int64_t plan_bytes(int64_t batch) { return (8 + kGroupSums * batch) * sizeof(int); }
 
 template <typename T, int kHeadDim>
-void run(AttentionLaunch launch_params, int blocks, CudaStream stream) {
+void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
   using Shape = AttentionShape<T, kHeadDim>;
   auto start = [&](size_t more_bytes) {
     launch(append_attention_kernel<T, kHeadDim>,
@@ -80,20 +83,27 @@ void run(AttentionLaunch launch_params, int blocks, CudaStream stream) {
     start(0);
     launch_params.is_shared_launch = false;
   }
-  start(launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0);
+  size_t totals = launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0;
+  if (Shape::kSharedBytes + totals > static_cast<size_t>(max_shared_bytes(stream))) {
+    throw std::invalid_argument("append_attention: workspace must have at least " +
+                                std::to_string(kCounters + sizes.totals) +
+                                " elements on this device, got " +
+                                std::to_string(launch_params.params.workspace_size));
+  }
+  start(totals);
 }
 
 template <typename T>
-void run(const AttentionLaunch& launch_params, int blocks, CudaStream stream) {
+void run(const AttentionLaunch& launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
   switch (launch_params.params.head_dim) {
     case 64:
-      return run<T, 64>(launch_params, blocks, stream);
+      return run<T, 64>(launch_params, sizes, blocks, stream);
     case 96:
-      return run<T, 96>(launch_params, blocks, stream);
+      return run<T, 96>(launch_params, sizes, blocks, stream);
     case 128:
-      return run<T, 128>(launch_params, blocks, stream);
+      return run<T, 128>(launch_params, sizes, blocks, stream);
     default:
-      return run<T, 256>(launch_params, blocks, stream);
+      return run<T, 256>(launch_params, sizes, blocks, stream);
   }
 }
 
@@ -158,11 +168,11 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
     launch_params.chunk_capacity = static_cast<int>(left / 4);
   }
   if (params.dtype == DType::kBFloat16) {
-    run<bfloat16>(launch_params, blocks, stream);
+    run<bfloat16>(launch_params, sizes, blocks, stream);
   } else if (params.dtype == DType::kFloat16) {
-    run<float16>(launch_params, blocks, stream);
+    run<float16>(launch_params, sizes, blocks, stream);
   } else {
-    run<float>(launch_params, blocks, stream);
+    run<float>(launch_params, sizes, blocks, stream);
   }
 }
 
