@@ -12,22 +12,24 @@ namespace specops {
 template <typename Block>
 __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   using Shape = typename Block::Shape;
-  static_assert(kChunkBlocks == kAttentionThreads);
-  int token = chunk * kChunkTokens + static_cast<int>(threadIdx.x) * kPageBlock;
-  int place = -1;
-  if (token < block.unit.load_end && token + kPageBlock > block.unit.load_begin) {
-    int page_size = static_cast<int>(block.params.page_size);
-    int entry = block.unit.request.kv_begin + token / page_size;
-    int page = block.params.kv_indices[entry];
-    Fault fault = fault_of_page(block.params, entry, page);
-    if (fault.found()) {
-      report_error(block.params.error, fault.code);
-    } else {
-      place = page * (page_size / kPageBlock) + token % page_size / kPageBlock;
-    }
-  }
   int* table = reinterpret_cast<int*>(block.smem + Shape::kTable) + (chunk & 1) * kChunkBlocks;
-  table[threadIdx.x] = place;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kChunkBlocks; i += kAttentionThreads) {
+    int token = chunk * kChunkTokens + i * kPageBlock;
+    int place = -1;
+    if (token < block.unit.load_end && token + kPageBlock > block.unit.load_begin) {
+      int page_size = static_cast<int>(block.params.page_size);
+      int entry = block.unit.request.kv_begin + token / page_size;
+      int page = block.params.kv_indices[entry];
+      Fault fault = fault_of_page(block.params, entry, page);
+      if (fault.found()) {
+        report_error(block.params.error, fault.code);
+      } else {
+        place = page * (page_size / kPageBlock) + token % page_size / kPageBlock;
+      }
+    }
+    table[i] = place;
+  }
 }
 
 // A thread's part of the copy of a tile: from row `row` every kCopyRows-th row, and of these from
