@@ -165,11 +165,12 @@ __device__ __forceinline__ void weigh(const Block& block,
                element % kPerVector * sizeof(T);
   }
   // What is read of other warps comes first, so that these loads overlap.
-  float old[2 * kRowTiles], top[2 * kRowTiles];
+  float old[2 * kRowTiles], top[2 * kRowTiles], share[2 * kRowTiles];
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
     float4 tops = maxima[8 * r];
     old[r] = begins ? -INFINITY : before[8 * r];
+    share[r] = begins ? 0.0f : shares[r * kAttentionThreads];
     top[r] = fmaxf(old[r], fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
   }
   bool writes = thread < kWarpSize && lane % 4 == 0;
@@ -192,8 +193,7 @@ __device__ __forceinline__ void weigh(const Block& block,
         *reinterpret_cast<float2*>(place) = make_float2(p0, p1);
       }
     }
-    float* share = shares + r * kAttentionThreads;
-    *share = begins ? sum : __fmaf_rn(*share, rescale, sum);
+    shares[r * kAttentionThreads] = begins ? sum : __fmaf_rn(share[r], rescale, sum);
 #pragma unroll
     for (int n = 0; n < Block::kOutTiles; ++n) {
       leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
