@@ -98,8 +98,8 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("rope_append_kv_kernel<*float16, true>", registers=64, threads=128, blocks_per_sm=8),
     Budget("rope_append_kv_kernel<float, true>", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
-    # A tile of rows lives in registers; two blocks of it fill an SM of 90a, one an SM of 80. All fit
-    # every architecture, but without a workspace totals come on top.
+    # A tile of rows lives in registers; two blocks of it fill an SM of 90a, one an SM of 80. Every
+    # architecture has the shared memory; without a workspace totals come on top.
     Budget("append_attention_kernel<*float16, 64, *", 255, 128, smem_bytes=93008),
     Budget("append_attention_kernel<*float16, 96, *", 255, 128, smem_bytes=80720),
     Budget(
