@@ -26,7 +26,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize gates test prove soak
+.PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
+.PHONY: prove soak
 .PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
@@ -83,7 +84,7 @@ $(VENV)/simt: $(VENV)/built
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt _simt_test _simt_test_race _simt_test_asan _scripted _scripted_simt
 	touch $@
 
-# The same with every access to memory checked for races, and under AddressSanitizer. `make test`
+# The same with every access to memory checked for races, and under AddressSanitizer: test-smoke
 # runs the first and the last case of every op test in both, test-race and test-asan run all.
 simt-race simt-asan: $(VENV)/simt
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(subst simt-,_simt_,$@)
@@ -128,8 +129,10 @@ serve:
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
 
-test: setup simt simt-race simt-asan $(VENV)/test-deps
+test: setup simt $(VENV)/test-deps
 	$(PYTEST)
+
+test-smoke: simt-race simt-asan $(VENV)/test-deps
 	$(RACE) --smoke simt
 	$(ASAN) --smoke simt
 

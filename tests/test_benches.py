@@ -68,6 +68,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "SIZES", (methods.Size(2, 6, 3),))
     monkeypatch.setattr(methods, "PROMPT_TOKENS", 32)
     monkeypatch.setattr(methods, "NEW_TOKENS", 4)
+    monkeypatch.setattr(methods, "CHAINS_AT_ONCE", 4)
+    monkeypatch.setattr(methods, "STRIDE", 40)
     mistakes = importlib.import_module("bench.bench_mtp_mistakes")
     sizes = mistakes.Sizes(window=48, stride=17, prompt_tokens=32, new_tokens=4)
     monkeypatch.setattr(mistakes, "Sizes", lambda: sizes)

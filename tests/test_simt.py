@@ -418,6 +418,10 @@ def test_counters(machine: ModuleType) -> None:
     counters = machine.counters()
     assert (counters["launches"], counters["blocks"]) == (2, 2)
     assert (counters["mmas"], counters["barriers"]) == (6, 5)
+    assert counters["copied_bytes"] == 0
+    run_planted(machine, "wrong_wait_count", fixed=True)
+    threads, copies = 64, 2
+    assert machine.counters()["copied_bytes"] == 16 * threads * copies
 
 
 def test_settings_are_checked(machine: ModuleType) -> None:

@@ -64,7 +64,7 @@ def fuzz(program: Path, seconds: float) -> None:
 
 
 def test_fuzz(tmp_path: Path) -> None:
-    fuzz(build(tmp_path, "fuzz_suffix_tree", "-O1"), seconds=10)
+    fuzz(build(tmp_path, "fuzz_suffix_tree", "-O1"), seconds=3)
 
 
 @pytest.mark.prove

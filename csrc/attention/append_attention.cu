@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <stdexcept>
+#include <string>
+
 #include "attention/append_attention.cuh"
+#include "attention/attention_groups.cuh"
 #include "common/launch.cuh"
 
 namespace specops {
@@ -10,6 +14,10 @@ constexpr int64_t kMinStateFloats = int64_t{256} << 10;
 constexpr int64_t kMaxStateFloats = int64_t{16} << 20;
 
 constexpr int64_t kGroupFloats = sizeof(Group) / sizeof(float);
+constexpr int64_t kListFloats = sizeof(GroupList) / sizeof(float);
+
+// A batch of more than about 3,500 requests shares nothing.
+constexpr int64_t kMostPlanBytes = 96 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -17,36 +25,42 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Sizes {
   int64_t totals;        // floats
   int64_t leaf;          // floats of one leaf's state
-  int64_t tail_units;    // chunks that may be cut into leaves
+  int64_t tail_units;    // chunks that may be cut
+  int leaf_cost;         // of one with a state
   int64_t chunk_states;  // floats
 };
 
-// head_dim <= 128 has tiles of 64 rows when an element takes two bytes, else of 32 or of both; the
-// sizes hold for all.
+// head_dim <= 128 has tiles of at most 64 rows, others of 32; the sizes hold for all.
 Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
   int64_t tile_rows = shape.head_dim <= 128 ? 64 : 32;
   int64_t group = shape.num_qo_heads / shape.num_kv_heads;
   Sizes sizes;
   sizes.totals = int64_t{sms} * kAttentionBlocksPerSm *
                  (kAttentionThreads * (tile_rows / 16) * (shape.head_dim / 8 + 4));
-  // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
   int64_t rows = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * group;
   rows = rows < tile_rows ? rows : tile_rows;
-  sizes.tail_units = ceil_div(sms * (80 - 48 * rows / tile_rows), 64);
+  // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
+  sizes.leaf_cost = kLeafCost + static_cast<int>(kLeafCost / 4 * rows / 64);
+  int blocks = sms * kAttentionBlocksPerSm, tail = blocks - 1;
+  while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost) == 1) --tail;
+  sizes.tail_units = tail < kCounters / 2 ? tail : kCounters / 2;
   int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
   sizes.leaf = ceil_div(most, 2) * 2 * (shape.head_dim + 2);
   int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
   int64_t row_heads = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * shape.num_qo_heads;
   // Twice: shared prefixes have theirs as well.
   int64_t floats = 2 * chunks * (row_heads + shape.num_kv_heads) * (shape.head_dim + 2) +
-                   4 * shape.batch * kGroupFloats;
+                   4 * shape.batch * kGroupFloats + kListFloats;
   floats = floats > kMinStateFloats ? floats : kMinStateFloats;
   sizes.chunk_states = floats < kMaxStateFloats ? floats : kMaxStateFloats;
   return sizes;
 }
 
+// Shared memory of plan_groups_kernel.
+int64_t plan_bytes(int64_t batch) { return (8 + kGroupSums * batch) * sizeof(int); }
+
 template <typename T, int kHeadDim>
-void run(AttentionLaunch launch_params, int blocks, CudaStream stream) {
+void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
   using Shape = AttentionShape<T, kHeadDim>;
   auto start = [&](size_t more_bytes) {
     launch(append_attention_kernel<T, kHeadDim>,
@@ -57,24 +71,39 @@ void run(AttentionLaunch launch_params, int blocks, CudaStream stream) {
            launch_params);
   };
   if (launch_params.groups != nullptr) {
+    launch(plan_groups_kernel,
+           1,
+           kAttentionThreads,
+           plan_bytes(launch_params.params.batch),
+           stream,
+           launch_params,
+           Shape::kRows,
+           blocks);
     launch_params.is_shared_launch = true;
-    start(kPlanned * sizeof(Group));
+    start(0);
     launch_params.is_shared_launch = false;
   }
-  start(launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0);
+  size_t totals = launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0;
+  if (Shape::kSharedBytes + totals > static_cast<size_t>(max_shared_bytes(stream))) {
+    throw std::invalid_argument("append_attention: workspace must have at least " +
+                                std::to_string(kCounters + sizes.totals) +
+                                " elements on this device, got " +
+                                std::to_string(launch_params.params.workspace_size));
+  }
+  start(totals);
 }
 
 template <typename T>
-void run(const AttentionLaunch& launch_params, int blocks, CudaStream stream) {
+void run(const AttentionLaunch& launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
   switch (launch_params.params.head_dim) {
     case 64:
-      return run<T, 64>(launch_params, blocks, stream);
+      return run<T, 64>(launch_params, sizes, blocks, stream);
     case 96:
-      return run<T, 96>(launch_params, blocks, stream);
+      return run<T, 96>(launch_params, sizes, blocks, stream);
     case 128:
-      return run<T, 128>(launch_params, blocks, stream);
+      return run<T, 128>(launch_params, sizes, blocks, stream);
     default:
-      return run<T, 256>(launch_params, blocks, stream);
+      return run<T, 256>(launch_params, sizes, blocks, stream);
   }
 }
 
@@ -102,12 +131,14 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
   // What is missing is not split; the totals then live in shared memory.
   AttentionLaunch launch_params{};
   launch_params.params = params;
+  launch_params.group = static_cast<int>(params.num_qo_heads / params.num_kv_heads);
   launch_params.leaf_floats = sizes.leaf;
+  launch_params.leaf_cost = sizes.leaf_cost;
   float* next = params.workspace;
   int64_t left = params.workspace == nullptr ? 0 : params.workspace_size;
   if (left >= kCounters) {
     launch_params.counters = reinterpret_cast<int32_t*>(next);
-    launch_params.num_counters = kCounters;
+    launch_params.num_counters = static_cast<int>(kCounters - sizes.tail_units);
     next += kCounters;
     left -= kCounters;
     if (left >= sizes.totals) {
@@ -123,22 +154,25 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
     left -= tail_units * kChunkLeaves * sizes.leaf;
     left = left < kMaxStateFloats ? left : kMaxStateFloats;
     int64_t table = params.num_prefix_levels * params.batch * kGroupFloats;
-    if (table > 0 && left > table) {
+    if (table > 0 && left > table + kListFloats && plan_bytes(params.batch) <= kMostPlanBytes) {
       launch_params.groups = reinterpret_cast<Group*>(next);
-      launch_params.shared_states = next + table;
-      launch_params.shared_capacity = static_cast<int>((left - table) / 2 / 4);
-      next += table + int64_t{4} * launch_params.shared_capacity;
-      left -= table + int64_t{4} * launch_params.shared_capacity;
+      launch_params.group_list = reinterpret_cast<GroupList*>(next + table);
+      next += table + kListFloats;
+      left -= table + kListFloats;
+      launch_params.shared_states = next;
+      launch_params.shared_capacity = static_cast<int>(left / 2 / 4);
+      next += int64_t{4} * launch_params.shared_capacity;
+      left -= int64_t{4} * launch_params.shared_capacity;
     }
     launch_params.chunk_states = next;
     launch_params.chunk_capacity = static_cast<int>(left / 4);
   }
   if (params.dtype == DType::kBFloat16) {
-    run<bfloat16>(launch_params, blocks, stream);
+    run<bfloat16>(launch_params, sizes, blocks, stream);
   } else if (params.dtype == DType::kFloat16) {
-    run<float16>(launch_params, blocks, stream);
+    run<float16>(launch_params, sizes, blocks, stream);
   } else {
-    run<float>(launch_params, blocks, stream);
+    run<float>(launch_params, sizes, blocks, stream);
   }
 }
 

@@ -28,17 +28,16 @@ namespace specops {
 //          owns a quarter of head_dim for all tokens, so that K and V are read once from shared
 //          memory.
 // Smem:    queries, a ring of kStages tiles of K and of V, weights, maxima and sums, page table,
-//          plan: 100 KiB at head_dim 128 and two bytes; 8 more to share prefixes, 40 without
-//          totals.
+//          plan: 99 KiB at head_dim 128 and two bytes, never more; 40 on top without totals.
 // Cost:    K and V once per tile of rows, 4 * rows * tokens * head_dim flops with rows rounded up
-//          to 32 or 64; bandwidth-bound up to there. States: 520 bytes per row and unit at head_dim
-//          128.
+//          to 16, 32 or 64; bandwidth-bound up to there. States: 520 bytes per row and unit at
+//          head_dim 128.
 // Assumes: q rows, caches and workspace aligned to 16 bytes; counters zero.
 // Order:   fixed by the positions of the tokens, see the head of this file; fp32.
 // Source:  Dao et al. 2022, 2023 (FlashAttention); Ye et al. 2025 (FlashInfer: packed groups).
 template <typename T, int kHeadDim, bool kExact = true>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
-    append_attention_kernel(AttentionLaunch launch) {
+    append_attention_kernel(const __grid_constant__ AttentionLaunch launch) {
   run_all(AttentionBlock<T, kHeadDim, kExact>(launch));
 }
 

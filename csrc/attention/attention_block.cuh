@@ -33,7 +33,8 @@ struct Unit {
   int64_t leaf_stride;  // not 0: every leaf has a state of its own, so many floats apart
   // How the sequence of this tile and head is split: chunks before first_cut are one unit each, the
   // others are cut into parts; first_tail is the number of chunk first_cut among the chunks so cut.
-  int arrivals;  // units that are not empty; 0: nobody waits for the state
+  int parts;     // of the unit's chunk that are not empty
+  int arrivals;  // chunks of the sequence; 0: nobody waits for the state
   int first_cut, first_tail;
   int64_t batch_idx;
   int shared, first_chunk;  // of the request
@@ -86,10 +87,17 @@ struct AttentionBlock {
         ints, ints + kPlanned, ints + 2 * kPlanned, reinterpret_cast<int*>(smem + Shape::kScan)};
   }
 
-  __device__ __forceinline__ int group() const {
-    return static_cast<int>(params.num_qo_heads / params.num_kv_heads);
+  __device__ __forceinline__ int group() const { return launch.group; }
+  __device__ __forceinline__ static int leaf_of(int tile) {
+    return static_cast<int>(static_cast<unsigned>(tile) * kTile / kLeaf);
   }
-  __device__ __forceinline__ static int leaf_of(int tile) { return tile * kTile / kLeaf; }
+  // The first tile of the unit, and its last.
+  __device__ __forceinline__ int first_tile() const {
+    return static_cast<int>(static_cast<unsigned>(unit.begin) / kTile);
+  }
+  __device__ __forceinline__ int last_tile() const {
+    return static_cast<int>(static_cast<unsigned>(unit.end - 1) / kTile);
+  }
 
   // Packed row -> row of q and out, query head of the KV head.
   __device__ __forceinline__ int64_t item_of(int row) const {
@@ -107,10 +115,10 @@ struct AttentionBlock {
   // ---- shared memory ----
 
   __device__ __forceinline__ unsigned char* k_slot(int tile) const {
-    return smem + Shape::kRing + tile % kStages * Shape::kTileBytes;
+    return smem + Shape::kRing + (tile & (kStages - 1)) * Shape::kTileBytes;
   }
   __device__ __forceinline__ unsigned char* v_slot(int tile) const {
-    return smem + Shape::kRing + (kStages + tile % kStages) * Shape::kTileBytes;
+    return smem + Shape::kRing + (kStages + (tile & (kStages - 1))) * Shape::kTileBytes;
   }
 
   // The running maximum of a leaf after a tile, by row, in turns like chunk_sums.
@@ -135,10 +143,6 @@ struct AttentionBlock {
                       ? reinterpret_cast<float*>(smem + Shape::kSharedBytes)
                       : launch.totals + int64_t{blockIdx.x} * Shape::kTotalFloats;
     return reinterpret_cast<float4*>(base) + thread;
-  }
-
-  __device__ __forceinline__ Group* group_list() const {
-    return reinterpret_cast<Group*>(smem + Shape::kSharedBytes);
   }
 };
 

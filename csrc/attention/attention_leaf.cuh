@@ -17,7 +17,7 @@ __device__ __forceinline__ void fold_leaf(const Block& block,
                                           const Outputs<kRowTiles, Block::kOutTiles>& leaf,
                                           Outputs<kRowTiles, Block::kOutTiles>& chunk) {
   using Shape = typename Block::Shape;
-  int thread = thread_index();
+  unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   float* sums = reinterpret_cast<float*>(block.smem + Shape::kSums);
 #pragma unroll
@@ -62,7 +62,7 @@ __device__ __forceinline__ void fold_chunk(const Block& block,
                                            bool has_total,
                                            bool is_last,
                                            Outputs<kRowTiles, Block::kOutTiles>& chunk) {
-  int thread = thread_index();
+  unsigned thread = thread_index();
   int lane = thread % kWarpSize;
   float4* total = block.total_of_block(thread);
 #pragma unroll

@@ -13,6 +13,7 @@ template <typename Block>
 __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   using Shape = typename Block::Shape;
   int* table = reinterpret_cast<int*>(block.smem + Shape::kTable) + (chunk & 1) * kChunkBlocks;
+#pragma unroll 1
   for (int i = threadIdx.x; i < kChunkBlocks; i += kAttentionThreads) {
     int token = chunk * kChunkTokens + i * kPageBlock;
     int place = -1;
@@ -31,6 +32,52 @@ __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   }
 }
 
+// A thread's part of the copy of a tile: from row `row` every kCopyRows-th row, and of these from
+// vector `vector` on every kCopyLanes-th vector. Both steps keep the turn of a row in shared memory,
+// so that all of a thread's places follow from the first by constants.
+template <typename Shape>
+struct CopyShare {
+  static constexpr int kPasses = Shape::kTile / Shape::kCopyRows;
+  static constexpr int kSteps = Shape::kVectors / Shape::kCopyLanes;
+  int row, vector;
+
+  __device__ __forceinline__ explicit CopyShare(unsigned thread)
+      : row(thread / Shape::kCopyLanes), vector(thread % Shape::kCopyLanes) {}
+
+  // In bytes, from the begin of the tile.
+  __device__ __forceinline__ int place() const { return place_of<Shape::kVectors>(row, vector); }
+  __device__ __forceinline__ static constexpr int more(int pass, int step) {
+    return (pass * Shape::kCopyRows * Shape::kVectors + step * Shape::kCopyLanes) * 16;
+  }
+};
+
+// The page blocks of a tile, from the table.
+template <int kBlocks>
+struct TileBlocks {
+  int place[kBlocks];
+
+  __device__ __forceinline__ explicit TileBlocks(const int* table) {
+    static_assert(kBlocks == 2 || kBlocks == 4);
+    if constexpr (kBlocks == 4) {
+      int4 found = *reinterpret_cast<const int4*>(table);
+      place[0] = found.x;
+      place[1] = found.y;
+      place[2] = found.z;
+      place[3] = found.w;
+    } else {
+      int2 found = *reinterpret_cast<const int2*>(table);
+      place[0] = found.x;
+      place[1] = found.y;
+    }
+  }
+  __device__ __forceinline__ bool all_there() const {
+    int every = place[0];
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) every |= place[i];
+    return every >= 0;
+  }
+};
+
 // Starts the copy of one tile of K or V; tokens out of range become zeros.
 template <typename Block>
 __device__ __forceinline__ void load_tile(const Block& block,
@@ -38,23 +85,54 @@ __device__ __forceinline__ void load_tile(const Block& block,
                                           unsigned char* slot,
                                           int tile) {
   using Shape = typename Block::Shape;
-  using T = typename Block::Element;
-  int begin = block.unit.load_begin, end = block.unit.load_end;
-  unsigned thread = thread_index();
-  const int* table = reinterpret_cast<const int*>(block.smem + Shape::kTable);
-  int heads = static_cast<int>(block.params.num_kv_heads);
-  const T* base = static_cast<const T*>(cache) + block.unit.head * Block::kHeadDim;
-#pragma unroll 4
-  for (int pass = 0; pass < Block::kTile * Shape::kVectors / kAttentionThreads; ++pass) {
-    unsigned index = pass * kAttentionThreads + thread;
-    int row = index / Shape::kVectors, vector = index % Shape::kVectors;
-    int token = tile * Block::kTile + row;
-    int place = table[token / kPageBlock % (2 * kChunkBlocks)];
-    bool valid = place >= 0 && token >= begin && token < end;
-    int64_t offset = int64_t{place} * (kPageBlock * heads * Block::kHeadDim) +
-                     row % kPageBlock * (heads * Block::kHeadDim) + vector * (16 / sizeof(T));
-    ptx::cp_async_16(
-        slot + place_of<Shape::kVectors>(row, vector), base + (valid ? offset : 0), valid);
+  using Share = CopyShare<Shape>;
+  constexpr int kRowsAtOnce = Shape::kCopyRows;
+  constexpr int kBlocks = Shape::kTile / kPageBlock;
+  Share share(thread_index());
+  unsigned token_bytes = static_cast<unsigned>(block.params.num_kv_heads) * Shape::kRowBytes;
+  unsigned block_bytes = kPageBlock * token_bytes;
+  unsigned first_byte =
+      block.unit.head * Shape::kRowBytes + share.vector * 16 + share.row % kPageBlock * token_bytes;
+  const unsigned char* source = static_cast<const unsigned char*>(cache) + first_byte;
+  unsigned char* target = slot + share.place();
+  const int* table = reinterpret_cast<const int*>(block.smem + Shape::kTable) +
+                     static_cast<unsigned>(tile) * kBlocks % (2 * kChunkBlocks);
+  int begin = block.unit.load_begin - tile * Block::kTile;
+  int end = block.unit.load_end - tile * Block::kTile;
+  TileBlocks<kBlocks> blocks(table);
+  if (begin <= 0 && end >= Block::kTile && blocks.all_there()) {
+    // The rows at once are half a page block, one, or two.
+    const unsigned char* second = source + kPageBlock / 2 * token_bytes;
+#pragma unroll
+    for (int pass = 0; pass < Share::kPasses; ++pass) {
+      int first = pass * kRowsAtOnce / kPageBlock;
+      int place = blocks.place[first];
+      if (kRowsAtOnce > kPageBlock && share.row >= kPageBlock) place = blocks.place[first + 1];
+      bool is_second = pass * kRowsAtOnce % kPageBlock != 0;
+      const unsigned char* from = ptx::advance(is_second ? second : source, place, block_bytes);
+#pragma unroll
+      for (int step = 0; step < Share::kSteps; ++step) {
+        ptx::cp_async_16(target + Share::more(pass, step), from + step * Shape::kCopyLanes * 16);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int pass = 0; pass < Share::kPasses; ++pass) {
+    int row = pass * kRowsAtOnce + share.row;
+    int place = table[row / kPageBlock];
+    bool valid = place >= 0 && row >= begin && row < end;
+    const unsigned char* from = source;
+    if (valid) {
+      from =
+          ptx::advance(source + pass * kRowsAtOnce % kPageBlock * token_bytes, place, block_bytes);
+    }
+#pragma unroll
+    for (int step = 0; step < Share::kSteps; ++step) {
+      ptx::cp_async_16(target + Share::more(0, step) + pass * Share::more(1, 0),
+                       from + step * Shape::kCopyLanes * 16,
+                       valid);
+    }
   }
 }
 
@@ -64,7 +142,9 @@ __device__ __forceinline__ void load_queries(const Block& block) {
   using T = typename Block::Element;
   Unit& unit = block.unit;
   int2* seen = reinterpret_cast<int2*>(block.smem + Shape::kSeen);
-  for (int row = threadIdx.x; row < 16 * kRowTiles; row += kAttentionThreads) {
+  static_assert(16 * kRowTiles <= kAttentionThreads);
+  if (threadIdx.x < 16 * kRowTiles) {
+    int row = threadIdx.x;
     int packed = unit.first_row + min(row, unit.rows - 1);
     int position = unit.request.kv_len - unit.request.qo_len + packed / block.group();
     seen[row] = make_int2(window_begin(block.params, position), position + 1);

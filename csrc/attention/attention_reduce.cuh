@@ -26,7 +26,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
     load_table(block, unit.begin / kChunkTokens + 1);
   }
   __syncthreads();
-  int begin = unit.begin / Block::kTile;
+  int begin = block.first_tile();
 
   float s[kRowTiles][Block::kScoreTiles][4];
   Outputs<kRowTiles, Block::kOutTiles> leaf;
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
   // the loop asks of the unit it reads anew in each step: registers are short.
 #pragma unroll 1
   for (int tile = begin - Block::kStages;; ++tile) {
-    int first = unit.begin / Block::kTile, last = (unit.end - 1) / Block::kTile;
+    int first = block.first_tile(), last = block.last_tile();
     if (tile > last) break;
     if (tile >= first - 1) __syncthreads();  // maxima are out; the tile before is done with
     if (tile >= first) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
     }
     if (tile >= first) {
       accumulate<kRowTiles>(block, tile, leaf);
-      last = (unit.end - 1) / Block::kTile;
+      last = block.last_tile();
       if ((tile + 1) * Block::kTile % Block::kLeaf == 0 || tile == last) {
         fold_leaf<kRowTiles>(block, tile, leaf, chunk);
         bool leafwise = unit.leaf_stride != 0;
@@ -101,16 +101,18 @@ __device__ __forceinline__ bool attend(const Block& block) {
         leaf.clear();
       }
     }
-    if (tile < (unit.end - 1) / Block::kTile) score<kRowTiles>(block, tile + 1, s);
+    if (tile < block.last_tile()) score<kRowTiles>(block, tile + 1, s);
   }
   return true;
 }
 
-template <typename Block>
-__device__ __forceinline__ bool attend_tile(const Block& block) {
-  using Shape = typename Block::Shape;
-  if (Shape::kRowTiles == 2 || block.unit.rows <= 32) return attend<2>(block);
-  return attend<Shape::kRowTiles>(block);
+// With the fewest row tiles that hold the unit's rows.
+template <int kRowTiles, typename Block>
+__device__ __forceinline__ bool attend_rows(const Block& block) {
+  if constexpr (kRowTiles < Block::Shape::kRowTiles) {
+    if (block.unit.rows > 16 * kRowTiles) return attend_rows<2 * kRowTiles>(block);
+  }
+  return attend<kRowTiles>(block);
 }
 
 // Makes the unit one of the query of row `row` of its tile.
@@ -134,7 +136,7 @@ template <typename Block>
 __device__ __forceinline__ void run_rows(const Block& block) {
   Unit& unit = block.unit;
   for (;;) {
-    bool done = attend_tile(block);
+    bool done = attend_rows<1>(block);
     if (done && unit.tile_rows == unit.state_row + unit.rows) return;
     __syncthreads();
     if (threadIdx.x == 0) narrow(block, done ? unit.state_row + unit.rows : 0);

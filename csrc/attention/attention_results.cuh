@@ -37,7 +37,7 @@ __device__ __forceinline__ void write_rows(const Block& block,
   if (unit.leaf_stride != 0) {
     state += (block.leaf_of(tile) - unit.begin / Block::kLeaf) * unit.leaf_stride;
   }
-  int thread = thread_index();
+  unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -93,6 +93,7 @@ __device__ __forceinline__ void write_part(const Block& block,
 template <typename Block>
 __device__ __forceinline__ void write_zeros(const Block& block) {
   using T = typename Block::Element;
+#pragma unroll 1
   for (int i = threadIdx.x; i < block.unit.rows * (Block::kHeadDim / 2); i += kAttentionThreads) {
     int64_t item = block.item_of(i / (Block::kHeadDim / 2));
     int column = i % (Block::kHeadDim / 2) * 2;
@@ -109,6 +110,7 @@ __device__ __forceinline__ void zero_padding(const Block& block) {
   int64_t first = used * block.params.num_qo_heads * (Block::kHeadDim / 2);
   int64_t last = block.params.rows * block.params.num_qo_heads * (Block::kHeadDim / 2);
   int64_t step = int64_t{gridDim.x} * kAttentionThreads;
+#pragma unroll 1
   for (int64_t i = first + int64_t{blockIdx.x} * kAttentionThreads + threadIdx.x; i < last;
        i += step) {
     store_pair(static_cast<T*>(block.params.out) + 2 * i, 0.0f, 0.0f);

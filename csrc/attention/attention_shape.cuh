@@ -13,12 +13,16 @@ template <typename T, int kHeadDim>
 struct AttentionShape {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kTile = kRowBytes <= 256 ? 64 : 32;  // tokens
-  static constexpr int kRowTiles = kRowBytes <= 256 ? 4 : 2;
+  // Of 16 rows. So many that all fits 99 KiB, and no more than the bandwidth of memory needs.
+  static constexpr int kRowTiles = kRowBytes > 512 ? 1 : sizeof(T) == 4 || kRowBytes > 256 ? 2 : 4;
   static constexpr int kRows = 16 * kRowTiles;
   static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;   // of 8 tokens, per warp
   static constexpr int kOutTiles = kHeadDim / kAttentionWarps / 8;  // of 8 columns, per warp
   static constexpr int kStages = kRowBytes <= 128 ? 4 : kRowBytes <= 512 ? 2 : 1;
   static constexpr int kVectors = kRowBytes / 16;  // of 16 bytes, per token
+  // Threads that copy one row of a tile, and rows that all copy at once.
+  static constexpr int kCopyLanes = kVectors % 16 == 0 ? 16 : kVectors % 8 == 0 ? 8 : 4;
+  static constexpr int kCopyRows = kAttentionThreads / kCopyLanes;
   static constexpr int kProbVectors = kTile * static_cast<int>(sizeof(T)) / 16;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kTilesPerChunk = kChunkTokens / kTile;
@@ -39,7 +43,7 @@ struct AttentionShape {
   static constexpr int kScan = kPlan + 3 * kPlanned * 4;       // int [8]
   static constexpr int kUnit = kScan + 32;
   static constexpr int kTurns = kUnit + 256;
-  static constexpr int kSharedBytes = kTurns + 48;  // then totals, or the list of groups
+  static constexpr int kSharedBytes = kTurns + 48;  // then totals
 
   // The running total of a sequence that one block owns: thread-private float4, thread innermost.
   static constexpr int kTotalFloats = kAttentionThreads * 4 * kRowTiles * (kOutTiles + 1);
@@ -65,7 +69,7 @@ __device__ __forceinline__ int opaque(int x) {
   ptx::forget(word);
   return static_cast<int>(word);
 }
-__device__ __forceinline__ int thread_index() { return opaque(threadIdx.x); }
+__device__ __forceinline__ unsigned thread_index() { return opaque(threadIdx.x); }
 
 // The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
 // begin at vector 0 or 1.

@@ -1,16 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sequences that several blocks of append_attention on CUDA reduce: where their states lie in the
-// workspace, those of shared prefixes too, and the fold of the last block to arrive.
+// workspace, those of shared prefixes too.
 #pragma once
 
 #include "attention/attention_block.cuh"
-#include "attention/attention_fold.cuh"
-#include "attention/attention_results.cuh"
 #include "common/device.cuh"
 
 namespace specops {
 
-// States of the sequence: of a chunk, and of a leaf of a chunk that was cut.
+// One row of a state: its outputs, and its (m, l). Without outputs there is no such state.
+struct StateRow {
+  const float* outs = nullptr;
+  const float2* sums = nullptr;
+};
+
+template <typename Block>
+__device__ __forceinline__ StateRow row_of_state(const float* state, int rows, int row) {
+  return {state + row * Block::kHeadDim,
+          reinterpret_cast<const float2*>(state + rows * Block::kHeadDim) + row};
+}
+
+// ---- the sequence's own states: of a chunk, and of a leaf of a chunk that was cut ----
+
 template <typename Block>
 __device__ __forceinline__ float* slot_state(const Block& block, int slot) {
   Unit& unit = block.unit;
@@ -18,7 +29,7 @@ __device__ __forceinline__ float* slot_state(const Block& block, int slot) {
   return block.launch.chunk_states + 4 * (unit.chunk_quad + index * unit.state_quads);
 }
 
-// A chunk that begins with shared leaves has a slot for each of its own.
+// A chunk that begins with shared leaves has a slot for each of its own; its state takes the last.
 template <typename Block>
 __device__ __forceinline__ bool is_boundary(const Block& block, int chunk) {
   return block.unit.shared % kChunkLeaves != 0 && chunk == block.unit.first_chunk;
@@ -40,6 +51,26 @@ __device__ __forceinline__ float* leaf_state(const Block& block, int leaf) {
   return block.launch.leaf_states +
          (tail * kChunkLeaves + leaf % kChunkLeaves) * block.launch.leaf_floats;
 }
+
+// Whether a leaf of the unit's chunk has a state: the part of the chunk with its first leaf has one
+// for all of its leaves, there.
+template <typename Block>
+__device__ __forceinline__ bool has_leaf_state(const Block& block, int leaf) {
+  Unit& unit = block.unit;
+  if (leaf > (unit.high - 1) / kLeafTokens) return false;
+  if (is_boundary(block, leaf / kChunkLeaves)) return leaf >= unit.shared;
+  int first = max(unit.low / kLeafTokens, leaf / kChunkLeaves * kChunkLeaves);
+  int part_leaves = block.turns.part_leaves;
+  return leaf == first || (leaf > first && leaf / part_leaves != first / part_leaves);
+}
+
+// Whether the unit's chunk is all there is of its sequence.
+template <typename Block>
+__device__ __forceinline__ bool is_only_chunk(const Block& block) {
+  return block.unit.arrivals == 1 && block.unit.shared == 0;
+}
+
+// ---- those of groups ----
 
 template <typename Block>
 __device__ __forceinline__ int group_tiles(const Block& block, const Group& group) {
@@ -86,102 +117,24 @@ __device__ __forceinline__ const Group& group_of(const Block& block, int leaf) {
   return group_at(block, 0);
 }
 
+// Whether one state holds the chunk of the unit's request: of the request, or of a group.
 template <typename Block>
-__device__ __forceinline__ void append_shared(
-    const Block& block, StatePart& part, const Group& group, int slot, int row, int quad) {
+__device__ __forceinline__ bool has_state(const Block& block, int chunk) {
+  if ((chunk + 1) * kChunkLeaves > block.unit.shared) return true;
+  return group_of(block, chunk * kChunkLeaves).holds_chunk(chunk);
+}
+
+// A row of the unit in the state that a group has for the leaf, or for its chunk.
+template <typename Block>
+__device__ __forceinline__ StateRow shared_row(const Block& block, int leaf, int row) {
   using Shape = typename Block::Shape;
+  const Group& group = group_of(block, leaf);
+  int chunk = leaf / kChunkLeaves;
+  int slot = group.holds_chunk(chunk) ? group.slot_of_chunk(chunk) : group.slot_of_leaf(leaf);
   int packed = block.unit.first_row + row;
   packed += (block.unit.request.qo_begin - group.first_row) * block.group();
-  part.append_state<Block::kHeadDim>(
-      group_state(block, group, slot, block.unit.head, packed / Shape::kRows),
-      group_state_rows(block, group),
-      packed % Shape::kRows,
-      quad);
-}
-
-// Folds the states of a sequence in order and writes its rows.
-template <typename Block>
-__device__ __forceinline__ void finish_sequence(const Block& block) {
-  Unit& unit = block.unit;
-  constexpr int kQuads = Block::kHeadDim / 4;
-  int first_leaf = unit.low / kLeafTokens, last_leaf = (unit.high - 1) / kLeafTokens;
-  int first_chunk = unit.low / kChunkTokens, last_chunk = (unit.high - 1) / kChunkTokens;
-  for (int i = threadIdx.x; i < unit.rows * kQuads; i += kAttentionThreads) {
-    int row = i / kQuads, quad = i % kQuads;
-    StatePart total;
-    // Eight states at a time, so that their loads overlap.
-    float2 sums[kChunkLeaves];
-    float4 outs[kChunkLeaves];
-    auto load = [&](int slot, const float* state) {
-      sums[slot] = reinterpret_cast<const float2*>(state + unit.state_rows * Block::kHeadDim)[row];
-      outs[slot] = reinterpret_cast<const float4*>(state)[row * kQuads + quad];
-    };
-    for (int chunk = first_chunk; chunk <= last_chunk && chunk < unit.first_cut;
-         chunk += kChunkLeaves) {
-#pragma unroll
-      for (int j = 0; j < kChunkLeaves; ++j) {
-        sums[j] = make_float2(-INFINITY, 0.0f);
-        outs[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (chunk + j <= last_chunk && chunk + j < unit.first_cut) {
-          load(j, chunk_state(block, chunk + j));
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kChunkLeaves; ++j) {
-        total.append(sums[j], outs[j]);
-      }
-    }
-    for (int chunk = max(first_chunk, unit.first_cut); chunk <= last_chunk; ++chunk) {
-#pragma unroll
-      for (int j = 0; j < kChunkLeaves; ++j) {
-        int leaf = chunk * kChunkLeaves + j;
-        sums[j] = make_float2(-INFINITY, 0.0f);
-        outs[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (leaf >= first_leaf && leaf <= last_leaf) load(j, leaf_state(block, leaf));
-      }
-      StatePart sum;
-#pragma unroll
-      for (int j = 0; j < kChunkLeaves; ++j) sum.append(sums[j], outs[j]);
-      total.append(make_float2(sum.m, sum.l), sum.o);
-    }
-    write_part(block, row, quad, total);
-  }
-}
-
-// The same where groups have reduced the first leaves.
-template <typename Block>
-__device__ __forceinline__ void finish_shared_sequence(const Block& block) {
-  Unit& unit = block.unit;
-  constexpr int kQuads = Block::kHeadDim / 4;
-  int last_leaf = (unit.high - 1) / kLeafTokens;
-  for (int i = threadIdx.x; i < unit.rows * kQuads; i += kAttentionThreads) {
-    int row = i / kQuads, quad = i % kQuads;
-    StatePart total;
-    for (int chunk = 0; chunk * kChunkLeaves <= last_leaf; ++chunk) {
-      int leaf = chunk * kChunkLeaves;
-      if (leaf < unit.shared) {
-        const Group& group = group_of(block, leaf);
-        if (group.holds_chunk(chunk)) {
-          append_shared(block, total, group, group.slot_of_chunk(chunk), row, quad);
-          continue;
-        }
-      } else if (chunk < unit.first_cut) {
-        total.append_state<Block::kHeadDim>(chunk_state(block, chunk), unit.state_rows, row, quad);
-        continue;
-      }
-      StatePart sum;
-      for (; leaf <= last_leaf && leaf / kChunkLeaves == chunk; ++leaf) {
-        if (leaf < unit.shared) {
-          const Group& group = group_of(block, leaf);
-          append_shared(block, sum, group, group.slot_of_leaf(leaf), row, quad);
-        } else {
-          sum.append_state<Block::kHeadDim>(leaf_state(block, leaf), unit.state_rows, row, quad);
-        }
-      }
-      total.append(make_float2(sum.m, sum.l), sum.o);
-    }
-    write_part(block, row, quad, total);
-  }
+  const float* state = group_state(block, group, slot, block.unit.head, packed / Shape::kRows);
+  return row_of_state<Block>(state, group_state_rows(block, group), packed % Shape::kRows);
 }
 
 }  // namespace specops

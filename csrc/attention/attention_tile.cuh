@@ -7,6 +7,7 @@
 
 #include "attention/attention_block.cuh"
 #include "attention/attention_fold.cuh"
+#include "attention/attention_loads.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -21,7 +22,7 @@ __device__ __forceinline__ void score(const Block& block,
                                       float (&s)[kRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
-  int thread = thread_index();
+  unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const unsigned char* queries = block.smem + Shape::kQueries;
   const unsigned char* keys = block.k_slot(tile);
@@ -146,45 +147,57 @@ __device__ __forceinline__ void weigh(const Block& block,
                                       Outputs<kRowTiles, Block::kOutTiles>& leaf) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
+  constexpr int kPerVector = 16 / sizeof(T);
   bool begins = tile * Block::kTile % Block::kLeaf == 0;
-  int thread = thread_index();
+  unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  unsigned char* probs = block.smem + Shape::kProbs;
-  const float4* maxima = reinterpret_cast<const float4*>(block.smem + Shape::kMaxima);
+  // A lane has every eighth row; all of them are turned alike in shared memory.
+  const float4* maxima = reinterpret_cast<const float4*>(block.smem + Shape::kMaxima) + lane / 4;
+  const float* before = block.running(tile - 1) + lane / 4;
+  float* after = block.running(tile) + lane / 4;
+  float* shares = block.lane_sums() + thread;
+  unsigned char* probs[Block::kScoreTiles];
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int n = 0; n < Block::kScoreTiles; ++n) {
+    int element = warp * (8 * Block::kScoreTiles) + 8 * n + 2 * (lane % 4);
+    probs[n] = block.smem + Shape::kProbs +
+               place_of<Shape::kProbVectors>(lane / 4, element / kPerVector) +
+               element % kPerVector * sizeof(T);
+  }
+  // What is read of other warps comes first, so that these loads overlap.
+  float old[2 * kRowTiles], top[2 * kRowTiles], share[2 * kRowTiles];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int row = 16 * i + lane / 4 + 8 * half;
-      float4 tops = maxima[row];
-      float old = begins ? -INFINITY : block.running(tile - 1)[row];
-      float top = fmaxf(old, fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
-      if (thread < kWarpSize && lane % 4 == 0) block.running(tile)[row] = top;
-      float origin = top == -INFINITY ? 0.0f : top;
-      float rescale = ptx::exp2_approx(__fsub_rn(old, origin));
-      float sum = 0.0f;
+  for (int r = 0; r < 2 * kRowTiles; ++r) {
+    float4 tops = maxima[8 * r];
+    old[r] = begins ? -INFINITY : before[8 * r];
+    share[r] = begins ? 0.0f : shares[r * kAttentionThreads];
+    top[r] = fmaxf(old[r], fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
+  }
+  bool writes = thread < kWarpSize && lane % 4 == 0;
 #pragma unroll
-      for (int n = 0; n < Block::kScoreTiles; ++n) {
-        float p0 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half], origin));
-        float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
-        sum = __fadd_rn(sum, __fadd_rn(p0, p1));
-        int element = warp * (8 * Block::kScoreTiles) + 8 * n + 2 * (lane % 4);
-        constexpr int kPerVector = 16 / sizeof(T);
-        unsigned char* place = probs + place_of<Shape::kProbVectors>(row, element / kPerVector) +
-                               element % kPerVector * sizeof(T);
-        if constexpr (sizeof(T) == 2) {
-          *reinterpret_cast<uint32_t*>(place) = ptx::pack2<T>(p0, p1);
-        } else {
-          *reinterpret_cast<float2*>(place) = make_float2(p0, p1);
-        }
+  for (int r = 0; r < 2 * kRowTiles; ++r) {
+    int i = r / 2, half = r % 2;
+    if (writes) after[8 * r] = top[r];
+    float origin = top[r] == -INFINITY ? 0.0f : top[r];
+    float rescale = ptx::exp2_approx(__fsub_rn(old[r], origin));
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < Block::kScoreTiles; ++n) {
+      float p0 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half], origin));
+      float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
+      sum = __fadd_rn(sum, __fadd_rn(p0, p1));
+      unsigned char* place = probs[n] + 8 * r * Shape::kProbVectors * 16;
+      if constexpr (sizeof(T) == 2) {
+        *reinterpret_cast<uint32_t*>(place) = ptx::pack2<T>(p0, p1);
+      } else {
+        *reinterpret_cast<float2*>(place) = make_float2(p0, p1);
       }
-      float* shares = block.lane_sums() + (2 * i + half) * kAttentionThreads + thread;
-      *shares = begins ? sum : __fmaf_rn(*shares, rescale, sum);
+    }
+    shares[r * kAttentionThreads] = begins ? sum : __fmaf_rn(share[r], rescale, sum);
 #pragma unroll
-      for (int n = 0; n < Block::kOutTiles; ++n) {
-        leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
-        leaf.o[i][n][2 * half + 1] = __fmul_rn(leaf.o[i][n][2 * half + 1], rescale);
-      }
+    for (int n = 0; n < Block::kOutTiles; ++n) {
+      leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
+      leaf.o[i][n][2 * half + 1] = __fmul_rn(leaf.o[i][n][2 * half + 1], rescale);
     }
   }
 }
@@ -196,7 +209,7 @@ __device__ __forceinline__ void accumulate(const Block& block,
                                            Outputs<kRowTiles, Block::kOutTiles>& leaf) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
-  int thread = thread_index();
+  unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const unsigned char* probs = block.smem + Shape::kProbs;
   const unsigned char* values = block.v_slot(tile);
@@ -271,18 +284,20 @@ __device__ __forceinline__ bool has_nonfinite(const Block& block, int tile) {
   constexpr uint32_t kExponent = sizeof(T) == 4                ? 0x7f800000u
                                  : std::is_same_v<T, bfloat16> ? 0x7f80u
                                                                : 0x7c00u;
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(block.v_slot(tile));
-  unsigned thread = thread_index();
+  CopyShare<Shape> share(thread_index());
+  const unsigned char* own = block.v_slot(tile) + share.place();
   bool found = false;
-  for (int pass = 0; pass < Block::kTile * Shape::kVectors / kAttentionThreads; ++pass) {
-    unsigned index = pass * kAttentionThreads + thread;
-    int row = index / Shape::kVectors, vector = index % Shape::kVectors;
+#pragma unroll 1
+  for (int pass = 0; pass < share.kPasses; ++pass) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t word = words[place_of<Shape::kVectors>(row, vector) / 4 + i];
-      found = found || (word & kExponent) == kExponent;
-      if constexpr (sizeof(T) == 2) {
-        found = found || (word >> 16 & kExponent) == kExponent;
+    for (int step = 0; step < share.kSteps; ++step) {
+      uint4 vector =
+          *reinterpret_cast<const uint4*>(own + pass * share.more(1, 0) + share.more(0, step));
+      const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+      for (uint32_t word : words) {
+        found = found || (word & kExponent) == kExponent;
+        if constexpr (sizeof(T) == 2) found = found || (word >> 16 & kExponent) == kExponent;
       }
     }
   }

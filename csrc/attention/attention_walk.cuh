@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/attention_block.cuh"
+#include "attention/attention_merge.cuh"
 #include "attention/attention_plan.cuh"
 #include "attention/attention_reduce.cuh"
 #include "attention/attention_results.cuh"
@@ -41,7 +42,7 @@ __device__ __forceinline__ void find_unit(
   Request request = load_request(params, first_request + low);
   bool whole = block.plan.counter[low] < 0;
   int shared = whole || !request.valid ? 0 : shared_leaves(block.launch, first_request + low);
-  Demand demand = demand_of<Shape::kRows>(params, request, shared);
+  Demand demand = demand_of<Shape::kRows>(block.launch, request, shared);
   int sequences = demand.sequences;
   int place = index - first_unit;
   int chunk = demand.first_chunk + place / sequences;
@@ -63,6 +64,7 @@ __device__ __forceinline__ void find_unit(
   unit.tile_rows = unit.rows;
   unit.state = nullptr;
   unit.leaf_stride = 0;
+  unit.parts = 1;
   unit.arrivals = 1;
   unit.batch_idx = first_request + low;
   unit.shared = shared;
@@ -81,50 +83,53 @@ __device__ __forceinline__ void find_unit(
   unit.begin = unit.low;
   unit.end = unit.high;
   if (!whole) {
-    int part_leaves = block.turns.part_leaves;
+    int part_leaves = part < 0 ? kChunkLeaves : block.turns.part_leaves;
     int begin = chunk * kChunkTokens + max(part, 0) * part_leaves * kLeafTokens;
     unit.begin = max(max(unit.low, begin), shared * kLeafTokens);
-    unit.end = min(unit.high, begin + (part < 0 ? kChunkTokens : part_leaves * kLeafTokens));
+    unit.end = min(unit.high, begin + part_leaves * kLeafTokens);
     if (unit.begin >= unit.end) unit.valid = false;
     // Chunks of this sequence from first_cut on lie in the tail.
     int before = max(tail_begin - first_unit - sequence, 0);
     int first_cut = (before + sequences - 1) / sequences;
     unit.first_cut = demand.first_chunk + first_cut;
     unit.first_tail = first_unit + first_cut * sequences + sequence - tail_begin;
-    int begin_leaf = max(unit.low / kLeafTokens, shared);
-    int chunks =
-        min(unit.first_cut, (unit.high - 1) / kChunkTokens + 1) - begin_leaf / kChunkLeaves;
-    int first_leaf = max(begin_leaf, unit.first_cut * kChunkLeaves);
-    int last_part = (unit.high - 1) / kLeafTokens / part_leaves;
-    unit.arrivals = max(chunks, 0) + max(last_part + 1 - first_leaf / part_leaves, 0);
+    int first_leaf = max(max(unit.low / kLeafTokens, shared), chunk * kChunkLeaves);
+    int last_leaf = min((unit.high - 1) / kLeafTokens, chunk * kChunkLeaves + kChunkLeaves - 1);
+    unit.parts = last_leaf / part_leaves - first_leaf / part_leaves + 1;
+    unit.arrivals =
+        (unit.high - 1) / kChunkTokens + 1 - max(unit.low / kChunkTokens, shared / kChunkLeaves);
     unit.first_chunk = demand.first_chunk;
     unit.sequences = sequences;
     unit.sequence = sequence;
     unit.counter = block.plan.counter[low] + sequence;
     unit.chunk_quad = block.plan.state[low];
     unit.state_quads = demand.state_quads;
-    if (unit.arrivals > 1 || shared > 0) {
-      bool leafwise = part >= 0 || is_boundary(block, chunk);
-      unit.state =
-          leafwise ? leaf_state(block, unit.begin / kLeafTokens) : chunk_state(block, chunk);
-      if (leafwise) {
-        unit.leaf_stride = is_boundary(block, chunk) ? slot_state(block, 1) - slot_state(block, 0)
-                                                     : block.launch.leaf_floats;
+    int leaf = unit.begin / kLeafTokens;
+    if (is_boundary(block, chunk)) {
+      unit.state = leaf_state(block, leaf);
+      unit.leaf_stride = slot_state(block, 1) - slot_state(block, 0);
+    } else if (unit.parts > 1) {
+      // The part with the first leaf folds its own.
+      unit.state = leaf_state(block, leaf);
+      if (leaf / part_leaves != first_leaf / part_leaves) {
+        unit.leaf_stride = block.launch.leaf_floats;
       }
+    } else if (unit.arrivals > 1 || shared > 0) {
+      unit.state = chunk_state(block, chunk);
     }
   }
   unit.load_begin = unit.begin;
   unit.load_end = unit.end;
 }
 
-// Unit `index` of plan_groups: rows of all members of a group and a piece of what they share. All
+// Unit `index` of the list of groups: rows of all members of a group and a piece of what they share. All
 // of it lies before the first of their rows.
 template <typename Block>
 __device__ __forceinline__ void find_shared_unit(const Block& block, int index) {
   using Shape = typename Block::Shape;
   Unit& unit = block.unit;
   int owner = find_owner(block, index, kPlanned);
-  const Group& group = block.group_list()[owner];
+  const Group& group = block.launch.group_list->groups[owner];
   int place = index - (owner == 0 ? 0 : block.plan.unit_end[owner - 1]);
   int tiles = group_tiles(block, group), heads = static_cast<int>(block.params.num_kv_heads);
   int piece = place / (tiles * heads), tile = place % tiles;
@@ -185,26 +190,7 @@ __device__ __forceinline__ void run_unit(const Block& block) {
   if (!unit.valid) return;
   if (!unit.request.valid) return write_zeros(block);
   run_rows(block);
-  if (unit.state == nullptr || unit.arrivals == 0) return;
-  // The last block to arrive folds what all have written.
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int32_t* counter = block.launch.counters + unit.counter;
-    bool is_last = atomicAdd(counter, 1) == unit.arrivals - 1;
-    if (is_last) *counter = 0;
-    *block.plan.scan = is_last;
-    unit.first_row -= unit.state_row;  // the whole tile again
-    unit.rows = unit.tile_rows;
-  }
-  __syncthreads();
-  if (*block.plan.scan == 0) return;
-  __threadfence();
-  if (unit.shared > 0) {
-    finish_shared_sequence(block);
-  } else {
-    finish_sequence(block);
-  }
+  if (unit.state != nullptr && unit.arrivals > 0) call_arrive<Block>(&block.launch);
 }
 
 template <typename Block>
@@ -218,52 +204,61 @@ __device__ __forceinline__ void run_turns(const Block& block) {
   }
 }
 
+// What the requests from `first_request` on leave to do, at most kPlanned of them, as turns.
 template <typename Block>
-__device__ __forceinline__ void run_shared(const Block& block) {
+__device__ __forceinline__ void plan_turns(const Block& block, int64_t first_request) {
   using Shape = typename Block::Shape;
-  int units = plan_groups<Shape::kRows>(block.launch,
-                                        block.plan,
-                                        block.group_list(),
-                                        reinterpret_cast<int*>(block.smem + Shape::kRing),
-                                        (Shape::kProbs - Shape::kRing) / 4);
+  Turns& turns = block.turns;
+  // Used so far, and the units of the requests before, modulo the grid.
+  bool begins = first_request == 0;
+  int counters = begins ? 0 : turns.counters, quads = begins ? 0 : turns.quads;
+  int base = begins ? 0 : turns.base;
+  int units = make_plan<Shape::kRows>(
+      block.launch, block.plan, first_request, counters, quads, &turns.row_end);
+  int blocks = static_cast<int>(gridDim.x);
+  // Units go to the blocks in turn. What is left for a wave of few blocks may be cut.
+  int tail = (base + units) % blocks, parts = 1;
+  if (first_request + kPlanned >= block.params.batch &&
+      tail <= min(block.launch.tail_units, units)) {
+    parts = parts_of_tail(tail, blocks, block.launch.leaf_cost);
+  }
+  bool cuts = parts > 1;
+  if (threadIdx.x == 0) {
+    turns.first_request = first_request;
+    turns.tail_begin = cuts ? units - tail : units;
+    turns.end = cuts ? units - tail + tail * parts : units;
+    turns.part_leaves = kChunkLeaves / parts;
+    turns.now = (static_cast<int>(blockIdx.x) - base + blocks) % blocks - blocks;
+    turns.counters = counters;
+    turns.quads = quads;
+    turns.base = tail;
+  }
+}
+
+// What groups of requests share, as turns.
+template <typename Block>
+__device__ __forceinline__ void plan_shared_turns(const Block& block) {
+  const GroupList& list = *block.launch.group_list;
+  block.plan.unit_end[threadIdx.x] = list.unit_end[threadIdx.x];
   if (threadIdx.x == 0) {
     block.turns.now = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
-    block.turns.end = units;
+    block.turns.end = list.units;
   }
-  run_turns(block);
 }
 
 template <typename Block>
 __device__ __forceinline__ void run_all(const Block& block) {
-  using Shape = typename Block::Shape;
-  Turns& turns = block.turns;
-  if (block.launch.is_shared_launch) return run_shared(block);
-  if (threadIdx.x == 0) turns.row_end = 0;
+  if (threadIdx.x == 0) block.turns.row_end = 0;
   __syncthreads();
-  for (int64_t first = 0; first < block.params.batch; first = turns.first_request + kPlanned) {
-    // Used so far, and the units of the requests before, modulo the grid.
-    int counters = first == 0 ? 0 : turns.counters, quads = first == 0 ? 0 : turns.quads;
-    int base = first == 0 ? 0 : turns.base;
-    int units =
-        make_plan<Shape::kRows>(block.launch, block.plan, first, counters, quads, &turns.row_end);
-    int blocks = static_cast<int>(gridDim.x);
-    // Units go to the blocks in turn. What is left for a wave of few blocks is cut into leaves.
-    int tail = (base + units) % blocks;
-    bool cuts =
-        first + kPlanned >= block.params.batch && tail <= min(block.launch.tail_units, units);
-    int parts = kChunkLeaves;  // of a chunk that is cut: as many as run at once
-    while (parts > 2 && tail * parts > blocks) parts /= 2;
-    if (threadIdx.x == 0) {
-      turns.first_request = first;
-      turns.tail_begin = cuts ? units - tail : units;
-      turns.end = cuts ? units - tail + tail * parts : units;
-      turns.part_leaves = kChunkLeaves / parts;
-      turns.now = (static_cast<int>(blockIdx.x) - base + blocks) % blocks - blocks;
-      turns.counters = counters;
-      turns.quads = quads;
-      turns.base = tail;
+  for (int64_t first = 0; first < block.params.batch;
+       first = block.turns.first_request + kPlanned) {
+    if (block.launch.is_shared_launch) {
+      plan_shared_turns(block);
+    } else {
+      plan_turns(block, first);
     }
     run_turns(block);
+    if (block.launch.is_shared_launch) return;
   }
   zero_padding(block);
 }

@@ -24,8 +24,14 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 // Asynchronous copies, global to shared
 
-// Copies 16 bytes, both sides aligned; writes zeros instead, reading nothing, when not `valid`.
-__device__ inline void cp_async_16(void* smem, const void* global, bool valid = true) {
+// Copies 16 bytes, both sides aligned.
+__device__ inline void cp_async_16(void* smem, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(smem)), "l"(global)
+               : "memory");
+}
+
+// Writes zeros instead, reading nothing, when not `valid`.
+__device__ inline void cp_async_16(void* smem, const void* global, bool valid) {
   int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)),
                "l"(global),
@@ -171,6 +177,18 @@ __device__ inline void store_vector(void* global, uint4 value) {
 
 __device__ inline void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+// `pointer` + count * bytes, in one instruction: of a product of two words nvcc makes four once it
+// has moved the extension of one of them out of a loop.
+__device__ inline const unsigned char* advance(const unsigned char* pointer,
+                                               uint32_t count,
+                                               uint32_t bytes) {
+  uint64_t out;
+  asm("mad.wide.u32 %0, %1, %2, %3;"
+      : "=l"(out)
+      : "r"(count), "r"(bytes), "l"(reinterpret_cast<uint64_t>(pointer)));
+  return reinterpret_cast<const unsigned char*>(out);
 }
 
 // Makes the compiler forget what it knows of a register, so that it computes again from it what would

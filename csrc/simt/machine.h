@@ -47,6 +47,7 @@ struct Counters {
   int64_t barriers = 0;     // __syncthreads completed
   int64_t collectives = 0;  // warp collectives completed, mma among them
   int64_t mmas = 0;
+  int64_t copied_bytes = 0;  // by cp.async, from global memory
   int64_t switches = 0;
   int64_t bank_conflict = 0;  // worst number of passes an 8-row read of ldmatrix took
   std::string bank_conflict_site;

@@ -51,6 +51,7 @@ pybind11::dict counters() {
   out["barriers"] = now.barriers;
   out["collectives"] = now.collectives;
   out["mmas"] = now.mmas;
+  out["copied_bytes"] = now.copied_bytes;
   out["switches"] = now.switches;
   out["bank_conflict"] = now.bank_conflict;
   out["bank_conflict_site"] = now.bank_conflict_site;

@@ -53,10 +53,10 @@ using simt::Site;
 
 // Asynchronous copies, global to shared
 
-inline void cp_async_16(void* smem,
-                        const void* global,
-                        bool valid = true,
-                        Site site = Site::current()) {
+inline void cp_async_16(void* smem, const void* global, Site site = Site::current()) {
+  simt::copy_async(smem, global, true, site);
+}
+inline void cp_async_16(void* smem, const void* global, bool valid, Site site = Site::current()) {
   simt::copy_async(smem, global, valid, site);
 }
 
@@ -124,6 +124,10 @@ inline float flushed(float x) {
 inline float exp2_approx(float x) { return flushed(simt::approximate(std::exp2(flushed(x)), x)); }
 inline float log2_approx(float x) { return flushed(simt::approximate(std::log2(flushed(x)), x)); }
 inline float rcp_approx(float x) { return flushed(simt::approximate(1.0f / flushed(x), x)); }
+
+inline const unsigned char* advance(const unsigned char* pointer, uint32_t count, uint32_t bytes) {
+  return pointer + uint64_t{count} * bytes;
+}
 
 inline void forget(uint32_t& /*word*/) {}
 

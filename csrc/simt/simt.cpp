@@ -783,6 +783,7 @@ void named_barrier(int id, int threads, bool wait, const Site& site) {
 }
 
 void copy_async(void* smem, const void* global, bool valid, const Site& site) {
+  if (valid) counters.copied_bytes += 16;
   machine.copy(smem, global, valid, site);
 }
 

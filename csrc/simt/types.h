@@ -9,6 +9,7 @@
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 #define __grid_constant__
+#define __noinline__
 
 #define SPECOPS_SIMT_VECTOR2(name, type, alignment) \
   struct alignas(alignment) name {                  \

@@ -302,7 +302,8 @@ def append_attention(
         return_lse: return the lse too, allocated when absent.
         workspace: [floats], float32, for partial results of requests that are split among threads
             or SMs; see `attention_workspace_size`. Allocated when absent; a short one means less
-            splitting. On CUDA its head must be zero, and is zero again afterwards.
+            splitting. On CUDA its head must be zero, and is zero again afterwards: calls on two
+            streams need one each, and after a call that the device aborted it must be zeroed.
 
     Returns:
         `out`, or (`out`, `lse`) when `lse` is given or `return_lse` is set.

@@ -85,9 +85,6 @@ def _spilled(number: int) -> dict[str, int]:
     return {"86": number, "89": number}
 
 
-# Of the groups of requests that share a prefix, in append_attention.
-_GROUPS = 8 << 10
-
 _OVERLAY = "processors work up to vocabularies of about 220,000 tokens, and fail beyond"
 
 BUDGETS: tuple[Budget, ...] = (
@@ -101,52 +98,24 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("rope_append_kv_kernel<*float16, true>", registers=64, threads=128, blocks_per_sm=8),
     Budget("rope_append_kv_kernel<float, true>", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
-    # A tile of rows lives in registers; two blocks of it fill an SM of 90a, one an SM of 80. With
-    # prefixes that requests share 8 KiB more than alone; without a workspace totals come on top.
-    Budget(
-        "append_attention_kernel<*float16, 64, *",
-        registers=255,
-        threads=128,
-        smem_bytes=94544 + _GROUPS,
-        launched_on=LARGE,
-        elsewhere="prefixes shared by requests cannot be given: alone it takes 94,544 bytes",
-    ),
-    Budget("append_attention_kernel<*float16, 96, *", 255, 128, smem_bytes=82256 + _GROUPS),
+    # A tile of rows lives in registers; two blocks of it fill an SM of 90a, one an SM of 80. Every
+    # architecture has the shared memory; without a workspace totals come on top.
+    Budget("append_attention_kernel<*float16, 64, *", 255, 128, smem_bytes=93008),
+    Budget("append_attention_kernel<*float16, 96, *", 255, 128, smem_bytes=80720),
     Budget(
         "append_attention_kernel<*float16, 128, *",
         registers=255,
         threads=128,
-        smem_bytes=102736 + _GROUPS,
-        launched_on=LARGE,
-        elsewhere="a fault: 102,736 bytes even alone, so the op fails",
-        spills={"100a": 292, "120": 328},
+        smem_bytes=101200,
+        spills={"100a": 140, "120": 160},
     ),
-    Budget("append_attention_kernel<*float16, 256, *", 255, 128, smem_bytes=92496 + _GROUPS),
-    Budget(
-        "append_attention_kernel<float, 64, *",
-        registers=255,
-        threads=128,
-        smem_bytes=110928 + _GROUPS,
-        launched_on=LARGE,
-        elsewhere="a fault: 110,928 bytes even alone, so the op fails",
-    ),
-    Budget("append_attention_kernel<float, 96, *", 255, 128, smem_bytes=74064 + _GROUPS),
-    Budget(
-        "append_attention_kernel<float, 128, *",
-        registers=255,
-        threads=128,
-        smem_bytes=94544 + _GROUPS,
-        launched_on=LARGE,
-        elsewhere="prefixes shared by requests cannot be given: alone it takes 94,544 bytes",
-    ),
-    Budget(
-        "append_attention_kernel<float, 256, *",
-        registers=255,
-        threads=128,
-        smem_bytes=110928 + _GROUPS,
-        launched_on=LARGE,
-        elsewhere="a fault: 110,928 bytes even alone, so the op fails",
-    ),
+    Budget("append_attention_kernel<*float16, 256, *", 255, 128, smem_bytes=90960),
+    Budget("append_attention_kernel<float, 64, *", 255, 128, smem_bytes=88912),
+    Budget("append_attention_kernel<float, 96, *", 255, 128, smem_bytes=72528),
+    Budget("append_attention_kernel<float, 128, *", 255, 128, smem_bytes=93008),
+    Budget("append_attention_kernel<float, 256, *", 255, 128, smem_bytes=88912),
+    # One block plans for all; the batch is at most what its shared memory holds.
+    Budget("plan_groups_kernel", registers=64, threads=128, smem_bytes=96 << 10),
     # dense
     Budget("linear_stream_kernel<*", 128, threads=128, smem_bytes=80 << 10, blocks_per_sm=2),
     # A wide tile lives in registers: one block of it, with 64 KiB and more in flight, fills an SM.
@@ -369,13 +338,17 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
 
 
 METERED: tuple[Metered, ...] = (
-    _attention(64, 2, 94544, _per_arch(852, 852, 852, 921, 845, 849)),
-    _attention(64, 4, 94544, _per_arch(1150, 1148, 1148, 1254, 1092, 1120)),
-    _attention(96, 2, 82256, _per_arch(1093, 1093, 1093, 1178, 1151, 1177)),
-    _attention(96, 4, 82256, _per_arch(1423, 1423, 1423, 1529, 1429, 1496)),
-    _attention(128, 2, 102736, _per_arch(1262, 1261, 1261, 1351, 1269, 1296)),
-    _attention(128, 4, 102736, _per_arch(1623, 1624, 1624, 1748, 1574, 1635)),
-    _attention(256, 2, 92496, _per_arch(1263, 1264, 1264, 1356, 1264, 1263)),
+    _attention(64, 1, 93008, _per_arch(427, 427, 427, 475, 460, 447)),
+    _attention(64, 2, 93008, _per_arch(559, 559, 559, 606, 590, 592)),
+    _attention(64, 4, 93008, _per_arch(834, 834, 834, 878, 854, 880)),
+    _attention(96, 1, 80720, _per_arch(470, 468, 468, 523, 506, 504)),
+    _attention(96, 2, 80720, _per_arch(617, 617, 617, 672, 654, 673)),
+    _attention(96, 4, 80720, _per_arch(928, 928, 928, 980, 951, 1011)),
+    _attention(128, 1, 101200, _per_arch(516, 516, 516, 567, 564, 565)),
+    _attention(128, 2, 101200, _per_arch(681, 681, 681, 734, 716, 741)),
+    _attention(128, 4, 101200, _per_arch(1026, 1026, 1026, 1078, 1049, 1127)),
+    _attention(256, 1, 90960, _per_arch(510, 510, 510, 568, 561, 559)),
+    _attention(256, 2, 90960, _per_arch(683, 683, 683, 737, 717, 737)),
     _streamed(1, 1, _per_arch(65, 66, 66, 64, 67, 68)),
     _streamed(2, 1, _per_arch(98, 98, 98, 99, 93, 98)),
     _streamed(1, 2, _per_arch(90, 91, 91, 90, 81, 79)),

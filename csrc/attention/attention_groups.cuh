@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which groups of requests that share a prefix append_attention on CUDA reduces together. Nothing
+// here reaches a bit of the result.
+#pragma once
+
+#include "attention/attention_plan.cuh"
+#include "common/device.cuh"
+
+namespace specops {
+
+// What is found out of the groups of a level, by leader: [batch] each, in shared memory.
+struct GroupSums {
+  int* first_position;  // least kv_len - qo_len of the members with rows
+  int* last_position;   // greatest position of a row
+  int* members;         // with rows
+  int* member;          // the first of them
+  int* row_end;
+  int* shared;  // leaves, up to this level
+  int* before;  // leaves, up to the level before
+};
+constexpr int kGroupSums = 7;
+
+// What one thread's group needs, as chunks or as leaves.
+struct GroupNeed {
+  int units;
+  int quads;  // of states, at most one more than there are
+
+  __device__ __forceinline__ GroupNeed(const AttentionLaunch& launch,
+                                       const Group& group,
+                                       int tile_rows) {
+    int64_t packed = int64_t{group.rows} * launch.group;
+    int64_t tiles = (packed + tile_rows - 1) / tile_rows * launch.params.num_kv_heads;
+    int rows = packed < tile_rows ? static_cast<int>(packed + 1) / 2 * 2 : tile_rows;
+    units = group.pieces() * static_cast<int>(tiles);
+    int64_t floats = rows * (launch.params.head_dim + 2);
+    quads = static_cast<int>(
+        min(tiles * group.slots() * (floats / 4), int64_t{launch.shared_capacity} + 1));
+  }
+};
+
+// Finds the groups that share something, level by level: the table by leader, and those of the
+// first kPlanned in a list. Returns how many there are.
+__device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
+                                           const GroupSums& sums,
+                                           int* scan) {
+  const AppendAttentionParams& params = launch.params;
+  int batch = static_cast<int>(params.batch), levels = static_cast<int>(params.num_prefix_levels);
+  int thread = threadIdx.x;
+  int count = 0;
+#pragma unroll 1
+  for (int level = 0; level < levels; ++level) {
+    __syncthreads();
+#pragma unroll 1
+    for (int b = thread; b < batch; b += kAttentionThreads) {
+      sums.first_position[b] = INT32_MAX;
+      sums.last_position[b] = sums.members[b] = sums.row_end[b] = 0;
+      sums.member[b] = INT32_MAX;
+      sums.before[b] = level == 0 ? 0 : sums.shared[leader_of(params, level - 1, b)];
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int b = thread; b < batch; b += kAttentionThreads) {
+      Request request = load_request(params, b);
+      if (request.qo_len == 0) continue;
+      int leader = leader_of(params, level, b);
+      int position = request.valid ? request.kv_len - request.qo_len : 0;
+      atomicMin(&sums.first_position[leader], position);
+      atomicMax(&sums.last_position[leader], position + request.qo_len - 1);
+      atomicAdd(&sums.members[leader], 1);
+      atomicMin(&sums.member[leader], b);
+      atomicMax(&sums.row_end[leader], request.qo_begin + request.qo_len);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int first = 0; first < batch; first += kAttentionThreads) {
+      int b = first + thread;
+      Group group{};
+      if (b < batch) {
+        int entry = level * batch + b;
+        int before = sums.before[b], shared = before;
+        // A window must not cut into what is shared: every row sees all of it.
+        if (sums.members[b] > 1 && window_begin(params, sums.last_position[b]) == 0) {
+          shared = min(params.prefix_lens[entry], sums.first_position[b]) / kLeafTokens;
+          shared = max(shared, before);
+          group.member = sums.member[b];
+          group.first_row = params.qo_indptr[group.member];
+          group.rows = sums.row_end[b] - group.first_row;
+        }
+        sums.shared[b] = shared;
+        group.begin = before;
+        group.end = shared;
+        group.entry = entry;
+        launch.groups[entry] = group;
+      }
+      int found;
+      int place = count + scan_exclusive(group.end > group.begin ? 1 : 0, scan, found);
+      if (group.end > group.begin && place < kPlanned) launch.group_list->groups[place] = group;
+      count += found;
+    }
+  }
+  __syncthreads();
+  return count;
+}
+
+// Cuts what the groups share into units for `blocks` blocks: as chunks, or, where those are too few
+// to occupy the machine, as leaves. Returns how many units; 0: there is no room for their states.
+__device__ __forceinline__ int cut_groups(
+    const AttentionLaunch& launch, int count, int tile_rows, int blocks, int* scan) {
+  int place = threadIdx.x;
+  Group group{};
+  if (place < count) group = launch.group_list->groups[place];
+  int chunk_units;
+  scan_exclusive(place < count ? GroupNeed(launch, group, tile_rows).units : 0, scan, chunk_units);
+#pragma unroll 1
+  for (int leafwise = 2 * chunk_units < blocks ? 1 : 0; leafwise >= 0; --leafwise) {
+    group.leafwise = leafwise;
+    int units = 0, quads = 0, all_units, all_quads;
+    if (place < count) {
+      GroupNeed need(launch, group, tile_rows);
+      units = need.units;
+      quads = need.quads;
+    }
+    group.state = scan_exclusive(quads, scan, all_quads);
+    int end = scan_exclusive(units, scan, all_units) + units;
+    if (all_quads > launch.shared_capacity) continue;
+    launch.group_list->unit_end[place] = end;
+    if (place < count) {
+      launch.group_list->groups[place] = group;
+      launch.groups[group.entry] = group;
+    }
+    return all_units;
+  }
+  return 0;
+}
+
+// Plans which groups of requests append_attention reduces together, for its two launches to come.
+// Where the list, the batch or the states are too large, nothing is shared.
+// Grid:    one block.
+// Block:   kAttentionThreads, a request or a group each.
+// Smem:    kGroupSums integers for each request.
+// Cost:    a few reads of the lengths, level by level; latency.
+// Assumes: the shared memory for the batch; tile_rows and blocks are those of the launches.
+// Order:   integers.
+__global__ void __launch_bounds__(kAttentionThreads)
+    plan_groups_kernel(const __grid_constant__ AttentionLaunch launch, int tile_rows, int blocks) {
+  int* ints = reinterpret_cast<int*>(shared_memory());
+  int* scan = ints;
+  int batch = static_cast<int>(launch.params.batch);
+  int* at = ints + 8;
+  GroupSums sums{at,
+                 at + batch,
+                 at + 2 * batch,
+                 at + 3 * batch,
+                 at + 4 * batch,
+                 at + 5 * batch,
+                 at + 6 * batch};
+  int count = find_groups(launch, sums, scan);
+  int units = 0;
+  if (count > 0 && count <= kPlanned) units = cut_groups(launch, count, tile_rows, blocks, scan);
+  if (threadIdx.x == 0) launch.group_list->units = units;
+  if (units > 0) return;
+  int entries = static_cast<int>(launch.params.num_prefix_levels) * batch;
+#pragma unroll 1
+  for (int entry = threadIdx.x; entry < entries; entry += kAttentionThreads) {
+    launch.groups[entry] = Group{};
+  }
+}
+
+}  // namespace specops
