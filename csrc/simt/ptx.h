@@ -126,6 +126,8 @@ inline float log2_approx(float x) { return flushed(simt::approximate(std::log2(f
 inline float rcp_approx(float x) { return flushed(simt::approximate(1.0f / flushed(x), x)); }
 
 inline void forget(uint32_t& /*word*/) {}
+template <typename V>
+void forget(V*& /*pointer*/) {}
 
 // Memory
 

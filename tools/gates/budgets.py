@@ -150,10 +150,10 @@ BUDGETS: tuple[Budget, ...] = (
     # dense
     Budget("linear_stream_kernel<*", 128, threads=128, smem_bytes=80 << 10, blocks_per_sm=2),
     # A wide tile lives in registers: one block of it, with 64 KiB and more in flight, fills an SM.
-    Budget("linear_tile_kernel<*, 2, 64>", registers=255, threads=128, smem_bytes=96 << 10),
-    Budget("linear_tile_kernel<*, 2, 128>", registers=255, threads=256, smem_bytes=96 << 10),
+    Budget("linear_tile_kernel<*, 2, 64, *>", registers=255, threads=128, smem_bytes=96 << 10),
+    Budget("linear_tile_kernel<*, 2, 128, *>", registers=255, threads=256, smem_bytes=96 << 10),
     Budget(
-        "linear_tile_kernel<*, 4, 128>",
+        "linear_tile_kernel<*, 4, 128, *>",
         registers=255,
         threads=256,
         smem_bytes=224 << 10,
@@ -348,7 +348,7 @@ def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2
 
 def _tiled(tiles: int, rows: int, copies: int, instructions: Mapping[str, int]) -> Metered:
     return Metered(
-        f"linear_tile_kernel<bfloat16, {tiles}, {rows}>",
+        f"linear_tile_kernel<bfloat16, {tiles}, {rows}, true>",
         f"stage of {64 if tiles == 2 else 32} inputs, {64 * tiles} x {rows}",
         (Way({"HMMA*": 64, "LDGSTS*": copies}),),
         instructions,
