@@ -158,12 +158,12 @@ void set_linear_kernel(const std::optional<std::string>& kernel) {
   std::string names;
   for (const LinearKernelName& one : kLinearKernels) {
     if (kernel == one.name) chosen = one.kernel;
-    names += std::string(one.name) + ", ";
+    names += std::string(names.empty() ? "" : ", ") + one.name;
   }
   Checker check("set_linear_kernel");
   check.that(!kernel || chosen != LinearKernel::kByShape,
              "kernel",
-             "one of " + names + "or None",
+             "one of " + names + " or None",
              kernel.value_or(""));
   linear_kernel.store(chosen, std::memory_order_relaxed);
 }
