@@ -13,7 +13,15 @@ from itertools import cycle
 
 import torch
 import torch.nn.functional as F
-from specops.dense import PackedWeight, embedding, linear, pack_weight, rms_norm, silu_mul
+from specops.dense import (
+    PackedWeight,
+    embedding,
+    linear,
+    linear_workspace_size,
+    pack_weight,
+    rms_norm,
+    silu_mul,
+)
 from torch import Tensor
 
 from bench.common import Bench, Figure
@@ -183,7 +191,10 @@ def _cuda_matrices(
     for rows in row_counts:
         xs = [bench.randn(rows, inputs) for _, inputs in shapes]
         outs = [bench.randn(rows, outputs) for outputs, _ in shapes]
-        cases[f"m{rows}"] = [_each(linear, xs, layer, outs) for layer in packed]
+        # One for all, as in a step, where one runs after the other.
+        floats = max(linear_workspace_size(rows, weight) for weight in packed[0])
+        ours = partial(linear, workspace=torch.zeros(floats, device=bench.device))
+        cases[f"m{rows}"] = [_each(ours, xs, layer, outs) for layer in packed]
         cases[f"torch m{rows}"] = [
             _each(torch.mm, xs, [weight.t() for weight in layer], outs) for layer in plain
         ]

@@ -2,6 +2,7 @@
 """The dense family against its reference, and row identity."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import pytest
 import specops
@@ -10,6 +11,7 @@ from conftest import assert_close, expect_fault
 from specops import dense, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+COUNTERS = 128  # at the head of linear's workspace
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -217,6 +219,105 @@ def test_linear_large_tiles_keep_their_bits(
     assert torch.equal(some, whole[37:67])
 
 
+@pytest.fixture
+def force_linear(device: str) -> Iterator[Callable[[str | None], None]]:
+    """Chooses the kernel of `linear`, for one test."""
+    yield dense.set_linear_kernel
+    dense.set_linear_kernel(None)
+
+
+def has_large_blocks(device: str) -> bool:
+    """Whether a block may have the shared memory of the largest tiles."""
+    if device != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 224 << 10
+
+
+# Leaves of one stage and of many, the last ones short; tiles of all sizes cut by the last row, the
+# last output and the last input.
+@pytest.mark.parametrize(
+    "rows,num_inputs,num_outputs,dtype",
+    [
+        (1, 40, 24, torch.bfloat16),
+        (8, 1100, 264, torch.float16),
+        (16, 568, 40, torch.bfloat16),
+        (66, 104, 300, torch.float16),
+        (130, 1208, 72, torch.bfloat16),
+        (70, 601, 40, torch.bfloat16),
+    ],
+)
+def test_linear_kernels_keep_their_bits(
+    device: str,
+    on_cuda: bool,
+    force_linear: Callable[[str | None], None],
+    rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    dtype: torch.dtype,
+) -> None:
+    """Whichever kernel multiplies, with a workspace and without: the same bits."""
+    if dtype == torch.float16 and not on_cuda:
+        pytest.skip("float16 weights are for CUDA")
+    x, weight, bias = make_linear(device, rows, num_inputs, num_outputs, dtype)
+    packed = dense.pack_weight(weight)
+    whole = dense.linear(x, packed, bias, out_dtype=torch.float32)
+    workspace = torch.zeros(dense.linear_workspace_size(rows, packed), device=device)
+    short = torch.zeros(3, device=device)
+    names = dense.linear_kernels(rows)
+    assert len(names) == 7 - 2 * (rows > 8) - 2 * (rows > 16)
+    for name in names:
+        if name == "tile_256x128" and not (num_inputs % 8 == 0 and has_large_blocks(device)):
+            continue
+        force_linear(name)
+        for memory in (workspace, short):
+            got = dense.linear(x, packed, bias, out_dtype=torch.float32, workspace=memory)
+            assert torch.equal(got, whole), name
+        assert not workspace[:COUNTERS].any()
+
+
+@pytest.mark.prove
+def test_linear_tiles_beyond_the_counters(
+    device: str, force_linear: Callable[[str | None], None]
+) -> None:
+    """130 tiles of 64 rows, where there are counters for the 65 of 128 rows."""
+    x, weight, _ = make_linear(device, 64 * 130, 576, 8, torch.bfloat16)
+    packed = dense.pack_weight(weight)
+    workspace = torch.zeros(dense.linear_workspace_size(x.shape[0], packed), device=device)
+    whole = dense.linear(x, packed, workspace=workspace)
+    force_linear("tile_128x64")
+    assert torch.equal(dense.linear(x, packed, workspace=workspace), whole)
+    assert not workspace[:COUNTERS].any()
+
+
+def test_linear_kernels_refuse(
+    device: str, on_cuda: bool, force_linear: Callable[[str | None], None]
+) -> None:
+    x, weight, _ = make_linear(device, 17, 32, 8, torch.bfloat16)
+    packed = dense.pack_weight(weight)
+    words = f"kernel must be one of {', '.join(dense.linear_kernels(1))} or None, got x"
+    with pytest.raises(ValueError, match=f"set_linear_kernel: {words}"):
+        force_linear("x")
+    whole = dense.linear(x, packed)
+    refusals = {
+        "stream_32x16": (x, "linear: x must be 16 rows or fewer for the kernel stream_32x16.*17"),
+        "stream_16x8": (x[:9], "linear: x must be 8 rows or fewer for the kernel stream_16x8.*9"),
+        "tile_256x128": (
+            torch.cat([x, x], 1)[:, 1:33],
+            "linear: the kernel tile_256x128 reads rows of x on 16 bytes only",
+        ),
+    }
+    for name, (wrong, message) in refusals.items():
+        force_linear(name)
+        if on_cuda:
+            with pytest.raises(ValueError, match=message):
+                dense.linear(wrong, packed)
+        if name != "tile_256x128" or has_large_blocks(device):
+            assert torch.equal(dense.linear(x[:8], packed), whole[:8])
+    force_linear("stream_16x8")
+    floats = dense.pack_weight(weight.float())  # have one kernel
+    assert dense.linear(x.float(), floats).shape == (17, 8)
+
+
 def test_linear_wide_layers_keep_their_bits(device: str) -> None:
     """Nine rows and more of a wide layer take another schedule on CUDA than of a narrow one."""
     x, weight, bias = make_linear(device, 12, 96, 16400, torch.bfloat16)
@@ -232,7 +333,8 @@ def test_linear_workspace_size(device: str, on_cuda: bool) -> None:
     sizes = [dense.linear_workspace_size(n, packed) for n in (0, 1, 16, 17, 64, 1000, 10**6, 10**7)]
     assert sizes == sorted(sizes)
     if on_cuda:
-        assert sizes[2] == 0 and sizes[3] == 3 * 17 * 96 and sizes[-1] == sizes[-2]
+        assert sizes[2] == 0 and sizes[-1] == sizes[-2]
+        assert sizes[3] == COUNTERS + 3 * 17 * 96
     else:
         assert not any(sizes)
 

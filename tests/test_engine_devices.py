@@ -431,7 +431,7 @@ def test_memory_that_grows_drops_what_was_captured(
     assert bits(run(engine)) == expected
     before = engine.num_captures
     memory = engine._runner._memory
-    for name in ("exchange", "scratch", "workspace"):
+    for name in ("exchange", "scratch", "workspace", "sums"):
         memory.block(name, 2 * memory.block(name, 1).device.numel())
     assert bits(run(engine)) == expected
     assert engine.num_captures > before

@@ -151,7 +151,7 @@ def test_shared_memory_of_budgets_is_what_is_asked_for(tmp_path: Path) -> None:
             shape = f"AttentionShape<{dtype}, {head_dim}>::kSharedBytes"
             lines.append(f"static_assert({shape} == {size});")
     for tiles, rows in ((2, 64), (2, 128), (4, 128)):
-        size = budget_of(f"linear_tile_kernel<*, {tiles}, {rows}>").smem_bytes
+        size = budget_of(f"linear_tile_kernel<*, {tiles}, {rows}, *>").smem_bytes
         lines.append(f"static_assert(TileShape<{tiles}, {rows}>::kSmemBytes == {size});")
     size = budget_of("verify_kernel<*, false, *>").smem_bytes
     lines.append(f"static_assert(sizeof(RowShared) <= {size});")

@@ -32,7 +32,7 @@ class Mutation:
 
 
 LINEAR = "test_dense.py linear and not wide_output"
-LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits"
+LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits or test_linear_kernels_keep"
 RMS_NORM = "test_dense.py rms_norm"
 DRAFT_ROWS = "test_draft_batch.py prepare or advance or keep"
 MTP_INPUT = "test_draft_batch.py input or halves"
@@ -95,30 +95,60 @@ MUTATIONS = [
     Mutation(
         "no barrier between a stage's arrival and its use",
         "dense/linear.cuh",
-        "ptx::cp_async_wait<kStages - 2>();\n      __syncthreads();",
+        "ptx::cp_async_wait<kStages - 2>();\n          __syncthreads();",
         "ptx::cp_async_wait<kStages - 2>();",
         LINEAR,
     ),
     Mutation(
         "two rows of the A fragment exchanged",
         "dense/linear.cuh",
-        "{low.x, high.x, low.y, high.y}",
-        "{high.x, low.x, low.y, high.y}",
+        "{w.x, w.y, w.z, w.w}",
+        "{w.y, w.x, w.z, w.w}",
+        LINEAR,
+    ),
+    Mutation(
+        "two inputs of the packed A fragment exchanged",
+        "dense/linear.cuh",
+        "make_uint4(low.x, high.x, low.y, high.y)",
+        "make_uint4(low.y, high.x, low.x, high.y)",
         LINEAR,
     ),
     Mutation(
         "the halves of the B fragment exchanged",
         "dense/linear.cuh",
-        "{x.z, x.w}",
-        "{x.w, x.z}",
+        "make_uint2(x.z, x.w)",
+        "make_uint2(x.w, x.z)",
         LINEAR,
     ),
     Mutation(
         "leaves folded in another order by one of the schedules",
         "dense/linear.cuh",
-        "float4 sum = from[leaf * items];",
-        "float4 sum = from[(plan.leaves - leaf) * items];",
+        "const float4& more = leaves[i][leaf];",
+        "const float4& more = leaves[i][plan.leaves - leaf];",
         LINEAR,
+    ),
+    Mutation(
+        "the counter of a split tile is not reset",
+        "dense/linear.cuh",
+        "if (is_last) *counter = 0;",
+        "",
+        LINEAR,
+    ),
+    Mutation(
+        "a leaf is counted before a fence has published it",
+        "dense/linear.cuh",
+        "      __threadfence();\n      __syncthreads();\n      bool is_last",
+        "      __syncthreads();\n      bool is_last",
+        LINEAR_RACE,
+        "race",
+    ),
+    Mutation(
+        "a leaf is counted before every warp has stored its part",
+        "dense/linear.cuh",
+        "      __threadfence();\n      __syncthreads();\n      bool is_last",
+        "      __threadfence();\n      bool is_last",
+        LINEAR_RACE,
+        "race",
     ),
     Mutation(
         "no barrier before the leaves are added",
@@ -140,6 +170,30 @@ MUTATIONS = [
         "dense/linear.cuh",
         "rows[c] = row < params.rows ?",
         "rows[c] = row <= params.rows ?",
+        LINEAR_RACE,
+        "race",
+    ),
+    Mutation(
+        "the same in the tiled kernel",
+        "dense/linear.cuh",
+        "min(x_row + i * kRowsApart, rows_left - 1);",
+        "min(x_row + i * kRowsApart, rows_left);",
+        LINEAR_RACE,
+        "race",
+    ),
+    Mutation(
+        "a tile of weights past the last is read",
+        "dense/linear.cuh",
+        "linear_groups(params.num_outputs) * 2 - 1);",
+        "linear_groups(params.num_outputs) * 2);",
+        LINEAR_RACE,
+        "race",
+    ),
+    Mutation(
+        "inputs past the last are read by chunks",
+        "dense/linear.cuh",
+        "int x_end = min(end_input, num_inputs) - x_chunk * 8;",
+        "int x_end = end_input - x_chunk * 8;",
         LINEAR_RACE,
         "race",
     ),

@@ -195,6 +195,12 @@ __device__ inline const unsigned char* advance(const unsigned char* pointer,
 // otherwise stay in registers of its own.
 __device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
 
+// The same of a pointer, so that it is not computed anew from what it was made of.
+template <typename V>
+__device__ inline void forget(V*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+
 // Named barriers 1 to 15; `threads` is a multiple of the warp size.
 
 __device__ inline void barrier_sync(int id, int threads) {

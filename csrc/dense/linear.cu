@@ -16,16 +16,16 @@ void pack(const PackWeightParams& params, CudaStream stream) {
   int64_t groups = linear_groups(params.num_outputs);
   int64_t steps =
       sizeof(T) == 4 ? ceil_div(params.num_inputs, 4) : 2 * linear_leaves(params.num_inputs).stages;
-  int64_t vectors = groups * steps * (sizeof(T) == 4 ? kWarpSize : 2 * kStepVectors);
+  int64_t lanes = groups * steps * (sizeof(T) == 4 ? kWarpSize : 2 * kWarpSize);
   bool aligned = chunk_aligned<T>(params.weight, params.weight_stride);
   launch(pack_weight_kernel<T>,
-         grid_of(ceil_div(vectors, kPackThreads)),
+         grid_of(ceil_div(lanes, kPackThreads)),
          dim3(kPackThreads),
          0,
          stream,
          params,
          steps,
-         vectors,
+         lanes,
          aligned);
 }
 
@@ -43,33 +43,46 @@ void stream_rows(const LinearParams& params, const LinearPlan& plan, CudaStream 
          plan);
 }
 
-template <typename T, int kWarpTiles, int kRows>
-void tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+template <typename T, int kWarpTiles, int kRows, bool kAligned>
+void tile_rows(const LinearParams& params, LinearPlan plan, CudaStream stream) {
   using Shape = TileShape<kWarpTiles, kRows>;
   int64_t tiles = ceil_div(params.rows, kRows) * ceil_div(params.num_outputs, Shape::kOutputs);
-  launch(linear_tile_kernel<T, kWarpTiles, kRows>,
+  // Tiles smaller than those that linear_splits() counts may be too many for the counters.
+  plan.split = plan.split && Shape::kSplits && tiles <= kLinearCounters;
+  launch(linear_tile_kernel<T, kWarpTiles, kRows, kAligned>,
          grid_of(tiles, plan.split ? plan.leaves : 1),
          dim3(Shape::kThreads),
          Shape::kSmemBytes,
          stream,
          params,
          plan);
-  if (!plan.split) return;
-  int64_t quads = params.rows * linear_groups(params.num_outputs) * (kLinearGroup / 4);
-  launch(linear_fold_kernel<T>,
-         grid_of(ceil_div(quads, kFoldThreads)),
-         dim3(kFoldThreads),
-         0,
-         stream,
-         params,
-         plan);
+}
+
+template <typename T, int kRows>
+void tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+  plan.aligned ? tile_rows<T, 2, kRows, true>(params, plan, stream)
+               : tile_rows<T, 2, kRows, false>(params, plan, stream);
+}
+
+using LargeTile = TileShape<4, 128>;
+
+template <typename T>
+void large_tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+  if (!plan.aligned) {
+    throw std::invalid_argument("linear: the kernel tile_256x128 reads rows of x on 16 bytes only");
+  }
+  if (max_shared_bytes(stream) < LargeTile::kSmemBytes) {
+    throw std::invalid_argument(
+        "linear: the kernel tile_256x128 takes more shared memory than a "
+        "block of this device may have");
+  }
+  tile_rows<T, 4, 128, true>(params, plan, stream);
 }
 
 // Whether tiles of 256 outputs finish before tiles of 128. One takes about 1.5 times as long: it
 // reads a quarter less from the second-level cache for its flops. Both fill an SM.
 bool large_tiles_pay(const LinearParams& params, CudaStream stream) {
-  using Large = TileShape<4, 128>;
-  if (max_shared_bytes(stream) < Large::kSmemBytes) return false;
+  if (max_shared_bytes(stream) < LargeTile::kSmemBytes) return false;
   int64_t row_tiles = ceil_div(params.rows, 128);
   int64_t sms = num_sms(stream);
   int64_t large = ceil_div(row_tiles * ceil_div(params.num_outputs, 256), sms);
@@ -77,24 +90,39 @@ bool large_tiles_pay(const LinearParams& params, CudaStream stream) {
   return 3 * large <= 2 * small;
 }
 
+// Two tiles a warp share what is read of x; one keeps more SMs reading where outputs are few. From
+// nine rows on tiles of 128 outputs read less of x, and are enough of them in wide layers.
+LinearKernel suits(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+  int64_t groups = linear_groups(params.num_outputs);
+  if (params.rows <= 8) return groups < 96 ? LinearKernel::kStream16x8 : LinearKernel::kStream32x8;
+  if (params.rows <= kLinearStreamRows && groups < 512) {
+    return groups < 96 ? LinearKernel::kStream16x16 : LinearKernel::kStream32x16;
+  }
+  if (linear_tile_rows(params.rows) == 64) return LinearKernel::kTile128x64;
+  bool large = !plan.split && plan.aligned && large_tiles_pay(params, stream);
+  return large ? LinearKernel::kTile256x128 : LinearKernel::kTile128x128;
+}
+
 template <typename T>
 void run(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
-  // Two tiles a warp share what is read of x; one keeps more SMs reading where outputs are few. From
-  // nine rows on tiles of 128 outputs read less of x, and are enough of them in wide layers.
-  int64_t groups = linear_groups(params.num_outputs);
-  if (params.rows <= 8) {
-    return groups < 96 ? stream_rows<T, 1, 1>(params, plan, stream)
-                       : stream_rows<T, 2, 1>(params, plan, stream);
+  LinearKernel kernel = params.kernel;
+  if (kernel == LinearKernel::kByShape) kernel = suits(params, plan, stream);
+  switch (kernel) {
+    case LinearKernel::kStream16x8:
+      return stream_rows<T, 1, 1>(params, plan, stream);
+    case LinearKernel::kStream32x8:
+      return stream_rows<T, 2, 1>(params, plan, stream);
+    case LinearKernel::kStream16x16:
+      return stream_rows<T, 1, 2>(params, plan, stream);
+    case LinearKernel::kStream32x16:
+      return stream_rows<T, 2, 2>(params, plan, stream);
+    case LinearKernel::kTile128x64:
+      return tile_rows<T, 64>(params, plan, stream);
+    case LinearKernel::kTile256x128:
+      return large_tile_rows<T>(params, plan, stream);
+    default:
+      return tile_rows<T, 128>(params, plan, stream);
   }
-  if (params.rows <= kLinearStreamRows && groups < 512) {
-    return groups < 96 ? stream_rows<T, 1, 2>(params, plan, stream)
-                       : stream_rows<T, 2, 2>(params, plan, stream);
-  }
-  if (linear_tile_rows(params.rows) == 64) return tile_rows<T, 2, 64>(params, plan, stream);
-  if (!plan.split && large_tiles_pay(params, stream)) {
-    return tile_rows<T, 4, 128>(params, plan, stream);
-  }
-  tile_rows<T, 2, 128>(params, plan, stream);
 }
 
 void run_float(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {

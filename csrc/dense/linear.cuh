@@ -2,7 +2,8 @@
 // Weights are the 16 rows of mma.m16n8k16 and rows of x its 8 columns, in every kernel here: each
 // output element is its own chain of products, whatever stands beside it. The inputs of a step of 32
 // are dealt to the two instructions as the packed layout has them: of lane t's eight, the first four
-// to the first. linear_leaves() says where chains begin anew and how they are added.
+// to the first. A vector of packed weights is the A fragment of one instruction, in the order of its
+// registers. linear_leaves() says where chains begin anew and how they are added.
 #pragma once
 
 #include "dense/chunk.cuh"
@@ -29,14 +30,11 @@ __device__ inline uint4 load_inputs(const T* row, int first, int num_inputs, boo
   return load_chunk(row + first, num_inputs - first, aligned);
 }
 
-// d += the products of one step: of a tile's two halves with eight rows of x.
-template <typename T, int kHalfStep>
-__device__ inline void multiply(float (&d)[4], uint4 low, uint4 high, uint4 x) {
-  if constexpr (kHalfStep == 0) {
-    ptx::mma_m16n8k16<T>(d, {low.x, high.x, low.y, high.y}, {x.x, x.y});
-  } else {
-    ptx::mma_m16n8k16<T>(d, {low.z, high.z, low.w, high.w}, {x.z, x.w});
-  }
+// d += the products of half a step: of a tile with eight rows of x.
+template <typename T, int kHalf>
+__device__ inline void multiply(float (&d)[4], uint4 w, uint4 x) {
+  uint2 half = kHalf == 0 ? make_uint2(x.x, x.y) : make_uint2(x.z, x.w);
+  ptx::mma_m16n8k16<T>(d, {w.x, w.y, w.z, w.w}, {half.x, half.y});
 }
 
 // The only place outputs are finished: bias in fp32, then one rounding.
@@ -86,34 +84,37 @@ __device__ inline void finish4(
 constexpr int kPackThreads = 256;
 
 // packed = weight in the layout of linear.h.
-// Grid:    x = vectors of 16 bytes of packed / 256 (unbounded).
-// Block:   256 threads; a thread owns one vector.
+// Grid:    x = lanes of the layout / 256 (unbounded).
+// Block:   256 threads; a thread owns a lane of one step: a vector of 16 bytes, or two.
 // Smem:    none.
-// Cost:    the weight read and written once; a warp reads 64 bytes of each of 8 rows.
+// Cost:    the weight read and written once; a warp reads 64 bytes of each of 16 rows.
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.
 // Source:  -
 template <typename T>
 __global__ void __launch_bounds__(kPackThreads)
-    pack_weight_kernel(PackWeightParams params, int64_t steps, int64_t vectors, bool aligned) {
-  int64_t vector = int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
-  if (vector >= vectors) return;
-  int64_t lane = vector % kWarpSize, output, first;
-  if constexpr (sizeof(T) == 4) {
-    output = vector / kWarpSize / steps * kLinearGroup + lane;
-    first = vector / kWarpSize % steps * 4;
-  } else {
-    int64_t half = vector / kWarpSize % 2, tile = vector / kStepVectors / steps;
-    output = tile / 2 * kLinearGroup + lane / 4 * 4 + tile % 2 * 2 + half;
-    first = vector / kStepVectors % steps * 32 + lane % 4 * 8;
-  }
-  uint4 chunk = make_uint4(0, 0, 0, 0);
-  if (output < params.num_outputs && first < params.num_inputs) {
+    pack_weight_kernel(PackWeightParams params, int64_t steps, int64_t lanes, bool aligned) {
+  int64_t index = int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
+  if (index >= lanes) return;
+  int64_t lane = index % kWarpSize, step = index / kWarpSize % steps;
+  int64_t block = index / kWarpSize / steps;  // the group; of 16-bit types the tile
+  auto load = [&](int64_t output, int64_t first) {
+    if (output >= params.num_outputs || first >= params.num_inputs) return make_uint4(0, 0, 0, 0);
     const T* row = static_cast<const T*>(params.weight) + output * params.weight_stride;
     int n = static_cast<int>(min(params.num_inputs - first, int64_t{kChunk<T>}));
-    chunk = load_chunk(row + first, n, aligned);
+    return load_chunk(row + first, n, aligned);
+  };
+  auto* packed = static_cast<uint4*>(params.packed);
+  if constexpr (sizeof(T) == 4) {
+    packed[index] = load(block * kLinearGroup + lane, step * 4);
+  } else {
+    int64_t output = block / 2 * kLinearGroup + lane / 4 * 4 + block % 2 * 2;
+    int64_t first = step * 32 + lane % 4 * 8;
+    uint4 low = load(output, first), high = load(output + 1, first);
+    uint4* to = packed + index / kWarpSize * kStepVectors + lane;
+    to[0] = make_uint4(low.x, high.x, low.y, high.y);
+    to[kWarpSize] = make_uint4(low.z, high.z, low.w, high.w);
   }
-  static_cast<uint4*>(params.packed)[vector] = chunk;
 }
 
 constexpr int kStreamRing = 1280;  // uint4 of a warp
@@ -209,14 +210,14 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          multiply<T, 0>(sums[tile][c], w[tile][step][0], w[tile][step][1], x[step][c]);
+          multiply<T, 0>(sums[tile][c], w[tile][step][0], x[step][c]);
         }
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          multiply<T, 1>(sums[tile][c], w[tile][step][0], w[tile][step][1], x[step][c]);
+          multiply<T, 1>(sums[tile][c], w[tile][step][1], x[step][c]);
         }
       }
     }
@@ -264,14 +265,20 @@ struct TileShape {
   static constexpr int kThreads = 2 * kRows;
   static constexpr int kSteps = kWarpTiles == 2 ? 2 : 1;  // of a stage
   static constexpr int kStages = kRows == 128 && kSteps == 2 ? 3 : 4;
-  static constexpr int kWeights = kTiles * kSteps * kStepVectors;              // uint4 of a stage
-  static constexpr int kInputs = kRows * kSteps * 4;                           // uint4 of a stage
-  static constexpr bool kKeepTotals = kWarpTiles == 4;                         // in shared memory
+  static constexpr int kWeights = kTiles * kSteps * kStepVectors;  // uint4 of a stage
+  static constexpr int kInputs = kRows * kSteps * 4;               // uint4 of a stage
+  static constexpr bool kKeepTotals = kWarpTiles == 4;             // in shared memory
+  static constexpr bool kSplits = kWarpTiles == 2;  // whether blocks may share a tile by leaves
   static constexpr int kTotals = kKeepTotals ? kThreads * kWarpTiles * 8 : 0;  // float4
   static constexpr int kSmemBytes = (kStages * (kWeights + kInputs) + kTotals) * 16;
 };
 
-constexpr int kTileBand = 16;  // tiles of rows
+constexpr int kTileBand = 16;    // tiles of rows
+constexpr int kFoldedItems = 4;  // whose leaves are read at once
+
+__device__ inline uint4* moved(uint4* pointer, int num_bytes) {
+  return reinterpret_cast<uint4*>(reinterpret_cast<char*>(pointer) + num_bytes);
+}
 
 // The same for any number of rows, in tiles of 128 or 256 outputs and 64 or 128 rows.
 // Grid:    x = tiles, rows fastest within bands of 16 tiles of rows, so that a wave of blocks shares
@@ -282,10 +289,12 @@ constexpr int kTileBand = 16;  // tiles of rows
 // Cost:    2 * kOutputs * kRows * num_inputs flops and 2 * (kOutputs + kRows) * num_inputs bytes a
 //          tile, from memory or cache; bound by the tensor cores from about 200 rows on. Totals in
 //          shared memory cost 6 % of that at 4,096 inputs.
-// Assumes: weights packed by pack_weight; where split, a workspace of all leaves.
-// Order:   as linear_stream_kernel: leaves are added as they end, or by linear_fold_kernel.
+//          Where split, 4 bytes an output and leaf written and read, by the last block of each tile.
+// Assumes: weights packed by pack_weight; where split, a workspace whose counters are zero, as they
+//          are left: kLinearCounters of them, then [leaves, rows, outputs rounded up to 32].
+// Order:   as linear_stream_kernel: leaves are added as they end, or by the last block to arrive.
 // Source:  multistage cp.async GEMM as in CUTLASS, with fragments read whole from both layouts.
-template <typename T, int kWarpTiles, int kRows>
+template <typename T, int kWarpTiles, int kRows, bool kAligned>
 __global__ void __launch_bounds__(2 * kRows)
     linear_tile_kernel(LinearParams params, LinearPlan plan) {
   using Shape = TileShape<kWarpTiles, kRows>;
@@ -316,95 +325,130 @@ __global__ void __launch_bounds__(2 * kRows)
 
   // What a thread copies: vectors of one tile, and one chunk of every kRowsApart-th row. Eight lanes
   // that read chunks of two rows must meet all banks: rows of 64 bytes do that by themselves; of
-  // rows of 128 bytes every other one has its halves exchanged.
+  // rows of 128 bytes every other one has its halves exchanged. Instead of tiles and rows past the
+  // last one, that one is copied: what comes of it is dropped.
   constexpr int kTileVectors = kSteps * kStepVectors;
   constexpr int kTileThreads = kThreads / Shape::kTiles;
   constexpr int kRowChunks = kSteps * 4;
   constexpr int kRowsApart = kThreads / kRowChunks;
+  constexpr int kCopiedRows = kRows / kRowsApart;
   auto x_place = [](int row, int chunk) {
     return row * kRowChunks + (kSteps == 2 ? chunk ^ (row % 2 * 4) : chunk);
   };
-  int64_t tile = output_tile * Shape::kTiles + thread / kTileThreads;
-  bool tile_exists = tile < linear_groups(params.num_outputs) * 2;
+  int64_t tile = min(output_tile * Shape::kTiles + thread / kTileThreads,
+                     linear_groups(params.num_outputs) * 2 - 1);
   const uint4* weights = static_cast<const uint4*>(params.packed) +
                          tile * plan.stages * kStageVectors + thread % kTileThreads;
-  int w_to = thread / kTileThreads * kTileVectors + thread % kTileThreads;
+  ptx::forget(weights);
+  uint4* w_to = smem + thread / kTileThreads * kTileVectors + thread % kTileThreads;
   int x_row = thread / kRowChunks, x_chunk = thread % kRowChunks;
-  const T* x = static_cast<const T*>(params.x) + (first_row + x_row) * params.x_stride;
-  int x_to = Shape::kWeights + x_place(x_row, x_chunk);
-  int num_inputs = static_cast<int>(params.num_inputs);
   int rows_left = static_cast<int>(min(params.rows - first_row, int64_t{kRows}));
+  const T* xs[kCopiedRows];
+#pragma unroll
+  for (int i = 0; i < kCopiedRows; ++i) {
+    int64_t row = first_row + min(x_row + i * kRowsApart, rows_left - 1);
+    xs[i] = static_cast<const T*>(params.x) + row * params.x_stride + x_chunk * 8;
+    ptx::forget(xs[i]);
+  }
+  uint4* x_to = smem + Shape::kWeights + x_place(x_row, x_chunk);
 
-  auto fetch = [&](int stage) {
-    if (stage < last_stage) {
-      uint4* to = smem + (stage - first_stage) % kStages * kRing;
-      const uint4* from = weights + int64_t{stage} * kTileVectors;
+  // Stages are copied one after the other to the slots of the ring in turn. Behind the last one zeros
+  // are written and nothing is read, so that no turn of the loop differs from another.
+  constexpr int kStageInputs = kSteps * 32;
+  int num_inputs = static_cast<int>(params.num_inputs);
+  int input = first_stage * kStageInputs, end_input = last_stage * kStageInputs;
+  int x_end = min(end_input, num_inputs) - x_chunk * 8;
+  auto fetch_weights = [&](uint4* put) {
 #pragma unroll
-      for (int i = 0; i < kTileVectors; i += kTileThreads) {
-        ptx::cp_async_16(to + w_to + i, from + i, tile_exists);
-      }
-      int first = stage * (kSteps * 32) + x_chunk * 8;
+    for (int i = 0; i < kTileVectors; i += kTileThreads) {
+      const uint4* from = weights + int64_t{input} * (kStepVectors / 32) + i;
+      ptx::cp_async_16(put + i, from, input < end_input);
+    }
+  };
+  auto fetch_x = [&](uint4* put) {
 #pragma unroll
-      for (int i = 0; i < kRows / kRowsApart; ++i) {
-        bool valid = x_row + i * kRowsApart < rows_left && first < num_inputs;
-        const T* row = x + i * kRowsApart * params.x_stride;
-        if (plan.aligned) {
-          ptx::cp_async_16(to + x_to + i * kThreads, valid ? row + first : row, valid);
-        } else {
-          to[x_to + i * kThreads] = load_inputs(valid ? row : nullptr, first, num_inputs, false);
-        }
+    for (int i = 0; i < kCopiedRows; ++i) {
+      uint4* to = put + i * kThreads;
+      if constexpr (kAligned) {
+        ptx::cp_async_16(to, xs[i] + input, input < x_end);
+      } else {
+        *to = load_inputs(input < x_end ? xs[i] : nullptr, input, num_inputs - x_chunk * 8, false);
       }
     }
+    input += kStageInputs;
     ptx::cp_async_commit();
   };
 
   // What a warp multiplies, and what a lane holds of it: rows 8 c + 2 t, 2 t + 1 and of each pair of
-  // tiles, which are a group, outputs 4 g to 4 g + 3.
+  // tiles, which are a group, outputs 4 g to 4 g + 3. Fragments of the next step replace those at
+  // hand as these have been used: weights of the first half-step, then x, then the other weights.
   constexpr int kColumns = 8;
-  constexpr int kTogether = 8 / kWarpTiles;  // columns, for eight chains that do not wait
   int warp_outputs = warp % 4 * kWarpTiles * 16, warp_rows = warp / 4 * 64;
-  const uint4* w_from = smem + warp % 4 * kWarpTiles * kTileVectors + lane;
-  const uint4* x_from = smem + Shape::kWeights;
+  uint4* w_from = smem + warp % 4 * kWarpTiles * kTileVectors + lane;
+  uint4* x_from[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    x_from[step] = smem + Shape::kWeights + x_place(warp_rows + lane / 4, step * 4 + lane % 4);
+  }
+  uint4 w[kWarpTiles][2], x[kColumns];
+  auto load_weights = [&](int slot, int step, int half) {
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      w[i][half] = moved(w_from, slot)[(i * kSteps + step) * kStepVectors + half * kWarpSize];
+    }
+  };
+  auto load_x = [&](int slot, int step, int c) {
+    x[c] = moved(x_from[step], slot)[8 * c * kRowChunks];
+  };
   float sums[kWarpTiles][kColumns][4] = {};
   float totals[Shape::kKeepTotals ? 1 : kWarpTiles][kColumns][4] = {};
   auto* kept = reinterpret_cast<float4*>(smem + kStages * kRing) + thread;
 
   int64_t output = output_tile * Shape::kOutputs + warp_outputs + lane / 4 * 4;
+  constexpr int kSlotBytes = kRing * 16;
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) fetch(first_stage + i);
+  for (int i = 0; i < kStages; ++i) {
+    fetch_weights(moved(w_to, i * kSlotBytes));
+    fetch_x(moved(x_to, i * kSlotBytes));
+  }
+  ptx::cp_async_wait<kStages - 1>();
+  __syncthreads();
+  load_weights(0, 0, 0);
+  load_weights(0, 0, 1);
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) load_x(0, 0, c);
+  int slot = 0;                        // of the stage at hand: where it begins, in bytes
+  uint4 *w_put = w_to, *x_put = x_to;  // in it
   for (int leaf = first_leaf; leaf < last_leaf; ++leaf) {
     int end = min((leaf + 1) * leaf_stages, last_stage);
     for (int stage = leaf * leaf_stages; stage < end; ++stage) {
-      ptx::cp_async_wait<kStages - 2>();
-      __syncthreads();
-      // Into the place of the stage before, which no warp reads any more.
-      fetch(stage + kStages - 1);
-      int at = (stage - first_stage) % kStages * kRing;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        uint4 w[kWarpTiles][2];
 #pragma unroll
-        for (int i = 0; i < 2 * kWarpTiles; ++i) {
-          w[i / 2][i % 2] = w_from[at + (i / 2 * kSteps + step) * kStepVectors + i % 2 * kWarpSize];
+        for (int i = 0; i < kWarpTiles * kColumns; ++i) {
+          int tile_of = i % kWarpTiles, c = i / kWarpTiles;
+          multiply<T, 0>(sums[tile_of][c], w[tile_of][0], x[c]);
         }
+        int next = (step + 1) % kSteps;
+        if (next == 0) {
+          // The next stage has arrived, and all warps have read this one.
+          ptx::cp_async_wait<kStages - 2>();
+          __syncthreads();
+          slot = slot == (kStages - 1) * kSlotBytes ? 0 : slot + kSlotBytes;
+        }
+        load_weights(slot, next, 0);
 #pragma unroll
-        for (int first = 0; first < kColumns; first += kTogether) {
-          uint4 xs[kTogether];
+        for (int c = 0; c < kColumns; ++c) {
+          if (c == kColumns / 2 && next == 0) fetch_weights(w_put);
 #pragma unroll
-          for (int c = 0; c < kTogether; ++c) {
-            xs[c] =
-                x_from[at + x_place(warp_rows + 8 * (first + c) + lane / 4, step * 4 + lane % 4)];
-          }
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            int tile_of = i % kWarpTiles, c = i / kWarpTiles;
-            multiply<T, 0>(sums[tile_of][first + c], w[tile_of][0], w[tile_of][1], xs[c]);
-          }
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            int tile_of = i % kWarpTiles, c = i / kWarpTiles;
-            multiply<T, 1>(sums[tile_of][first + c], w[tile_of][0], w[tile_of][1], xs[c]);
-          }
+          for (int i = 0; i < kWarpTiles; ++i) multiply<T, 1>(sums[i][c], w[i][1], x[c]);
+          load_x(slot, next, c);
+        }
+        load_weights(slot, next, 1);
+        if (next == 0) {
+          fetch_x(x_put);
+          w_put = moved(w_to, slot);
+          x_put = moved(x_to, slot);
         }
       }
     }
@@ -437,57 +481,78 @@ __global__ void __launch_bounds__(2 * kRows)
       }
     }
   }
-  // A split tile leaves its leaf in the workspace, as if that were an output of whole groups.
-  bool quads = plan.quads || plan.split;
-  if (plan.split) {
-    params.num_outputs = linear_groups(params.num_outputs) * kLinearGroup;
-    params.out = params.workspace + first_leaf * params.rows * params.num_outputs;
-    params.out_dtype = DType::kFloat32;
-    params.bias = nullptr;
-  }
-#pragma unroll
-  for (int i = 0; i < kWarpTiles * kColumns; ++i) {
+  // Item i of a lane: four outputs of one row.
+  constexpr int kItems = kWarpTiles * kColumns;
+  auto row_of = [&](int i) { return warp_rows + i / 2 % kColumns * 8 + lane % 4 * 2 + i % 2; };
+  auto output_of = [&](int i) { return output + i / 2 / kColumns * kLinearGroup; };
+  auto sum_of = [&](int i) {
     int c = i / 2 % kColumns, pair = i / 2 / kColumns;
-    int row = warp_rows + 8 * c + lane % 4 * 2 + i % 2;
     const auto& low = sums[2 * pair][c];
     const auto& high = sums[2 * pair + 1][c];
-    if (row < rows_left) {
-      finish4<T>(params,
-                 quads,
-                 first_row + row,
-                 output + 32 * pair,
-                 make_float4(low[i % 2], low[2 + i % 2], high[i % 2], high[2 + i % 2]));
+    return make_float4(low[i % 2], low[2 + i % 2], high[i % 2], high[2 + i % 2]);
+  };
+  if constexpr (Shape::kSplits) {
+    if (plan.split) {
+      int64_t width = linear_groups(params.num_outputs) * kLinearGroup;
+      auto leaf_at = [&](int leaf, int i) {
+        int64_t row = leaf * params.rows + first_row + row_of(i);
+        return params.workspace + kLinearCounters + row * width + output_of(i);
+      };
+      auto exists = [&](int i) { return row_of(i) < rows_left && output_of(i) < width; };
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        float4 sum = sum_of(i);
+        float values[4] = {sum.x, sum.y, sum.z, sum.w};
+        if (exists(i)) ptx::store_vector(leaf_at(first_leaf, i), pack_chunk<float>(values));
+      }
+      // The last block of the tile to arrive adds what all have left, in the order of leaves.
+      __threadfence();
+      __syncthreads();
+      bool is_last = false;
+      if (thread == 0) {
+        int32_t* counter = reinterpret_cast<int32_t*>(params.workspace) + blockIdx.x;
+        is_last = atomicAdd(counter, 1) == plan.leaves - 1;
+        if (is_last) *counter = 0;
+      }
+      if (!__syncthreads_or(is_last)) return;
+      __threadfence();
+#pragma unroll
+      for (int first = 0; first < kItems; first += kFoldedItems) {
+        float4 leaves[kFoldedItems][kLinearMaxLeaves];
+#pragma unroll
+        for (int i = 0; i < kFoldedItems; ++i) {
+#pragma unroll
+          for (int leaf = 0; leaf < kLinearMaxLeaves; ++leaf) {
+            leaves[i][leaf] = sum_of(first + i);
+            if (leaf == first_leaf || leaf >= plan.leaves || !exists(first + i)) continue;
+            leaves[i][leaf] = *reinterpret_cast<const float4*>(leaf_at(leaf, first + i));
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kFoldedItems; ++i) {
+          float4 sum = leaves[i][0];
+#pragma unroll
+          for (int leaf = 1; leaf < kLinearMaxLeaves; ++leaf) {
+            if (leaf >= plan.leaves) continue;
+            const float4& more = leaves[i][leaf];
+            sum.x = __fadd_rn(sum.x, more.x);
+            sum.y = __fadd_rn(sum.y, more.y);
+            sum.z = __fadd_rn(sum.z, more.z);
+            sum.w = __fadd_rn(sum.w, more.w);
+          }
+          int row = row_of(first + i);
+          if (row >= rows_left) continue;
+          finish4<T>(params, plan.quads, first_row + row, output_of(first + i), sum);
+        }
+      }
+      return;
     }
   }
-}
-
-constexpr int kFoldThreads = 256;
-
-// Adds the leaves that a split linear_tile_kernel has left in the workspace.
-// Grid:    x = rows * outputs / 4 / 256 (unbounded).
-// Block:   256 threads; a thread owns four neighbouring outputs of a row.
-// Smem:    none.
-// Cost:    leaves * 4 bytes an output, from the second-level cache.
-// Assumes: workspace is [leaves, rows, outputs rounded up to 32].
-// Order:   leaves in order, then the bias, then one rounding.
-// Source:  -
-template <typename T>
-__global__ void __launch_bounds__(kFoldThreads)
-    linear_fold_kernel(LinearParams params, LinearPlan plan) {
-  int64_t quads = linear_groups(params.num_outputs) * (kLinearGroup / 4);
-  int64_t item = int64_t{blockIdx.x} * kFoldThreads + threadIdx.x;
-  int64_t items = params.rows * quads;
-  if (item >= items) return;
-  const auto* from = reinterpret_cast<const float4*>(params.workspace) + item;
-  float4 total = from[0];
-  for (int leaf = 1; leaf < plan.leaves; ++leaf) {
-    float4 sum = from[leaf * items];
-    total = make_float4(__fadd_rn(total.x, sum.x),
-                        __fadd_rn(total.y, sum.y),
-                        __fadd_rn(total.z, sum.z),
-                        __fadd_rn(total.w, sum.w));
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (row_of(i) >= rows_left) continue;
+    finish4<T>(params, plan.quads, first_row + row_of(i), output_of(i), sum_of(i));
   }
-  finish4<T>(params, plan.quads, item / quads, item % quads * 4, total);
 }
 
 constexpr int kFloatRows = 8;

@@ -6,10 +6,13 @@
 // bfloat16. packed[block][step] is 64 bytes, word i being inputs `step` of output 16 * block + i.
 //
 // Layout on CUDA, 16-bit types: outputs in groups of 32, two tiles of 16 each; inputs in steps of
-// 32, two to a stage. packed[tile][step] is 1,024 bytes: for each half of the tile's outputs, and
-// each lane = 4 * g + t of a warp, the inputs 32 * step + 8 * t + {0 .. 7} of output
-// 32 * group + 4 * g + 2 * (tile % 2) + half. So a lane reads its fragments of two mma.m16n8k16 with
-// two accesses of 16 bytes, and holds four neighbouring outputs of a group when it is done.
+// 32, two to a stage. packed[tile][step] is 1,024 bytes: for each half of the step, and each lane =
+// 4 * g + t of a warp, the four registers of A of one mma.m16n8k16, two inputs each: with first =
+// 32 * step + 8 * t + 4 * half and output = 32 * group + 4 * g + 2 * (tile % 2),
+//   inputs first, first + 1 of output; the same of output + 1;
+//   inputs first + 2, first + 3 of output; the same of output + 1.
+// So one access of 16 bytes is a fragment, with nothing to move between registers, and a lane holds
+// four neighbouring outputs of a group when it is done.
 //
 // Layout on CUDA, float32: packed[group][quad] is 512 bytes: for each of 32 outputs the inputs
 // 4 * quad + {0 .. 3}.
@@ -54,11 +57,12 @@ struct LinearLeaves {
   int64_t leaves;       // at least 1
 };
 
+constexpr int64_t kLinearMaxLeaves = 4;
+
 inline LinearLeaves linear_leaves(int64_t num_inputs) {
-  constexpr int64_t kMaxLeaves = 4;
   constexpr int64_t kMinLeafStages = 8;
   int64_t stages = (num_inputs + kLinearStage - 1) / kLinearStage;
-  int64_t leaf_stages = (stages + kMaxLeaves - 1) / kMaxLeaves;
+  int64_t leaf_stages = (stages + kLinearMaxLeaves - 1) / kLinearMaxLeaves;
   if (leaf_stages < kMinLeafStages) leaf_stages = kMinLeafStages;
   int64_t leaves = (stages + leaf_stages - 1) / leaf_stages;
   return {stages, leaf_stages, leaves > 0 ? leaves : 1};
@@ -71,10 +75,42 @@ constexpr int64_t kLinearTileOutputs = 128;
 
 inline int64_t linear_tile_rows(int64_t rows) { return rows <= 64 ? 64 : 128; }
 
+// The kernels for 16-bit types, by the outputs and rows that a warp (stream) or a block (tile) has.
+enum class LinearKernel {
+  kByShape,  // whichever suits
+  kStream16x8,
+  kStream32x8,
+  kStream16x16,
+  kStream32x16,
+  kTile128x64,
+  kTile128x128,
+  kTile256x128,
+};
+
+struct LinearKernelName {
+  const char* name;
+  LinearKernel kernel;
+  int64_t max_rows;
+};
+
+constexpr LinearKernelName kLinearKernels[] = {
+    {"stream_16x8", LinearKernel::kStream16x8, 8},
+    {"stream_32x8", LinearKernel::kStream32x8, 8},
+    {"stream_16x16", LinearKernel::kStream16x16, 16},
+    {"stream_32x16", LinearKernel::kStream32x16, 16},
+    {"tile_128x64", LinearKernel::kTile128x64, INT64_MAX},
+    {"tile_128x128", LinearKernel::kTile128x128, INT64_MAX},
+    {"tile_256x128", LinearKernel::kTile256x128, INT64_MAX},
+};
+
+// The workspace begins with so many int32: of each split tile, how many of its leaves are there. They
+// are zero before and after every call. One call at a time may have a workspace.
+constexpr int64_t kLinearCounters = 128;
+
 // Whether each leaf of a tile gets a block of its own, so that few tiles keep a large GPU busy.
 inline bool linear_splits(int64_t rows, int64_t num_outputs, int64_t num_inputs, DType dtype) {
   if (dtype == DType::kFloat32 || rows <= kLinearStreamRows) return false;
-  constexpr int64_t kMaxBlocks = 256;
+  constexpr int64_t kMaxBlocks = 2 * kLinearCounters;  // of two leaves or more
   int64_t leaves = linear_leaves(num_inputs).leaves;
   int64_t tile_rows = linear_tile_rows(rows);
   int64_t tiles = (rows + tile_rows - 1) / tile_rows *
@@ -82,9 +118,10 @@ inline bool linear_splits(int64_t rows, int64_t num_outputs, int64_t num_inputs,
   return leaves > 1 && tiles * leaves <= kMaxBlocks;
 }
 
-// Floats of a workspace for that: the leaves of every output.
+// Floats of a workspace for that: the counters, and the leaves of every output.
 inline int64_t linear_workspace_floats(int64_t rows, int64_t num_outputs, int64_t num_inputs) {
-  return linear_leaves(num_inputs).leaves * rows * linear_groups(num_outputs) * kLinearGroup;
+  return kLinearCounters +
+         linear_leaves(num_inputs).leaves * rows * linear_groups(num_outputs) * kLinearGroup;
 }
 
 // The most rows whose leaves are ever split; 0 for none.
@@ -118,8 +155,9 @@ struct LinearParams {
   int64_t x_stride;        // elements between rows
   DType dtype;             // bfloat16 or float32, CUDA: or float16; of x, weight and bias
   DType out_dtype;         // of out: dtype, or float32
-  float* workspace;        // CUDA: leaves of split sums; may be nullptr
+  float* workspace;        // CUDA: counters and leaves of split sums; may be nullptr
   int64_t workspace_size;  // floats; too few: nothing is split
+  LinearKernel kernel;     // CUDA, 16-bit types
 };
 
 SPECOPS_DECLARE_CPU(pack_weight_cpu, PackWeightParams);

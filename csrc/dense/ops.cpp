@@ -5,8 +5,10 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <atomic>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "common/tensor_view.h"
 #include "dense/embedding.h"
@@ -139,6 +141,44 @@ void pack_weight(const TensorView& weight, const TensorView& packed) {
   pack_weight_cpu(params);
 }
 
+// What set_linear_kernel() has chosen.
+std::atomic<LinearKernel> linear_kernel{LinearKernel::kByShape};
+
+// The names of those that take so many rows.
+std::vector<std::string> linear_kernels(int64_t rows) {
+  std::vector<std::string> names;
+  for (const LinearKernelName& one : kLinearKernels) {
+    if (rows <= one.max_rows) names.emplace_back(one.name);
+  }
+  return names;
+}
+
+void set_linear_kernel(const std::optional<std::string>& kernel) {
+  LinearKernel chosen = LinearKernel::kByShape;
+  std::string names;
+  for (const LinearKernelName& one : kLinearKernels) {
+    if (kernel == one.name) chosen = one.kernel;
+    names += std::string(names.empty() ? "" : ", ") + one.name;
+  }
+  Checker check("set_linear_kernel");
+  check.that(!kernel || chosen != LinearKernel::kByShape,
+             "kernel",
+             "one of " + names + " or None",
+             kernel.value_or(""));
+  linear_kernel.store(chosen, std::memory_order_relaxed);
+}
+
+// The chosen kernel, if it takes these rows.
+LinearKernel kernel_for(Checker& check, int64_t rows) {
+  LinearKernel chosen = linear_kernel.load(std::memory_order_relaxed);
+  for (const LinearKernelName& one : kLinearKernels) {
+    if (one.kernel != chosen) continue;
+    std::string most = std::to_string(one.max_rows) + " rows or fewer for the kernel " + one.name;
+    check.that(rows <= one.max_rows, "x", most, rows);
+  }
+  return chosen;
+}
+
 void linear(const TensorView& x,
             const TensorView& packed,
             int64_t packed_outputs,
@@ -178,8 +218,12 @@ void linear(const TensorView& x,
       .out_dtype = out.dtype(),
       .workspace = workspace.data<float>(),
       .workspace_size = workspace.defined() ? workspace_size.value : 0,
+      .kernel = LinearKernel::kByShape,
   };
-  if (check.on_cuda()) return linear_cuda(params, check.stream());
+  if (check.on_cuda()) {
+    if (dtype != DType::kFloat32) params.kernel = kernel_for(check, rows);
+    return linear_cuda(params, check.stream());
+  }
   // About 1.5 MB of weights are read, or passed over by eight rows, in 50 us.
   ReleaseGil release(dims.blocks * dims.steps * 64 * ((rows + 7) / 8) > (1536 << 10));
   linear_cpu(params);
@@ -331,6 +375,8 @@ void register_dense(pybind11::module_& m) {
   m.def("silu_mul", &silu_mul);
   m.def("packed_weight_layout", &packed_weight_layout);
   m.def("pack_weight", &pack_weight);
+  m.def("linear_kernels", &linear_kernels);
+  m.def("set_linear_kernel", &set_linear_kernel);
   m.def("linear", &linear);
   m.def("rms_norm", &rms_norm);
   m.def("embedding", &embedding);

@@ -130,6 +130,8 @@ inline const unsigned char* advance(const unsigned char* pointer, uint32_t count
 }
 
 inline void forget(uint32_t& /*word*/) {}
+template <typename V>
+void forget(V*& /*pointer*/) {}
 
 // Memory
 

@@ -15,6 +15,8 @@ from specops._wrong import unless_wrong
 
 # Up to so many rows CUDA kernels stream weights past all of them, and need no workspace.
 _MAX_STREAMED_ROWS = 16
+# The head of a workspace: of how many leaves of a tile's sums are there.
+_WORKSPACE_COUNTERS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ def linear(
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
         workspace: [floats], float32, for partial sums when a CUDA device would be left idle by few
             rows and outputs; see `linear_workspace_size`. Allocated when absent; a short one means
-            less splitting.
+            no splitting.
 
     Returns:
         `out`.
@@ -114,6 +116,7 @@ def linear(
         floats = unless_wrong(lambda: linear_workspace_size(x.shape[0], weight))
         if floats:
             workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
+            workspace[:_WORKSPACE_COUNTERS] = 0
     _C.linear(x, weight.data, weight.num_outputs, weight.num_inputs, bias, out, workspace)
     return out
 
@@ -127,12 +130,41 @@ def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
 
     Returns:
         The size; 0 where nothing is ever split: on cpu, and for few rows. It suffices for every
-        call of no more rows.
+        call of no more rows, and may serve calls with any weights, one after the other. The head of
+        the workspace counts arrivals: make it of zeros; every call leaves the zeros in place.
     """
-    if num_rows <= _MAX_STREAMED_ROWS:
-        return 0
     rows = min(num_rows, weight.max_split_rows)
-    return weight.num_leaves * rows * ((weight.num_outputs + 31) // 32 * 32)
+    if rows <= _MAX_STREAMED_ROWS:
+        return 0
+    return _WORKSPACE_COUNTERS + weight.num_leaves * rows * ((weight.num_outputs + 31) // 32 * 32)
+
+
+def linear_kernels(num_rows: int) -> list[str]:
+    """Returns the names of the CUDA kernels that can multiply so many rows of 16-bit types.
+
+    Args:
+        num_rows: rows of `x`.
+
+    Returns:
+        Names for `set_linear_kernel`, with the outputs and rows that a warp (`stream_32x8`) or a
+        block (`tile_128x64`) has.
+    """
+    return _C.linear_kernels(num_rows)
+
+
+def set_linear_kernel(kernel: str | None) -> None:
+    """Chooses the CUDA kernel of `linear` for 16-bit types (tests and benches).
+
+    It never changes a bit. `linear` then refuses rows, an `x` or a device that the kernel cannot do
+    with. float32 has one kernel only, and the cpu others: both do without.
+
+    Args:
+        kernel: one of `linear_kernels`; None: whichever suits the shape, the default.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    _C.set_linear_kernel(kernel)
 
 
 def rms_norm(

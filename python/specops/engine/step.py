@@ -139,9 +139,9 @@ class Exchange:
 
 
 class Scratch:
-    """The arrays that only the device sees, but for the ops' workspace."""
+    """The arrays that only the device sees, but for the ops' workspaces."""
 
-    def __init__(self, shape: StepShape, parts: RunnerParts, sums_size: int) -> None:
+    def __init__(self, shape: StepShape, parts: RunnerParts) -> None:
         model, batch, rows, outputs = parts.model, shape.batch, shape.rows, shape.outputs
         self.layout = layout = Layout()
         self.indices = {
@@ -157,7 +157,6 @@ class Scratch:
         self.gathered = layout.add(model.dtype, gathered, model.config.hidden_size)
         self.logits = layout.float32(outputs, model.config.vocab_size)
         self.lse = layout.float32(outputs if shape.logprobs > 0 else 0)
-        self.sums = layout.float32(sums_size)
 
 
 class Step:
@@ -176,37 +175,40 @@ class Step:
         self._runs = 0
         self.arrays = arrays = Exchange(shape, parts)
         drafters, model = arrays.drafters, parts.model
-        sums = max(
+        sums_size = max(
             model.sums_size(shape.rows, shape.outputs), *[one.sums_size for one in drafters], 0
         )
-        scratch = Scratch(shape, parts, sums)
+        scratch = Scratch(shape, parts)
         rows = max(shape.rows, *[one.num_rows for one in drafters], 0)
         floats = Layout()
         workspace = floats.float32(
             model.workspace_size(rows, shape.batch, shape.pages, parts.cache)
         )
+        leaves = Layout()
+        sums = leaves.float32(sums_size)
         # All blocks before any view: one that grows forgets the steps, this one among them.
         memory.block("exchange", arrays.inputs.end)
         memory.block("scratch", scratch.layout.end)
         memory.block("workspace", floats.end)
+        memory.block("sums", leaves.end)
         model.reserve(shape.rows)
         arrays.place(memory)
         scratch.layout.place(memory.block("scratch", 0))
         floats.place(memory.block("workspace", 0))
-        self._bind_model(scratch, workspace)
+        leaves.place(memory.block("sums", 0))
+        self._bind_model(scratch, workspace, sums)
         self._bind_sampling(scratch)
         self._bind_commit()
         self._drafters: list[DrafterStep] = drafters
         if drafters:
             self._target = self._target_step()
 
-    def _bind_model(self, scratch: Scratch, workspace: Array) -> None:
+    def _bind_model(self, scratch: Scratch, workspace: Array, sums: Array) -> None:
         """Notes the tensors that the model takes."""
         arrays = self.arrays
         self._row = row = RequestRow(*arrays.requests.device)
         indices = {name: array.device for name, array in scratch.indices.items()}
         self._indices = BatchIndices(**indices)
-        sums = scratch.sums.device
         self._batch = StepBatch(
             token_ids=arrays.token_ids.device,
             positions=indices["positions"],
@@ -216,7 +218,7 @@ class Step:
             kv_indices=arrays.kv_indices.device,
             kv_lens=row.kv_lens,
             workspace=workspace.device,
-            sums=sums if sums.numel() else None,
+            sums=sums.device if sums.device.numel() else None,
         )
         self._taps = {
             layer: states[: self.shape.rows] for layer, states in self._parts.taps.items()

@@ -177,8 +177,9 @@ class StepMemory(Generic[S]):
         A block grows when it must, and then all steps are dropped.
 
         Args:
-            name: "exchange" has a host side. "scratch" and "workspace" are the device's alone; ops
-                find their workspace as they left it, and zeros in the beginning.
+            name: "exchange" has a host side. "scratch", "workspace" (for attention) and "sums" (for
+                projections) are the device's alone; ops find the latter two as they left them, and
+                zeros in the beginning.
             num_bytes: bytes needed.
         """
         have = self._blocks.get(name)
@@ -191,7 +192,7 @@ class StepMemory(Generic[S]):
             if name == "exchange":
                 host = self.device.host_block(size)
                 have = Block(self.device.device_block(size, host), host)
-            elif name == "workspace":
+            elif name in ("workspace", "sums"):
                 have = Block(self.device.workspace(size))
             else:
                 have = Block(self.device.device_block(size))
