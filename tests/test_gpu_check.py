@@ -5,160 +5,21 @@ import json
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
-import torch
 
-from bench import (
-    bench_attention,
-    bench_binding,
-    bench_dense,
-    bench_engine,
-    bench_sampling,
-    common,
-    variants,
-)
-from bench.cuda import CudaBench, bandwidth_figure, time_figure
-from bench.peers import flashinfer_peer
+from bench import common
 from tools import gpu_check
 from tools.gpu_check import Outcome, Step
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = {
-    "binding": bench_binding,
-    "attention": bench_attention,
-    "attention_peers": bench_attention,
-    "exactness": bench_attention,
-    "linear": bench_dense,
-    "elementwise": bench_dense,
-    "sampling": bench_sampling,
-    "sampling_peers": bench_sampling,
-    "bundled": bench_engine,
-    "qwen8": bench_engine,
-}
-
-
-def fake_flashinfer() -> dict[str, types.ModuleType]:
-    """The names that the benches use, with FlashInfer's parameters; fa3 does not run here."""
-
-    class Wrapper:
-        def __init__(self, workspace, kv_layout, *, use_tensor_cores=False, backend="auto") -> None:
-            assert kv_layout == "NHD"
-            self.backend = backend
-
-        def run(self, q, paged_kv_cache, *, out):
-            return out.copy_(q)
-
-    class Decode(Wrapper):
-        def plan(
-            self,
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            *,
-            q_data_type,
-            kv_data_type,
-        ) -> None:
-            assert indptr[-1] == indices.shape[0] and last_page_len.max() <= page_size
-
-    class Prefill(Wrapper):
-        def plan(
-            self,
-            qo_indptr,
-            paged_kv_indptr,
-            paged_kv_indices,
-            paged_kv_last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            page_size,
-            *,
-            causal,
-            q_data_type,
-            kv_data_type,
-        ) -> None:
-            assert causal and qo_indptr.shape == paged_kv_indptr.shape
-            if self.backend == "fa3":
-                raise RuntimeError("fa3 needs Hopper")
-
-    package, sampling = types.ModuleType("flashinfer"), types.ModuleType("flashinfer.sampling")
-    package.BatchDecodeWithPagedKVCacheWrapper = Decode
-    package.BatchPrefillWithPagedKVCacheWrapper = Prefill
-    sampling.softmax = lambda logits: logits.softmax(-1)
-    sampling.top_p_renorm_probs = lambda probs, top_p: probs
-    sampling.top_p_sampling_from_probs = lambda probs, top_p, *, seed, offset: probs.argmax(-1)
-    sampling.top_k_top_p_sampling_from_logits = lambda logits, top_k, top_p, *, seed, offset: (
-        logits.argmax(-1)
-    )
-    sampling.chain_speculative_sampling = (
-        lambda draft_probs, draft_token_ids, target_probs, *, seed, offset: (
-            target_probs[:, : draft_probs.shape[1]].sum() + draft_token_ids.sum()
-        )
-    )
-    package.sampling = sampling
-    return {"flashinfer": package, "flashinfer.sampling": sampling}
 
 
 def test_every_family_is_rehearsed() -> None:
     from bench.__main__ import CUDA_FAMILIES
 
-    assert set(FAMILIES) == set(CUDA_FAMILIES) == set(gpu_check.BENCH_LIMITS)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_benches_on_the_cpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in fake_flashinfer().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    flashinfer_peer.module.cache_clear()
-    bench = CudaBench("cpu")
-    getattr(FAMILIES[family], f"run_{family}_cuda")(bench)
-    flashinfer_peer.module.cache_clear()
-    ids = [figure.id for figure in bench.figures]
-    assert ids and len(set(ids)) == len(ids)
-    for figure in bench.figures:
-        assert figure.id.startswith(f"{family}.") and figure.bar is None
-        if family.endswith("_peers"):
-            assert figure.peer and figure.ratio
-            assert figure.peer.startswith("FlashInfer") and "fa3" not in figure.peer
-
-
-def test_without_flashinfer_nothing_is_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    flashinfer_peer.module.cache_clear()
-    assert flashinfer_peer.labels(1) == []
-    assert flashinfer_peer.sampling("top-p", [torch.zeros(2, 8)], 0, 0.9) == []
-    flashinfer_peer.module.cache_clear()
-    assert "no FlashInfer" in capsys.readouterr().out
-
-
-def test_the_arithmetic_of_figures() -> None:
-    timings = [
-        common.Timing(
-            {"ours": [1e-6 * f] * 3, "slow": [4e-6] * 3, "fast": [2e-6] * 3},
-            {case: [1000.0] * 3 for case in ("ours", "slow", "fast")},
-        )
-        for f in (1.0, 1.1)
-    ]
-    figure = bandwidth_figure(timings, "ours", "x.y", "what", 8e5, "ratio >= 0.7")
-    assert figure.ratio == pytest.approx((0.8 + 0.8 / 1.1) / 2)
-    assert figure.spread == pytest.approx(0.1) and figure.us == pytest.approx(1.05)
-    peers = {"slow": "Slow", "fast": "Fast"}
-    figure = time_figure(timings, "ours", "x.y", "what", peers, "ratio >= 1.5")
-    assert figure.peer == "Fast" and figure.peer_value == pytest.approx(2.0)
-    assert figure.ratio == pytest.approx((2.0 + 2.0 / 1.1) / 2) and common.judged(figure).met
-    figure = time_figure(timings, "fast", "x.y", "what", over=("ours", "Ours"), bar="ratio <= 1.5")
-    assert figure.ratio == pytest.approx((2.0 + 2.0 / 1.1) / 2) and not common.judged(figure).met
-    # A bar on a ratio says nothing where there is nothing to compare with.
-    assert time_figure(timings, "ours", "x.y", "what", {}, "ratio >= 1").bar is None
-    assert time_figure(timings, "ours", "x.y", "what", {}, "value <= 1").bar == "value <= 1"
+    assert set(CUDA_FAMILIES) == set(gpu_check.BENCH_LIMITS)
 
 
 def command(code: str) -> tuple[str, ...]:
@@ -282,18 +143,6 @@ def test_where_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMIT", "abc")
     monkeypatch.setattr(common, "ROOT", Path("/"))
     assert common.commit() == "abc"
-
-
-def test_a_variant_differs_in_its_constants_alone(tmp_path: Path) -> None:
-    variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kSiluMulThreads": 64})
-    ours = (ROOT / "csrc/dense/silu_mul.cuh").read_text().splitlines()
-    other = (tmp_path / "dense/silu_mul.cuh").read_text().splitlines()
-    changed = [pair for pair in zip(ours, other, strict=True) if pair[0] != pair[1]]
-    assert [pair[1] for pair in changed] == ["constexpr int kSiluMulThreads = 64;"]
-    with pytest.raises(AssertionError, match="no constant kNone"):
-        variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kNone": 1})
-    for constants in bench_attention.FREE_SPLITS.values():
-        variants.write_overlay(tmp_path, bench_attention.SPLITS_HEADER, constants)
 
 
 def test_smoke_takes_two_cases_of_a_test() -> None:

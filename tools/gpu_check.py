@@ -39,16 +39,21 @@ OP_TESTS = tuple(
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # Seconds that each family may take; FlashInfer compiles itself at first use.
 BENCH_LIMITS = {
-    "binding": 60,
+    "facts": 60,
+    "ablations": 90,
     "attention": 120,
-    "linear": 120,
-    "elementwise": 60,
     "sampling": 90,
-    "bundled": 150,
-    "qwen8": 150,
-    "exactness": 300,
+    "recorded": 60,
+    "linear": 150,
+    "cascade": 120,
+    "binding": 60,
+    "elementwise": 60,
+    "sweeps": 150,
     "attention_peers": 300,
     "sampling_peers": 240,
+    "exactness": 300,
+    "bundled": 150,
+    "qwen8": 150,
 }
 SANITIZER_ERROR = 9
 
