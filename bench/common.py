@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -352,15 +353,20 @@ def commit() -> str:
     Where there is no git, COMMIT says it.
     """
 
+    return _head(ROOT) or os.environ.get("COMMIT") or "unknown"
+
+
+@cache
+def _head(root: Path) -> str:
+    """As git says it; empty where there is none. Asked once: figures are saved one by one."""
+
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
+        command = ["git", "-C", str(root), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results")
     head = git("rev-parse", "--short=12", "HEAD")
-    if not head:
-        return os.environ.get("COMMIT") or "unknown"
-    return head + ("-dirty" if changed else "")
+    return f"{head}-dirty" if head and changed else head
 
 
 def gpu_results(date: str) -> Path:

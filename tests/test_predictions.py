@@ -75,42 +75,55 @@ def test_the_arithmetic_of_a_call() -> None:
     assert sums.verify(2, 10.0) == pytest.approx(2 + 5 * 13 + 2 * 1280 * 128256 * 1e-6)
 
 
+LOOP = {
+    "kernel": "append_attention_kernel<bfloat16, 128, true>",
+    "arch": "90a",
+    "unit": "tile of 64 tokens, 32 rows",
+    "amount": 32768,
+}
+
+
+def metered(folder: Path, *loops: dict) -> list[Path]:
+    """A file of the meter."""
+    path = folder / "meter.json"
+    path.write_text(json.dumps({"measured": [{**LOOP, **loop} for loop in loops]}))
+    return [path]
+
+
 def test_caps_are_the_meters(tmp_path: Path) -> None:
     """The slowest of a loop's copies, at 132 SMs and 1.755 GHz; other loops do not count."""
-    loop = {
-        "kernel": "append_attention_kernel<bfloat16, 128, true>",
-        "arch": "90a",
-        "unit": "tile of 64 tokens, 32 rows",
-        "amount": 32768,
-    }
-    loops = [
-        {**loop, "replayed": 2000.0},
-        {**loop, "replayed": 3000.0},
-        {**loop, "replayed": 9000.0, "arch": "80"},
-        {**loop, "replayed": 9000.0, "kernel": "append_attention_kernel<bfloat16, 64, true>"},
-        {**loop, "replayed": 1000.0, "unit": "tile of 64 tokens, 16 rows"},
-    ]
-    path = tmp_path / "meter.json"
-    path.write_text(json.dumps({"measured": loops}))
-    caps = caps_of([path])
+    meters = metered(
+        tmp_path,
+        {"replayed": 2000.0},
+        {"replayed": 3000.0},
+        {"replayed": 9000.0, "arch": "80"},
+        {"replayed": 9000.0, "kernel": "append_attention_kernel<bfloat16, 64, true>"},
+        {"replayed": 1000.0, "unit": "tile of 64 tokens, 16 rows"},
+    )
+    # What the kernel no longer has is gone; another kernel's stays.
+    caps = caps_of(meters, {"attention 64": 1.0, "verify 0 sums": 8.0})
     assert caps == {
         "attention 16": pytest.approx(32768 * 132 * 1.755 / 1000 / 1000),
         "attention 32": pytest.approx(32768 * 132 * 1.755 / 3000 / 1000),
+        "verify 0 sums": 8.0,
     }
+    with pytest.raises(ValueError, match="predict: no loop of append_attention"):
+        caps_of(metered(tmp_path, {"replayed": 1.0, "unit": "tile of 64 tokens"}), {})
+
+
+def test_a_faster_loop_renews_what_follows_from_it(tmp_path: Path) -> None:
     text = predictions.DOCUMENT.read_text()
-    other = renewed(text, [path])
+    other = renewed(text, metered(tmp_path, {"replayed": 1000.0}))
     numbers = predictions.read_numbers(other, predictions.CAPS)
-    assert numbers["attention 16"] == pytest.approx(7.59)
-    assert (
-        numbers["attention 64"] == predictions.read_numbers(text, predictions.CAPS)["attention 64"]
-    )
-    assert predictions.rows_of(other, predictions.ASSUMED) == predictions.rows_of(text, "Assumed")
-    before, after = (predictions.rows_of(t, predictions.PREDICTIONS) for t in (text, other))
-    changed = {a[1] for a, b in zip(before, after, strict=True) if a != b}
-    assert (
-        "`attention.b32.4k.g4.q1`" in changed
-        and "`sampling.verify.bf16.b256.greedy`" not in changed
-    )
+    assert numbers["attention 32"] == pytest.approx(7.59)
+    tables = [[predictions.rows_of(t, title) for t in (text, other)] for title in TABLES]
+    assert tables[0][0] == tables[0][1]
+    changed = {a[1] for a, b in zip(*tables[2], strict=True) if a != b}
+    assert "`attention.b32.4k.g4.q1`" in changed
+    assert "`sampling.verify.bf16.b256.greedy`" not in changed
+
+
+TABLES = (predictions.ASSUMED, predictions.CAPS, predictions.PREDICTIONS)
 
 
 def test_a_missing_table_is_said() -> None:

@@ -42,33 +42,52 @@ LOADS = {
 }
 VERIFY_ROWS, VOCAB = 1280, 128256
 
-# The loops that predictions use: name in the table of caps, kernel, and unit of work.
-LOOPS = (
-    (
-        "attention {}",
-        r"append_attention_kernel<bfloat16, 128, true>",
+# The loops that predictions use, by what they are called in the table of caps: kernel and unit of
+# work, whose number goes into the name.
+LOOPS = {
+    "attention {}": (
+        r"append_attention_kernel<bfloat16, 128\b.*>",
         r"tile of 64 tokens, (\d+) rows",
     ),
-    ("verify {} sums", r"verify_kernel<bfloat16, false, false>", r"leaf of 2,048 bytes, (\d) sums"),
-)
+    "verify {} sums": (
+        r"verify_kernel<bfloat16, false, false\b.*>",
+        r"leaf of 2,048 bytes, (\d) sums",
+    ),
+}
 
 
-def caps_of(meters: Sequence[Path]) -> dict[str, float]:
-    """TB/s of the whole card in the replay of each loop; of several copies the slowest."""
+def caps_of(meters: Sequence[Path], before: Mapping[str, float]) -> dict[str, float]:
+    """TB/s of the whole card in the replay of each loop; of several copies the slowest.
+
+    Args:
+        meters: files of the meter.
+        before: caps of the kernels that are not among these.
+
+    Raises:
+        ValueError: a kernel was metered, but in other units than predictions know.
+    """
+    loops = [loop for path in meters for loop in json.loads(path.read_text())["measured"]]
+    caps = dict(before)
+    for name, (kernel, unit) in LOOPS.items():
+        of_kernel = [
+            loop for loop in loops if re.fullmatch(kernel, loop["kernel"]) and loop["arch"] == ARCH
+        ]
+        found: dict[str, float] = {}
+        for loop in of_kernel:
+            if match := re.fullmatch(unit, loop["unit"]):
+                key = name.format(match[1])
+                found[key] = min(_cap(loop), found.get(key, math.inf))
+        if of_kernel and not found:
+            raise ValueError(f"predict: no loop of {kernel} is metered by the {unit}")
+        if found:
+            kind = name.split()[0]
+            caps = {key: cap for key, cap in caps.items() if key.split()[0] != kind} | found
+    return dict(sorted(caps.items()))
+
+
+def _cap(loop: Mapping[str, Any]) -> float:
     limits = LIMITS[ARCH]
-    found: dict[str, float] = {}
-    loops: list[dict[str, Any]] = []
-    for path in meters:
-        loops += json.loads(path.read_text())["measured"]
-    for loop in loops:
-        for name, kernel, unit in LOOPS:
-            match = re.fullmatch(unit, loop["unit"])
-            if not match or loop["kernel"] != kernel or loop["arch"] != ARCH:
-                continue
-            cap = loop["amount"] * limits.sms * limits.ghz / loop["replayed"] / 1000
-            key = name.format(match[1])
-            found[key] = min(cap, found.get(key, math.inf))
-    return dict(sorted(found.items()))
+    return float(loop["amount"] * limits.sms * limits.ghz / loop["replayed"] / 1000)
 
 
 @dataclass(frozen=True)
@@ -163,9 +182,10 @@ def _attention_rows(model: Model) -> list[tuple[str, str, str, float]]:
 
 def renewed(text: str, meters: Sequence[Path]) -> str:
     """The document with other caps, where there are any, and what follows from them."""
-    caps = {**read_numbers(text, CAPS), **caps_of(meters)}
-    model = Model(read_numbers(text, ASSUMED), caps)
+    caps = caps_of(meters, read_numbers(text, CAPS))
     text = with_rows(text, CAPS, rows_for_numbers(caps))
+    # From the numbers as they are written, so that anybody can follow.
+    model = Model(read_numbers(text, ASSUMED), read_numbers(text, CAPS))
     return with_rows(text, PREDICTIONS, rows_for(predictions_of(model)))
 
 
