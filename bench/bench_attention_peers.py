@@ -13,6 +13,7 @@ from torch import Tensor
 from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
 from bench.cuda_caches import PAGE_SIZE, TOKEN_BYTES, Cache, Load, loads
 from bench.peers import flashinfer_attention as flashinfer
+from bench.peers import flashinfer_cascade
 from bench.peers.flashinfer_peer import Refused, module
 
 LOADS = ("b1.4k", "b1.32k", "b8.4k", "b32.4k", "b8.32k", "b32.skewed")
@@ -141,12 +142,12 @@ class SharedCache(Cache):
             "prefix_lens": ints([[self.shared.prefix_len] * batch]),
         }
 
-    def levels(self, qo_indptr: Tensor) -> list[flashinfer.Level]:
+    def levels(self, qo_indptr: Tensor) -> list[flashinfer_cascade.Level]:
         """What tells FlashInfer of it: all rows are one group, then each request is its own."""
         rows = [qo_indptr[[0, -1]].contiguous(), qo_indptr]
         ints = self._bench.ints
         return [
-            flashinfer.Level(of_level, ints(indptr), ints(last), pages)
+            flashinfer_cascade.Level(of_level, ints(indptr), ints(last), pages)
             for of_level, (indptr, last, pages) in zip(rows, self._levels, strict=True)
         ]
 
@@ -154,7 +155,7 @@ class SharedCache(Cache):
 def run_cascade_cuda(bench: CudaBench) -> None:
     """The declared prefix beside none, beside the read line, and beside FlashInfer's cascades."""
     space = flashinfer.workspaces(bench.device, bench.pick(flashinfer.WORKSPACE_BYTES, 64))
-    labels = _installed(bench, "cascade", flashinfer.CASCADES)
+    labels = _installed(bench, "cascade", flashinfer_cascade.CASCADES)
     for shared in shared_loads(bench):
         cache = SharedCache(bench, shared)
         for q_len in (1, 5):
@@ -175,7 +176,7 @@ def _cascades(
     bench: CudaBench,
     id: str,
     case: flashinfer.Case,
-    levels: list[flashinfer.Level],
+    levels: list[flashinfer_cascade.Level],
     flat: list[Call],
     labels: tuple[str, ...],
 ) -> dict[str, list[Call]]:
@@ -183,7 +184,7 @@ def _cascades(
     found = {}
     for label in labels:
         try:
-            found[label] = flashinfer.cascade(label, levels, case, wanted)
+            found[label] = flashinfer_cascade.cascade(label, levels, case, wanted)
         except Refused as refused:
             bench.note(f"{id}.{label}", str(refused))
     return found
@@ -201,6 +202,8 @@ def _cascade_figures(
     bench.add(bandwidth_figure(timings, "ours", f"{id}.read", text, shared.num_bytes, None))
     text, bar = f"{what}: times faster than undeclared", "ratio >= 0.97"
     bench.add(time_figure(timings, "ours", f"{id}.flat", text, {"flat": "undeclared"}, bar))
-    peers = {label: f"FlashInfer {label}" for label in flashinfer.CASCADES if label in cases}
+    peers = {
+        label: f"FlashInfer {label}" for label in flashinfer_cascade.CASCADES if label in cases
+    }
     text, bar = f"{what}: times faster than FlashInfer's fastest cascade", "ratio >= 1.3"
     bench.add(time_figure(timings, "ours", f"{id}.peers", text, peers, bar))

@@ -101,7 +101,7 @@ class Cache:
         kv_indices: Sequence[Tensor] | None = None,
         **prefixes: Any,
     ) -> list[Call]:
-        """A call for each set of pages; `output` of it is where all of them write."""
+        """A call for each set of pages; all of them write to one output."""
         out = torch.empty_like(q)
         keywords = {
             "out": out,

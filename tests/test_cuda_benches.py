@@ -20,7 +20,7 @@ from bench import bench_attention_cuda, bench_attention_peers, bench_dense, comm
 from bench.__main__ import CUDA_FAMILIES
 from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
 from bench.cuda_caches import Cache, loads
-from bench.peers import flashinfer_attention, flashinfer_peer
+from bench.peers import flashinfer_attention, flashinfer_cascade, flashinfer_peer
 from bench.recorded_logits import record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,7 +169,7 @@ def asks_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What these time is measured with a host clock, or is a whole engine.
 UNTIMED = {"binding", "bundled", "qwen8"}
-THEIRS = {"peer", *flashinfer_attention.PATHS, *flashinfer_attention.CASCADES}
+THEIRS = {"peer", *flashinfer_attention.PATHS, *flashinfer_cascade.CASCADES}
 
 
 @pytest.mark.parametrize("family", CUDA_FAMILIES)
