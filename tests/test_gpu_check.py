@@ -176,7 +176,8 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     # A family of another part by its name: as the results say it was measured.
     assert names("bench", only=["facts"]) == ["build", "bench facts"]
     assert names("peers", "facts") == [
-        *("build", "bench facts", "bench attention_peers", "bench sampling_peers")
+        *("build", "bench facts", "bench cascade"),
+        *("bench attention_peers", "bench sampling_peers"),
     ]
     assert "memcheck" in names("sanitize") and "engine tests" in names("tests")
     use = steps.all_steps(Plan(("facts",), (), Path("r.json"), False, Path("/brought")))[0]

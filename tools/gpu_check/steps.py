@@ -27,13 +27,13 @@ BENCH_LIMITS = {
     "sampling": 90,
     "recorded": 60,
     "linear": 150,
-    "cascade": 180,
     "binding": 60,
     "elementwise": 60,
     "bundled": 150,
     "qwen8": 150,
     "exactness": 300,
     "sweeps": 150,
+    "cascade": 300,
     "attention_peers": 300,
     "sampling_peers": 240,
 }
@@ -42,6 +42,7 @@ _PART_OF = {
     "facts": "facts",
     "ablations": "ablations",
     "sweeps": "sweeps",
+    "cascade": "peers",
     "attention_peers": "peers",
     "sampling_peers": "peers",
 }
