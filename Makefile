@@ -12,6 +12,7 @@ SPECULATIVE_CONFIG ?=
 ONLY ?=
 PART ?=
 BUDGET ?=
+PREBUILT ?=
 OUT ?=
 ARCHS ?=
 SOAK_SECONDS ?= 1800
@@ -164,10 +165,12 @@ bench-peers:
 	$(BIN)/python -m bench.peers.setup $(if $(PIP_ARGS),--pip-args "$(PIP_ARGS)")
 
 # On a machine with an NVIDIA GPU, torch and nvcc: $(PYTHON) as it is, no network, no git (COMMIT).
-# PART=tests, sanitize or bench (ONLY=family) cuts it; BUDGET bounds it in seconds.
+# PART=facts,numerics cuts it (bench with ONLY=family), BUDGET bounds it in seconds, PREBUILT brings
+# built modules along.
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) \
-	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out "$(OUT)")
+	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out "$(OUT)") \
+	  $(if $(PREBUILT),--prebuilt "$(PREBUILT)")
 
 lint: setup $(VENV)/lint-deps
 	$(BIN)/ruff check .

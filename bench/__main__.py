@@ -4,7 +4,8 @@
 The read line, the threads and the cores are fixed before torch is imported. Families run in an
 order that leaves the machine's memory to the big ones last; a family that fails is reported and
 the rest still runs. `--device cuda` measures on a GPU, with families of its own; `--device
-rehearsal` runs their code on the CPU with small sizes, and keeps no figure.
+rehearsal` runs their code on the CPU with small sizes, and keeps figures, which mean nothing, only
+where --results says so.
 """
 
 import argparse
@@ -18,7 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bench.common import Figure
+    from bench.cuda import CudaBench
 
 # Each family and the module it lives in.
 FAMILIES = {
@@ -39,15 +43,21 @@ FAMILIES = {
     "bundled": "engine",
     "qwen06": "engine",
 }
+# In the order in which they tell most (tools/gpu_check/steps.py runs them apart).
 CUDA_FAMILIES = {
-    "binding": "binding",
-    "attention": "attention",
-    "attention_peers": "attention",
-    "exactness": "attention",
+    "facts": "gpu_facts",
+    "ablations": "ablations",
+    "attention": "attention_cuda",
+    "sampling": "sampling_cuda",
+    "recorded": "sampling_cuda",
     "linear": "dense",
+    "cascade": "attention_peers",
+    "binding": "binding",
     "elementwise": "dense",
-    "sampling": "sampling",
-    "sampling_peers": "sampling",
+    "sweeps": "sweeps",
+    "attention_peers": "attention_peers",
+    "sampling_peers": "sampling_cuda",
+    "exactness": "attention_cuda",
     "bundled": "engine",
     "qwen8": "engine",
 }
@@ -134,28 +144,40 @@ def main_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     failed, everything, started = [], [], time.monotonic()
     for family in chosen:
         run = importlib.import_module(f"bench.bench_{CUDA_FAMILIES[family]}")
-        bench = cuda.CudaBench("cuda" if arguments.device == "cuda" else "cpu")
-        begun = time.monotonic()
+        keep = _keeper(family, path) if arguments.device == "cuda" or arguments.results else None
+        bench = cuda.CudaBench("cuda" if arguments.device == "cuda" else "cpu", keep)
         try:
             getattr(run, f"run_{family}_cuda")(bench)
         except Exception:
             traceback.print_exc()
             failed.append(family)
-        if bench.figures and not bench.rehearsal:
-            common.save(
-                bench.figures,
-                family=family,
-                minutes=(time.monotonic() - begun) / 60,
-                versions=cuda.gpu_versions(),
-                command=f"make gpu-check PART=bench ONLY={family}",
-                on=cuda.gpu_machine(),
-                path=path,
-            )
         everything += bench.figures
         del bench
         cuda.free_memory()
     summary(everything, failed, (time.monotonic() - started) / 60)
     return len(failed)
+
+
+def _keeper(family: str, path: Path) -> "Callable[[CudaBench], None]":
+    """Writes a family's figures whenever there is another: a run that is killed keeps them."""
+    from bench import common, cuda
+
+    begun = time.monotonic()
+    versions, machine = cuda.gpu_versions(), cuda.gpu_machine()
+
+    def keep(bench: "CudaBench") -> None:
+        common.save(
+            bench.figures,
+            family=family,
+            minutes=(time.monotonic() - begun) / 60,
+            versions=versions,
+            command=f"make gpu-check PART=bench ONLY={family}",
+            on=machine,
+            path=path,
+            notes=bench.notes,
+        )
+
+    return keep
 
 
 def summary(figures: "list[Figure]", failed: list[str], minutes: float) -> None:

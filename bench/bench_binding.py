@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 from specops import _C, sampling, torch_ops
-from specops.attention import append_attention
+from specops.attention import append_attention, attention_workspace_size
 from specops.dense import rms_norm, silu_mul
 
 from bench.common import Bench, Figure
@@ -57,11 +57,14 @@ def run_binding_cuda(bench: CudaBench) -> None:
     real, logits = torch.ones(1, device=bench.device), bench.randn(1, 512)
     parameters = {"temperature": real, "top_k": zero, "top_p": real, "min_p": real * 0}
     where = (both, both, zero, one)
+    floats = attention_workspace_size(q.shape, kv_cache.shape, 1, 1, bench.device)
+    buffers = {"out": attended, "workspace": torch.zeros(floats or 1, device=bench.device)}
     parameters |= {"seeds": bench.ints([0], torch.int64), "out": bench.ints([0])}
+    parameters["workspace"] = sampling.sampling_workspace(logits)
     for name, call in (
         ("silu_mul", lambda: silu_mul(pair, out=out)),
         ("rms_norm", lambda: rms_norm(x, weight, 1e-6, out=out)),
-        ("append_attention", lambda: append_attention(q, kv_cache, kv_cache, *where, out=attended)),
+        ("append_attention", lambda: append_attention(q, kv_cache, kv_cache, *where, **buffers)),
         ("sample", lambda: sampling.sample(logits, zero, **parameters)),
         ("torch.mul", lambda: torch.mul(x, weight, out=out)),
     ):

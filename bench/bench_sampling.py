@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sample` and `verify` on 48 rows of 151,936 logits, rotated over at least 512 MiB.
-
-On a GPU: 256 requests with 4 drafts each over 128,256 tokens, and one request; FlashInfer beside.
-"""
+"""`sample` and `verify` on 48 rows of 151,936 logits, rotated over at least 512 MiB."""
 
 from collections.abc import Callable
 from itertools import cycle
@@ -15,14 +12,11 @@ from specops.sampling import (
     commit,
     count_tokens,
     sample,
-    sampling_workspace,
     verify,
 )
 from torch import Tensor
 
 from bench.common import Bench, Figure, Timing
-from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
-from bench.peers import flashinfer_peer
 
 ROWS, VOCAB = 48, 151936
 BATCH, DRAFTS = 8, 5
@@ -175,7 +169,9 @@ EVERY_FILTER = {"temperature": 0.8, "top_k": TOP_K, "top_p": TOP_P, "min_p": 0.0
 HISTORY, BIASES, BAD_WORDS = 2000, 100, 10
 
 
-def _filters(batch: int, values: dict[str, float], device: torch.device) -> dict[str, Tensor]:
+def request_filters(
+    batch: int, values: dict[str, float], device: torch.device
+) -> dict[str, Tensor]:
     """Sampling parameters of every request; at temperature 1 unless they say another."""
     tensors: dict[str, Tensor] = {"seeds": torch.arange(batch, device=device)}
     for name, value in {"temperature": 1.0, **values}.items():
@@ -184,7 +180,7 @@ def _filters(batch: int, values: dict[str, float], device: torch.device) -> dict
     return tensors
 
 
-def _processors(
+def every_processor(
     batch: int, rows: int, vocab_size: int, device: torch.device
 ) -> tuple[LogitsProcessors, Tensor]:
     """Everything at once, for requests with a long history; and their positions.
@@ -237,7 +233,7 @@ def _verify(
     processors: bool = False,
 ) -> Callable[[], object]:
     """Drafts are the rows' most probable tokens."""
-    rotated = cycle([(x, _drafts(x, BATCH)) for x in logits])
+    rotated = cycle([(x, top_drafts(x, BATCH)) for x in logits])
     device, dtype = logits[0].device, torch.int32
     output_indptr = torch.arange(BATCH + 1, dtype=dtype) * (DRAFTS + 1)
     arguments: dict[str, Any] = {
@@ -245,10 +241,10 @@ def _verify(
         "strategy": torch.full((BATCH,), int(strategy), dtype=dtype),
         "output_token_ids": torch.empty(BATCH, DRAFTS + 1, dtype=dtype),
         "num_accepted_tokens": torch.empty(BATCH, dtype=dtype),
-        **({} if values is None else _filters(BATCH, values, device)),
+        **({} if values is None else request_filters(BATCH, values, device)),
     }
     if processors:
-        every, positions = _processors(BATCH, ROWS, VOCAB, device)
+        every, positions = every_processor(BATCH, ROWS, VOCAB, device)
         arguments |= {"processors": every, "positions": positions}
 
     def call() -> object:
@@ -258,7 +254,7 @@ def _verify(
     return call
 
 
-def _drafts(logits: Tensor, batch: int) -> Tensor:
+def top_drafts(logits: Tensor, batch: int) -> Tensor:
     """The most probable token of every row but each request's last."""
     return logits.argmax(-1).view(batch, -1)[:, :-1].to(torch.int32).contiguous()
 
@@ -300,14 +296,14 @@ def _argmax(logits: list[Tensor]) -> Callable[[], Tensor]:
 
 def _commit(bench: Bench) -> None:
     """What a step of 256 requests costs after verification, with every rule on."""
-    call = _commit_call(CUDA_BATCH, CUDA_DRAFTS + 1, torch.device("cpu"))
+    call = commit_call(256, 5, torch.device("cpu"))
     timing = bench.alternate({"commit": call}, rounds=9)
     what = "commit of 256 requests, 5 tokens each, with every rule: time"
     us = timing.median("commit") * 1e6
     bench.add(Figure("sampling.commit", what, us, "us", read_gb_s=timing.read_gb_s("commit")))
 
 
-def _commit_call(batch: int, num_tokens: int, device: torch.device) -> Call:
+def commit_call(batch: int, num_tokens: int, device: torch.device) -> Callable[[], object]:
     """Lengths start anew in every call, so that rows never fill; nothing ends a request."""
 
     def ints(*shape: int, fill: int = -1) -> Tensor:
@@ -342,146 +338,3 @@ def _commit_call(batch: int, num_tokens: int, device: torch.device) -> Call:
         return commit(emitted, slots, history, lens, **state)
 
     return call
-
-
-# On a GPU
-
-CUDA_BATCH, CUDA_DRAFTS, CUDA_VOCAB = 256, 4, 128256
-# Greedy verification reads every logit once: 80 % of that, in microseconds on an H200.
-GREEDY_BARS = {torch.bfloat16: "value <= 95", torch.float32: "value <= 190"}
-
-
-def _logits(bench: CudaBench, rows: int, dtype: torch.dtype) -> list[Tensor]:
-    vocab = bench.pick(CUDA_VOCAB, 512)
-    copies = bench.copies(rows * vocab * torch.empty(0, dtype=dtype).element_size())
-    return [bench.randn(rows, vocab, dtype=dtype, scale=SCALE) for _ in range(copies)]
-
-
-def _cuda_verify(
-    bench: CudaBench,
-    logits: list[Tensor],
-    batch: int,
-    strategy: VerifyStrategy,
-    values: dict[str, float] | None = None,
-    processors: bool = False,
-) -> list[Call]:
-    """Drafts are the rows' most probable tokens: greedy walks whole chains."""
-    rows = batch * (CUDA_DRAFTS + 1)
-    arguments: dict[str, Any] = {
-        "positions": bench.ints([0] * batch),
-        "strategy": bench.ints([int(strategy)] * batch),
-        "output_token_ids": bench.ints(torch.zeros(batch, CUDA_DRAFTS + 1, dtype=torch.int32)),
-        "num_accepted_tokens": bench.ints([0] * batch),
-        "workspace": sampling_workspace(logits[0], batch),
-        **({} if values is None else _filters(batch, values, bench.device)),
-    }
-    if processors:
-        every, positions = _processors(batch, rows, logits[0].shape[1], bench.device)
-        arguments |= {"processors": every, "positions": positions}
-    output_indptr = bench.ints(torch.arange(batch + 1) * (CUDA_DRAFTS + 1))
-
-    def call(x: Tensor) -> Call:
-        drafts = _drafts(x, batch)
-        return lambda: verify(x, output_indptr, drafts, **arguments)
-
-    return [call(x) for x in logits]
-
-
-def run_sampling_cuda(bench: CudaBench) -> None:
-    """Verification of every kind, beside the read line and beside greedy's time."""
-    greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        for batch in bench.pick((CUDA_BATCH, 1), (4, 1)):
-            rows = batch * (CUDA_DRAFTS + 1)
-            logits = _logits(bench, rows, dtype)
-            one_hot = VerifyStrategy.REJECTION  # without draft_probs
-            cases = {
-                "greedy": _cuda_verify(bench, logits, batch, greedy),
-                "target_match": _cuda_verify(bench, logits, batch, target, {"top_p": TOP_P}),
-                "rejection": _cuda_verify(bench, logits, batch, one_hot, {"top_p": TOP_P}),
-                "processors": _cuda_verify(bench, logits, batch, target, {"top_p": TOP_P}, True),
-                "parameters": _cuda_verify(bench, logits, batch, target, EVERY_FILTER, True),
-                "torch argmax": [lambda x=x: x.argmax(-1) for x in logits],
-            }
-            timings = bench.time(cases)
-            prefix, what = f"sampling.verify.{name}.b{batch}", f"verify {name}, batch {batch}, k 4"
-            if batch == 1:
-                bar = bench.on("H200", "value <= 8")
-                bench.add(time_figure(timings, "greedy", f"{prefix}.greedy", what, bar=bar))
-            else:
-                bar = bench.on("H200", GREEDY_BARS[dtype])
-                peers = {"torch argmax": "torch argmax"}
-                text = f"{what}, greedy: time, and times faster than torch's argmax"
-                bench.add(time_figure(timings, "greedy", f"{prefix}.greedy", text, peers, bar))
-                text = f"{what}, greedy: share of read bandwidth"
-                num_bytes = logits[0].numel() * logits[0].element_size()
-                id = f"{prefix}.greedy.read"
-                figure = bandwidth_figure(timings, "greedy", id, text, num_bytes, "ratio >= 0.8")
-                bench.add(figure)
-            for case, other, words, bar in (
-                ("target_match", "greedy", "target_match with top-p", "ratio <= 1.25"),
-                ("rejection", "greedy", "rejection with top-p, one-hot drafts", "ratio <= 1.25"),
-                ("processors", "target_match", "processors and top-p", "ratio <= 1.5"),
-                ("parameters", "target_match", "every parameter", "ratio <= 1.5"),
-            ):
-                over = (other, "greedy verify" if other == "greedy" else "top-p alone")
-                text = f"{what}, {words}: time over {over[1]}"
-                figure = time_figure(
-                    *(timings, case, f"{prefix}.{case}", text),
-                    over=over,
-                    bar=bar if batch > 1 else None,
-                )
-                bench.add(figure)
-            del logits, cases
-    batch = bench.pick(CUDA_BATCH, 4)
-    timings = bench.time({"commit": [_commit_call(batch, CUDA_DRAFTS + 1, bench.device)]})
-    what = f"commit of {batch} requests, 5 tokens each, with every rule: time"
-    bench.add(time_figure(timings, "commit", "sampling.commit", what))
-
-
-def _cuda_sample(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: float) -> list[Call]:
-    rows = logits[0].shape[0]
-    real = torch.ones(rows, device=bench.device)
-    parameters = {
-        "temperature": real,
-        "top_k": bench.ints([top_k] * rows),
-        "top_p": real * top_p,
-        "min_p": real * 0.0,
-        "seeds": bench.ints(torch.arange(rows), torch.int64),
-        "out": bench.ints([0] * rows),
-    }
-    positions = bench.ints(torch.arange(rows))
-    return [lambda x=x: sample(x, positions, **parameters) for x in logits]
-
-
-def run_sampling_peers_cuda(bench: CudaBench) -> None:
-    """Sampling and verification beside FlashInfer's pipelines on the same fp32 logits."""
-    batch = bench.pick(CUDA_BATCH, 4)
-    logits = _logits(bench, batch, torch.float32)
-    for what, top_k in (("top-p", 0), ("top-k top-p", 50)):
-        cases = {"ours": _cuda_sample(bench, logits, top_k, TOP_P)}
-        if calls := flashinfer_peer.sampling(what, logits, top_k, TOP_P):
-            cases["peer"] = calls
-        name = what.replace(" ", "_").replace("-", "_")
-        text = f"sample {what}, {batch} rows fp32: times faster than FlashInfer"
-        peers = {"peer": "FlashInfer"} if "peer" in cases else None
-        id = f"sampling_peers.sample.{name}"
-        bench.add(time_figure(bench.time(cases), "ours", id, text, peers, "ratio >= 1"))
-    del logits, cases
-    logits = _logits(bench, batch * (CUDA_DRAFTS + 1), torch.float32)
-    drafts = bench.ints(torch.zeros(batch, CUDA_DRAFTS, dtype=torch.int32))
-    one_hot = torch.zeros(batch, CUDA_DRAFTS, logits[0].shape[1], device=bench.device)
-    one_hot[:, :, 0] = 1.0
-    filters, target = {"top_p": TOP_P}, VerifyStrategy.TARGET_MATCH
-    cases = {
-        "rejection": _cuda_verify(bench, logits, batch, VerifyStrategy.REJECTION, filters),
-        "top_p": _cuda_verify(bench, logits, batch, target, filters),
-    }
-    if calls := flashinfer_peer.chain_verification(logits, drafts, TOP_P, one_hot):
-        cases["peer"] = calls
-    timings = bench.time(cases)
-    peers = {"peer": "FlashInfer softmax, renorm, chain"} if "peer" in cases else None
-    for case, what in (("rejection", "rejection with one-hot drafts"), ("top_p", "target_match")):
-        text = f"{what}, top-p, {batch} requests of 5 rows fp32: times faster than FlashInfer"
-        id = f"sampling_peers.verify.{case}"
-        bench.add(time_figure(timings, case, id, text, peers, "ratio >= 4"))

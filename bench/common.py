@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -352,15 +353,20 @@ def commit() -> str:
     Where there is no git, COMMIT says it.
     """
 
+    return _head(ROOT) or os.environ.get("COMMIT") or "unknown"
+
+
+@cache
+def _head(root: Path) -> str:
+    """As git says it; empty where there is none. Asked once: figures are saved one by one."""
+
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
+        command = ["git", "-C", str(root), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results")
     head = git("rev-parse", "--short=12", "HEAD")
-    if not head:
-        return os.environ.get("COMMIT") or "unknown"
-    return head + ("-dirty" if changed else "")
+    return f"{head}-dirty" if head and changed else head
 
 
 def gpu_results(date: str) -> Path:
@@ -379,8 +385,12 @@ def save(
     command: str | None = None,
     on: Mapping[str, Any] | None = None,
     path: Path,
+    notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Merges one family's figures into the results: by id, and the family's vanished ids go."""
+    """Merges one family's figures into the results: by id, and the family's vanished ids go.
+
+    notes: why cases are not there, by id.
+    """
     saved: dict[str, Any] = {"machine": {}, "runs": {}, "figures": []}
     if path.exists():
         saved = {**saved, **json.loads(path.read_text())}
@@ -397,8 +407,22 @@ def save(
     fresh = {figure.id: asdict(figure) for figure in figures}
     old = {row["id"]: row for row in saved["figures"] if not row["id"].startswith(f"{family}.")}
     saved["figures"] = sorted({**old, **fresh}.values(), key=lambda row: row["id"])
+    if notes is not None:
+        kept = {id: n for id, n in saved.get("notes", {}).items() if _family(id) != family}
+        saved["notes"] = dict(sorted({**kept, **notes}.items()))
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(saved, indent=1) + "\n")
+    write_whole(path, json.dumps(saved, indent=1) + "\n")
+
+
+def _family(id: str) -> str:
+    return id.split(".")[0]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that whoever is killed meanwhile leaves the one before."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def versions(*modules: str) -> dict[str, str]:

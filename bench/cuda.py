@@ -39,11 +39,15 @@ READ_BYTES = 1 << 30
 class CudaBench:
     """One run on one GPU, or its rehearsal on `cpu`: its read line and its figures."""
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(
+        self, device: str = "cuda", keep: "Callable[[CudaBench], None] | None" = None
+    ) -> None:
+        """keep: called after each figure and note, so that what was measured outlives the run."""
         self.device = torch.device(device)
         self.rehearsal = self.device.type == "cpu"
         self.figures: list[Figure] = []
         self.notes: dict[str, str] = {}
+        self._keep = keep or (lambda _: None)
         self.gpu = "rehearsal" if self.rehearsal else torch.cuda.get_device_name()
         self.cold_bytes = self.pick(3 * self._l2_bytes() + (1 << 20), 1)
         self.generator = torch.Generator(self.device).manual_seed(0)
@@ -114,7 +118,14 @@ class CudaBench:
         """Judges a figure against its bar, keeps and prints it."""
         bar = None if self.rehearsal else figure.bar
         self.figures.append(judged(replace(figure, bar=bar, threads=None)))
+        self._keep(self)
         print(format_row(self.figures[-1]), flush=True)
+
+    def note(self, id: str, reason: str) -> None:
+        """Keeps and prints why a case is not there; `id` begins with the family, as a figure's."""
+        self.notes[id] = reason
+        self._keep(self)
+        print(f"  {id}: {reason}", flush=True)
 
     def _window(self, calls: Sequence[Call]) -> Callable[[], float]:
         """Something that returns the seconds of one call, averaged over a graph of many."""
@@ -154,7 +165,7 @@ class CudaBench:
         if self.rehearsal:
             data = torch.ones(1 << 16)
             return data.numel() * 4, lambda: _host_seconds([data.sum])
-        library = _compiled("read_bandwidth")
+        library = compiled("read_bandwidth")
         library.read_unit_bytes.restype = ctypes.c_int64
         library.read_memory.argtypes = [
             ctypes.c_void_p,
@@ -184,7 +195,7 @@ def _host_seconds(calls: Sequence[Call]) -> float:
     return (time.perf_counter() - begun) / len(calls)
 
 
-def _compiled(name: str) -> ctypes.CDLL:
+def compiled(name: str) -> ctypes.CDLL:
     """Compiles bench/`name`.cu for this GPU, unless that has been done, and loads it."""
     WORK.mkdir(exist_ok=True)
     source, library = BENCH / f"{name}.cu", WORK / f"{name}_cuda.so"

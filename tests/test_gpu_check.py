@@ -2,163 +2,30 @@
 """`make gpu-check` without a GPU: its steps, its arithmetic, its files, its benches rehearsed."""
 
 import json
+import re
 import subprocess
 import sys
 import time
-import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
-from bench import (
-    bench_attention,
-    bench_binding,
-    bench_dense,
-    bench_engine,
-    bench_sampling,
-    common,
-    variants,
-)
-from bench.cuda import CudaBench, bandwidth_figure, time_figure
-from bench.peers import flashinfer_peer
-from tools import gpu_check
-from tools.gpu_check import Outcome, Step
+from bench import common
+from bench.__main__ import CUDA_FAMILIES
+from tools.gpu_check import __main__ as gpu_check
+from tools.gpu_check import held_back, prebuilt, report, results, runner, steps
+from tools.gpu_check.goals import GOALS, verdict
+from tools.gpu_check.prebuilt import Refused
+from tools.gpu_check.runner import Outcome
+from tools.gpu_check.steps import Plan, Step
+from tools.predictions import Prediction
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = {
-    "binding": bench_binding,
-    "attention": bench_attention,
-    "attention_peers": bench_attention,
-    "exactness": bench_attention,
-    "linear": bench_dense,
-    "elementwise": bench_dense,
-    "sampling": bench_sampling,
-    "sampling_peers": bench_sampling,
-    "bundled": bench_engine,
-    "qwen8": bench_engine,
-}
 
 
-def fake_flashinfer() -> dict[str, types.ModuleType]:
-    """The names that the benches use, with FlashInfer's parameters; fa3 does not run here."""
-
-    class Wrapper:
-        def __init__(self, workspace, kv_layout, *, use_tensor_cores=False, backend="auto") -> None:
-            assert kv_layout == "NHD"
-            self.backend = backend
-
-        def run(self, q, paged_kv_cache, *, out):
-            return out.copy_(q)
-
-    class Decode(Wrapper):
-        def plan(
-            self,
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            *,
-            q_data_type,
-            kv_data_type,
-        ) -> None:
-            assert indptr[-1] == indices.shape[0] and last_page_len.max() <= page_size
-
-    class Prefill(Wrapper):
-        def plan(
-            self,
-            qo_indptr,
-            paged_kv_indptr,
-            paged_kv_indices,
-            paged_kv_last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            page_size,
-            *,
-            causal,
-            q_data_type,
-            kv_data_type,
-        ) -> None:
-            assert causal and qo_indptr.shape == paged_kv_indptr.shape
-            if self.backend == "fa3":
-                raise RuntimeError("fa3 needs Hopper")
-
-    package, sampling = types.ModuleType("flashinfer"), types.ModuleType("flashinfer.sampling")
-    package.BatchDecodeWithPagedKVCacheWrapper = Decode
-    package.BatchPrefillWithPagedKVCacheWrapper = Prefill
-    sampling.softmax = lambda logits: logits.softmax(-1)
-    sampling.top_p_renorm_probs = lambda probs, top_p: probs
-    sampling.top_p_sampling_from_probs = lambda probs, top_p, *, seed, offset: probs.argmax(-1)
-    sampling.top_k_top_p_sampling_from_logits = lambda logits, top_k, top_p, *, seed, offset: (
-        logits.argmax(-1)
-    )
-    sampling.chain_speculative_sampling = (
-        lambda draft_probs, draft_token_ids, target_probs, *, seed, offset: (
-            target_probs[:, : draft_probs.shape[1]].sum() + draft_token_ids.sum()
-        )
-    )
-    package.sampling = sampling
-    return {"flashinfer": package, "flashinfer.sampling": sampling}
-
-
-def test_every_family_is_rehearsed() -> None:
-    from bench.__main__ import CUDA_FAMILIES
-
-    assert set(FAMILIES) == set(CUDA_FAMILIES) == set(gpu_check.BENCH_LIMITS)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_benches_on_the_cpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in fake_flashinfer().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    flashinfer_peer.module.cache_clear()
-    bench = CudaBench("cpu")
-    getattr(FAMILIES[family], f"run_{family}_cuda")(bench)
-    flashinfer_peer.module.cache_clear()
-    ids = [figure.id for figure in bench.figures]
-    assert ids and len(set(ids)) == len(ids)
-    for figure in bench.figures:
-        assert figure.id.startswith(f"{family}.") and figure.bar is None
-        if family.endswith("_peers"):
-            assert figure.peer and figure.ratio
-            assert figure.peer.startswith("FlashInfer") and "fa3" not in figure.peer
-
-
-def test_without_flashinfer_nothing_is_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    flashinfer_peer.module.cache_clear()
-    assert flashinfer_peer.labels(1) == []
-    assert flashinfer_peer.sampling("top-p", [torch.zeros(2, 8)], 0, 0.9) == []
-    flashinfer_peer.module.cache_clear()
-    assert "no FlashInfer" in capsys.readouterr().out
-
-
-def test_the_arithmetic_of_figures() -> None:
-    timings = [
-        common.Timing(
-            {"ours": [1e-6 * f] * 3, "slow": [4e-6] * 3, "fast": [2e-6] * 3},
-            {case: [1000.0] * 3 for case in ("ours", "slow", "fast")},
-        )
-        for f in (1.0, 1.1)
-    ]
-    figure = bandwidth_figure(timings, "ours", "x.y", "what", 8e5, "ratio >= 0.7")
-    assert figure.ratio == pytest.approx((0.8 + 0.8 / 1.1) / 2)
-    assert figure.spread == pytest.approx(0.1) and figure.us == pytest.approx(1.05)
-    peers = {"slow": "Slow", "fast": "Fast"}
-    figure = time_figure(timings, "ours", "x.y", "what", peers, "ratio >= 1.5")
-    assert figure.peer == "Fast" and figure.peer_value == pytest.approx(2.0)
-    assert figure.ratio == pytest.approx((2.0 + 2.0 / 1.1) / 2) and common.judged(figure).met
-    figure = time_figure(timings, "fast", "x.y", "what", over=("ours", "Ours"), bar="ratio <= 1.5")
-    assert figure.ratio == pytest.approx((2.0 + 2.0 / 1.1) / 2) and not common.judged(figure).met
-    # A bar on a ratio says nothing where there is nothing to compare with.
-    assert time_figure(timings, "ours", "x.y", "what", {}, "ratio >= 1").bar is None
-    assert time_figure(timings, "ours", "x.y", "what", {}, "value <= 1").bar == "value <= 1"
+def test_every_family_is_a_step() -> None:
+    assert set(CUDA_FAMILIES) == set(steps.BENCH_LIMITS)
 
 
 def command(code: str) -> tuple[str, ...]:
@@ -166,26 +33,26 @@ def command(code: str) -> tuple[str, ...]:
 
 
 def test_steps_end_as_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "LOGS", tmp_path)
-    good = gpu_check.run(Step("good", command("print('fine')"), 60), 60)
+    monkeypatch.setattr(runner, "LOGS", tmp_path)
+    good = runner.run(Step("good", command("print('fine')"), 60), 60)
     assert (good.status, good.summary) == ("ok", "fine")
-    bad = gpu_check.run(Step("bad", command("raise SystemExit('no')"), 60), 60)
+    bad = runner.run(Step("bad", command("raise SystemExit('no')"), 60), 60)
     assert (bad.status, bad.summary) == ("failed", "no")
-    assert gpu_check.run(Step("tool", (), 60), 60).status == "not run"
-    assert gpu_check.run(Step("late", command(""), 60), 3).summary == "no time left"
+    assert runner.run(Step("tool", (), 60), 60).status == "not run"
+    assert runner.run(Step("late", command(""), 60), 3).summary == "no time left"
 
 
 def test_a_step_and_all_it_started_end_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "LOGS", tmp_path)
+    monkeypatch.setattr(runner, "LOGS", tmp_path)
     code = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 child.wait()
 """
-    slow = gpu_check.run(Step("slow", command(code), 2), 2)
+    slow = runner.run(Step("slow", command(code), 2), 2)
     assert slow.status == "timed out" and slow.seconds < 30
     state = Path(f"/proc/{slow.summary}/stat")
     for _ in range(100):
@@ -219,57 +86,108 @@ child.wait()
     ],
 )
 def test_what_a_test_run_amounts_to(code: int | None, text: str, status: str, summary: str) -> None:
-    assert gpu_check.judge(Step("tests", ("x",), 1, tests=True), code, text) == (status, summary)
+    assert runner.judge(Step("tests", ("x",), 1, tests=True), code, text) == (status, summary)
 
 
 def test_the_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A failed step stops no other, and everything is in the file, the table and the status."""
-    results = tmp_path / "results" / "gpu.json"
+    """A failed step stops no other, and everything is in the files, the table and the status."""
+    path = tmp_path / "results" / "gpu.json"
     figures = [
         common.judged(common.Figure("x.a", "a", 1.0, "us", ratio=2.0, bar="ratio >= 1")),
         common.judged(common.Figure("x.b", "b", 9.0, "us", bar="value <= 8")),
     ]
-    steps = [
+    planned = [
         Step("first", command("raise SystemExit(3)"), 60),
         Step("second", command("print('done')"), 60),
     ]
-    monkeypatch.setattr(gpu_check, "LOGS", tmp_path / "logs")
-    monkeypatch.setattr(gpu_check, "all_steps", lambda *_: steps)
-    monkeypatch.setattr(gpu_check, "results_path", lambda _: results)
+    monkeypatch.setattr(runner, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(steps, "all_steps", lambda _: planned)
+    monkeypatch.setattr(results, "results_path", lambda _: path)
+    monkeypatch.setattr(results, "commit", lambda: "abc")
     monkeypatch.setattr(common, "commit", lambda: "abc")
     arguments = ["--rehearsal", "--out", str(tmp_path / "out")]
     assert gpu_check.main(arguments) == 1
-    common.save(figures, family="x", minutes=0.1, versions={}, on={"gpu": "none"}, path=results)
-    steps[0] = Step("first", command("print('better')"), 60)
+    common.save(figures, family="x", minutes=0.1, versions={}, on={"gpu": "none"}, path=path)
+    planned[0] = Step("first", command("print('better')"), 60)
     assert gpu_check.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "1 of 2 goals met" in printed and "second" in printed.splitlines()[-1]
+    assert "1 of 2 bars met" in printed and "second" in printed.splitlines()[-1]
     saved = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert saved["machine"] == {"gpu": "none"} and len(saved["figures"]) == 2
     assert saved["checks"]["first"]["status"] == "ok" and saved["runs"]["x"]["commit"] == "abc"
     assert "better" in (tmp_path / "out" / "gpu-check.log").read_text()
+    assert "| first | ok |" in (tmp_path / "out" / "gpu.md").read_text()
+
+
+@pytest.mark.prove
+def test_a_rehearsal_of_everything(tmp_path: Path) -> None:
+    """`make gpu-check` on the CPU: every step ends well, but for what needs a GPU's own tools."""
+    command = [sys.executable, "-m", "tools.gpu_check", "--rehearsal", "--out", str(tmp_path)]
+    parts = ",".join(part for part in steps.PARTS if part != "sanitize")
+    done = subprocess.run([*command, "--part", parts], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    saved = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert {f"bench {family}" for family in CUDA_FAMILIES} < set(saved["checks"])
+    assert all(check["status"] == "ok" for check in saved["checks"].values())
+    text = (tmp_path / "rehearsal.md").read_text()
+    assert all(f"| {goal.id} |" in text for goal in GOALS) and "NOT reached" not in text
+
+
+def test_a_failed_build_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when a prebuilt folder is refused: its sentence is what the table says."""
+    monkeypatch.setattr(runner, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(results, "results_path", lambda _: tmp_path / "gpu.json")
+    assert gpu_check.main(["--rehearsal", "--prebuilt", str(tmp_path / "none")]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("build") and "has no built.json" in last
+
+
+def names(*parts: str, only: Sequence[str] = (), **more: object) -> list[str]:
+    plan = Plan(parts, tuple(only), Path("r.json"), False, **more)  # type: ignore[arg-type]
+    return [step.name for step in steps.all_steps(plan)]
+
+
+def test_what_tells_most_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "find_sanitizer", lambda: Path("/x/compute-sanitizer"))
+    everything = names()
+    order = ["build", "bench facts", "numerics", "bench ablations", "bench attention"]
+    places = [everything.index(name) for name in order]
+    assert places == sorted(places) and places[0] == 0
+    assert everything[-3:] == list(steps.TOOLS)
+    assert {f"bench {family}" for family in CUDA_FAMILIES} <= set(everything)
+    assert len(set(everything)) == len(everything)
+    # Whatever comes before the first figures is over within ten minutes, the build apart.
+    plan = Plan((), (), Path("r.json"), False)
+    limits = {step.name: step.limit_s for step in steps.all_steps(plan)}
+    assert sum(limits[name] for name in ("bench facts", "numerics", "bench ablations")) <= 600
 
 
 def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "find_sanitizer", lambda: Path("/x/compute-sanitizer"))
-    results = Path("r.json")
-
-    def names(part: str | None, only: str = "") -> list[str]:
-        return [step.name for step in gpu_check.all_steps(part, only, results, False)]
-
-    everything = names(None)
-    assert everything[0] == "build"
-    for part in gpu_check.PARTS:
-        steps = gpu_check.all_steps(part, "", results, False)
-        assert steps[0].name == "build" and {step.name for step in steps} < set(everything)
-    assert names("bench", "linear,binding") == ["build", "bench linear", "bench binding"]
+    monkeypatch.setattr(steps, "find_sanitizer", lambda: Path("/x/compute-sanitizer"))
+    everything = names()
+    for part in steps.PARTS:
+        assert names(part)[0] == "build" and set(names(part)) < set(everything)
+    assert sorted({name for part in steps.PARTS for name in names(part)}) == sorted(everything)
+    assert names("bench", only=["linear", "binding"]) == ["build", "bench linear", "bench binding"]
+    # A family of another part by its name: as the results say it was measured.
+    assert names("bench", only=["facts"]) == ["build", "bench facts"]
+    assert names("peers", "facts") == [
+        *("build", "bench facts", "bench cascade"),
+        *("bench attention_peers", "bench sampling_peers"),
+    ]
     assert "memcheck" in names("sanitize") and "engine tests" in names("tests")
+    use = steps.all_steps(Plan(("facts",), (), Path("r.json"), False, Path("/brought")))[0]
+    assert use.name == "build" and use.command[-2:] == ("use", "/brought")
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--part", "nonsense"])
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_check.print_table([Outcome("build", "ok", 1.0, "x")])
+    report.print_table([Outcome("build", "ok", 1.0, "x")])
     assert capsys.readouterr().out.split() == [
         *("step", "status", "s", "summary", "build", "ok", "1.0", "x")
     ]
@@ -284,18 +202,6 @@ def test_where_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert common.commit() == "abc"
 
 
-def test_a_variant_differs_in_its_constants_alone(tmp_path: Path) -> None:
-    variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kSiluMulThreads": 64})
-    ours = (ROOT / "csrc/dense/silu_mul.cuh").read_text().splitlines()
-    other = (tmp_path / "dense/silu_mul.cuh").read_text().splitlines()
-    changed = [pair for pair in zip(ours, other, strict=True) if pair[0] != pair[1]]
-    assert [pair[1] for pair in changed] == ["constexpr int kSiluMulThreads = 64;"]
-    with pytest.raises(AssertionError, match="no constant kNone"):
-        variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kNone": 1})
-    for constants in bench_attention.FREE_SPLITS.values():
-        variants.write_overlay(tmp_path, bench_attention.SPLITS_HEADER, constants)
-
-
 def test_smoke_takes_two_cases_of_a_test() -> None:
     arguments = ["-m", "pytest", "--collect-only", "--smoke", "cpu", "tests/test_dense.py"]
     done = subprocess.run(
@@ -305,3 +211,213 @@ def test_smoke_takes_two_cases_of_a_test() -> None:
     by_test = {case.split("[")[0] for case in cases}
     assert len(by_test) > 5 and len(by_test) <= len(cases) <= 2 * len(by_test)
     assert all("simt" not in case and "cuda" not in case for case in cases)
+
+
+# Built modules that are brought along
+
+
+@pytest.fixture
+def brought(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder of built modules, and the sources that it was built from."""
+    root, folder = tmp_path / "tree", tmp_path / "brought"
+    for name in ("csrc/a/b.cu", "CMakeLists.txt", "bench/read_bandwidth.cu", "bench/gpu_facts.cu"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    folder.mkdir()
+    for name in (f"_C{prebuilt.SUFFIX}", f"_simt{prebuilt.SUFFIX}", "gpu_facts_cuda.so"):
+        (folder / name).write_bytes(name.encode())
+    prebuilt.stamp(folder, ["80", "90a"], root)
+    return folder, root
+
+
+def test_built_modules_are_used_by_what_they_were_built_from(brought: tuple[Path, Path]) -> None:
+    folder, root = brought
+    assert len(prebuilt.check(folder, ["90a"], root).files) == 3
+    # Whatever the clock says: only the content counts.
+    (root / "csrc/a/b.cu").touch()
+    (folder / "gpu_facts_cuda.so").touch()
+    prebuilt.check(folder, ["90a"], root)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("source", "was built from other sources than stand here: build it again"),
+        ("new file", "was built from other sources than stand here: build it again"),
+        ("arch", "is built for sm_80 90a, this GPU is sm_120"),
+        ("python", "is for Python .cpython-27.so, this one is"),
+        ("damaged", "gpu_facts_cuda.so is not the file that was built"),
+        ("gone", "is not the file that was built"),
+        ("no module", "holds no _C"),
+        ("no stamp", "has no built.json"),
+    ],
+)
+def test_built_modules_that_do_not_fit_are_refused(
+    brought: tuple[Path, Path], change: str, said: str
+) -> None:
+    folder, root = brought
+    stamp = folder / prebuilt.STAMP
+    archs = ["120"] if change == "arch" else ["90a"]
+    if change == "source":
+        (root / "csrc/a/b.cu").write_text("another")
+    elif change == "new file":
+        (root / "csrc/a/c.cuh").write_text("")
+    elif change == "python":
+        stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"suffix": ".cpython-27.so"}))
+    elif change == "damaged":
+        (folder / "gpu_facts_cuda.so").write_bytes(b"half")
+    elif change == "gone":
+        (folder / f"_simt{prebuilt.SUFFIX}").unlink()
+    elif change == "no module":
+        (folder / f"_C{prebuilt.SUFFIX}").unlink()
+        prebuilt.stamp(folder, ["90a"], root)
+    elif change == "no stamp":
+        stamp.unlink()
+    with pytest.raises(Refused, match=said):
+        prebuilt.check(folder, archs, root)
+
+
+def test_built_modules_are_copied_to_where_they_are_looked_for(
+    brought: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, root = brought
+    sources = prebuilt.sources_hash(root)
+    monkeypatch.setattr(prebuilt, "sources_hash", lambda *_: sources)
+    places = {name: tmp_path / "used" / name for name in prebuilt.PLACES}
+    copied = prebuilt.use(folder, ["90a"], places)
+    assert sorted(path.parent.name for path in copied) == ["_C", "_simt", "gpu_facts_cuda"]
+    assert all(path.read_bytes() == path.name.encode() for path in copied)
+
+
+# Goals, reasons, the report
+
+
+def figure(id: str, us: float = 10.0, ratio: float | None = None, peer: str = "") -> dict:
+    row = common.Figure(id, id, us, "us", ratio=ratio, us=us, peer=peer or None)
+    return {**vars(row)}
+
+
+def by_id(*rows: dict) -> dict[str, dict]:
+    return {row["id"]: row for row in rows}
+
+
+def test_every_goal_is_decided_by_figures_that_exist() -> None:
+    """The ids of a rehearsal are those of a run, but for the loads of sampling and cascade."""
+    import test_cuda_benches
+
+    ids: set[str] = set()
+    for family in ("attention", "exactness", "cascade", "attention_peers"):
+        ids |= {figure.id for figure in test_cuda_benches.rehearsed(family).figures}
+    ids |= {"sampling.verify.bf16.b256.greedy", "sampling.verify.bf16.b256.rejection"}
+    decided = {goal.id: sum(bool(re.fullmatch(goal.figures, id)) for id in ids) for goal in GOALS}
+    assert list(decided) == [f"G{number}" for number in range(1, 9)]
+    assert decided == {
+        **{"G1": 5 * 2 * 4, "G2": 5 * 2, "G3": 4, "G4": 22, "G5": 2, "G6": 1, "G7": 1},
+        "G8": 3 * 2 + 2,
+    }
+
+
+def test_verdicts() -> None:
+    goal = {goal.id: goal for goal in GOALS}
+    rows = by_id(
+        figure("attention.b32.4k.g4.q1", ratio=0.9),
+        figure("attention.b8.4k.g8.q8", ratio=0.7),
+        figure("attention.b32.skewed.g4.q1", ratio=0.1),
+        figure("attention.b1.4k.g4.q5", us=13.0),
+        figure("attention_peers.b1.4k.g4.q1", ratio=2.0, peer="FlashInfer XQA"),
+        figure("attention_peers.b8.4k.g4.q1", ratio=0.5, peer="FlashInfer fa2"),
+    )
+    said = verdict(goal["G1"], rows, {}, "NVIDIA H200")
+    assert (said.value, said.reached, said.decisive) == (0.7, False, "attention.b8.4k.g8.q8")
+    del rows["attention.b8.4k.g8.q8"]
+    assert verdict(goal["G1"], rows, {}, "NVIDIA H200").reached is True
+    assert verdict(goal["G3"], rows, {}, "NVIDIA H200").reached is True
+    said = verdict(goal["G3"], rows, {}, "NVIDIA A100")
+    assert said.reached is None and said.value == 13.0 and "H200" in said.reason
+    said = verdict(goal["G4"], rows, {}, "NVIDIA A100")
+    assert said.value == pytest.approx(1.0) and said.decisive == "attention_peers.b8.4k.g4.q1"
+    said = verdict(goal["G5"], rows, {"cascade": "no FlashInfer: x"}, "NVIDIA H200")
+    assert said.reached is None and said.reason == "no FlashInfer: x"
+    assert verdict(goal["G6"], rows, {}, "NVIDIA H200").reason == "not measured"
+    # Beside no peer there is nothing to be faster than; in a rehearsal nothing is decided.
+    alone = by_id(figure("cascade.b32.2k.q1.peers", ratio=None))
+    assert verdict(goal["G5"], alone, {}, "NVIDIA H200").value is None
+    assert verdict(goal["G1"], rows, {}, "none").reached is None
+
+
+@pytest.mark.parametrize(
+    ("hot", "launch", "unsplit", "said"),
+    [
+        (50, 10, 90, "splitting: unsplit it takes 0.90 of the time"),
+        (95, 10, 120, "instructions: with pages in the cache it takes 0.95 of the time"),
+        (95, 40, None, "instructions: .* launch, plan and results alone 0.40"),
+        (60, 30, None, "launch, plan and results: alone 0.30 of the time"),
+        (60, 10, 99, "memory: with pages in the cache it takes 0.60 of the time"),
+    ],
+)
+def test_what_holds_a_call_back(
+    hot: float, launch: float, unsplit: float | None, said: str
+) -> None:
+    us = {"whole": 100.0, "hot": hot, "launch": launch, "unsplit": unsplit}
+    rows = by_id(
+        *(figure(f"ablations.b8.4k.g4.q8.{case}", us=took) for case, took in us.items() if took)
+    )
+    found = held_back.of_figure(rows, "attention.b8.4k.g4.q5")
+    assert re.fullmatch(said, found)
+    for id in (
+        "attention.b8.4k.g4.q8_over_q1",
+        "exactness.b8.4k.q5",
+        "attention_peers.b8.4k.g4.q8",
+    ):
+        assert held_back.of_figure(rows, id) == found
+    assert held_back.of_figure(rows, "attention.b8.4k.g8.q8") == ""  # not measured
+
+
+def test_what_holds_verification_back() -> None:
+    prefix = "sampling.verify.bf16.b256"
+    rows = by_id(
+        figure(f"{prefix}.greedy", us=100),
+        figure(f"{prefix}.greedy.read", ratio=0.7),
+        figure(f"{prefix}.rejection", ratio=2.0),
+        figure("facts.gap", us=1.5),
+    )
+    said = held_back.of_figure(rows, f"{prefix}.rejection")
+    assert said == (
+        "not memory: greedy reads at 0.70 of bandwidth; an empty kernel takes 1.5 us; "
+        "rejection takes 2.00 times it"
+    )
+    rows[f"{prefix}.greedy.read"]["ratio"] = 0.9
+    assert held_back.of_figure(rows, f"{prefix}.greedy").startswith("memory")
+
+
+def test_the_report() -> None:
+    rows = [
+        figure("attention.b8.4k.g4.q8", us=80.0, ratio=0.4),
+        figure("facts.read", us=1.0),
+        *(
+            figure(f"ablations.b8.4k.g4.q8.{case}", us=us, ratio=us / 80)
+            for case, us in {"whole": 80.0, "hot": 79.0, "launch": 8.0}.items()
+        ),
+    ]
+    found = {"check": "interpreter", "cases": 9, "equal": 8, "worst": 0.5, "remark": "odd"}
+    saved = {
+        "machine": {"gpu": "NVIDIA H200", "driver": "1"},
+        "figures": rows,
+        "notes": {"attention_peers.b8.4k.g4.q1.fa3": "RuntimeError: no | pipes"},
+        "numerics": {"interpreter: linear": {**found, "passed": False}},
+        "checks": {"build": {"status": "ok", "seconds": 1.0, "commit": "abc", "summary": "done"}},
+    }
+    text = "\n".join(report.lines(saved, [Prediction("G1", "attention.b8.4k.g4.q8", "us", 40.0)]))
+    assert text.startswith("# GPU check: NVIDIA H200")
+    goal = next(line for line in text.splitlines() if line.startswith("| G1 | append"))
+    assert "NOT reached" in goal and "instructions: with pages in the cache" in goal
+    assert "attention.b8.4k.g4.q8 (80 us, predicted 40)" in goal
+    assert "| G1 | attention.b8.4k.g4.q8 | us | 40 | 80 | 2.00 |" in text
+    assert "| interpreter: linear | 8 of 9 | 5.0e-01 | odd |" in text
+    assert "| RuntimeError: no / pipes | attention_peers.b8.4k.g4.q1.fa3 |" in text
+    assert text.count("not decided") == 7
+
+
+def test_a_report_of_nothing() -> None:
+    text = "\n".join(report.lines({}, []))
+    assert text.count("not decided") == len(GOALS)

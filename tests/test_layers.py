@@ -262,3 +262,26 @@ import specops.engine
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def circles(modules: dict[str, set[str]]) -> list[str]:
+    """The modules that are left when whatever imports nothing else of them is taken away."""
+    left = {name: of & modules.keys() - {name} for name, of in modules.items()}
+    while free := {name for name, of in left.items() if not of}:
+        left = {name: of - free for name, of in left.items() if name not in free}
+    return sorted(left)
+
+
+def test_benches_and_tools_import_in_no_circle() -> None:
+    """tools/gpu_check runs benches, and these ask tools/cuda_toolkit.py where nvcc is."""
+    modules: dict[str, set[str]] = {}
+    for path in [*sources(ROOT / "bench", ".py"), *sources(ROOT / "tools", ".py")]:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if ".venv" in parts or "work" in parts:
+            continue
+        name = ".".join(parts).removesuffix(".__init__")
+        names = imports(path)
+        modules[name] = names | {found.rpartition(".")[0] for found in names}
+    assert len(modules) > 40
+    assert circles(modules) == []
+    assert circles({"a": {"b"}, "b": {"a"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]

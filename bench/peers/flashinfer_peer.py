@@ -1,69 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer on the memory of our own cases, in this process: both are timed in one run, in turn.
+"""FlashInfer in this process, on the memory of our own cases: both are timed in one run, in turn.
 
-It compiles its kernels at first use, which takes minutes. Whatever fails is said and left out;
-where the package is not installed nothing is compared.
+It compiles its kernels at first use, which takes minutes. What does not run, cannot be captured
+or computes something else raises `Refused` with the reason, which the bench writes down.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache as cached
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Call = Callable[[], object]
 
-
-class Cache(Protocol):
-    """A case's keys and values: buffers for as many calls as it takes to be cold."""
-
-    k: Tensor
-    v: Tensor
-    page_size: int
-    kv_indices: list[Tensor]
-    kv_indptr: Tensor
-    kv_last_page_len: Tensor
+# Of the root mean square of a result in bf16. Rounded weights and partial results make less than
+# half of it; one row that sees a few tokens too many makes several times as much.
+MOST_DIFFERENCE = 0.01
 
 
-# Torch's generator cannot be asked while a graph is captured.
-RANDOM = {"seed": 1, "offset": 0}
+class Refused(Exception):
+    """Why a path of a peer is not among the figures."""
 
 
 @cached
-def module() -> ModuleType | None:
-    """The package, or None and a line that says why."""
+def module() -> ModuleType:
+    """The package.
+
+    Raises:
+        Refused: it is not installed, or fails on a need of its own.
+    """
     try:
         import flashinfer
-    except Exception as error:  # it can fail on any of its own needs
-        print(f"  no FlashInfer: {type(error).__name__}: {error}", flush=True)
-        return None
+    except Exception as error:
+        raise Refused(f"no FlashInfer: {_in_words(error)}") from None
     return flashinfer  # type: ignore[no-any-return]
 
 
-def labels(q_len: int) -> list[str]:
-    """Its paths over a paged cache; decoding takes one row."""
-    if module() is None:
-        return []
-    return (["decode TC"] if q_len == 1 else []) + ["prefill fa2", "prefill fa3"]
+def named(path: str) -> Any:
+    """A function or class of the package by its dotted name; Refused if this version lacks it."""
+    found: Any = module()
+    for part in path.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            raise Refused(f"this FlashInfer has no {path}")
+    return found
 
 
-def attention(
-    label: str, workspace: Tensor, cache: Cache, q: Tensor, qo_indptr: Tensor
-) -> list[Call]:
-    """A planned call for each set of pages; none if this path does not run here."""
+def given(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those arguments that this version's function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return arguments
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def made(build: Callable[[], list[Call]]) -> list[Call]:
+    """The calls that `build` plans, whatever it fails on told as Refused."""
     try:
-        calls = [
-            _planned(label, workspace, cache, q, qo_indptr, pages) for pages in cache.kv_indices
-        ]
+        return build()
+    except Refused:
+        raise
     except Exception as error:
-        return _refused(label, error)
-    return _working(label, calls)
+        raise Refused(_in_words(error)) from None
 
 
-def _working(what: str, calls: list[Call]) -> list[Call]:
-    """The calls, if the first of them runs (kernels are compiled then) and can be captured."""
+def working(calls: list[Call], result: Tensor | None = None, wanted: Tensor | None = None) -> None:
+    """Runs the first call (kernels are compiled then) and captures it.
+
+    Args:
+        calls: what would be timed.
+        result: where the first call leaves its result; None: nothing to compare.
+        wanted: what it should be like.
+
+    Raises:
+        Refused: it fails, cannot be captured, or the result is another.
+    """
     try:
         calls[0]()
         if torch.cuda.is_available():
@@ -71,67 +86,14 @@ def _working(what: str, calls: list[Call]) -> list[Call]:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 calls[0]()
     except Exception as error:
-        return _refused(what, error)
-    return calls
+        raise Refused(_in_words(error)) from None
+    if result is None or wanted is None:
+        return
+    difference = (result.double() - wanted.double()).square().mean().sqrt()
+    share = float(difference / wanted.double().square().mean().sqrt())
+    if not share <= MOST_DIFFERENCE:
+        raise Refused(f"its result differs from ours by {share:.3f} of the root mean square")
 
 
-def _refused(what: str, error: Exception) -> list[Call]:
-    print(f"  no FlashInfer {what}: {type(error).__name__}: {str(error)[:500]}", flush=True)
-    return []
-
-
-def _planned(
-    label: str, workspace: Tensor, cache: Cache, q: Tensor, qo_indptr: Tensor, pages: Tensor
-) -> Call:
-    flashinfer: Any = module()
-    heads = (q.shape[1], cache.k.shape[2], q.shape[2], cache.page_size)
-    paged = (cache.kv_indptr, pages, cache.kv_last_page_len)
-    types = {"q_data_type": q.dtype, "kv_data_type": cache.k.dtype}
-    if label == "decode TC":
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True
-        )
-        wrapper.plan(*paged, *heads, **types)
-    else:
-        backend = label.removeprefix("prefill ")
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-        wrapper.plan(qo_indptr, *paged, *heads, causal=True, **types)
-    out = torch.empty_like(q)
-    return lambda: wrapper.run(q, (cache.k, cache.v), out=out)
-
-
-def sampling(what: str, logits: list[Tensor], top_k: int, top_p: float) -> list[Call]:
-    """Top-k and top-p sampling of every row; none if it does not run here."""
-    flashinfer: Any = module()
-    if flashinfer is None:
-        return []
-    from flashinfer import sampling as ops
-
-    def call(rows: Tensor) -> Call:
-        if what == "top-k top-p":
-            return lambda: ops.top_k_top_p_sampling_from_logits(rows, top_k, top_p, **RANDOM)
-        return lambda: ops.top_p_sampling_from_probs(ops.softmax(rows), top_p, **RANDOM)
-
-    return _working(what, [call(rows) for rows in logits])
-
-
-def chain_verification(
-    logits: list[Tensor], drafts: Tensor, top_p: float, draft_probs: Tensor
-) -> list[Call]:
-    """Softmax, top-p renormalisation and chain verification: its pipeline of one step."""
-    flashinfer: Any = module()
-    if flashinfer is None:
-        return []
-    from flashinfer import sampling as ops
-
-    batch, num_drafts = drafts.shape
-
-    def call(rows: Tensor) -> Call:
-        def run() -> object:
-            probs = ops.top_p_renorm_probs(ops.softmax(rows), top_p)
-            target = probs.view(batch, num_drafts + 1, -1)
-            return ops.chain_speculative_sampling(draft_probs, drafts, target, **RANDOM)
-
-        return run
-
-    return _working("chain verification", [call(rows) for rows in logits])
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"

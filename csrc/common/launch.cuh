@@ -3,6 +3,8 @@
 #pragma once
 
 #include <atomic>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -62,6 +64,34 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// How much dynamic shared memory each kernel may take on each device. It is only ever raised: a
+// captured launch needs what it asked for when its graph is instantiated, which may be after a
+// smaller launch of the same kernel.
+class SharedLimits {
+ public:
+  // Lets a kernel take so many bytes on the current device, which is `device`. The driver is told
+  // under the lock, or of two threads that raise a limit the lower one could come last.
+  void raise(const void* kernel, int device, size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    size_t& raised = raised_[{kernel, device}];
+    if (bytes <= raised) return;
+    cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    check_cuda(error, "cudaFuncSetAttribute");
+    raised = bytes;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<const void*, int>, size_t> raised_;
+};
+
+// Of this process, and never destroyed: something may be launched while it ends.
+inline SharedLimits& shared_limits() {
+  static SharedLimits& limits = *new SharedLimits;
+  return limits;
+}
+
 // Starts a kernel on the stream; a grid with an empty side starts nothing.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...),
@@ -74,12 +104,7 @@ void launch(void (*kernel)(Params...),
   constexpr size_t kUnaskedBytes = 48 << 10;  // above it a kernel must ask
   DeviceGuard guard(stream.device);
   const void* entry = reinterpret_cast<const void*>(kernel);
-  if (smem_bytes > kUnaskedBytes) {
-    check_cuda(
-        cudaFuncSetAttribute(
-            entry, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)),
-        "cudaFuncSetAttribute");
-  }
+  if (smem_bytes > kUnaskedBytes) shared_limits().raise(entry, stream.device, smem_bytes);
   std::tuple<Params...> arguments(args...);
   cudaError_t error = std::apply(
       [&](auto&... argument) {

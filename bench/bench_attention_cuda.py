@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`append_attention` on a GPU beside the read line of the same run, and what exactness costs.
+
+8 KV heads of 128, several batches and lengths, groups of 4 and 8 query heads, 1 to 8 rows, pages
+shuffled.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import TypeVar
+
+from specops import attention
+
+from bench.common import Timing
+from bench.cuda import Call, CudaBench, bandwidth_figure, seconds, time_figure
+from bench.cuda_caches import Cache, Load, loads
+from bench.variants import build
+
+Result = TypeVar("Result")
+
+ROWS = (1, 2, 5, 8)
+GROUPS = (4, 8)
+# t(8 rows) / t(1 row) by group; both read the same bytes.
+ROWS_BARS = {4: "ratio <= 1.1", 8: "ratio <= 1.15"}
+
+
+def run_attention_cuda(bench: CudaBench) -> None:
+    """Share of the read line by load, group and rows; what 8 rows cost over 1."""
+    for load in loads(bench).values():
+        for page_size in (16, 64) if load.name == "b32.4k" else (16,):
+            cache = Cache(bench, load, page_size)
+            name = load.name if page_size == 16 else f"{load.name}.page{page_size}"
+            for group in GROUPS:
+                cases = {
+                    f"q{q_len}": cache.ours(*cache.queries(bench, q_len, group)) for q_len in ROWS
+                }
+                _figures(bench, bench.time(cases), f"attention.{name}.g{group}", load, group)
+            del cache, cases
+
+
+def _figures(
+    bench: CudaBench, timings: Sequence[Timing], prefix: str, load: Load, group: int
+) -> None:
+    for q_len in ROWS:
+        what = f"append_attention bf16 {load.name}, group {group}, {q_len} rows"
+        case, id = f"q{q_len}", f"{prefix}.q{q_len}"
+        if load.name == "b1.4k":
+            bar = bench.on("H200", "value <= 12") if group == 4 else None
+            bench.add(time_figure(timings, case, id, what, bar=bar))
+            continue
+        bar = "ratio >= 0.85" if load.is_big else None
+        what += ": share of read bandwidth"
+        bench.add(bandwidth_figure(timings, case, id, what, load.num_bytes, bar))
+    bench.add(
+        time_figure(
+            timings,
+            "q8",
+            f"{prefix}.q8_over_q1",
+            f"append_attention bf16 {load.name}, group {group}: time of 8 rows over that of 1",
+            over=("q1", "1 row"),
+            bar=ROWS_BARS[group],
+        )
+    )
+
+
+# Leaves and chunks of other sizes. The product's never depend on the load; a schedule that is free
+# to choose would take the fastest of these, so that is what exactness is priced against.
+SPLITS_HEADER = "attention/attention_plan.cuh"
+FREE_SPLITS = {
+    "leaf512": {"kLeafTokens": 512, "kChunkLeaves": 4},
+    "leaf2048": {"kLeafTokens": 2048, "kChunkLeaves": 1},
+    "chunk512": {"kLeafTokens": 256, "kChunkLeaves": 2},
+    "chunk8192": {"kLeafTokens": 2048, "kChunkLeaves": 4},
+}
+
+
+def run_exactness_cuda(bench: CudaBench) -> None:
+    """The fixed leaves and chunks against the fastest of other sizes, chosen for each load."""
+    modules = {"leaf512": attention._C} if bench.rehearsal else build(FREE_SPLITS, SPLITS_HEADER)
+    for load in loads(bench).values():
+        cache = Cache(bench, load)
+        for q_len in (1, 5):
+            q, qo_indptr = cache.queries(bench, q_len, 4)
+            id = f"exactness.{load.name}.q{q_len}"
+            cases = {"ours": cache.ours(q, qo_indptr)}
+            for name, module in modules.items():
+                # Each build says itself how large its workspace is.
+                workspace = _with(module, partial(cache.workspace, q))()
+                calls = cache.ours(q, qo_indptr, workspace=workspace)
+                calls = [_with(module, call) for call in calls]
+                if _runs(bench, f"{id}.{name}", calls[0]):
+                    cases[name] = calls
+            timings = bench.time(cases)
+            best = min(cases, key=lambda name: seconds(timings, name))
+            bar = "ratio <= 1.05" if len(load.kv_lens) > 1 else "ratio <= 1.1"
+            bench.add(
+                time_figure(
+                    timings,
+                    "ours",
+                    id,
+                    f"append_attention bf16 {load.name}, group 4, {q_len} rows: time over that of "
+                    "the best split for this load",
+                    over=(best, best),
+                    bar=bar,
+                )
+            )
+        del cache
+
+
+def _runs(bench: CudaBench, id: str, call: Call) -> bool:
+    """Whether a variant can be launched: its tables may be too large for a block."""
+    try:
+        call()
+        bench.synchronize()
+    except RuntimeError as error:
+        bench.note(id, str(error))
+        return False
+    return True
+
+
+def _with(module: ModuleType, call: Callable[[], Result]) -> Callable[[], Result]:
+    """The call with another compiled module; a graph keeps what was captured."""
+
+    def run() -> Result:
+        before = attention._C
+        attention._C = module  # type: ignore[misc, assignment]
+        try:
+            return call()
+        finally:
+            attention._C = before  # type: ignore[misc]
+
+    return run

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged caches of the attention benches on a GPU, and calls of `append_attention` over them.
+
+8 KV heads of 128 in bf16. A case has as many sets of pages as it takes to be cold, shuffled. The
+outputs and the workspace are made before the calls, so that a call is the op's kernels alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from specops.attention import append_attention, attention_workspace_size
+from torch import Tensor
+
+from bench.cuda import Call, CudaBench
+
+KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 128, 16
+TOKEN_BYTES = 2 * 2 * KV_HEADS * HEAD_DIM  # keys and values of one token
+BIG_BYTES = 128 << 20  # of keys and values, from which on a share of bandwidth is asked for
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is in the cache: requests and their lengths."""
+
+    name: str
+    kv_lens: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the keys and values of all requests."""
+        return TOKEN_BYTES * sum(self.kv_lens)
+
+    @property
+    def is_big(self) -> bool:
+        """Whether reading it takes long enough for bandwidth to be what counts."""
+        return self.num_bytes >= BIG_BYTES
+
+
+def load(bench: CudaBench, name: str, *kv_lens: int) -> Load:
+    """A load; in a rehearsal three requests of a 256th of the length."""
+    return Load(name, bench.pick(kv_lens, tuple(max(16, length // 256) for length in kv_lens[:3])))
+
+
+def skewed_lens() -> list[int]:
+    """32 lengths from 256 to 32,768, evenly in their logarithm."""
+    return [int(256 * 128 ** (i / 31)) for i in range(32)]
+
+
+def loads(bench: CudaBench) -> dict[str, Load]:
+    """The loads that figures are about, by name."""
+    found = (
+        load(bench, "b1.4k", 4096),
+        load(bench, "b1.32k", 32768),
+        load(bench, "b8.4k", *[4096] * 8),
+        load(bench, "b32.4k", *[4096] * 32),
+        load(bench, "b8.32k", *[32768] * 8),
+        load(bench, "b32.skewed", *skewed_lens()),
+    )
+    return {one.name: one for one in found}
+
+
+class Cache:
+    """Keys and values of a load, as often as it takes to be cold, with shuffled pages."""
+
+    def __init__(self, bench: CudaBench, load: Load, page_size: int = PAGE_SIZE) -> None:
+        self.load, self.page_size, self.device = load, page_size, bench.device
+        self.batch = len(load.kv_lens)
+        num_pages = [-(-length // page_size) for length in load.kv_lens]
+        sets = bench.copies(load.num_bytes)
+        shape = (sets * sum(num_pages), page_size, KV_HEADS, HEAD_DIM)
+        self.k, self.v = bench.randn(*shape), bench.randn(*shape)
+        order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1))
+        self.kv_indices = [bench.ints(part) for part in order.chunk(sets)]
+        self.kv_indptr = bench.ints([0, *torch.tensor(num_pages).cumsum(0).tolist()])
+        self.kv_lens = bench.ints(load.kv_lens)
+        last = [(length - 1) % page_size + 1 for length in load.kv_lens]
+        self.kv_last_page_len = bench.ints(last)
+
+    def queries(self, bench: CudaBench, q_len: int, group: int) -> tuple[Tensor, Tensor]:
+        """q and qo_indptr of q_len rows a request."""
+        q = bench.randn(self.batch * q_len, group * KV_HEADS, HEAD_DIM)
+        return q, bench.ints(torch.arange(self.batch + 1) * q_len)
+
+    def workspace(self, q: Tensor, share: float = 1.0) -> Tensor:
+        """What the op would take for itself, or a share of it: a short one means less splitting."""
+        floats = attention_workspace_size(
+            q.shape, self.k.shape, self.kv_indices[0].shape[0], self.batch, self.device
+        )
+        return torch.zeros(max(1, int(share * floats)), dtype=torch.float32, device=self.device)
+
+    def ours(
+        self,
+        q: Tensor,
+        qo_indptr: Tensor,
+        *,
+        workspace: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        kv_indices: Sequence[Tensor] | None = None,
+        **prefixes: Any,
+    ) -> list[Call]:
+        """A call for each set of pages; all of them write to one output."""
+        out = torch.empty_like(q)
+        keywords = {
+            "out": out,
+            "workspace": self.workspace(q) if workspace is None else workspace,
+            **prefixes,
+        }
+        lens = self.kv_lens if kv_lens is None else kv_lens
+        return [
+            partial(
+                *(append_attention, q, self.k, self.v, qo_indptr, self.kv_indptr, pages, lens),
+                **keywords,
+            )
+            for pages in kv_indices or self.kv_indices
+        ]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's cascades, planned before they are timed: its wrapper, and the same by hand.
+
+The wrapper picks its kernels itself, on Hopper one made for prefill. A fair comparison also has the
+other: own tokens and shared ones with a kernel of our choice, and FlashInfer's merge.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.peers.flashinfer_attention import Case, Path, checked
+from bench.peers.flashinfer_peer import Call, given, named
+
+
+@dataclass(frozen=True)
+class Level:
+    """What groups of requests share, or have for themselves, as FlashInfer's cascade takes it.
+
+    Attributes:
+        qo_indptr: rows of each group.
+        kv_indptr: pages of each group.
+        kv_last_page_len: of each group.
+        kv_indices: pages, for each set of them.
+    """
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_last_page_len: Tensor
+    kv_indices: Sequence[Tensor]
+
+
+def multi_level(levels: Sequence[Level]) -> Path:
+    """Its wrapper for cascades, which picks its kernels itself."""
+
+    def path(case: Case) -> tuple[list[Call], Tensor]:
+        cache = case.cache
+        wrapper_class = named("MultiLevelCascadeAttentionWrapper")
+        result = torch.empty_like(case.q)
+
+        def planned(number: int) -> Call:
+            wrapper = wrapper_class(len(levels), case.workspace, "NHD")
+            wrapper.plan(
+                [level.qo_indptr for level in levels],
+                [level.kv_indptr for level in levels],
+                [level.kv_indices[number] for level in levels],
+                [level.kv_last_page_len for level in levels],
+                *(*case.heads, cache.page_size),
+                causal=True,
+                **given(wrapper.plan, **case.types),
+            )
+            return lambda: wrapper.run(case.q, (cache.k, cache.v))
+
+        calls = [planned(number) for number in range(len(levels[0].kv_indices))]
+        result.copy_(calls[0]())
+        return calls, result
+
+    return path
+
+
+def two_levels(levels: Sequence[Level], backend: str) -> Path:
+    """The same by hand with one of its kernels: own tokens, shared ones, and their merge."""
+
+    def path(case: Case) -> tuple[list[Call], Tensor]:
+        cache = case.cache
+        wrapper_class = named("BatchPrefillWithPagedKVCacheWrapper")
+        merge = named("merge_state_in_place")
+        outs = [torch.empty_like(case.q) for _ in levels]
+        lses = [
+            torch.empty(case.q.shape[:2], dtype=torch.float32, device=case.q.device) for _ in levels
+        ]
+
+        def planned(level: Level, number: int) -> Any:
+            wrapper = wrapper_class(case.workspace, "NHD", backend=backend)
+            wrapper.plan(
+                *(level.qo_indptr, level.kv_indptr, level.kv_indices[number]),
+                *(level.kv_last_page_len, *case.heads, cache.page_size),
+                causal=level is levels[-1],
+                **case.types,
+            )
+            return wrapper
+
+        def call(number: int) -> Call:
+            wrappers = [planned(level, number) for level in levels]
+
+            def run() -> None:
+                for wrapper, out, lse in zip(wrappers, outs, lses, strict=True):
+                    wrapper.run(case.q, (cache.k, cache.v), out=out, lse=lse, return_lse=True)
+                for out, lse in zip(outs[:-1], lses[:-1], strict=True):
+                    merge(outs[-1], lses[-1], out, lse)
+
+            return run
+
+        return [call(number) for number in range(len(levels[0].kv_indices))], outs[-1]
+
+    return path
+
+
+def cascade(label: str, levels: Sequence[Level], case: Case, wanted: Tensor) -> list[Call]:
+    """Calls of a cascade for each set of pages, in one of CASCADES.
+
+    Raises:
+        Refused: it does not run here.
+    """
+    if label == "MultiLevelCascade":
+        return checked(multi_level(levels), case, wanted)
+    return checked(two_levels(levels, label.split()[-1]), case, wanted)
+
+
+CASCADES = ("MultiLevelCascade", "two levels fa2", "two levels fa3")

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches through csrc/common/launch.cuh as nvcc compiles it, over a CUDA runtime that keeps
+// limits of shared memory as the driver does (tests/fake_cuda). Prints what is wrong.
+#include <cstdio>
+#include <random>
+
+#include "common/launch.cuh"
+
+namespace {
+
+using fake_cuda::driver;
+
+int problems = 0;
+
+void expect(bool is_so, const char* what) {
+  if (is_so) return;
+  std::printf("not so: %s\n", what);
+  ++problems;
+}
+
+void first_kernel(int) {}
+void second_kernel(int) {}
+using Kernel = void (*)(int);
+
+// Whether it could be launched.
+bool start(Kernel kernel, size_t smem_bytes, int device) {
+  try {
+    specops::launch(kernel, dim3(4), dim3(128), smem_bytes, {nullptr, device}, 1);
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  return true;
+}
+
+size_t limit_of(Kernel kernel, int device) {
+  return driver.limits[{reinterpret_cast<const void*>(kernel), device}];
+}
+
+void captured_launches_keep_their_room() {
+  driver.is_capturing = true;
+  start(first_kernel, 200 << 10, 0);
+  driver.is_capturing = false;
+  expect(start(first_kernel, 64 << 10, 0), "a smaller launch works");
+  expect(start(first_kernel, 16 << 10, 0), "a small launch works");
+  expect(driver.instantiate(), "a graph can be instantiated after smaller launches");
+  expect(limit_of(first_kernel, 0) == 200 << 10, "a smaller launch leaves the limit alone");
+}
+
+void the_driver_is_asked_once() {
+  int before = driver.times_set;
+  for (int i = 0; i < 5; ++i) start(first_kernel, 200 << 10, 0);
+  start(first_kernel, 8 << 10, 0);
+  expect(driver.times_set == before, "the driver is not told again what it knows");
+}
+
+void kernels_and_devices_are_apart() {
+  start(second_kernel, 100 << 10, 0);
+  start(first_kernel, 100 << 10, 1);
+  start(second_kernel, 40 << 10, 1);
+  expect(limit_of(second_kernel, 0) == 100 << 10, "another kernel has its own limit");
+  expect(limit_of(first_kernel, 1) == 100 << 10, "another device has its own limit");
+  expect(limit_of(second_kernel, 1) == 0, "up to 48 KiB nobody asks");
+  expect(fake_cuda::current_device == 0, "the current device is put back");
+}
+
+void what_is_refused_is_not_remembered() {
+  expect(!start(second_kernel, 300 << 10, 0), "more than a block can have is an error");
+  expect(!start(second_kernel, 300 << 10, 0), "and is one again");
+  expect(start(second_kernel, 120 << 10, 0), "what fits is launched after it");
+  expect(limit_of(second_kernel, 0) == 120 << 10, "with room for it");
+}
+
+void threads_never_lower_a_limit() {
+  constexpr int kThreads = 8, kLaunches = 400;
+  int before = driver.num_launches;
+  std::atomic<int> refused{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&refused, thread] {
+      std::minstd_rand random(thread + 1);
+      for (int i = 0; i < kLaunches; ++i) {
+        // Rising on the whole, so that the limits are raised throughout.
+        size_t bytes = (50 << 10) + 400 * i + random() % 20000;
+        Kernel kernel = random() % 2 ? first_kernel : second_kernel;
+        refused += start(kernel, bytes, 2 + random() % 2) ? 0 : 1;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  expect(refused == 0, "every launch finds the room it asked for");
+  expect(driver.num_launches == before + kThreads * kLaunches, "every launch is started");
+  expect(driver.times_lowered == 0, "no limit is ever lowered");
+}
+
+}  // namespace
+
+int main() {
+  captured_launches_keep_their_room();
+  the_driver_is_asked_once();
+  kernels_and_devices_are_apart();
+  what_is_refused_is_not_remembered();
+  threads_never_lower_a_limit();
+  int sms = specops::num_sms({nullptr, 0});
+  expect(sms == 132 && specops::max_shared_bytes({nullptr, 0}) == 227 << 10, "attributes");
+  return problems == 0 ? 0 : 1;
+}

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benches for a GPU, rehearsed: their cases, their peers, and that no timed call allocates."""
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import fake_flashinfer
+import pytest
+import torch
+from specops import _C, attention, dense, sampling
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench import bench_attention_cuda, bench_attention_peers, bench_dense, common, variants
+from bench.__main__ import CUDA_FAMILIES
+from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
+from bench.cuda_caches import Cache, loads
+from bench.peers import flashinfer_attention, flashinfer_cascade, flashinfer_peer
+from bench.recorded_logits import record
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
+    """The fake package, installed."""
+    modules = fake_flashinfer.modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    flashinfer_peer.module.cache_clear()
+    yield modules
+    flashinfer_peer.module.cache_clear()
+
+
+def rehearsed(family: str) -> CudaBench:
+    bench = CudaBench("cpu")
+    module = importlib.import_module(f"bench.bench_{CUDA_FAMILIES[family]}")
+    getattr(module, f"run_{family}_cuda")(bench)
+    return bench
+
+
+def test_every_path_is_a_peer_and_what_does_not_run_has_its_reason(flashinfer: dict) -> None:
+    timed = rehearsed_cases("attention_peers")
+    paths = set(flashinfer_attention.PATHS) - {"fa3"}
+    assert {"ours", *paths} == set().union(*timed.cases)
+    # One row: every path but fa3; more: the decode wrapper is left out as well, with its reason.
+    rows = [figure.id.rsplit(".q", 1)[1] for figure in timed.bench.figures]
+    assert set(rows) == {"1", "2", "5", "8"}
+    for figure, cases in zip(timed.bench.figures, timed.cases, strict=True):
+        one_row = figure.id.endswith("q1")
+        assert cases == {"ours", *(paths if one_row else paths - {"decode TC"})}
+        assert timed.bench.notes[f"{figure.id}.fa3"] == "RuntimeError: fa3 needs Hopper"
+        assert (f"{figure.id}.decode TC" in timed.bench.notes) is not one_row
+    timed = rehearsed_cases("cascade")
+    assert timed.cases == [{"flat", "ours", "MultiLevelCascade", "two levels fa2"}] * 2
+    assert all(id.endswith("two levels fa3") for id in timed.bench.notes)
+
+
+def test_a_peer_with_another_result_is_refused(
+    flashinfer: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that let every row see the rows behind it."""
+    package = flashinfer["flashinfer"]
+
+    class Careless(fake_flashinfer.Prefill):
+        def plan(self, *args, causal, **types) -> None:
+            super().plan(*args, causal=False, **types)
+
+    monkeypatch.setattr(package, "BatchPrefillWithPagedKVCacheWrapper", Careless)
+    timed = rehearsed_cases("attention_peers")
+    refused = {id: note for id, note in timed.bench.notes.items() if id.endswith(".fa2")}
+    assert refused and all("its result differs from ours by" in note for note in refused.values())
+    assert all(".q1." not in id for id in refused)  # a row alone sees the same
+
+
+@pytest.mark.parametrize("gone", ["BatchAttention", "decode.xqa_batch_decode_with_kv_cache"])
+def test_another_version_of_the_peer(
+    flashinfer: dict, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *folder, name = gone.split(".")
+    monkeypatch.delattr(flashinfer[".".join(["flashinfer", *folder])], name)
+    with pytest.raises(flashinfer_peer.Refused, match=f"this FlashInfer has no {gone}"):
+        flashinfer_peer.named(gone)
+    assert flashinfer_peer.given(lambda q, out: None, out=1, lse=2) == {"out": 1}
+    assert flashinfer_peer.given(lambda **rest: None, out=1, lse=2) == {"out": 1, "lse": 2}
+
+
+def test_without_flashinfer_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    flashinfer_peer.module.cache_clear()
+    for family in ("attention_peers", "cascade", "sampling_peers"):
+        bench = rehearsed(family)
+        assert bench.figures and all("no FlashInfer" in note for note in bench.notes.values())
+        assert not any((figure.peer or "").startswith("FlashInfer") for figure in bench.figures)
+    flashinfer_peer.module.cache_clear()
+
+
+class MakesMemory(TorchDispatchMode):
+    """Takes down the operators that make or fill memory."""
+
+    WORDS = (
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "fill",
+        "zero_",
+        "arange",
+        "rand",
+        "clone",
+        "to_copy",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(word in func.__name__ for word in self.WORDS):
+            self.seen.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclasses.dataclass
+class Timed:
+    """What a family timed: the names of each group of cases, and what made memory in a call."""
+
+    bench: CudaBench
+    cases: list[set[str]]
+    made: dict[str, set[str]]
+
+
+def rehearsed_cases(family: str) -> Timed:
+    cases: list[set[str]] = []
+    made: dict[str, set[str]] = defaultdict(set)
+    time = CudaBench.time
+
+    def watched(self: CudaBench, groups: Mapping[str, Sequence[Call]]) -> list[common.Timing]:
+        cases.append(set(groups))
+        for case, calls in groups.items():
+            with MakesMemory() as memory:
+                calls[0]()
+            made[case] |= memory.seen
+        return time(self, groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaBench, "time", watched)
+        bench = rehearsed(family)
+    return Timed(bench, cases, made)
+
+
+@pytest.fixture
+def asks_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the ops want workspaces on the CPU, as they do on CUDA: without one they make it."""
+    monkeypatch.setattr(attention, "_workspace_size", lambda *_: (256, 16))
+    monkeypatch.setattr(_C, "sampling_workspace_bytes", lambda *_: 64)
+    pack = dense.pack_weight
+
+    def split(weight):
+        return dataclasses.replace(pack(weight), num_leaves=2, max_split_rows=4096)
+
+    monkeypatch.setattr(bench_dense, "pack_weight", split)
+
+
+# What these time is measured with a host clock, or is a whole engine.
+UNTIMED = {"binding", "bundled", "qwen8"}
+THEIRS = {"peer", *flashinfer_attention.PATHS, *flashinfer_cascade.CASCADES}
+
+
+@pytest.mark.parametrize("family", CUDA_FAMILIES)
+def test_benches_on_the_cpu(family: str, flashinfer: dict, asks_for_workspaces: None) -> None:
+    """Its figures; and no timed call of ours makes memory: a graph would hold what fills it."""
+    timed = rehearsed_cases(family)
+    ids = [figure.id for figure in timed.bench.figures]
+    assert ids and len(set(ids)) == len(ids)
+    for figure in timed.bench.figures:
+        assert figure.id.startswith(f"{family}.") and figure.bar is None
+        if family.endswith("_peers"):
+            assert figure.peer and figure.ratio
+            assert figure.peer.startswith("FlashInfer") and "fa3" not in figure.peer
+    assert all(id.split(".")[0] == family for id in timed.bench.notes)
+    assert (family in UNTIMED) == (not timed.made.keys() - THEIRS)
+    made = {case: seen for case, seen in timed.made.items() if seen and case not in THEIRS}
+    assert not made
+
+
+def test_the_watch_on_memory_sees_a_missing_workspace(asks_for_workspaces: None) -> None:
+    bench = CudaBench("cpu")
+    cache = Cache(bench, loads(bench)["b1.4k"])
+    q, qo_indptr = cache.queries(bench, 1, 4)
+    given = cache.ours(q, qo_indptr)[0]
+    keywords = {**given.keywords, "workspace": None}
+    with MakesMemory() as memory:
+        given.func(*given.args, **keywords)
+    assert {"empty.memory_format", "fill_.Tensor"} <= memory.seen
+    logits = torch.randn(2, 64)
+    with MakesMemory() as memory:
+        sampling.sample(logits, torch.zeros(2, dtype=torch.int32))
+    assert "zeros.default" in memory.seen
+    packed = bench_dense.pack_weight(torch.randn(32, 32))
+    x, out = torch.randn(32, 32), torch.empty(32, 32)
+    with MakesMemory() as memory:
+        dense.linear(x, packed, out=out)
+    assert "empty.memory_format" in memory.seen
+
+
+def test_the_cases_that_goals_are_about() -> None:
+    ids = {figure.id for figure in rehearsed("attention").figures}
+    for name in ("b1.4k", "b1.32k", "b8.4k", "b32.4k"):
+        for group in (4, 8):
+            assert {f"attention.{name}.g{group}.q{q_len}" for q_len in (1, 2, 5, 8)} <= ids
+    rows = {figure.id for figure in rehearsed("linear").figures}
+    assert {f"linear.layer.m{2**i}.vs_torch" for i in range(12)} <= rows
+
+
+def test_a_shared_prefix_is_one_set_of_pages() -> None:
+    bench = CudaBench("cpu")
+    shared = bench_attention_peers.shared_loads(bench)[0]
+    cache = bench_attention_peers.SharedCache(bench, shared)
+    assert len(cache.kv_indices) > 1
+    used = [set(pages.tolist()) for pages in cache.kv_indices]
+    assert not used[0] & used[1]
+    assert [len(pages) * 16 * 4096 for pages in used] == [shared.num_bytes] * len(used)
+    flat, *_ = cache.ours(*cache.queries(bench, 2, 4))
+    declared = cache.ours(flat.args[0], flat.args[3], **cache.declared())[0]
+    assert torch.equal(flat(), declared())
+
+
+def test_recorded_logits_are_the_models_own() -> None:
+    recorded = record(torch.device("cpu"), 50, 40)
+    assert recorded.logits.shape == (50, 4096) and recorded.next_token_ids.shape == (50,)
+    # A trained model knows the next token far more often than one in 4,096.
+    assert (recorded.logits.argmax(-1) == recorded.next_token_ids).float().mean() > 0.2
+    rolled = recorded.rolled(5)
+    assert torch.equal(rolled.logits[0], recorded.logits[5])
+    assert rolled.next_token_ids[-1] == recorded.next_token_ids[4]
+    with pytest.raises(ValueError, match="record: num_rows must be at most"):
+        record(torch.device("cpu"), 200, 1)
+
+
+def test_figures_are_kept_as_they_come(tmp_path: Path) -> None:
+    """A family that ends early leaves what it has measured, and why the rest is missing."""
+    path = tmp_path / "results.json"
+    kept: list[tuple[int, int]] = []
+
+    def keep(bench: CudaBench) -> None:
+        kept.append((len(bench.figures), len(bench.notes)))
+        common.save(
+            bench.figures,
+            family="x",
+            minutes=0.0,
+            versions={},
+            on={"gpu": "none"},
+            path=path,
+            notes=bench.notes,
+        )
+
+    bench = CudaBench("cpu", keep)
+    bench.add(common.Figure("x.a", "a", 1.0, "us"))
+    bench.note("x.b", "not here")
+    assert kept == [(1, 0), (1, 1)]
+    saved = json.loads(path.read_text())
+    assert [row["id"] for row in saved["figures"]] == ["x.a"]
+    assert saved["notes"] == {"x.b": "not here"}
+    common.save([], family="y", minutes=0.0, versions={}, on={}, path=path, notes={"y.c": "no"})
+    assert json.loads(path.read_text())["notes"] == {"x.b": "not here", "y.c": "no"}
+    common.save([], family="x", minutes=0.0, versions={}, on={}, path=path, notes={})
+    assert json.loads(path.read_text())["notes"] == {"y.c": "no"}
+
+
+def test_the_program_keeps_what_a_killed_family_measured(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    command = [sys.executable, "-m", "bench", "--device", "rehearsal", "--only", "facts,sweeps"]
+    process = subprocess.Popen(
+        [*command, "--results", str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("sweeps."):
+            process.kill()
+            break
+    process.wait()
+    saved = json.loads(path.read_text())
+    families = {row["id"].split(".")[0] for row in saved["figures"]}
+    assert families == {"facts", "sweeps"} and set(saved["runs"]) == families
+
+
+def test_the_arithmetic_of_figures() -> None:
+    timings = [
+        common.Timing(
+            {"ours": [1e-6 * f] * 3, "slow": [4e-6] * 3, "fast": [2e-6] * 3},
+            {case: [1000.0] * 3 for case in ("ours", "slow", "fast")},
+        )
+        for f in (1.0, 1.1)
+    ]
+    figure = bandwidth_figure(timings, "ours", "x.y", "what", 8e5, "ratio >= 0.7")
+    assert figure.ratio == pytest.approx((0.8 + 0.8 / 1.1) / 2)
+    assert figure.spread == pytest.approx(0.1) and figure.us == pytest.approx(1.05)
+    peers = {"slow": "Slow", "fast": "Fast"}
+    figure = time_figure(timings, "ours", "x.y", "what", peers, "ratio >= 1.5")
+    assert figure.peer == "Fast" and figure.peer_value == pytest.approx(2.0)
+    assert figure.ratio == pytest.approx((2.0 + 2.0 / 1.1) / 2) and common.judged(figure).met
+    figure = time_figure(timings, "fast", "x.y", "what", over=("ours", "Ours"), bar="ratio <= 1.5")
+    assert figure.ratio == pytest.approx((2.0 + 2.0 / 1.1) / 2) and not common.judged(figure).met
+    # A bar on a ratio says nothing where there is nothing to compare with.
+    assert time_figure(timings, "ours", "x.y", "what", {}, "ratio >= 1").bar is None
+    assert time_figure(timings, "ours", "x.y", "what", {}, "value <= 1").bar == "value <= 1"
+
+
+def test_a_variant_differs_in_its_constants_alone(tmp_path: Path) -> None:
+    variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kSiluMulThreads": 64})
+    ours = (ROOT / "csrc/dense/silu_mul.cuh").read_text().splitlines()
+    other = (tmp_path / "dense/silu_mul.cuh").read_text().splitlines()
+    changed = [pair for pair in zip(ours, other, strict=True) if pair[0] != pair[1]]
+    assert [pair[1] for pair in changed] == ["constexpr int kSiluMulThreads = 64;"]
+    with pytest.raises(AssertionError, match="no constant kNone"):
+        variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kNone": 1})
+    for constants in bench_attention_cuda.FREE_SPLITS.values():
+        variants.write_overlay(tmp_path, bench_attention_cuda.SPLITS_HEADER, constants)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/predictions.md: every goal is there, and the document is what its model says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import predict, predictions
+from tools.gpu_check.goals import GOALS
+from tools.predict import Model, caps_of, predictions_of, renewed
+
+ASSUMED = {
+    "read_tb_s": 4.0,
+    "launch_us": 2.0,
+    "slots": 264,
+    "unit_us": 1.0,
+    "state_us": 0.5,
+    "row_us": 3.0,
+    "draw_us": 10.0,
+}
+
+
+def model(**caps: float) -> Model:
+    named = {name.replace("_", " "): cap for name, cap in caps.items()}
+    return Model(ASSUMED, named)
+
+
+def test_the_document_says_something_of_every_goal() -> None:
+    said = predictions.read_predictions()
+    assert {one.goal for one in said} == {goal.id for goal in GOALS}
+    assert all(one.value > 0 and one.unit in ("us", "ratio") for one in said)
+    assert len({one.figure for one in said}) == len(said)
+
+
+def test_the_document_follows_from_its_own_tables() -> None:
+    """Who changes what is assumed also runs the program."""
+    text = predictions.DOCUMENT.read_text()
+    assert renewed(text, []) == text
+
+
+def test_what_is_predicted_of_a_goal_can_be_measured() -> None:
+    import test_cuda_benches
+
+    ids = {"sampling.verify.bf16.b256.greedy", "sampling.verify.bf16.b256.rejection"}
+    for family in ("attention", "attention_peers", "exactness"):
+        ids |= {figure.id for figure in test_cuda_benches.rehearsed(family).figures}
+    said = {one.figure for one in predictions.read_predictions() if one.goal != "G5"}
+    assert said <= ids
+
+
+def test_units_are_cut_into_the_fewest_waves() -> None:
+    one = model(attention_32=4.0)
+    assert one.cut(128) == (2, 1, 256 / 264)
+    assert one.cut(16) == (8, 1, 128 / 264)
+    assert one.cut(512) == (1, 2, 512 / 528)
+    assert one.cut(264) == (1, 1, 1.0)
+
+
+def test_the_arithmetic_of_a_call() -> None:
+    one = model(attention_32=2.0, attention_64=1.0)
+    # 32 requests of 2 chunks for 8 heads: 512 units in 2 waves; 537 MB at the cap of the loop.
+    streaming = 32 * 4096 * 4096 * 1e-6 / (2.0 * 512 / 528)
+    states = 2 * 0.5
+    assert one.attention("b32.4k", 4, 1) == pytest.approx(2 + 2 * 1.0 + streaming + states)
+    # 32 rows cost eight times as much a state; 64 rows take the other form of the kernel.
+    assert one.attention("b32.4k", 4, 8) == pytest.approx(2 + 2 + streaming + 8 * states)
+    assert one.attention("b32.4k", 8, 8) == pytest.approx(2 + 2 + 2 * streaming + 16 * states)
+    # A loop faster than the memory waits for the memory.
+    fast = model(attention_32=9.0)
+    assert fast.attention("b32.4k", 4, 1) == pytest.approx(5 + 32 * 4096 * 4096 * 1e-6 / 4.0)
+    # More rows than any form has: as many turns.
+    assert one.cap_of_rows(128) == pytest.approx(0.5)
+    sums = model(verify_2_sums=1.0)
+    assert sums.verify(2, 10.0) == pytest.approx(2 + 5 * 13 + 2 * 1280 * 128256 * 1e-6)
+
+
+LOOP = {
+    "kernel": "append_attention_kernel<bfloat16, 128, true>",
+    "arch": "90a",
+    "unit": "tile of 64 tokens, 32 rows",
+    "amount": 32768,
+}
+
+
+def metered(folder: Path, *loops: dict) -> list[Path]:
+    """A file of the meter."""
+    path = folder / "meter.json"
+    path.write_text(json.dumps({"measured": [{**LOOP, **loop} for loop in loops]}))
+    return [path]
+
+
+def test_caps_are_the_meters(tmp_path: Path) -> None:
+    """The slowest of a loop's copies, at 132 SMs and 1.755 GHz; other loops do not count."""
+    meters = metered(
+        tmp_path,
+        {"replayed": 2000.0},
+        {"replayed": 3000.0},
+        {"replayed": 9000.0, "arch": "80"},
+        {"replayed": 9000.0, "kernel": "append_attention_kernel<bfloat16, 64, true>"},
+        {"replayed": 1000.0, "unit": "tile of 64 tokens, 16 rows"},
+    )
+    # What the kernel no longer has is gone; another kernel's stays.
+    caps = caps_of(meters, {"attention 64": 1.0, "verify 0 sums": 8.0})
+    assert caps == {
+        "attention 16": pytest.approx(32768 * 132 * 1.755 / 1000 / 1000),
+        "attention 32": pytest.approx(32768 * 132 * 1.755 / 3000 / 1000),
+        "verify 0 sums": 8.0,
+    }
+    with pytest.raises(ValueError, match="predict: no loop of append_attention"):
+        caps_of(metered(tmp_path, {"replayed": 1.0, "unit": "tile of 64 tokens"}), {})
+
+
+def test_a_faster_loop_renews_what_follows_from_it(tmp_path: Path) -> None:
+    text = predictions.DOCUMENT.read_text()
+    other = renewed(text, metered(tmp_path, {"replayed": 1000.0}))
+    numbers = predictions.read_numbers(other, predictions.CAPS)
+    assert numbers["attention 32"] == pytest.approx(7.59)
+    tables = [[predictions.rows_of(t, title) for t in (text, other)] for title in TABLES]
+    assert tables[0][0] == tables[0][1]
+    changed = {a[1] for a, b in zip(*tables[2], strict=True) if a != b}
+    assert "`attention.b32.4k.g4.q1`" in changed
+    assert "`sampling.verify.bf16.b256.greedy`" not in changed
+
+
+TABLES = (predictions.ASSUMED, predictions.CAPS, predictions.PREDICTIONS)
+
+
+def test_a_missing_table_is_said() -> None:
+    with pytest.raises(ValueError, match=r"docs/predictions.md has no table below Caps"):
+        predictions.rows_of("# Predictions\n\n## Assumed\n", predictions.CAPS)
+
+
+def test_every_goal_is_predicted_by_the_model() -> None:
+    text = predictions.DOCUMENT.read_text()
+    tables = (predictions.ASSUMED, predictions.CAPS)
+    assumed, caps = (predictions.read_numbers(text, title) for title in tables)
+    assert {one.goal for one in predictions_of(Model(assumed, caps))} == {g.id for g in GOALS}
+    assert predict.ARCH in predict.LIMITS

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The goals for a GPU, and which figures decide them."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Figures = Mapping[str, Mapping[str, Any]]  # rows of the results by id
+
+
+def worst_high(values: Sequence[float]) -> float:
+    """Of what should be low."""
+    return max(values)
+
+
+def worst_low(values: Sequence[float]) -> float:
+    """Of what should be high."""
+    return min(values)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of ratios."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is wanted of some figures together.
+
+    Attributes:
+        id: G1 to G8.
+        what: in words.
+        figures: pattern of the ids that decide it.
+        number: of each figure: its `ratio`, or its time in `us`.
+        combine: the figures' numbers into one.
+        is_at_most: whether low is good.
+        bar: what is wanted of it.
+        stretch: what would be better still.
+        gpus: the GPUs that a time is wanted of, part of their names; none: of all.
+    """
+
+    id: str
+    what: str
+    figures: str
+    number: str
+    combine: Callable[[Sequence[float]], float]
+    is_at_most: bool
+    bar: float
+    stretch: float | None = None
+    gpus: tuple[str, ...] = ()
+
+    def meets(self, value: float, bar: float) -> bool:
+        """Whether a number is as good as a bar."""
+        return value <= bar if self.is_at_most else value >= bar
+
+    @property
+    def wanted(self) -> str:
+        """The bar in words."""
+        unit = " us" if self.number == "us" else ""
+        text = f"{'at most' if self.is_at_most else 'at least'} {self.bar:g}{unit}"
+        return text if self.stretch is None else f"{text} (better {self.stretch:g})"
+
+
+BIG = "(b1.32k|b8.4k|b32.4k|b32.4k.page64|b8.32k)"  # 128 MiB of keys and values, and more
+HOPPER = ("H100", "H200")
+
+GOALS = (
+    Goal(
+        "G1",
+        "append_attention bf16, 128 MiB of keys and values and more, 1 to 8 rows: share of read "
+        "bandwidth, the lowest",
+        rf"attention\.{BIG}\.g[48]\.q[1258]",
+        "ratio",
+        worst_low,
+        False,
+        0.80,
+        0.85,
+    ),
+    Goal(
+        "G2",
+        "append_attention: time of 8 rows over that of 1, the highest",
+        rf"attention\.{BIG}\.g[48]\.q8_over_q1",
+        "ratio",
+        worst_high,
+        True,
+        1.15,
+        1.10,
+    ),
+    Goal(
+        "G3",
+        "append_attention, one request of 4,096 tokens, group 4: the longest time",
+        r"attention\.b1\.4k\.g4\.q[1258]",
+        "us",
+        worst_high,
+        True,
+        14,
+        12,
+        HOPPER,
+    ),
+    Goal(
+        "G4",
+        "append_attention beside FlashInfer's fastest path, uniform lengths: geometric mean",
+        r"attention_peers\.b\d+\.\d+k\.g\d\.q\d",
+        "ratio",
+        geometric_mean,
+        False,
+        1.0,
+        1.1,
+    ),
+    Goal(
+        "G5",
+        "declared prefixes beside FlashInfer's fastest cascade: geometric mean",
+        r"cascade\..*\.peers",
+        "ratio",
+        geometric_mean,
+        False,
+        1.3,
+        1.6,
+    ),
+    Goal(
+        "G6",
+        "greedy verify of 1,280 rows of 128,256 logits in bf16",
+        r"sampling\.verify\.bf16\.b256\.greedy",
+        "us",
+        worst_high,
+        True,
+        92,
+        88,
+        HOPPER,
+    ),
+    Goal(
+        "G7",
+        "rejection with top-p and one-hot drafts: time over greedy's",
+        r"sampling\.verify\.bf16\.b256\.rejection",
+        "ratio",
+        worst_high,
+        True,
+        1.25,
+    ),
+    Goal(
+        "G8",
+        "price of exactness: time over the best split for each load, batch 8 and more, the highest",
+        r"exactness\.b(8|32)\..*\.q[15]",
+        "ratio",
+        worst_high,
+        True,
+        1.05,
+        1.03,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says of a goal.
+
+    Attributes:
+        goal: of GOALS.
+        value: the combined number; None: no figure decides it.
+        reached: None where it is not decided.
+        decisive: the figure that is furthest from the bar.
+        reason: why it is not decided.
+    """
+
+    goal: Goal
+    value: float | None
+    reached: bool | None
+    decisive: str = ""
+    reason: str = ""
+
+
+def verdict(goal: Goal, figures: Figures, notes: Mapping[str, str], gpu: str) -> Verdict:
+    """What these figures say of a goal; `notes` say why others are missing."""
+    numbers = {
+        id: float(row[goal.number])
+        for id, row in figures.items()
+        if re.fullmatch(goal.figures, id) and _counts(goal, row)
+    }
+    if not numbers:
+        family = re.split(r"\\|\.", goal.figures)[0]
+        because = sorted({note for id, note in notes.items() if id.split(".")[0] == family})
+        return Verdict(goal, None, None, reason="; ".join(because[:3]) or "not measured")
+    value = goal.combine(list(numbers.values()))
+    furthest = (max if goal.is_at_most else min)(numbers, key=lambda id: numbers[id])
+    if gpu in ("", "none"):
+        return Verdict(goal, value, None, furthest, "no GPU: a rehearsal")
+    if goal.gpus and not any(name in gpu for name in goal.gpus):
+        return Verdict(goal, value, None, furthest, f"a time for {' and '.join(goal.gpus)}")
+    return Verdict(goal, value, goal.meets(value, goal.bar), furthest)
+
+
+def _counts(goal: Goal, row: Mapping[str, Any]) -> bool:
+    """Whether a figure has the number, and that beside a peer where it is about one."""
+    beside = "peers" not in goal.figures or str(row.get("peer") or "").startswith("FlashInfer")
+    return row.get(goal.number) is not None and beside

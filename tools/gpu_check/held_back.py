@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a call holds it back, concluded from the ablations (bench/bench_ablations.py).
+
+The order of the questions matters: what splitting costs shows only in the whole call, and a call
+that does not wait for memory is not made faster by reading better.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Figures = Mapping[str, Mapping[str, Any]]
+
+NO_GAIN = 0.97  # of the whole call: unsplit it is faster than split
+BUSY = 0.90  # of the whole call, when nothing comes from memory
+FIXED = 0.25  # of the whole call, when there is nothing to stream
+
+
+def of_attention(figures: Figures, load: str, group: int, q_len: int) -> str:
+    """A sentence about `append_attention` on a load; empty if its ablations were not measured."""
+    measured_rows = 1 if q_len < 4 else 8
+    prefix = f"ablations.{load}.g{8 if group > 4 else 4}.q{measured_rows}."
+    us = {
+        id.removeprefix(prefix): float(row["us"])
+        for id, row in figures.items()
+        if id.startswith(prefix)
+    }
+    if not {"whole", "hot", "launch"} <= us.keys():
+        return ""
+    shares = {case: us[case] / us["whole"] for case in us}
+    if shares.get("unsplit", 1.0) < NO_GAIN:
+        return f"splitting: unsplit it takes {shares['unsplit']:.2f} of the time"
+    if shares["hot"] >= BUSY:
+        text = f"instructions: with pages in the cache it takes {shares['hot']:.2f} of the time"
+        if shares["launch"] >= FIXED:
+            text += f", launch, plan and results alone {shares['launch']:.2f}"
+        return text
+    if shares["launch"] >= FIXED:
+        return f"launch, plan and results: alone {shares['launch']:.2f} of the time"
+    return f"memory: with pages in the cache it takes {shares['hot']:.2f} of the time"
+
+
+def of_verify(figures: Figures, prefix: str) -> str:
+    """A sentence about verification of the rows that `prefix` names."""
+    greedy, read = figures.get(f"{prefix}.greedy"), figures.get(f"{prefix}.greedy.read")
+    if greedy is None or read is None:
+        return ""
+    share = float(read["ratio"])
+    gap = figures.get("facts.gap")
+    if share >= 0.85:
+        return f"memory: greedy reads at {share:.2f} of bandwidth"
+    launch = "" if gap is None else f"; an empty kernel takes {float(gap['us']):.1f} us"
+    rejection = figures.get(f"{prefix}.rejection")
+    more = (
+        "" if rejection is None else f"; rejection takes {float(rejection['ratio']):.2f} times it"
+    )
+    return f"not memory: greedy reads at {share:.2f} of bandwidth{launch}{more}"
+
+
+def of_figure(figures: Figures, id: str) -> str:
+    """What holds back the case of a figure; empty where nothing was measured that says so."""
+    if match := re.match(r"(?:attention|attention_peers)\.(b\d+\.\d+k)\S*\.g(\d)\.q(\d)", id):
+        return of_attention(figures, match[1], int(match[2]), int(match[3]))
+    if match := re.match(r"exactness\.(b\d+\.\d+k)\.q(\d)", id):
+        return of_attention(figures, match[1], 4, int(match[2]))
+    if match := re.match(r"(sampling\.verify\.\w+\.b\d+)\.", id):
+        return of_verify(figures, match[1])
+    if match := re.match(r"(cascade\.\S+)\.peers", id):
+        flat, read = figures.get(f"{match[1]}.flat"), figures.get(f"{match[1]}.read")
+        if flat is not None and read is not None:
+            return (
+                f"{float(flat['ratio']):.2f} times as fast as undeclared, "
+                f"{float(read['ratio']):.2f} of read bandwidth"
+            )
+    return ""

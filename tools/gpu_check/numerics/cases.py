@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls of the ops, small enough for the interpreter: a case is a seed.
+
+A function makes the tensors from a generator on the CPU and returns a call over copies of them on
+any device. Two runs of one case differ in nothing but who computes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from specops import attention, batching, dense, ngram, sampling
+from torch import Tensor
+
+Call = Callable[[], list[Tensor]]
+Move = Callable[[Tensor], Tensor]
+Make = Callable[[torch.Generator, Move], Call]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op's random cases.
+
+    Attributes:
+        make: a case.
+        most: how far a device may be from the interpreter, as a share of the root mean square; 0:
+            no bit differs, since it neither rounds by mma nor calls an approximate function.
+        differing: the share of cases that may differ at all: choices of tokens, which approximate
+            powers decide where two are as good as equal.
+    """
+
+    make: Make
+    most: float = 0.0
+    differing: float = 0.0
+
+
+def _number(generator: torch.Generator, low: int, high: int) -> int:
+    return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+
+def _one_of(generator: torch.Generator, *values: int) -> int:
+    return values[_number(generator, 0, len(values) - 1)]
+
+
+def _randn(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def _dtype(generator: torch.Generator) -> torch.dtype:
+    return DTYPES[_number(generator, 0, len(DTYPES) - 1)]
+
+
+def _ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def embedding(generator: torch.Generator, move: Move) -> Call:
+    """Rows of a table."""
+    width, vocab = 8 * _number(generator, 1, 40), _number(generator, 1, 300)
+    ids = torch.randint(vocab, (_number(generator, 1, 40),), generator=generator).int()
+    ids, table = move(ids), move(_randn(generator, vocab, width, dtype=_dtype(generator)))
+    return lambda: [dense.embedding(ids, table)]
+
+
+def gather_output_rows(generator: torch.Generator, move: Move) -> Call:
+    """Rows of hidden states, -1 among them."""
+    rows, width = _number(generator, 1, 60), 8 * _number(generator, 1, 40)
+    hidden = move(_randn(generator, rows, width, dtype=_dtype(generator)))
+    wanted = move(torch.randint(-1, rows, (_number(generator, 1, 40),), generator=generator).int())
+    return lambda: [batching.gather_output_rows(hidden, wanted)]
+
+
+def prepare_batch(generator: torch.Generator, move: Move) -> Call:
+    """A ragged batch over a page table."""
+    batch, page_size = _number(generator, 1, 12), 16
+    qo_lens = torch.randint(0, 9, (batch,), generator=generator).int()
+    kv_lens = qo_lens + torch.randint(0, 90, (batch,), generator=generator).int()
+    pages = -(-kv_lens // page_size)
+    kv_indptr = torch.cat([_ints(0), pages.cumsum(0)]).int()
+    total = int(pages.sum())
+    modes = torch.full((batch,), int(batching.OutputMode.ALL), dtype=torch.int32)
+    tensors = (qo_lens, kv_lens, modes, kv_indptr, torch.randperm(total, generator=generator).int())
+    moved, rows = [move(tensor) for tensor in tensors], int(qo_lens.sum())
+
+    def call() -> list[Tensor]:
+        made = batching.prepare_batch(
+            *moved, page_size=page_size, total_rows=rows, num_output_rows=rows
+        )
+        return [x for x in vars(made).values() if isinstance(x, Tensor)]
+
+    return call
+
+
+def ngram_propose(generator: torch.Generator, move: Move) -> Call:
+    """Texts of few tokens, so that matches are common."""
+    batch, width = _number(generator, 1, 8), _number(generator, 20, 200)
+    token_ids = move(torch.randint(0, 6, (batch, width), generator=generator).int())
+    lens = move(torch.randint(1, width + 1, (batch,), generator=generator).int())
+    most, shape = move(torch.full((batch,), 5, dtype=torch.int32)), (batch, 5)
+
+    def call() -> list[Tensor]:
+        drafts = torch.full(shape, -1, dtype=torch.int32, device=token_ids.device)
+        sizes = {"min_ngram_size": 2, "max_ngram_size": 5}
+        return list(ngram.ngram_propose(token_ids, lens, most, draft_token_ids=drafts, **sizes))
+
+    return call
+
+
+def linear(generator: torch.Generator, move: Move) -> Call:
+    """Every form of the kernel: few rows, and tiles."""
+    rows = _one_of(generator, 1, 2, 5, 8, 9, 16, 17, 33, 65, 130)
+    inputs, outputs = 32 * _number(generator, 1, 12), 16 * _number(generator, 1, 12)
+    dtype = _dtype(generator)
+    x = move(_randn(generator, rows, inputs, dtype=dtype))
+    weight = dense.pack_weight(move(_randn(generator, outputs, inputs, dtype=dtype)))
+    return lambda: [dense.linear(x, weight)]
+
+
+def rms_norm(generator: torch.Generator, move: Move) -> Call:
+    """Rows of any width."""
+    rows, width, dtype = _number(generator, 1, 9), 8 * _number(generator, 1, 300), _dtype(generator)
+    x = move(_randn(generator, rows, width, dtype=dtype))
+    weight = move(_randn(generator, width, dtype=dtype))
+    return lambda: [dense.rms_norm(x, weight, 1e-6)]
+
+
+def silu_mul(generator: torch.Generator, move: Move) -> Call:
+    """Gate and up."""
+    rows, width, dtype = _number(generator, 1, 9), 8 * _number(generator, 1, 200), _dtype(generator)
+    x = move(_randn(generator, rows, 2 * width, dtype=dtype) * 4)
+    return lambda: [dense.silu_mul(x)]
+
+
+def rope_append_kv(generator: torch.Generator, move: Move) -> Call:
+    """Rotated keys and values into a cache of zeros."""
+    rows, kv_heads, group = _number(generator, 1, 12), _number(generator, 1, 3), 4
+    head_dim, page_size, pages = _one_of(generator, 64, 96, 128), 16, 6
+    dtype = _dtype(generator)
+    heads = (group * kv_heads, kv_heads, kv_heads)
+    q, k, v = (move(_randn(generator, rows, h, head_dim, dtype=dtype)) for h in heads)
+    slots = move(torch.randperm(pages * page_size, generator=generator)[:rows])
+    positions = move(torch.randint(0, 500, (rows,), generator=generator).int())
+    cos_sin = move(attention.rope_cos_sin(500, head_dim, 10000.0))
+    shape = (pages, page_size, kv_heads, head_dim)
+
+    def call() -> list[Tensor]:
+        caches = [torch.zeros(shape, dtype=dtype, device=q.device) for _ in range(2)]
+        return [attention.rope_append_kv(q, k, v, *caches, slots, positions, cos_sin), *caches]
+
+    return call
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """A random call of `append_attention`: everything but what a check varies."""
+
+    q: Tensor
+    caches: tuple[Tensor, Tensor]
+    where: tuple[Tensor, Tensor, Tensor, Tensor]  # qo_indptr, kv_indptr, kv_indices, kv_lens
+
+    def call(self, **keywords: Tensor | None) -> list[Tensor]:
+        """out and lse."""
+        return list(
+            attention.append_attention(
+                self.q, *self.caches, *self.where, return_lse=True, **keywords
+            )
+        )
+
+    def workspace_size(self) -> int:
+        """In floats."""
+        batch, num_pages = self.where[3].shape[0], self.where[2].shape[0]
+        return attention.attention_workspace_size(
+            self.q.shape, self.caches[0].shape, num_pages, batch, self.q.device
+        )
+
+
+def paged_case(
+    generator: torch.Generator,
+    move: Move,
+    *,
+    most_tokens: int = 700,
+    head_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    qo_len: int | None = None,
+) -> PagedCase:
+    """Requests of 1 to 9 rows over shuffled pages."""
+    batch, page_size = _number(generator, 1, 3), _one_of(generator, 16, 32, 64)
+    kv_heads, group = _number(generator, 1, 2), _one_of(generator, 1, 4, 8)
+    head_dim = head_dim or _one_of(generator, 64, 96, 128, 256)
+    dtype = dtype or _dtype(generator)
+    if qo_len is None:
+        qo_lens = torch.randint(1, 10, (batch,), generator=generator).int()
+    else:
+        qo_lens = torch.full((batch,), qo_len, dtype=torch.int32)
+    kv_lens = qo_lens + torch.randint(0, most_tokens, (batch,), generator=generator).int()
+    pages = -(-kv_lens // page_size)
+    total = int(pages.sum())
+    shape = (total, page_size, kv_heads, head_dim)
+    q = _randn(generator, int(qo_lens.sum()), group * kv_heads, head_dim, dtype=dtype)
+    caches = [_randn(generator, *shape, dtype=dtype) for _ in range(2)]
+    where = (
+        torch.cat([_ints(0), qo_lens.cumsum(0)]).int(),
+        torch.cat([_ints(0), pages.cumsum(0)]).int(),
+        torch.randperm(total, generator=generator).int(),
+        kv_lens,
+    )
+    qo_indptr, kv_indptr, kv_indices, lens = (move(tensor) for tensor in where)
+    return PagedCase(
+        move(q), (move(caches[0]), move(caches[1])), (qo_indptr, kv_indptr, kv_indices, lens)
+    )
+
+
+def append_attention(generator: torch.Generator, move: Move) -> Call:
+    """Several requests, rows and leaves."""
+    return paged_case(generator, move).call
+
+
+def merge_states(generator: torch.Generator, move: Move) -> Call:
+    """States of any weight, empty ones among them."""
+    states, rows, heads = (_number(generator, 1, n) for n in (9, 6, 4))
+    outs = move(_randn(generator, states, rows, heads, 64, dtype=_dtype(generator)))
+    lses = torch.randn(states, rows, heads, generator=generator) * 10
+    lses[torch.rand(lses.shape, generator=generator) < 0.2] = -torch.inf
+    lses = move(lses)
+    return lambda: list(attention.merge_states(outs, lses))
+
+
+def _logits(generator: torch.Generator, rows: int) -> Tensor:
+    vocab = _number(generator, 2, 6000)
+    return _randn(generator, rows, vocab, dtype=_dtype(generator)) * 4
+
+
+def sample(generator: torch.Generator, move: Move) -> Call:
+    """Rows with filters of all kinds; half of them greedy."""
+    rows = _number(generator, 1, 5)
+    logits = move(_logits(generator, rows))
+    filters = {
+        "temperature": (torch.rand(rows, generator=generator) - 0.5).clamp(min=0) * 3,
+        "top_k": torch.randint(0, 60, (rows,), generator=generator).int(),
+        "top_p": 1 - torch.rand(rows, generator=generator) * 0.9,
+        "seeds": torch.randint(0, 1 << 40, (rows,), generator=generator),
+    }
+    keywords = {name: move(tensor) for name, tensor in filters.items()}
+    positions = move(torch.randint(0, 9000, (rows,), generator=generator).int())
+    return lambda: [sampling.sample(logits, positions, **keywords)]
+
+
+def verify(generator: torch.Generator, move: Move) -> Call:
+    """Chains of four drafts, the rows' most probable tokens or others, by every strategy."""
+    batch, drafts = _number(generator, 1, 3), 4
+    logits = _logits(generator, batch * (drafts + 1))
+    likely = logits.argmax(-1).view(batch, -1)[:, :drafts].int()
+    other = torch.randint(0, logits.shape[1], likely.shape, generator=generator).int()
+    given = torch.where(torch.rand(likely.shape, generator=generator) < 0.7, likely, other)
+    filters = {
+        "strategy": torch.randint(0, 3, (batch,), generator=generator).int(),
+        "temperature": torch.full((batch,), 0.9),
+        "top_p": 1 - torch.rand(batch, generator=generator) * 0.5,
+        "seeds": torch.randint(0, 1 << 40, (batch,), generator=generator),
+        "positions": torch.randint(0, 9000, (batch,), generator=generator).int(),
+    }
+    keywords = {name: move(tensor) for name, tensor in filters.items()}
+    indptr = move(torch.arange(batch + 1, dtype=torch.int32) * (drafts + 1))
+    moved, of_request = move(logits), move(given.contiguous())
+    return lambda: list(sampling.verify(moved, indptr, of_request, **keywords))
+
+
+def top_logprobs(generator: torch.Generator, move: Move) -> Call:
+    """The most probable tokens and their logprobs."""
+    logits = move(_logits(generator, _number(generator, 1, 4)))
+    n = min(5, logits.shape[1])
+    return lambda: list(sampling.top_logprobs(logits, n))
+
+
+# A unit in the last place of bf16 is 2^-8; what is rounded last hides what came before.
+APPROXIMATE = 2.0**-8
+
+OPS: dict[str, Op] = {
+    "embedding": Op(embedding),
+    "gather_output_rows": Op(gather_output_rows),
+    "prepare_batch": Op(prepare_batch),
+    "ngram_propose": Op(ngram_propose),
+    "linear": Op(linear, APPROXIMATE),
+    "rms_norm": Op(rms_norm, APPROXIMATE),
+    "silu_mul": Op(silu_mul, APPROXIMATE),
+    "rope_append_kv": Op(rope_append_kv, APPROXIMATE),
+    "append_attention": Op(append_attention, APPROXIMATE),
+    "merge_states": Op(merge_states, APPROXIMATE),
+    "top_logprobs": Op(top_logprobs, APPROXIMATE),
+    "sample": Op(sample, differing=0.01),
+    "verify": Op(verify, differing=0.01),
+}

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Built modules that are brought along: compiling takes most of the minutes that a GPU is lent for.
+
+    python -m tools.gpu_check.prebuilt make FOLDER --archs 90a      where there is nvcc
+    make gpu-check PREBUILT=FOLDER                                  where there is the GPU
+
+The rule: a folder is used if the sources it was built from are, byte for byte, those that stand
+here (a hash over csrc, CMakeLists.txt and the benches' kernels; no time stamp counts), for this
+Python and for the architecture of this GPU. Any other is refused with a sentence, and nothing runs.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tools.cuda_toolkit import ROOT, cmake_options, find_nvcc, gpu_archs
+
+STAMP = "built.json"
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+# Where the modules go, by how their names begin.
+PLACES = {
+    "_C": ROOT / "python" / "specops",
+    "_simt": ROOT / "build" / "simt",
+    "read_bandwidth_cuda": ROOT / "bench" / "work",
+    "gpu_facts_cuda": ROOT / "bench" / "work",
+}
+BENCH_KERNELS = ("read_bandwidth", "gpu_facts")
+
+
+class Refused(Exception):
+    """Why a folder is not used: a sentence."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a folder was built from and for.
+
+    Attributes:
+        sources: `sources_hash` of that tree.
+        suffix: of extension modules: Python's version, and the platform.
+        archs: of GPUs, as nvcc names them.
+        files: sha256 of each file, by name.
+    """
+
+    sources: str
+    suffix: str
+    archs: list[str]
+    files: dict[str, str]
+
+
+def sources_hash(root: Path = ROOT) -> str:
+    """Of every file that the modules are compiled from."""
+    digest = hashlib.sha256()
+    files = [path for path in (root / "csrc").rglob("*") if path.is_file()]
+    files += [root / "CMakeLists.txt", *(root / "bench" / f"{name}.cu" for name in BENCH_KERNELS)]
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(_hash(path).encode())
+    return digest.hexdigest()
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def stamp(folder: Path, archs: Sequence[str], root: Path = ROOT) -> Stamp:
+    """Writes what the modules of a folder were built from; called right after they were."""
+    files = {path.name: _hash(path) for path in sorted(folder.glob("*.so"))}
+    made = Stamp(sources_hash(root), SUFFIX, list(archs), files)
+    (folder / STAMP).write_text(json.dumps(asdict(made), indent=1) + "\n")
+    return made
+
+
+def check(folder: Path, archs: Sequence[str], root: Path = ROOT) -> Stamp:
+    """What a folder holds, for GPUs of these architectures.
+
+    Raises:
+        Refused: it cannot be used here.
+    """
+    if not (folder / STAMP).is_file():
+        raise Refused(f"{folder} has no {STAMP}: it was not made by tools.gpu_check.prebuilt")
+    found = Stamp(**json.loads((folder / STAMP).read_text()))
+    if found.sources != sources_hash(root):
+        raise Refused(f"{folder} was built from other sources than stand here: build it again")
+    if found.suffix != SUFFIX:
+        raise Refused(f"{folder} is for Python {found.suffix}, this one is {SUFFIX}")
+    if missing := [arch for arch in archs if arch not in found.archs]:
+        built = " ".join(found.archs)
+        raise Refused(f"{folder} is built for sm_{built}, this GPU is sm_{missing[0]}")
+    for name, wanted in found.files.items():
+        if not (folder / name).is_file() or _hash(folder / name) != wanted:
+            raise Refused(f"{folder}: {name} is not the file that was built")
+    if not any(name.startswith("_C.") for name in found.files):
+        raise Refused(f"{folder} holds no _C{SUFFIX}")
+    return found
+
+
+def use(folder: Path, archs: Sequence[str], places: dict[str, Path] | None = None) -> list[Path]:
+    """Copies the modules to where they are looked for, once `check` accepts them."""
+    copied = []
+    for name in check(folder, archs).files:
+        place = (places or PLACES)[name.split(".")[0]]
+        place.mkdir(parents=True, exist_ok=True)
+        # A new file, never the old one overwritten: a process may have it mapped.
+        new = place / f"{name}.new"
+        shutil.copyfile(folder / name, new)
+        new.replace(place / name)
+        copied.append(place / name)
+    return copied
+
+
+def make(folder: Path, archs: Sequence[str]) -> Stamp:
+    """Builds the package's module, the interpreter and the benches' kernels into a folder."""
+    import pybind11
+
+    os.environ |= {"SPECOPS_CUDA": "ON", "SPECOPS_CUDA_ARCHS": " ".join(archs)}
+    folder.mkdir(parents=True, exist_ok=True)
+    work = ROOT / "build" / "prebuilt"
+    configure = [
+        *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(work)),
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder}",
+        # The GPU is what is checked: of the CPU's kernels the plain ones will do.
+        *("-DSPECOPS_ISAS=portable", "-DSPECOPS_WERROR=OFF"),
+        *cmake_options(),
+    ]
+    subprocess.run(configure, check=True)
+    subprocess.run(["cmake", "--build", str(work), "--target", "_C", "_simt"], check=True)
+    shutil.copy(PLACES["_simt"] / f"_simt{SUFFIX}", folder)
+    for name in BENCH_KERNELS:
+        code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+        flags = ["-std=c++20", "-O3", *code, "-shared", "-Xcompiler", "-fPIC"]
+        source = ROOT / "bench" / f"{name}.cu"
+        command = [str(find_nvcc()), *flags, str(source), "-o", str(folder / f"{name}_cuda.so")]
+        subprocess.run(command, check=True)
+    return stamp(folder, archs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """make or use."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_check.prebuilt", description=__doc__)
+    parser.add_argument("what", choices=("make", "use"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--archs", default="90a", help="to make: such as `80 90a`")
+    parser.add_argument("--rehearsal", action="store_true", help="only look whether it can be used")
+    asked = parser.parse_args(arguments)
+    folder = asked.folder.resolve()
+    if asked.what == "make":
+        made = make(folder, asked.archs.split())
+        print(f"{folder}: {', '.join(made.files)} for sm_{' '.join(made.archs)}")
+        return 0
+    try:
+        if asked.rehearsal:
+            check(folder, ())
+            print(f"{folder} can be used")
+        else:
+            copied = use(folder, gpu_archs())
+            print(f"{len(copied)} modules of {folder}")
+    except Refused as refused:
+        print(refused)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of the GPU check: commands with limits, in the order in which they tell most."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.cuda_toolkit import ROOT, find_nvcc, toolkit_root
+
+PARTS = ("facts", "numerics", "ablations", "bench", "sweeps", "peers", "tests", "sanitize")
+OP_TESTS = tuple(
+    f"tests/test_{name}.py"
+    for name in ("attention", "batching", "dense", "ngram", "sampling", "torch_ops")
+)
+TOOLS = ("memcheck", "racecheck", "initcheck")
+SANITIZER_ERROR = 9
+NUMERICS_LIMIT = 150
+
+# Seconds that each family of benches may take; FlashInfer compiles itself at first use.
+BENCH_LIMITS = {
+    "facts": 60,
+    "ablations": 90,
+    "attention": 120,
+    "sampling": 90,
+    "recorded": 60,
+    "linear": 150,
+    "binding": 60,
+    "elementwise": 60,
+    "bundled": 150,
+    "qwen8": 150,
+    "exactness": 300,
+    "sweeps": 150,
+    "cascade": 300,
+    "attention_peers": 300,
+    "sampling_peers": 240,
+}
+# Families that are a part of their own, or of one; the others are the part `bench`.
+_PART_OF = {
+    "facts": "facts",
+    "ablations": "ablations",
+    "sweeps": "sweeps",
+    "cascade": "peers",
+    "attention_peers": "peers",
+    "sampling_peers": "peers",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. `limit_s` bounds it; `tests` says that its last line counts passed tests."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    env: dict[str, str] = field(default_factory=dict)
+    tests: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for.
+
+    Attributes:
+        parts: some of PARTS, or none for all.
+        only: families of benches; none for all. With the part `bench`, any of them.
+        results: the file that figures go to.
+        rehearsal: on the CPU, with small sizes.
+        prebuilt: a folder with built modules; None: they are built here.
+    """
+
+    parts: tuple[str, ...]
+    only: tuple[str, ...]
+    results: Path
+    rehearsal: bool
+    prebuilt: Path | None = None
+
+    def has(self, part: str) -> bool:
+        """Whether a part is asked for."""
+        return not self.parts or part in self.parts
+
+
+def all_steps(plan: Plan) -> list[Step]:
+    """The steps of a plan, in order."""
+    steps = _build_steps(plan)
+    steps += _bench_steps(plan, "facts")
+    if plan.has("numerics"):
+        steps += _numerics_steps(plan)
+    for part in ("ablations", "bench", "sweeps", "peers"):
+        steps += _bench_steps(plan, part)
+    if plan.has("tests"):
+        steps += _test_steps(plan)
+    if plan.has("sanitize"):
+        steps += [_sanitizer_step(tool, _device(plan)) for tool in TOOLS]
+    return steps
+
+
+def _device(plan: Plan) -> str:
+    return "cpu" if plan.rehearsal else "cuda"
+
+
+def _build_steps(plan: Plan) -> list[Step]:
+    if plan.prebuilt is not None:
+        command = (sys.executable, "-m", "tools.gpu_check.prebuilt", "use", str(plan.prebuilt))
+        return [Step("build", (*command, *_rehearsed(plan)), 60)]
+    if plan.rehearsal:
+        return []
+    # The host compiler is whatever is there, and may warn of what ours does not.
+    env = {"SPECOPS_CUDA": "ON", "SPECOPS_CMAKE_ARGS": "-DSPECOPS_WERROR=OFF"}
+    return [Step("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 420, env)]
+
+
+def _rehearsed(plan: Plan) -> tuple[str, ...]:
+    return ("--rehearsal",) if plan.rehearsal else ()
+
+
+def _numerics_steps(plan: Plan) -> list[Step]:
+    steps = []
+    if not plan.rehearsal and not list((ROOT / "build" / "simt").glob("_simt.*so")):
+        # The interpreter, whose bits the device's are compared with; a prebuilt folder brings it.
+        work = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        if plan.prebuilt is None:
+            command = ("cmake", "--build", str(work), "--target", "_simt")
+            steps.append(Step("interpreter", command, 240))
+    command = (
+        *(sys.executable, "-m", "tools.gpu_check.numerics", "--results", str(plan.results)),
+        *("--seconds", str(NUMERICS_LIMIT - 20), *_rehearsed(plan)),
+    )
+    return [*steps, Step("numerics", command, NUMERICS_LIMIT)]
+
+
+def _bench_steps(plan: Plan, part: str) -> list[Step]:
+    steps = []
+    for family in BENCH_LIMITS if not plan.only else plan.only:
+        own = _PART_OF.get(family, "bench")
+        # A family by name with the part `bench`, whichever part it is otherwise.
+        named = plan.only and "bench" in plan.parts and own not in plan.parts
+        if part != ("bench" if named else own) or not plan.has(part):
+            continue
+        where = "rehearsal" if plan.rehearsal else "cuda"
+        command = (sys.executable, "-m", "bench", "--device", where, "--only", family)
+        limit = BENCH_LIMITS.get(family, 120)
+        command = (*command, "--results", str(plan.results))
+        steps.append(Step(f"bench {family}", command, limit, {"SPECOPS_CUDA": "ON"}))
+    return steps
+
+
+def _test_steps(plan: Plan) -> list[Step]:
+    device = _device(plan)
+    smoke = ("--smoke", device) if plan.rehearsal else ("-m", "not prove", "-k", device)
+    pytest = (sys.executable, "-m", "pytest", *_pytest_plugins(), *smoke)
+    steps = [Step("op tests", (*pytest, *OP_TESTS), 300, tests=True)]
+    rest = [f"--ignore={path}" for path in OP_TESTS]
+    if not plan.rehearsal:
+        steps.append(Step("engine tests", (*pytest, *rest, "tests"), 240, tests=True))
+    return steps
+
+
+def _pytest_plugins() -> tuple[str, ...]:
+    """Test processes side by side, and a limit for each test, where the plugins are installed."""
+    code = "import importlib.util as u; print(*(bool(u.find_spec(n)) for n in {names}))"
+    names = ("xdist", "pytest_timeout")
+    command = [sys.executable, "-c", code.format(names=names)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    cores = len(os.sched_getaffinity(0))
+    workers = ("-n", str(min(6, cores))) if told[0] == "True" else ()
+    limit = ("--timeout", "120", "--timeout-method", "thread") if told[1] == "True" else ()
+    return workers + limit
+
+
+def _sanitizer_step(tool: str, device: str) -> Step:
+    """The smoke set: of every op test the first and the last case on the device."""
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        return Step(tool, (), 0)
+    command = (
+        *(str(sanitizer), "--tool", tool, "--kernel-name", "kns=specops", "--print-limit", "20"),
+        *("--error-exitcode", str(SANITIZER_ERROR), "--require-cuda-init", "no"),
+        *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--smoke", device, *OP_TESTS),
+    )
+    # A tensor from a pool has neighbours that hide where it ends, and contents from before.
+    return Step(tool, command, 170, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, tests=True)
+
+
+def find_sanitizer() -> Path | None:
+    """On the PATH, beside nvcc, or among installed wheels."""
+    nvcc = find_nvcc()
+    folders = [Path(found).parent] if (found := shutil.which("compute-sanitizer")) else []
+    if nvcc is not None:
+        root = toolkit_root(nvcc)
+        folders += [nvcc.parent, root / "bin", root / "compute-sanitizer"]
+    folders += [Path(site) / "nvidia" / "cu13" / "bin" for site in sys.path]
+    return next((f / "compute-sanitizer" for f in folders if _runs(f / "compute-sanitizer")), None)
+
+
+def _runs(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)

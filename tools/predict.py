@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tools.predict`: renews docs/predictions.md from the meter's results in build/gates.
+
+    time = launches x launch_us + waves x unit_us + bytes / min(read, cap x slots used) + states
+
+Caps are the meter's (docs/meter.md). Everything else that is assumed stands in the document, with
+where it is from; whoever changes a kernel changes it there, and runs `make gates` and this.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.cuda_toolkit import ROOT
+from tools.gates.budgets import LIMITS
+from tools.predictions import (
+    ASSUMED,
+    CAPS,
+    DOCUMENT,
+    PREDICTIONS,
+    Prediction,
+    read_numbers,
+    rows_for,
+    rows_for_numbers,
+    with_rows,
+)
+
+ARCH = "90a"
+KV_HEADS, TOKEN_BYTES, CHUNK_TOKENS, CHUNK_LEAVES = 8, 4096, 2048, 8
+LOADS = {
+    "b1.4k": (1, 4096),
+    "b1.32k": (1, 32768),
+    "b8.4k": (8, 4096),
+    "b32.4k": (32, 4096),
+    "b8.32k": (8, 32768),
+}
+VERIFY_ROWS, VOCAB = 1280, 128256
+
+# The loops that predictions use, by what they are called in the table of caps: kernel and unit of
+# work, whose number goes into the name.
+LOOPS = {
+    "attention {}": (
+        r"append_attention_kernel<bfloat16, 128\b.*>",
+        r"tile of 64 tokens, (\d+) rows",
+    ),
+    "verify {} sums": (
+        r"verify_kernel<bfloat16, false, false\b.*>",
+        r"leaf of 2,048 bytes, (\d) sums",
+    ),
+}
+
+
+def caps_of(meters: Sequence[Path], before: Mapping[str, float]) -> dict[str, float]:
+    """TB/s of the whole card in the replay of each loop; of several copies the slowest.
+
+    Args:
+        meters: files of the meter.
+        before: caps of the kernels that are not among these.
+
+    Raises:
+        ValueError: a kernel was metered, but in other units than predictions know.
+    """
+    loops = [loop for path in meters for loop in json.loads(path.read_text())["measured"]]
+    caps = dict(before)
+    for name, (kernel, unit) in LOOPS.items():
+        of_kernel = [
+            loop for loop in loops if re.fullmatch(kernel, loop["kernel"]) and loop["arch"] == ARCH
+        ]
+        found: dict[str, float] = {}
+        for loop in of_kernel:
+            if match := re.fullmatch(unit, loop["unit"]):
+                key = name.format(match[1])
+                found[key] = min(_cap(loop), found.get(key, math.inf))
+        if of_kernel and not found:
+            raise ValueError(f"predict: no loop of {kernel} is metered by the {unit}")
+        if found:
+            kind = name.split()[0]
+            caps = {key: cap for key, cap in caps.items() if key.split()[0] != kind} | found
+    return dict(sorted(caps.items()))
+
+
+def _cap(loop: Mapping[str, Any]) -> float:
+    limits = LIMITS[ARCH]
+    return float(loop["amount"] * limits.sms * limits.ghz / loop["replayed"] / 1000)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Times in microseconds out of what is assumed and what the meter allows."""
+
+    assumed: Mapping[str, float]
+    caps: Mapping[str, float]
+
+    def attention(self, load: str, group: int, q_len: int) -> float:
+        """`append_attention` in bf16, d 128."""
+        batch, kv_len = LOADS[load]
+        rows = group * q_len
+        chunks = math.ceil(kv_len / CHUNK_TOKENS)
+        parts, waves, used = self.cut(batch * KV_HEADS * chunks)
+        states = chunks * parts if chunks * parts > 1 else 0
+        return (
+            self.assumed["launch_us"]
+            + waves * self.assumed["unit_us"]
+            + self.streaming(batch * kv_len * TOKEN_BYTES, self.cap_of_rows(rows) * used)
+            + states * self.assumed["state_us"] * max(1.0, rows / 4)
+        )
+
+    def cut(self, units: int) -> tuple[int, int, float]:
+        """Into how many parts a chunk is cut, in how many waves they run, which share of slots."""
+        slots = int(self.assumed["slots"])
+
+        def waves(parts: int) -> int:
+            return math.ceil(units * parts / slots)
+
+        choices = [parts for parts in (1, 2, 4, CHUNK_LEAVES)]
+        # The fewest waves of whole chunks; of equals, the least cut.
+        parts = min(choices, key=lambda parts: (waves(parts) / parts, parts))
+        return parts, waves(parts), units * parts / (waves(parts) * slots)
+
+    def cap_of_rows(self, rows: int) -> float:
+        """Of the smallest form of the kernel that has so many rows."""
+        forms = {
+            int(name.split()[1]): cap for name, cap in self.caps.items() if "attention" in name
+        }
+        fitting = [form for form in forms if form >= rows]
+        return forms[min(fitting)] if fitting else forms[max(forms)] * max(forms) / rows
+
+    def streaming(self, num_bytes: float, cap_tb_s: float) -> float:
+        """At the cap of the loop or the bandwidth of the memory, whichever is lower."""
+        return num_bytes * 1e-6 / min(self.assumed["read_tb_s"], cap_tb_s)
+
+    def verify(self, sums: int, extra_us: float = 0.0) -> float:
+        """1,280 rows of 128,256 logits in bf16."""
+        waves = math.ceil(VERIFY_ROWS / self.assumed["slots"])
+        return (
+            self.assumed["launch_us"]
+            + waves * (self.assumed["row_us"] + extra_us)
+            + self.streaming(2 * VERIFY_ROWS * VOCAB, self.caps[f"verify {sums} sums"])
+        )
+
+
+def predictions_of(model: Model) -> list[Prediction]:
+    """All that is written down, goal by goal."""
+    said = [Prediction(*row) for row in _attention_rows(model)]
+    for load in LOADS:
+        ours, theirs = model.attention(load, 4, 1), model.assumed[f"peer_us {load}"]
+        said.append(Prediction("G4", f"attention_peers.{load}.g4.q1", "ratio", theirs / ours))
+    cascade = model.assumed["over_multi_level"]
+    said.append(Prediction("G5", "cascade.b32.8k.q1.peers", "ratio", cascade))
+    greedy = model.verify(0)
+    said.append(Prediction("G6", "sampling.verify.bf16.b256.greedy", "us", greedy))
+    rejection = model.verify(2, model.assumed["draw_us"])
+    figure = "sampling.verify.bf16.b256.rejection"
+    said.append(Prediction("G7", figure, "ratio", rejection / greedy))
+    price = model.assumed["leaves_over_none"]
+    said.append(Prediction("G8", "exactness.b32.4k.q1", "ratio", price))
+    return said
+
+
+def _attention_rows(model: Model) -> list[tuple[str, str, str, float]]:
+    def us(goal: str, load: str, group: int, q_len: int) -> tuple[str, str, str, float]:
+        figure = f"attention.{load}.g{group}.q{q_len}"
+        return goal, figure, "us", model.attention(load, group, q_len)
+
+    def over(load: str, group: int) -> tuple[str, str, str, float]:
+        ratio = model.attention(load, group, 8) / model.attention(load, group, 1)
+        return "G2", f"attention.{load}.g{group}.q8_over_q1", "ratio", ratio
+
+    big = [load for load in LOADS if load != "b1.4k"]
+    return [
+        *(us("G1", load, group, q_len) for load in big for group in (4, 8) for q_len in (1, 8)),
+        *(over(load, group) for load in big for group in (4, 8)),
+        *(us("G3", "b1.4k", 4, q_len) for q_len in (1, 8)),
+    ]
+
+
+def renewed(text: str, meters: Sequence[Path]) -> str:
+    """The document with other caps, where there are any, and what follows from them."""
+    caps = caps_of(meters, read_numbers(text, CAPS))
+    text = with_rows(text, CAPS, rows_for_numbers(caps))
+    # From the numbers as they are written, so that anybody can follow.
+    model = Model(read_numbers(text, ASSUMED), read_numbers(text, CAPS))
+    return with_rows(text, PREDICTIONS, rows_for(predictions_of(model)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrites the document."""
+    parser = argparse.ArgumentParser(prog="python -m tools.predict", description=__doc__)
+    parser.add_argument("--meter", type=Path, default=ROOT / "build" / "gates")
+    asked = parser.parse_args(arguments)
+    meters = sorted(asked.meter.glob(f"sm_{ARCH}/*/meter.json"))
+    text = renewed(DOCUMENT.read_text(), meters)
+    DOCUMENT.write_text(text)
+    print(f"{DOCUMENT.relative_to(ROOT)} renewed from {len(meters)} files of the meter")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
