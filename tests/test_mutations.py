@@ -969,6 +969,8 @@ def table() -> Iterator[list[str]]:
 def run(command: list[str], root: Path, **env: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     whole = {**os.environ, "PATH": path, "PYTHONPATH": str(root / "python"), **env}
+    # A fuzzer stops at the first fault: the longer it may run, the surer it is to meet a rare one.
+    whole["FUZZ_SECONDS"] = "120"
     return subprocess.run(
         command, cwd=root, env=whole, capture_output=True, text=True, timeout=1800
     )

@@ -15,7 +15,9 @@ ASSUMED = {
     "launch_us": 2.0,
     "slots": 264,
     "unit_us": 1.0,
-    "state_us": 0.5,
+    "arrival_us": 0.5,
+    "factors_us": 1.0,
+    "load_us": 0.25,
     "row_us": 3.0,
     "draw_us": 10.0,
 }
@@ -61,14 +63,23 @@ def test_the_arithmetic_of_a_call() -> None:
     one = model(attention_32=2.0, attention_64=1.0)
     # 32 requests of 2 chunks for 8 heads: 512 units in 2 waves; 537 MB at the cap of the loop.
     streaming = 32 * 4096 * 4096 * 1e-6 / (2.0 * 512 / 528)
-    states = 2 * 0.5
-    assert one.attention("b32.4k", 4, 1) == pytest.approx(2 + 2 * 1.0 + streaming + states)
-    # 32 rows cost eight times as much a state; 64 rows take the other form of the kernel.
-    assert one.attention("b32.4k", 4, 8) == pytest.approx(2 + 2 + streaming + 8 * states)
-    assert one.attention("b32.4k", 8, 8) == pytest.approx(2 + 2 + 2 * streaming + 16 * states)
+    # Two chunks are one step of a fold; 4 rows have 128 quads, 32 have four times 256.
+    fold = 0.5 + 1.0 + 0.25
+    assert one.attention("b32.4k", 4, 1) == pytest.approx(2 + 2 * 1.0 + streaming + fold)
+    assert one.attention("b32.4k", 4, 8) == pytest.approx(4 + streaming + fold + 3 * 0.25)
+    # 64 rows take the other form of the kernel.
+    assert one.attention("b32.4k", 8, 8) == pytest.approx(4 + 2 * streaming + fold + 7 * 0.25)
+    # 16 chunks, halves of which are units: five states of each chunk, then two steps of eight.
+    assert one.fold(5, 4) == pytest.approx(fold)
+    assert one.fold(16, 4) == pytest.approx(0.5 + 2 * 1.25)
+    assert one.fold(0, 4) == 0.0
+    streaming = 32768 * 4096 * 1e-6 / (2.0 * 256 / 264)
+    assert one.attention("b1.32k", 4, 1) == pytest.approx(
+        2 + 1.0 + streaming + fold + one.fold(16, 4)
+    )
     # A loop faster than the memory waits for the memory.
     fast = model(attention_32=9.0)
-    assert fast.attention("b32.4k", 4, 1) == pytest.approx(5 + 32 * 4096 * 4096 * 1e-6 / 4.0)
+    assert fast.attention("b32.4k", 4, 1) == pytest.approx(4 + fold + 32 * 4096**2 * 1e-6 / 4.0)
     # More rows than any form has: as many turns.
     assert one.cap_of_rows(128) == pytest.approx(0.5)
     sums = model(verify_2_sums=1.0)
@@ -119,7 +130,7 @@ def test_a_faster_loop_renews_what_follows_from_it(tmp_path: Path) -> None:
     tables = [[predictions.rows_of(t, title) for t in (text, other)] for title in TABLES]
     assert tables[0][0] == tables[0][1]
     changed = {a[1] for a, b in zip(*tables[2], strict=True) if a != b}
-    assert "`attention.b32.4k.g4.q1`" in changed
+    assert "`attention.b32.4k.g4.q8`" in changed
     assert "`sampling.verify.bf16.b256.greedy`" not in changed
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.predict`: renews docs/predictions.md from the meter's results in build/gates.
 
-    time = launches x launch_us + waves x unit_us + bytes / min(read, cap x slots used) + states
+    time = launches x launch_us + waves x unit_us + bytes / min(read, cap x slots used) + folds
 
 Caps are the meter's (docs/meter.md). Everything else that is assumed stands in the document, with
 where it is from; whoever changes a kernel changes it there, and runs `make gates` and this.
@@ -33,6 +33,7 @@ from tools.predictions import (
 
 ARCH = "90a"
 KV_HEADS, TOKEN_BYTES, CHUNK_TOKENS, CHUNK_LEAVES = 8, 4096, 2048, 8
+HEAD_DIM, TILE_ROWS = 128, 64
 LOADS = {
     "b1.4k": (1, 4096),
     "b1.32k": (1, 32768),
@@ -103,12 +104,23 @@ class Model:
         rows = group * q_len
         chunks = math.ceil(kv_len / CHUNK_TOKENS)
         parts, waves, used = self.cut(batch * KV_HEADS * chunks)
-        states = chunks * parts if chunks * parts > 1 else 0
+        # Chunks are folded side by side, the first part of each as one state, and then the sequence.
+        leaves = CHUNK_LEAVES - CHUNK_LEAVES // parts + 1 if parts > 1 else 0
         return (
             self.assumed["launch_us"]
             + waves * self.assumed["unit_us"]
             + self.streaming(batch * kv_len * TOKEN_BYTES, self.cap_of_rows(rows) * used)
-            + states * self.assumed["state_us"] * max(1.0, rows / 4)
+            + self.fold(leaves, rows)
+            + self.fold(chunks if chunks > 1 else 0, rows)
+        )
+
+    def fold(self, states: int, rows: int) -> float:
+        """Of states in the workspace, by one block: eight at a time, 256 quads of each at once."""
+        quads = min(rows, TILE_ROWS) * HEAD_DIM // 4
+        steps = math.ceil(states / CHUNK_LEAVES)
+        arrival = self.assumed["arrival_us"] if states > 0 else 0.0
+        return arrival + steps * (
+            self.assumed["factors_us"] + math.ceil(quads / 256) * self.assumed["load_us"]
         )
 
     def cut(self, units: int) -> tuple[int, int, float]:
