@@ -104,7 +104,7 @@ class Model:
         rows = group * q_len
         chunks = math.ceil(kv_len / CHUNK_TOKENS)
         parts, waves, used = self.cut(batch * KV_HEADS * chunks)
-        # Chunks are folded side by side, the first part of each as one state, and then the sequence.
+        # Chunks are folded side by side, the first part of each as one state; then the sequence.
         leaves = CHUNK_LEAVES - CHUNK_LEAVES // parts + 1 if parts > 1 else 0
         return (
             self.assumed["launch_us"]
