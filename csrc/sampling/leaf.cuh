@@ -29,11 +29,6 @@ class Leaf {
   // The lane's element i, which the compiler knows.
   __device__ float operator[](int i) const { return Vector<T>::element(words_, i); }
 
-  __device__ void clear() {
-#pragma unroll
-    for (int k = 0; k < kLeafVectors * 4; ++k) words_[k] = Vector<T>::kNothing;
-  }
-
   // Ends the life of values derived from the elements: they are cheaper to derive again than to keep.
   __device__ void forget_derived() {
 #pragma unroll
@@ -63,6 +58,21 @@ class Leaf {
     }
   }
 
+  // From shared memory, where vector v of the leaf is slot[v].
+  __device__ void load_shared(const uint4* slot) {
+#pragma unroll
+    for (int j = 0; j < kLeafVectors; ++j) put(j, slot[j * kWarpSize + lane_id()]);
+  }
+
+  // The same where it begins `skew` bytes past slot[v].
+  __device__ void load_shared(const uint4* slot, int skew) {
+#pragma unroll
+    for (int j = 0; j < kLeafVectors; ++j) {
+      const uint4* low = slot + j * kWarpSize + lane_id();
+      put(j, Vector<T>::between(low[0], low[1], skew));
+    }
+  }
+
   // Lays the block's overlay over the raw leaf.
   __device__ void process(int32_t leaf) {
     int32_t begin = leaf * kSize;
@@ -80,6 +90,24 @@ class Leaf {
       T x = Vector<T>::template pick<kLeafVectors * 4>(words_, i);
       x = changed_logit(begin + offset(i), x);
       Vector<T>::template put<kLeafVectors * 4>(words_, i, x);
+    }
+  }
+
+  // The largest of the lane's elements; NaN counts for nothing, none is -inf.
+  __device__ float lane_max() const {
+    if constexpr (sizeof(T) == 4) {
+      float tops[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) tops[i % 4] = fmaxf(tops[i % 4], (*this)[i]);
+      return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+    } else {
+      uint32_t tops[2] = {Vector<T>::kNothing, Vector<T>::kNothing};
+#pragma unroll
+      for (int k = 0; k < kLeafVectors * 4; ++k) {
+        tops[k % 2] = ptx::max_bf16x2(tops[k % 2], words_[k]);
+      }
+      uint32_t top = ptx::max_bf16x2(tops[0], tops[1]);
+      return fmaxf(Vector<T>::element(&top, 0), Vector<T>::element(&top, 1));
     }
   }
 
@@ -159,10 +187,7 @@ __device__ inline float leaf_sum(Leaf<T>& x, float origin, float scale) {
 
 template <typename T>
 __device__ inline float leaf_max(const Leaf<T>& x) {
-  float tops[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
-#pragma unroll
-  for (int i = 0; i < Leaf<T>::kOwn; ++i) tops[i % 4] = fmaxf(tops[i % 4], x[i]);  // skips NaN
-  return fminf(warp_max(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]))), FLT_MAX);
+  return fminf(warp_max(x.lane_max()), FLT_MAX);
 }
 
 template <bool kProcessed, typename T>
@@ -183,30 +208,6 @@ __device__ inline LeafStats leaf_stats(
     }
   }
   return stats;
-}
-
-// The one read of leaves [begin, end) from memory. A warp has two leaves on their way at a time.
-template <typename T, bool kProcessed>
-__device__ inline void scan_leaves(const RowLogits<T, kProcessed>& row,
-                                   int32_t begin,
-                                   int32_t end,
-                                   bool want_raw,
-                                   bool want_warm,
-                                   float scale,
-                                   LeafStats* stats) {
-  int32_t leaf = begin + warp_id();
-  if (leaf >= end) return;
-  Leaf<T> now, ahead;
-  now.load_raw(row, leaf);
-  for (; leaf < end; leaf += num_warps(), now = ahead) {
-    if (leaf + num_warps() < end) {
-      ahead.load_raw(row, leaf + num_warps());
-    } else {
-      ahead.clear();
-    }
-    LeafStats found = leaf_stats<kProcessed>(now, leaf, want_raw, want_warm, scale);
-    if (lane_id() == 0) stats[leaf] = found;
-  }
 }
 
 }  // namespace specops

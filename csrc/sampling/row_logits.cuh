@@ -136,11 +136,8 @@ struct Vector {
     return load_elements(data, rest);
   }
 
- private:
-  // A vector that begins `skew` bytes past a 16-byte boundary, out of the two it lies in.
-  __device__ static uint4 load_skewed(const T* data, int skew) {
-    auto* low = reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(data) - skew);
-    uint4 a = low[0], b = low[1];
+  // The vector that begins `skew` bytes past the first of two.
+  __device__ static uint4 between(const uint4& a, const uint4& b, int skew) {
     uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int k = 0; k < 6; ++k) words[k] = skew & 8 ? words[k + 2] : words[k];
@@ -153,6 +150,13 @@ struct Vector {
       }
     }
     return {words[0], words[1], words[2], words[3]};
+  }
+
+ private:
+  // A vector that begins `skew` bytes past a 16-byte boundary, out of the two it lies in.
+  __device__ static uint4 load_skewed(const T* data, int skew) {
+    auto* low = reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(data) - skew);
+    return between(low[0], low[1], skew);
   }
 
   // The first or last elements of a row, one by one; they enter from the right.

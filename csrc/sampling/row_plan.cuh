@@ -7,6 +7,7 @@
 #include "sampling/leaf.cuh"
 #include "sampling/overlay.cuh"
 #include "sampling/row_shared.cuh"
+#include "sampling/scan.cuh"
 
 namespace specops {
 
@@ -119,7 +120,7 @@ __device__ inline bool scan_row(const RowPlan& plan,
                                 int32_t* counter) {
   int32_t begin = static_cast<int32_t>(blockIdx.x) % plan.splits * plan.run;
   int32_t end = min(begin + plan.run, plan.num_leaves);
-  scan_leaves(row, begin, end, want_raw, want_warm, scale, slots.stats);
+  scan_leaves(shared, row, begin, end, want_raw, want_warm, scale, slots.stats);
   if (plan.splits > 1) return last_to_arrive(shared, counter, plan.splits);
   __syncthreads();
   return true;

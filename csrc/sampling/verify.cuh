@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       bool warm = wanted.warm && (choice < 0 || want_processed);
       float scale = inverse_temperature(shared.filters.temperature) * kLog2e;
       if (kStrategies && shared.again) {
-        scan_leaves(row, 0, plan.num_leaves, wanted.raw, warm, scale, slots.stats);
+        scan_leaves(shared, row, 0, plan.num_leaves, wanted.raw, warm, scale, slots.stats);
         __syncthreads();
       } else if (!scan_row(plan,
                            shared,

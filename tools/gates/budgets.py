@@ -329,7 +329,7 @@ def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2
     """The read of a row of logits: maxima, and so many sums of powers, of leaves of 2 KiB."""
 
     def work(number: int) -> dict[str, int]:
-        return {"LDG*.128*": 4, "MUFU.EX2*": 32 * number, "LDS*": 0}
+        return {"LDGSTS*": 4, "LDS.128": 4, "MUFU.EX2*": 32 * number}
 
     ways = [Way(work(sums))]
     if sums != most:

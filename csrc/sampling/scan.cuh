@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one read of a row from memory: leaves arrive in shared memory while the ones before are summed up.
+#pragma once
+
+#include "sampling/leaf.cuh"
+#include "sampling/row_shared.cuh"
+
+namespace specops {
+
+// A warp's slots: two leaves are always on their way to each of eight warps, one to each of more. Leaf
+// 0 never comes this way.
+template <typename T, bool kProcessed>
+class LeafRing {
+ public:
+  __device__ LeafRing(RowShared& shared, const RowLogits<T, kProcessed>& row)
+      : row_(row),
+        end_inside_((row.skew == 0 ? row.size : row.size - Leaf<T>::kWidth) / Leaf<T>::kSize),
+        depth_(2 * num_warps() <= kScanSlots ? 2 : 1),
+        slots_(shared.scan_slots() + warp_id() * depth_ * kSlotVectors) {}
+
+  __device__ int depth() const { return depth_; }
+
+  // Lets a leaf come into slot i.
+  __device__ void send(int i, int32_t leaf) const {
+    uint4* slot = slots_ + i * kSlotVectors;
+    if (leaf < end_inside_) {
+      auto* begin = reinterpret_cast<const unsigned char*>(row_.data + leaf * Leaf<T>::kSize);
+      auto* window = reinterpret_cast<const uint4*>(begin - row_.skew);
+#pragma unroll
+      for (int j = 0; j < kLeafVectors; ++j) {
+        int vector = j * kWarpSize + lane_id();
+        ptx::cp_async_16(slot + vector, window + vector);
+      }
+      if (row_.skew != 0 && lane_id() == 0) {
+        ptx::cp_async_16(slot + kSlotVectors - 1, window + kSlotVectors - 1);
+      }
+    } else {
+#pragma unroll 1
+      for (int vector = lane_id(); vector < kSlotVectors - 1; vector += kWarpSize) {
+        int32_t first = leaf * Leaf<T>::kSize + vector * Leaf<T>::kWidth;
+        if (row_.skew == 0 && row_.size - first >= Leaf<T>::kWidth) {
+          ptx::cp_async_16(slot + vector, row_.data + first);
+        } else {
+          slot[vector] = Vector<T>::load_raw(row_, first);
+        }
+      }
+    }
+  }
+
+  // Ends what the warp has sent, or has not, since the last time.
+  __device__ void commit() const { ptx::cp_async_commit(); }
+
+  // Waits for the leaf in slot i, the oldest one on its way.
+  __device__ void receive(int i, int32_t leaf, Leaf<T>& x) const {
+    if (depth_ == 2) {
+      ptx::cp_async_wait<1>();
+    } else {
+      ptx::cp_async_wait<0>();
+    }
+    const uint4* slot = slots_ + i * kSlotVectors;
+    if (row_.skew == 0 || leaf >= end_inside_) {
+      x.load_shared(slot);  // what the lane itself has sent
+      return;
+    }
+    __syncwarp(kFullMask);
+    x.load_shared(slot, row_.skew);
+    __syncwarp(kFullMask);
+  }
+
+ private:
+  const RowLogits<T, kProcessed>& row_;
+  int32_t end_inside_;  // of the leaves whose vectors in memory are the row's alone
+  int depth_;
+  uint4* slots_;
+};
+
+// Sums up leaves [begin, end). Before it, and before what lies in shared.scan_slots() is used after it,
+// the block meets at a barrier.
+template <typename T, bool kProcessed>
+__device__ inline void scan_leaves(RowShared& shared,
+                                   const RowLogits<T, kProcessed>& row,
+                                   int32_t begin,
+                                   int32_t end,
+                                   bool want_raw,
+                                   bool want_warm,
+                                   float scale,
+                                   LeafStats* stats) {
+  int32_t leaf = begin + warp_id(), step = num_warps();
+  if (leaf >= end) return;
+  LeafRing<T, kProcessed> ring(shared, row);
+  // The first leaf comes straight to registers, beside those in the slots.
+  Leaf<T> x;
+  x.load_raw(row, leaf);
+#pragma unroll 1
+  for (int i = 0; i < ring.depth(); ++i) {
+    if (leaf + (i + 1) * step < end) ring.send(i, leaf + (i + 1) * step);
+    ring.commit();
+  }
+  int slot = 0;
+#pragma unroll 1
+  while (true) {
+    LeafStats found = leaf_stats<kProcessed>(x, leaf, want_raw, want_warm, scale);
+    if (lane_id() == 0) stats[leaf] = found;
+    leaf += step;
+    if (leaf >= end) break;
+    ring.receive(slot, leaf, x);
+    int32_t next = leaf + ring.depth() * step;
+    if (next < end) ring.send(slot, next);
+    ring.commit();
+    slot = slot + 1 < ring.depth() ? slot + 1 : 0;
+  }
+}
+
+}  // namespace specops
