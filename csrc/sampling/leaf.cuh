@@ -111,6 +111,24 @@ class Leaf {
     }
   }
 
+  // Calls visit(i, clean element, its place in the leaf) for the lane's elements in order, i within the
+  // vector. A loop over vectors, of which one is open at a time: all of them at once cost registers.
+  template <typename Visit>
+  __device__ void for_each(Visit visit) {
+#pragma unroll 1
+    for (int j = 0; j < kLeafVectors; ++j) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        visit(i, clean((*this)[i]), vector_offset(j) + i);
+      }
+      uint32_t front[4] = {words_[0], words_[1], words_[2], words_[3]};
+#pragma unroll
+      for (int k = 4; k < kLeafVectors * 4; ++k) words_[k - 4] = words_[k];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words_[kLeafVectors * 4 - 4 + k] = front[k];
+    }
+  }
+
   // Makes -inf of the elements equal to value past position last of the leaf.
   __device__ void drop_ties(float value, int last) {
 #pragma unroll
@@ -139,16 +157,21 @@ class Leaf {
 };
 
 // Calls visit(logit, id) for the lane's elements of a leaf in ascending order, where the lane's run
-// of the leaf lies before the next lane's.
+// of the leaf lies before the next lane's. All of the run is on its way before the first visit.
 template <typename T, bool kProcessed, typename Visit>
 __device__ inline void for_each_in_order(const RowLogits<T, kProcessed>& row,
                                          int32_t leaf,
                                          Visit visit) {
   constexpr int kWidth = Vector<T>::kWidth;
   int32_t first = leaf * RowLogits<T>::kLeafSize + lane_id() * kLeafVectors * kWidth;
+  uint4 ahead[kLeafVectors];
+#pragma unroll
+  for (int j = 0; j < kLeafVectors; ++j) ahead[j] = Vector<T>::load_raw(row, first + j * kWidth);
 #pragma unroll 1
   for (int j = 0; j < kLeafVectors; ++j, first += kWidth) {
-    uint4 vector = Vector<T>::load(row, first);
+    uint4 vector = Vector<T>::template under_overlay<kProcessed>(first, ahead[0]);
+#pragma unroll
+    for (int k = 1; k < kLeafVectors; ++k) ahead[k - 1] = ahead[k];
     uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) visit(clean(Vector<T>::element(words, i)), first + i);

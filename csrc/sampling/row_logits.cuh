@@ -110,7 +110,12 @@ struct Vector {
   // The elements from id `first` on; -inf past the row's end.
   template <bool kProcessed>
   __device__ static uint4 load(const RowLogits<T, kProcessed>& row, int32_t first) {
-    uint4 vector = load_raw(row, first);
+    return under_overlay<kProcessed>(first, load_raw(row, first));
+  }
+
+  // Lays the block's overlay, where there is one, over the raw elements from id `first` on.
+  template <bool kProcessed>
+  __device__ static uint4 under_overlay(int32_t first, uint4 vector) {
     if constexpr (kProcessed) {
       uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
       OverlayBits bits = overlay_of(first, kWidth);
