@@ -46,6 +46,7 @@ struct RowShared {
   TypicalCut typical;             // and what typical-p keeps of it
   int32_t weighed;                // whether masses are the kept tokens', or the scan's sums are
   float raw_max;                  // of the logits in memory
+  float log_sum;                  // of their weights, then of what is kept
   float likely;                   // the least logit that min-p keeps
   Mass target, total;             // a selection's
   float thresholds[kThresholds];  // masses wanted in one pass over a row
