@@ -58,17 +58,17 @@ class Leaf {
     }
   }
 
-  // From shared memory, where vector v of the leaf is slot[v].
-  __device__ void load_shared(const uint4* slot) {
+  // From shared memory, where the lane's first vector is own[0].
+  __device__ void load_shared(const uint4* own) {
 #pragma unroll
-    for (int j = 0; j < kLeafVectors; ++j) put(j, slot[j * kWarpSize + lane_id()]);
+    for (int j = 0; j < kLeafVectors; ++j) put(j, own[j * kWarpSize]);
   }
 
-  // The same where it begins `skew` bytes past slot[v].
-  __device__ void load_shared(const uint4* slot, int skew) {
+  // The same where every vector begins `skew` bytes further.
+  __device__ void load_shared(const uint4* own, int skew) {
 #pragma unroll
     for (int j = 0; j < kLeafVectors; ++j) {
-      const uint4* low = slot + j * kWarpSize + lane_id();
+      const uint4* low = own + j * kWarpSize;
       put(j, Vector<T>::between(low[0], low[1], skew));
     }
   }
@@ -157,21 +157,26 @@ class Leaf {
 };
 
 // Calls visit(logit, id) for the lane's elements of a leaf in ascending order, where the lane's run
-// of the leaf lies before the next lane's. All of the run is on its way before the first visit.
-template <typename T, bool kProcessed, typename Visit>
+// of the leaf lies before the next lane's. kAtOnce: all of the run is on its way before the first
+// visit, for which the lane must have the registers.
+template <bool kAtOnce = true, typename T, bool kProcessed, typename Visit>
 __device__ inline void for_each_in_order(const RowLogits<T, kProcessed>& row,
                                          int32_t leaf,
                                          Visit visit) {
   constexpr int kWidth = Vector<T>::kWidth;
+  constexpr int kAhead = kAtOnce ? kLeafVectors : 1;
   int32_t first = leaf * RowLogits<T>::kLeafSize + lane_id() * kLeafVectors * kWidth;
-  uint4 ahead[kLeafVectors];
+  uint4 ahead[kAhead];
+  if constexpr (kAtOnce) {
 #pragma unroll
-  for (int j = 0; j < kLeafVectors; ++j) ahead[j] = Vector<T>::load_raw(row, first + j * kWidth);
+    for (int j = 0; j < kAhead; ++j) ahead[j] = Vector<T>::load_raw(row, first + j * kWidth);
+  }
 #pragma unroll 1
   for (int j = 0; j < kLeafVectors; ++j, first += kWidth) {
+    if constexpr (!kAtOnce) ahead[0] = Vector<T>::load_raw(row, first);
     uint4 vector = Vector<T>::template under_overlay<kProcessed>(first, ahead[0]);
 #pragma unroll
-    for (int k = 1; k < kLeafVectors; ++k) ahead[k - 1] = ahead[k];
+    for (int k = 1; k < kAhead; ++k) ahead[k - 1] = ahead[k];
     uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) visit(clean(Vector<T>::element(words, i)), first + i);

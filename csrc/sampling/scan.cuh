@@ -16,32 +16,34 @@ class LeafRing {
       : row_(row),
         end_inside_((row.skew == 0 ? row.size : row.size - Leaf<T>::kWidth) / Leaf<T>::kSize),
         depth_(2 * num_warps() <= kScanSlots ? 2 : 1),
-        slots_(shared.scan_slots() + warp_id() * depth_ * kSlotVectors) {}
+        window_(reinterpret_cast<const unsigned char*>(row.data) - row.skew + lane_id() * 16),
+        slots_(shared.scan_slots() + warp_id() * depth_ * kSlotVectors + lane_id()) {}
 
   __device__ int depth() const { return depth_; }
 
-  // Lets a leaf come into slot i.
-  __device__ void send(int i, int32_t leaf) const {
-    uint4* slot = slots_ + i * kSlotVectors;
+  // A slot is named by its first vector: 0 comes first, and this after another one.
+  __device__ int slot_after(int slot) const { return (depth_ - 1) * kSlotVectors - slot; }
+
+  // Lets a leaf come into a slot.
+  __device__ void send(int slot, int32_t leaf) const {
     if (leaf < end_inside_) {
-      auto* begin = reinterpret_cast<const unsigned char*>(row_.data + leaf * Leaf<T>::kSize);
-      auto* window = reinterpret_cast<const uint4*>(begin - row_.skew);
+      const unsigned char* from = window_ + int64_t{leaf} * kLeafBytes;
 #pragma unroll
       for (int j = 0; j < kLeafVectors; ++j) {
-        int vector = j * kWarpSize + lane_id();
-        ptx::cp_async_16(slot + vector, window + vector);
+        ptx::cp_async_16(slots_ + slot + j * kWarpSize, from + j * kWarpSize * 16);
       }
       if (row_.skew != 0 && lane_id() == 0) {
-        ptx::cp_async_16(slot + kSlotVectors - 1, window + kSlotVectors - 1);
+        ptx::cp_async_16(slots_ + slot + kSlotVectors - 1, from + kLeafBytes);
       }
     } else {
 #pragma unroll 1
-      for (int vector = lane_id(); vector < kSlotVectors - 1; vector += kWarpSize) {
-        int32_t first = leaf * Leaf<T>::kSize + vector * Leaf<T>::kWidth;
+      for (int j = 0; j < kLeafVectors; ++j) {
+        int32_t first = leaf * Leaf<T>::kSize + (j * kWarpSize + lane_id()) * Leaf<T>::kWidth;
+        uint4* to = slots_ + slot + j * kWarpSize;
         if (row_.skew == 0 && row_.size - first >= Leaf<T>::kWidth) {
-          ptx::cp_async_16(slot + vector, row_.data + first);
+          ptx::cp_async_16(to, row_.data + first);
         } else {
-          slot[vector] = Vector<T>::load_raw(row_, first);
+          *to = Vector<T>::load_raw(row_, first);
         }
       }
     }
@@ -50,20 +52,19 @@ class LeafRing {
   // Ends what the warp has sent, or has not, since the last time.
   __device__ void commit() const { ptx::cp_async_commit(); }
 
-  // Waits for the leaf in slot i, the oldest one on its way.
-  __device__ void receive(int i, int32_t leaf, Leaf<T>& x) const {
+  // Waits for the leaf in a slot, the oldest one on its way.
+  __device__ void receive(int slot, int32_t leaf, Leaf<T>& x) const {
     if (depth_ == 2) {
       ptx::cp_async_wait<1>();
     } else {
       ptx::cp_async_wait<0>();
     }
-    const uint4* slot = slots_ + i * kSlotVectors;
     if (row_.skew == 0 || leaf >= end_inside_) {
-      x.load_shared(slot);  // what the lane itself has sent
+      x.load_shared(slots_ + slot);  // what the lane itself has sent
       return;
     }
     __syncwarp(kFullMask);
-    x.load_shared(slot, row_.skew);
+    x.load_shared(slots_ + slot, row_.skew);
     __syncwarp(kFullMask);
   }
 
@@ -71,6 +72,7 @@ class LeafRing {
   const RowLogits<T, kProcessed>& row_;
   int32_t end_inside_;  // of the leaves whose vectors in memory are the row's alone
   int depth_;
+  const unsigned char* window_;  // the lane's first vector in memory, and in its slots
   uint4* slots_;
 };
 
@@ -91,12 +93,14 @@ __device__ inline void scan_leaves(RowShared& shared,
   // The first leaf comes straight to registers, beside those in the slots.
   Leaf<T> x;
   x.load_raw(row, leaf);
-#pragma unroll 1
-  for (int i = 0; i < ring.depth(); ++i) {
-    if (leaf + (i + 1) * step < end) ring.send(i, leaf + (i + 1) * step);
-    ring.commit();
-  }
   int slot = 0;
+#pragma unroll 1
+  for (int i = 1; i <= ring.depth(); ++i) {
+    if (leaf + i * step < end) ring.send(slot, leaf + i * step);
+    ring.commit();
+    slot = ring.slot_after(slot);
+  }
+  int32_t ahead = ring.depth() * step;
 #pragma unroll 1
   while (true) {
     LeafStats found = leaf_stats<kProcessed>(x, leaf, want_raw, want_warm, scale);
@@ -104,10 +108,9 @@ __device__ inline void scan_leaves(RowShared& shared,
     leaf += step;
     if (leaf >= end) break;
     ring.receive(slot, leaf, x);
-    int32_t next = leaf + ring.depth() * step;
-    if (next < end) ring.send(slot, next);
+    if (leaf + ahead < end) ring.send(slot, leaf + ahead);
     ring.commit();
-    slot = slot + 1 < ring.depth() ? slot + 1 : 0;
+    slot = ring.slot_after(slot);
   }
 }
 

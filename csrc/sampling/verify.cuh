@@ -70,17 +70,16 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       WantedSums wanted(shared.filters, row.size, want_logprob, params.processed_logprobs);
       bool warm = wanted.warm && (choice < 0 || want_processed);
       float scale = inverse_temperature(shared.filters.temperature) * kLog2e;
-      if (kStrategies && shared.again) {
-        scan_leaves(shared, row, 0, plan.num_leaves, wanted.raw, warm, scale, slots.stats);
-        __syncthreads();
-      } else if (!scan_row(plan,
-                           shared,
-                           row,
-                           slots,
-                           wanted.raw,
-                           warm,
-                           scale,
-                           counters + params.batch + row_idx)) {
+      if (!scan_row(
+              plan,
+              shared,
+              row,
+              slots,
+              kStrategies && shared.again != 0,
+              wanted.raw,
+              warm,
+              scale,
+              [&] { return counters + params.batch + shared.first_row + shared.row_of_request; })) {
         return;
       }
       DraftedRow<T, kProcessed> block(shared, row, shared.filters, slots.stats, slots.masses);
