@@ -438,6 +438,13 @@ MUTATIONS = [
         SAMPLE,
     ),
     Mutation(
+        "a scan waits for one leaf too few",
+        "sampling/scan.cuh",
+        "ptx::cp_async_wait<1>();",
+        "ptx::cp_async_wait<2>();",
+        SAMPLE,
+    ),
+    Mutation(
         "the last block reads what no fence published",
         "sampling/row_plan.cuh",
         "    __threadfence();\n    // Back to zero in one piece",

@@ -130,6 +130,13 @@ __device__ inline float2 unpack2(uint32_t word) {
   return out;
 }
 
+// The larger of each pair of bf16 halves: of NaN and a number the number, of -0 and 0 the 0.
+__device__ inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
 // Approximate functions: the same bits for the same argument on one device, nothing more.
 __device__ inline float exp2_approx(float x) {
   float out;

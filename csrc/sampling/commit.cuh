@@ -80,7 +80,7 @@ __device__ inline void count_tokens(const CommitTokens& tokens,
 // Order:   serial where the rule is, else copies; a request whose tokens find no room, or whose slot
 //          is wrong, is left alone and reported.
 template <typename = void>
-__global__ void __launch_bounds__(kCommitThreads) commit_kernel(CommitParams params) {
+__global__ void __launch_bounds__(kCommitThreads, 1) commit_kernel(CommitParams params) {
   auto* shared = reinterpret_cast<CommitShared*>(shared_memory());
   int64_t batch_idx = blockIdx.x;
   int thread_idx = threadIdx.x;

@@ -247,7 +247,7 @@ class DraftedRow : public Row<T, kProcessed> {
       uint32_t place = static_cast<uint32_t>(ids[i] - first);
       if (place < kRun) named |= 1u << place;
     }
-    for_each_in_order(Base::logits, leaf, [&](float x, int32_t id) {
+    for_each_in_order<false>(Base::logits, leaf, [&](float x, int32_t id) {
       float own = x > -INFINITY && Base::keeps(x, id) ? Base::weight(x) : 0.0f;
       if ((named >> (id - first) & 1u) != 0 && own > 0.0f) {
         float given = draft.one_hot() ? INFINITY : 0.0f;

@@ -29,11 +29,6 @@ class Leaf {
   // The lane's element i, which the compiler knows.
   __device__ float operator[](int i) const { return Vector<T>::element(words_, i); }
 
-  __device__ void clear() {
-#pragma unroll
-    for (int k = 0; k < kLeafVectors * 4; ++k) words_[k] = Vector<T>::kNothing;
-  }
-
   // Ends the life of values derived from the elements: they are cheaper to derive again than to keep.
   __device__ void forget_derived() {
 #pragma unroll
@@ -63,6 +58,21 @@ class Leaf {
     }
   }
 
+  // From shared memory, where the lane's first vector is own[0].
+  __device__ void load_shared(const uint4* own) {
+#pragma unroll
+    for (int j = 0; j < kLeafVectors; ++j) put(j, own[j * kWarpSize]);
+  }
+
+  // The same where every vector begins `skew` bytes further.
+  __device__ void load_shared(const uint4* own, int skew) {
+#pragma unroll
+    for (int j = 0; j < kLeafVectors; ++j) {
+      const uint4* low = own + j * kWarpSize;
+      put(j, Vector<T>::between(low[0], low[1], skew));
+    }
+  }
+
   // Lays the block's overlay over the raw leaf.
   __device__ void process(int32_t leaf) {
     int32_t begin = leaf * kSize;
@@ -80,6 +90,42 @@ class Leaf {
       T x = Vector<T>::template pick<kLeafVectors * 4>(words_, i);
       x = changed_logit(begin + offset(i), x);
       Vector<T>::template put<kLeafVectors * 4>(words_, i, x);
+    }
+  }
+
+  // The largest of the lane's elements; NaN counts for nothing, none is -inf.
+  __device__ float lane_max() const {
+    if constexpr (sizeof(T) == 4) {
+      float tops[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) tops[i % 4] = fmaxf(tops[i % 4], (*this)[i]);
+      return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+    } else {
+      uint32_t tops[2] = {Vector<T>::kNothing, Vector<T>::kNothing};
+#pragma unroll
+      for (int k = 0; k < kLeafVectors * 4; ++k) {
+        tops[k % 2] = ptx::max_bf16x2(tops[k % 2], words_[k]);
+      }
+      uint32_t top = ptx::max_bf16x2(tops[0], tops[1]);
+      return fmaxf(Vector<T>::element(&top, 0), Vector<T>::element(&top, 1));
+    }
+  }
+
+  // Calls visit(i, clean element, its place in the leaf) for the lane's elements in order, i within the
+  // vector. A loop over vectors, of which one is open at a time: all of them at once cost registers.
+  template <typename Visit>
+  __device__ void for_each(Visit visit) {
+#pragma unroll 1
+    for (int j = 0; j < kLeafVectors; ++j) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        visit(i, clean((*this)[i]), vector_offset(j) + i);
+      }
+      uint32_t front[4] = {words_[0], words_[1], words_[2], words_[3]};
+#pragma unroll
+      for (int k = 4; k < kLeafVectors * 4; ++k) words_[k - 4] = words_[k];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words_[kLeafVectors * 4 - 4 + k] = front[k];
     }
   }
 
@@ -111,16 +157,26 @@ class Leaf {
 };
 
 // Calls visit(logit, id) for the lane's elements of a leaf in ascending order, where the lane's run
-// of the leaf lies before the next lane's.
-template <typename T, bool kProcessed, typename Visit>
+// of the leaf lies before the next lane's. kAtOnce: all of the run is on its way before the first
+// visit, for which the lane must have the registers.
+template <bool kAtOnce = true, typename T, bool kProcessed, typename Visit>
 __device__ inline void for_each_in_order(const RowLogits<T, kProcessed>& row,
                                          int32_t leaf,
                                          Visit visit) {
   constexpr int kWidth = Vector<T>::kWidth;
+  constexpr int kAhead = kAtOnce ? kLeafVectors : 1;
   int32_t first = leaf * RowLogits<T>::kLeafSize + lane_id() * kLeafVectors * kWidth;
+  uint4 ahead[kAhead];
+  if constexpr (kAtOnce) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) ahead[j] = Vector<T>::load_raw(row, first + j * kWidth);
+  }
 #pragma unroll 1
   for (int j = 0; j < kLeafVectors; ++j, first += kWidth) {
-    uint4 vector = Vector<T>::load(row, first);
+    if constexpr (!kAtOnce) ahead[0] = Vector<T>::load_raw(row, first);
+    uint4 vector = Vector<T>::template under_overlay<kProcessed>(first, ahead[0]);
+#pragma unroll
+    for (int k = 1; k < kAhead; ++k) ahead[k - 1] = ahead[k];
     uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) visit(clean(Vector<T>::element(words, i)), first + i);
@@ -159,10 +215,7 @@ __device__ inline float leaf_sum(Leaf<T>& x, float origin, float scale) {
 
 template <typename T>
 __device__ inline float leaf_max(const Leaf<T>& x) {
-  float tops[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
-#pragma unroll
-  for (int i = 0; i < Leaf<T>::kOwn; ++i) tops[i % 4] = fmaxf(tops[i % 4], x[i]);  // skips NaN
-  return fminf(warp_max(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]))), FLT_MAX);
+  return fminf(warp_max(x.lane_max()), FLT_MAX);
 }
 
 template <bool kProcessed, typename T>
@@ -183,30 +236,6 @@ __device__ inline LeafStats leaf_stats(
     }
   }
   return stats;
-}
-
-// The one read of leaves [begin, end) from memory. A warp has two leaves on their way at a time.
-template <typename T, bool kProcessed>
-__device__ inline void scan_leaves(const RowLogits<T, kProcessed>& row,
-                                   int32_t begin,
-                                   int32_t end,
-                                   bool want_raw,
-                                   bool want_warm,
-                                   float scale,
-                                   LeafStats* stats) {
-  int32_t leaf = begin + warp_id();
-  if (leaf >= end) return;
-  Leaf<T> now, ahead;
-  now.load_raw(row, leaf);
-  for (; leaf < end; leaf += num_warps(), now = ahead) {
-    if (leaf + num_warps() < end) {
-      ahead.load_raw(row, leaf + num_warps());
-    } else {
-      ahead.clear();
-    }
-    LeafStats found = leaf_stats<kProcessed>(now, leaf, want_raw, want_warm, scale);
-    if (lane_id() == 0) stats[leaf] = found;
-  }
 }
 
 }  // namespace specops

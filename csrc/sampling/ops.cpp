@@ -115,12 +115,15 @@ LogitsProcessors check_processors(Checker& check,
   check.optional("processors.allowed_token_mask", mask, {DType::kInt32}, {&num_masks, &mask_words});
   check.optional("processors.mask_indices", mask_indices, {DType::kInt32}, {&output_rows});
 
-  bool fits = !check.on_cuda() || vocab_size <= kMaxProcessedVocab;
-  check.that(fits,
-             "logits",
-             "at most " + std::to_string(kMaxProcessedVocab) +
-                 " tokens wide on CUDA, where processors are given",
-             vocab_size.value);
+  if (check.on_cuda()) {
+    int64_t max_tokens = 0;
+    processed_vocab_cuda({.max_tokens = &max_tokens}, check.stream());
+    check.that(vocab_size <= max_tokens,
+               "logits",
+               "at most " + std::to_string(max_tokens) +
+                   " tokens wide on this CUDA device, where processors are given",
+               vocab_size.value);
+  }
   auto needs = [&](const char* name, const TensorView& view, bool wanted, const char* why) {
     check.that(view.defined() || !wanted, name, std::string("given with ") + why, "None");
   };

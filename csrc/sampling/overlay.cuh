@@ -28,6 +28,8 @@ struct OverlayBits {
 // waits for memory a few times, and not for the logarithm of a long history.
 constexpr int kStretchTokens = 512;
 constexpr int kStretchWords = kStretchTokens / 32;
+constexpr int kOverlayTokens =
+    1024;  // a row's last leaf has its bits whole: one of bf16 is the longer
 
 // Shared memory of a block whose row ends with the leaf before token `end`.
 constexpr int64_t overlay_bytes(int64_t end) {
@@ -35,6 +37,16 @@ constexpr int64_t overlay_bytes(int64_t end) {
          2 * (end / kStretchTokens + 1) * static_cast<int64_t>(sizeof(int32_t));
 }
 static_assert(overlay_bytes(kMaxProcessedVocab) <= 121 << 10, "the budget of tools/gates");
+
+// The widest row under processors on a device whose blocks have so much shared memory.
+constexpr int64_t max_processed_vocab(int64_t shared_bytes) {
+  int64_t vocab = kMaxProcessedVocab;
+  while (vocab > 0 && kRowSharedBytes + overlay_bytes(vocab) > shared_bytes)
+    vocab -= kStretchTokens;
+  return vocab / kOverlayTokens * kOverlayTokens;
+}
+static_assert(max_processed_vocab(163 << 10) == kMaxProcessedVocab);
+static_assert(max_processed_vocab(99 << 10) >= 220'000, "what the docs say");
 
 __device__ inline RowOverlay& row_overlay() {
   return *reinterpret_cast<RowOverlay*>(shared_memory() + kRowSharedBytes);

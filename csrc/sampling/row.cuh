@@ -35,7 +35,6 @@ struct Row {
   const RowLogits<T, kProcessed>& logits;
   int32_t num_leaves;
   float max = -INFINITY;
-  float log_sum = 0.0f;  // of the raw logits, then of what is kept
 
   // What every thread would keep in registers, most of them for later, waits in shared memory.
   __device__ Row(RowShared& of_block,
@@ -60,7 +59,8 @@ struct Row {
   __device__ const LeafStats& stats(int32_t leaf) const { return shared.row_stats[leaf]; }
   __device__ Mass* masses() const { return shared.row_masses; }
 
-  // Puts the leaves together: the row's maximum and, when wanted, the sum of its raw logits.
+  // Puts the leaves together: the row's maximum and, when wanted, the sum of its raw logits, whose
+  // logarithm it leaves in shared.log_sum.
   __device__ void fold(bool want_raw) {
     float top = -INFINITY;
 #pragma unroll 1
@@ -87,18 +87,25 @@ struct Row {
       if (leaf_max == -INFINITY) continue;
       total += mass(stats(leaf).raw * ptx::exp2_approx((leaf_max - raw_max) * kLog2e));
     }
-    total = block_reduce<Add>(shared, total);
-    log_sum = log_of(total);
+    keep_sum(block_reduce<Add>(shared, total));
+  }
+
+  // For the rest of the row, in the place of the sum that was there.
+  __device__ void keep_sum(Mass total) const {
+    if (thread() == 0) shared.log_sum = log_of(total);
+    __syncthreads();
   }
 
   // Of the raw logits, after fold(true).
-  __device__ float lse() const { return raw_max() == -INFINITY ? -INFINITY : raw_max() + log_sum; }
+  __device__ float lse() const {
+    return raw_max() == -INFINITY ? -INFINITY : raw_max() + shared.log_sum;
+  }
 
   // The raw log-softmax of a token with that logit, after fold(true).
   __device__ float logprob(RowToken token) const {
     float x = token.logit;
     if constexpr (kProcessed) x = to_float(logits.data[token.id]);
-    return raw_max() == -INFINITY ? -INFINITY : (clean(x) - raw_max()) - log_sum;
+    return raw_max() == -INFINITY ? -INFINITY : (clean(x) - raw_max()) - shared.log_sum;
   }
 
   __device__ float logit(int32_t id) const { return clean(logits.logit(id)); }

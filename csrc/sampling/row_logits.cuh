@@ -110,7 +110,12 @@ struct Vector {
   // The elements from id `first` on; -inf past the row's end.
   template <bool kProcessed>
   __device__ static uint4 load(const RowLogits<T, kProcessed>& row, int32_t first) {
-    uint4 vector = load_raw(row, first);
+    return under_overlay<kProcessed>(first, load_raw(row, first));
+  }
+
+  // Lays the block's overlay, where there is one, over the raw elements from id `first` on.
+  template <bool kProcessed>
+  __device__ static uint4 under_overlay(int32_t first, uint4 vector) {
     if constexpr (kProcessed) {
       uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
       OverlayBits bits = overlay_of(first, kWidth);
@@ -136,11 +141,8 @@ struct Vector {
     return load_elements(data, rest);
   }
 
- private:
-  // A vector that begins `skew` bytes past a 16-byte boundary, out of the two it lies in.
-  __device__ static uint4 load_skewed(const T* data, int skew) {
-    auto* low = reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(data) - skew);
-    uint4 a = low[0], b = low[1];
+  // The vector that begins `skew` bytes past the first of two.
+  __device__ static uint4 between(const uint4& a, const uint4& b, int skew) {
     uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int k = 0; k < 6; ++k) words[k] = skew & 8 ? words[k + 2] : words[k];
@@ -153,6 +155,13 @@ struct Vector {
       }
     }
     return {words[0], words[1], words[2], words[3]};
+  }
+
+ private:
+  // A vector that begins `skew` bytes past a 16-byte boundary, out of the two it lies in.
+  __device__ static uint4 load_skewed(const T* data, int skew) {
+    auto* low = reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(data) - skew);
+    return between(low[0], low[1], skew);
   }
 
   // The first or last elements of a row, one by one; they enter from the right.

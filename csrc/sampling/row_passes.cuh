@@ -8,6 +8,9 @@
 
 namespace specops {
 
+constexpr int kPassAhead =
+    2;  // leaves of a warp between the one it reads and the one it prefetches
+
 // How a cut meets a leaf: least is what its tokens must reach; `divided` where ties end inside.
 struct Limits {
   float least;
@@ -110,6 +113,14 @@ __device__ inline void append(const Row<T, kProcessed>& row,
   }
 }
 
+// Lets a leaf that a warp comes to later leave memory for the L2 cache.
+template <typename T, bool kProcessed>
+__device__ inline void prefetch_leaf(const Row<T, kProcessed>& row, int32_t leaf) {
+  constexpr int32_t kLaneSize = Leaf<T>::kSize / kWarpSize;
+  int32_t id = leaf * Leaf<T>::kSize + lane_id() * kLaneSize;
+  if (id < row.logits.size) ptx::prefetch_l2(row.logits.data + id);
+}
+
 // Lists the tokens of shared.cut with low <= logit < high, and writes of every leaf what reaches
 // high: its mass, or how many. Returns the sum of those. Where the list overflows only its count
 // is right.
@@ -120,8 +131,11 @@ gather(const Row<T, kProcessed>& row, float low, float high, bool by_mass) {
   if (row.thread() == 0) row.shared.list_count = 0;
   __syncthreads();
   Mass above = 0;
+  float least = fminf(low, high);
 #pragma unroll 1
   for (int32_t leaf = warp_id(); leaf < row.num_leaves; leaf += num_warps()) {
+    int32_t later = leaf + kPassAhead * num_warps();
+    if (later < row.num_leaves && row.stats(later).max >= least) prefetch_leaf(row, later);
     Limits limits = limits_of(row, leaf);
     float from = fmaxf(low, limits.least), upto = fmaxf(high, limits.least);
     float top = row.stats(leaf).max;

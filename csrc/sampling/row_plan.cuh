@@ -7,6 +7,7 @@
 #include "sampling/leaf.cuh"
 #include "sampling/overlay.cuh"
 #include "sampling/row_shared.cuh"
+#include "sampling/scan.cuh"
 
 namespace specops {
 
@@ -106,21 +107,22 @@ __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int e
   return shared.is_last != 0;
 }
 
-// The block's share of a row. Returns whether it is the block that ends the row: all leaves are then
-// there. `counter`: of the row.
-template <typename T, bool kProcessed>
+// The block's share of a row, or all of it. Returns whether it is the block that ends the row: all
+// leaves are then there. counter() is the row's, asked for after the scan: registers less during it.
+template <typename T, bool kProcessed, typename Counter>
 __device__ inline bool scan_row(const RowPlan& plan,
                                 RowShared& shared,
                                 const RowLogits<T, kProcessed>& row,
                                 const RowSlots& slots,
+                                bool all,
                                 bool want_raw,
                                 bool want_warm,
                                 float scale,
-                                int32_t* counter) {
-  int32_t begin = static_cast<int32_t>(blockIdx.x) % plan.splits * plan.run;
-  int32_t end = min(begin + plan.run, plan.num_leaves);
-  scan_leaves(row, begin, end, want_raw, want_warm, scale, slots.stats);
-  if (plan.splits > 1) return last_to_arrive(shared, counter, plan.splits);
+                                Counter counter) {
+  int32_t begin = all ? 0 : static_cast<int32_t>(blockIdx.x) % plan.splits * plan.run;
+  int32_t end = all ? plan.num_leaves : min(begin + plan.run, plan.num_leaves);
+  scan_leaves(shared, row, begin, end, want_raw, want_warm, scale, slots.stats);
+  if (plan.splits > 1 && !all) return last_to_arrive(shared, counter(), plan.splits);
   __syncthreads();
   return true;
 }

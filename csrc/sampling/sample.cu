@@ -25,4 +25,8 @@ void sampling_workspace_cuda(const SamplingWorkspaceParams& params, CudaStream s
       params.rows, params.vocab_size, params.element_bytes, params.batch, num_sms(stream));
 }
 
+void processed_vocab_cuda(const ProcessedVocabParams& params, CudaStream stream) {
+  *params.max_tokens = max_processed_vocab(max_shared_bytes(stream));
+}
+
 }  // namespace specops

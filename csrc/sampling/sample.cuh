@@ -57,10 +57,11 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                 shared,
                 row,
                 slots,
+                false,
                 wanted.raw,
                 wanted.warm,
                 inverse_temperature(filters.temperature) * kLog2e,
-                static_cast<int32_t*>(params.workspace) + idx)) {
+                [&] { return static_cast<int32_t*>(params.workspace) + idx; })) {
     return;
   }
   // read again, and not kept over the scan

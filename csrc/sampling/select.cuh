@@ -38,12 +38,16 @@ __device__ inline double sample_row(const Row<T, kProcessed>& row) {
   int number = vectors / stride;
   __syncthreads();
 #pragma unroll 1
-  for (int i = row.thread(); i < number * kWidth; i += row.threads()) {
-    uint32_t stretch = static_cast<uint32_t>(i / kWidth);
-    int within = static_cast<int>((stretch * 2654435761u >> 8) % static_cast<uint32_t>(stride));
-    int64_t vector = static_cast<int64_t>(stretch) * stride + within;
-    row.shared.list_x[i] = row.logit(static_cast<int32_t>(vector * kWidth + i % kWidth));
-    row.shared.list_id[i] = i;
+  for (int stretch = row.thread(); stretch < number; stretch += row.threads()) {
+    uint32_t hash = static_cast<uint32_t>(stretch) * 2654435761u >> 8;
+    int vector = stretch * stride + static_cast<int>(hash % static_cast<uint32_t>(stride));
+    uint4 loaded = Vector<T>::load(row.logits, vector * kWidth);
+    uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      row.shared.list_x[stretch * kWidth + i] = clean(Vector<T>::element(words, i));
+      row.shared.list_id[stretch * kWidth + i] = stretch * kWidth + i;
+    }
   }
   if (row.thread() == 0) row.shared.list_count = number * kWidth;
   __syncthreads();

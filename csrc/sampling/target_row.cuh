@@ -31,7 +31,7 @@ template <typename T, bool kProcessed>
 __device__ inline void fold_kept(Row<T, kProcessed>& row) {
   bool everything = row.shared.filters.temperature == 0.0f;
   if (row.max == -INFINITY) return;
-  row.log_sum = row.log_of(everything ? row.scanned_total() : row.kept_mass());
+  row.keep_sum(everything ? row.scanned_total() : row.kept_mass());
 }
 
 // The logarithm of target_prob; at temperature 0 the log-softmax under the overlay.
@@ -40,7 +40,7 @@ __device__ inline float processed_logprob(const Row<T, kProcessed>& row, RowToke
   float x = clean(token.logit);
   bool dropped = row.shared.filters.temperature > 0.0f && !row.keeps(x, token.id);
   if (row.max == -INFINITY || dropped) return -INFINITY;
-  return (x - row.max) * row.shared.inverse - row.log_sum;
+  return (x - row.max) * row.shared.inverse - row.shared.log_sum;
 }
 
 // Writes target_prob of every token.

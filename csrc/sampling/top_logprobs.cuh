@@ -133,15 +133,15 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   auto* workspace = static_cast<unsigned char*>(params.workspace);
   RowSlots slots(plan, shared, workspace + params.workspace_bytes, idx);
   WantedSums wanted(filters, row.size, true, processed);
-  auto* counter = static_cast<int32_t*>(params.workspace) + idx;
   if (!scan_row(plan,
                 shared,
                 row,
                 slots,
+                false,
                 true,
                 processed && wanted.warm,
                 inverse_temperature(filters.temperature) * kLog2e,
-                counter)) {
+                [&] { return static_cast<int32_t*>(params.workspace) + idx; })) {
     return;
   }
   Row<T, kProcessed> block(shared, row, filters, slots.stats, slots.masses);

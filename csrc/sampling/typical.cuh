@@ -24,10 +24,8 @@ weigh_leaves(const Row<T, kProcessed>& row, bool keep, float least, Weigh weigh)
       Leaf<T> x;
       x.load(row.logits, leaf);
       float sums[4] = {};
-#pragma unroll
-      for (int i = 0; i < Leaf<T>::kOwn; ++i) {
-        sums[i % 4] += weigh(clean(x[i]), begin + Leaf<T>::offset(i));
-      }
+      x.for_each(
+          [&](int i, float value, int place) { sums[i % 4] += weigh(value, begin + place); });
       own = row.mass(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
     }
     if (lane_id() != 0) continue;
@@ -88,15 +86,12 @@ __device__ __forceinline__ void masses_within(const Row<T, kProcessed>& row) {
     x.load(row.logits, leaf);
 #pragma unroll 1
     for (int j = 0; j < kThresholds; ++j) {
-      x.forget_derived();
       float furthest = row.shared.thresholds[j], sums[4] = {};
-#pragma unroll
-      for (int i = 0; i < Leaf<T>::kOwn; ++i) {
-        float value = clean(x[i]);
-        bool within = row.shared.kept.keeps(value, begin + Leaf<T>::offset(i)) &&
-                      row.distance(value) <= furthest;
+      x.for_each([&](int i, float value, int place) {
+        bool within =
+            row.shared.kept.keeps(value, begin + place) && row.distance(value) <= furthest;
         sums[i % 4] += within ? row.weight(value) : 0.0f;
-      }
+      });
       Mass own = row.mass(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
       if (lane_id() == 0) atomicAdd(&row.shared.sums[j], own);
     }

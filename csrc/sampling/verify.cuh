@@ -66,24 +66,28 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                       row.size,
                       plan.num_leaves * (RowLogits<T>::kLeafSize / 32));
       }
-      RowSlots slots(plan, shared, workspace + params.workspace_bytes, row_idx);
+      // Asked for again after the scan, and not kept over it.
+      auto slots = [&] {
+        int64_t item = shared.first_row + shared.row_of_request;
+        return RowSlots(plan, shared, workspace + params.workspace_bytes, item);
+      };
       WantedSums wanted(shared.filters, row.size, want_logprob, params.processed_logprobs);
       bool warm = wanted.warm && (choice < 0 || want_processed);
       float scale = inverse_temperature(shared.filters.temperature) * kLog2e;
-      if (kStrategies && shared.again) {
-        scan_leaves(row, 0, plan.num_leaves, wanted.raw, warm, scale, slots.stats);
-        __syncthreads();
-      } else if (!scan_row(plan,
-                           shared,
-                           row,
-                           slots,
-                           wanted.raw,
-                           warm,
-                           scale,
-                           counters + params.batch + row_idx)) {
+      if (!scan_row(
+              plan,
+              shared,
+              row,
+              slots(),
+              kStrategies && shared.again != 0,
+              wanted.raw,
+              warm,
+              scale,
+              [&] { return counters + params.batch + shared.first_row + shared.row_of_request; })) {
         return;
       }
-      DraftedRow<T, kProcessed> block(shared, row, shared.filters, slots.stats, slots.masses);
+      RowSlots leaves = slots();
+      DraftedRow<T, kProcessed> block(shared, row, shared.filters, leaves.stats, leaves.masses);
       block.fold(want_logprob && !want_processed);
       RowToken token{shared.given_id, 0.0f};
       if (token.id < 0 || want_processed) filter(block);

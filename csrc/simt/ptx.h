@@ -116,6 +116,19 @@ float2 unpack2(uint32_t word) {
   return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
 }
 
+inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t out = 0;
+  for (int half = 0; half < 2; ++half) {
+    auto x = static_cast<uint16_t>(a >> 16 * half), y = static_cast<uint16_t>(b >> 16 * half);
+    float left = to_float(bfloat16{x}), right = to_float(bfloat16{y});
+    bool is_left = right != right || left > right || (left == right && (x >> 15) == 0);
+    uint32_t larger = is_left ? x : y;
+    if (left != left && right != right) larger = 0x7fff;  // the canonical NaN
+    out |= larger << 16 * half;
+  }
+  return out;
+}
+
 // .ftz: subnormal arguments and results are zeros of their sign.
 inline float flushed(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;

@@ -85,7 +85,7 @@ def _spilled(number: int) -> dict[str, int]:
     return {"86": number, "89": number}
 
 
-_OVERLAY = "processors work up to vocabularies of about 220,000 tokens, and fail beyond"
+_OVERLAY = "processors work up to vocabularies of about 220,000 tokens, and are refused beyond"
 
 BUDGETS: tuple[Budget, ...] = (
     # common
@@ -134,7 +134,7 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("mtp_input_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
     # sampling
-    Budget("commit_kernel<*", registers=128, spills={**_spilled(52), "100a": 40}),
+    Budget("commit_kernel<*", registers=128),
     # 256 threads a block where rows are many, two such blocks to an SM. Under processors
     # (true) a block holds two bits of every token of the largest vocabulary, 448 * 1024.
     Budget("sample_kernel<*, false>", 128, 512, smem_bytes=41 << 10, spills=_spilled(12)),
@@ -298,7 +298,7 @@ def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2
     """The read of a row of logits: maxima, and so many sums of powers, of leaves of 2 KiB."""
 
     def work(number: int) -> dict[str, int]:
-        return {"LDG*.128*": 4, "MUFU.EX2*": 32 * number, "LDS*": 0}
+        return {"LDGSTS*": 4, "LDS.128": 4, "MUFU.EX2*": 32 * number}
 
     ways = [Way(work(sums))]
     if sums != most:
@@ -356,15 +356,17 @@ METERED: tuple[Metered, ...] = (
     _tiled(2, 64, 12, _per_arch(125, 125, 125, 125, 151, 500)),
     _tiled(2, 128, 8, _per_arch(121, 121, 121, 121, 121, 498)),
     _tiled(4, 128, 6, _per_arch(109, 109, 109, 109, 129, 457)),
-    _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(155, 155, 155, 154, 124, 141)),
-    _scan("verify_kernel<bfloat16, false, false>", 1, _per_arch(338, 338, 338, 308, 275, 292)),
-    _scan("verify_kernel<bfloat16, false, false>", 2, _per_arch(517, 517, 517, 453, 420, 437)),
-    _scan("verify_kernel<bfloat16, false, true>", 0, _per_arch(155, 155, 155, 156, 125, 142)),
-    _scan("verify_kernel<bfloat16, false, true>", 2, _per_arch(515, 515, 515, 453, 423, 440)),
-    _scan("sample_kernel<bfloat16, false>", 0, _per_arch(155, 155, 155, 154, 124, 141)),
-    _scan("sample_kernel<bfloat16, false>", 2, _per_arch(517, 517, 517, 453, 420, 437)),
+    # Two sums are bound by powers of two: on 100a and 120 the way through shared memory costs more
+    # instructions than maxima of three saved there.
+    _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(86, 155, 155, 79, 69, 77)),
+    _scan("verify_kernel<bfloat16, false, false>", 1, _per_arch(271, 338, 338, 267, 258, 265)),
+    _scan("verify_kernel<bfloat16, false, false>", 2, _per_arch(450, 517, 517, 444, 435, 442)),
+    _scan("verify_kernel<bfloat16, false, true>", 0, _per_arch(155, 155, 155, 73, 125, 142)),
+    _scan("verify_kernel<bfloat16, false, true>", 2, _per_arch(515, 515, 515, 435, 438, 445)),
+    _scan("sample_kernel<bfloat16, false>", 0, _per_arch(155, 155, 155, 80, 124, 141)),
+    _scan("sample_kernel<bfloat16, false>", 2, _per_arch(517, 517, 517, 445, 435, 442)),
     _scan(
-        "top_logprobs_kernel<bfloat16, false>", 1, _per_arch(336, 336, 336, 304, 273, 290), most=1
+        "top_logprobs_kernel<bfloat16, false>", 1, _per_arch(336, 336, 336, 260, 273, 290), most=1
     ),
 )
 
