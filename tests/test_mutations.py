@@ -364,7 +364,7 @@ MUTATIONS = [
         "leaves that the first part of a chunk has folded are folded again",
         "attention/attention_split.cuh",
         "(leaf > first && leaf / part_leaves != first / part_leaves)",
-        "leaf > first",
+        "(leaf > first && part_leaves > 0)",
         ATTENTION,
     ),
     Mutation(
