@@ -385,7 +385,7 @@ MUTATIONS = [
         "a group's chunk is taken for its first leaf",
         "attention/attention_split.cuh",
         "group.holds_chunk(chunk) ? group.slot_of_chunk(chunk) : group.slot_of_leaf(leaf);",
-        "group.slot_of_leaf(leaf);",
+        "chunk < 0 ? group.slot_of_chunk(chunk) : group.slot_of_leaf(leaf);",
         ATTENTION,
     ),
     Mutation(
