@@ -57,11 +57,18 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
 }
 
 // Shared memory of plan_groups_kernel.
-int64_t plan_bytes(int64_t batch) { return (8 + kGroupSums * batch) * sizeof(int); }
+int64_t plan_bytes(int64_t batch) { return (kScanInts + kGroupSums * batch) * sizeof(int); }
 
 template <typename T, int kHeadDim>
 void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
   using Shape = AttentionShape<T, kHeadDim>;
+  size_t totals = launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0;
+  if (Shape::kSharedBytes + totals > static_cast<size_t>(max_shared_bytes(stream))) {
+    throw std::invalid_argument("append_attention: workspace must have at least " +
+                                std::to_string(kCounters + sizes.totals) +
+                                " elements on this device, got " +
+                                std::to_string(launch_params.params.workspace_size));
+  }
   auto start = [&](size_t more_bytes) {
     launch(append_attention_kernel<T, kHeadDim>,
            blocks,
@@ -82,13 +89,6 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStre
     launch_params.is_shared_launch = true;
     start(0);
     launch_params.is_shared_launch = false;
-  }
-  size_t totals = launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0;
-  if (Shape::kSharedBytes + totals > static_cast<size_t>(max_shared_bytes(stream))) {
-    throw std::invalid_argument("append_attention: workspace must have at least " +
-                                std::to_string(kCounters + sizes.totals) +
-                                " elements on this device, got " +
-                                std::to_string(launch_params.params.workspace_size));
   }
   start(totals);
 }

@@ -19,6 +19,7 @@ struct GroupSums {
   int* before;  // leaves, up to the level before
 };
 constexpr int kGroupSums = 7;
+constexpr int kScanInts = 8;  // before them, for scan_exclusive
 
 // What one thread's group needs, as chunks or as leaves.
 struct GroupNeed {
@@ -137,7 +138,7 @@ __device__ __forceinline__ int cut_groups(
 // Where the list, the batch or the states are too large, nothing is shared.
 // Grid:    one block.
 // Block:   kAttentionThreads, a request or a group each.
-// Smem:    kGroupSums integers for each request.
+// Smem:    kScanInts integers, and kGroupSums for each request.
 // Cost:    a few reads of the lengths, level by level; latency.
 // Assumes: the shared memory for the batch; tile_rows and blocks are those of the launches.
 // Order:   integers.
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
   int* ints = reinterpret_cast<int*>(shared_memory());
   int* scan = ints;
   int batch = static_cast<int>(launch.params.batch);
-  int* at = ints + 8;
+  int* at = ints + kScanInts;
   GroupSums sums{at,
                  at + batch,
                  at + 2 * batch,

@@ -122,8 +122,8 @@ __device__ __forceinline__ void find_unit(
   unit.load_end = unit.end;
 }
 
-// Unit `index` of the list of groups: rows of all members of a group and a piece of what they share. All
-// of it lies before the first of their rows.
+// Unit `index` of the list of groups: rows of all members of a group and a piece of what they share.
+// All of it lies before the first of their rows.
 template <typename Block>
 __device__ __forceinline__ void find_shared_unit(const Block& block, int index) {
   using Shape = typename Block::Shape;

@@ -28,8 +28,8 @@ struct OverlayBits {
 // waits for memory a few times, and not for the logarithm of a long history.
 constexpr int kStretchTokens = 512;
 constexpr int kStretchWords = kStretchTokens / 32;
-constexpr int kOverlayTokens =
-    1024;  // a row's last leaf has its bits whole: one of bf16 is the longer
+// A row's last leaf has its bits whole: one of bf16 is the longer.
+constexpr int kOverlayTokens = 1024;
 
 // Shared memory of a block whose row ends with the leaf before token `end`.
 constexpr int64_t overlay_bytes(int64_t end) {
@@ -41,8 +41,9 @@ static_assert(overlay_bytes(kMaxProcessedVocab) <= 121 << 10, "the budget of too
 // The widest row under processors on a device whose blocks have so much shared memory.
 constexpr int64_t max_processed_vocab(int64_t shared_bytes) {
   int64_t vocab = kMaxProcessedVocab;
-  while (vocab > 0 && kRowSharedBytes + overlay_bytes(vocab) > shared_bytes)
+  while (vocab > 0 && kRowSharedBytes + overlay_bytes(vocab) > shared_bytes) {
     vocab -= kStretchTokens;
+  }
   return vocab / kOverlayTokens * kOverlayTokens;
 }
 static_assert(max_processed_vocab(163 << 10) == kMaxProcessedVocab);

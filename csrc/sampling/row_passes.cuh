@@ -8,8 +8,8 @@
 
 namespace specops {
 
-constexpr int kPassAhead =
-    2;  // leaves of a warp between the one it reads and the one it prefetches
+// Leaves of a warp between the one it reads and the one it prefetches.
+constexpr int kPassAhead = 2;
 
 // How a cut meets a leaf: least is what its tokens must reach; `divided` where ties end inside.
 struct Limits {

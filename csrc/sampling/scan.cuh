@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one read of a row from memory: leaves arrive in shared memory while the ones before are summed up.
+// The one read of a row from memory: leaves arrive in shared memory while those before are summed
+// up.
 #pragma once
 
 #include "sampling/leaf.cuh"
@@ -7,8 +8,8 @@
 
 namespace specops {
 
-// A warp's slots: two leaves are always on their way to each of eight warps, one to each of more. Leaf
-// 0 never comes this way.
+// A warp's slots: two leaves are always on their way to each of eight warps, one to each of more.
+// Leaf 0 never comes this way.
 template <typename T, bool kProcessed>
 class LeafRing {
  public:
@@ -76,8 +77,8 @@ class LeafRing {
   uint4* slots_;
 };
 
-// Sums up leaves [begin, end). Before it, and before what lies in shared.scan_slots() is used after it,
-// the block meets at a barrier.
+// Sums up leaves [begin, end). Before it, and before what lies in shared.scan_slots() is used after
+// it, the block meets at a barrier.
 template <typename T, bool kProcessed>
 __device__ inline void scan_leaves(RowShared& shared,
                                    const RowLogits<T, kProcessed>& row,
