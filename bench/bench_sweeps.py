@@ -52,7 +52,7 @@ def _workspaces(bench: CudaBench) -> None:
                     calls[0]()
                     bench.synchronize()
                     cases[case] = calls
-                except RuntimeError as error:
+                except (RuntimeError, ValueError) as error:
                     bench.note(f"sweeps.workspace.{name}.q{q_len}.{case}", str(error))
             timings = bench.time(cases)
             for case in cases:
