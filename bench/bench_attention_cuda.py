@@ -13,7 +13,7 @@ from typing import TypeVar
 from specops import attention
 
 from bench.common import Timing
-from bench.cuda import Call, CudaBench, bandwidth_figure, seconds, time_figure
+from bench.cuda import CudaBench, bandwidth_figure, seconds, time_figure
 from bench.cuda_caches import Cache, Load, loads
 from bench.variants import build
 
@@ -89,7 +89,7 @@ def run_exactness_cuda(bench: CudaBench) -> None:
                 workspace = _with(module, partial(cache.workspace, q))()
                 calls = cache.ours(q, qo_indptr, workspace=workspace)
                 calls = [_with(module, call) for call in calls]
-                if _runs(bench, f"{id}.{name}", calls[0]):
+                if bench.runs(f"{id}.{name}", calls[0]):
                     cases[name] = calls
             timings = bench.time(cases)
             best = min(cases, key=lambda name: seconds(timings, name))
@@ -106,17 +106,6 @@ def run_exactness_cuda(bench: CudaBench) -> None:
                 )
             )
         del cache
-
-
-def _runs(bench: CudaBench, id: str, call: Call) -> bool:
-    """Whether a variant can be launched: its tables may be too large for a block."""
-    try:
-        call()
-        bench.synchronize()
-    except RuntimeError as error:
-        bench.note(id, str(error))
-        return False
-    return True
 
 
 def _with(module: ModuleType, call: Callable[[], Result]) -> Callable[[], Result]:

@@ -48,12 +48,8 @@ def _workspaces(bench: CudaBench) -> None:
             for share in SHARES:
                 calls = cache.ours(q, qo_indptr, workspace=cache.workspace(q, share))
                 case = f"{share:.0%}"
-                try:
-                    calls[0]()
-                    bench.synchronize()
+                if bench.runs(f"sweeps.workspace.{name}.q{q_len}.{case}", calls[0]):
                     cases[case] = calls
-                except (RuntimeError, ValueError) as error:
-                    bench.note(f"sweeps.workspace.{name}.q{q_len}.{case}", str(error))
             timings = bench.time(cases)
             for case in cases:
                 id = f"sweeps.workspace.{name}.q{q_len}.{case}"

@@ -127,6 +127,16 @@ class CudaBench:
         self._keep(self)
         print(f"  {id}: {reason}", flush=True)
 
+    def runs(self, id: str, call: Call) -> bool:
+        """Whether a call is neither refused nor fails; else notes why the case is not there."""
+        try:
+            call()
+            self.synchronize()
+        except (RuntimeError, ValueError) as error:
+            self.note(id, str(error))
+            return False
+        return True
+
     def _window(self, calls: Sequence[Call]) -> Callable[[], float]:
         """Something that returns the seconds of one call, averaged over a graph of many."""
         if self.rehearsal:
