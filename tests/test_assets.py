@@ -4,8 +4,6 @@
 import json
 import os
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +49,6 @@ class SettingsTest(unittest.TestCase):
 
 def _json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-@pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes `tools.train` importable: it is part of the repository, not of the package."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    yield
-    for name in [name for name in sys.modules if name == "tools" or name.startswith("tools.")]:
-        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +156,7 @@ def test_chat_template_joins_messages() -> None:
     assert template.render(messages=messages) == "# helpers\ndef add(a, b):"
 
 
-def test_manifest_and_split(tools: None) -> None:
+def test_manifest_and_split() -> None:
     """The manifest is path -> sha256; the held-out list is a part of it, large enough."""
     from tools.train import corpus
 
@@ -215,7 +204,7 @@ def test_card_gives_the_measured_figures() -> None:
     assert metrics["recycling"]["steps"] == metrics["recycle_recipe"]["steps"]
 
 
-def test_recycling_pays(tools: None) -> None:
+def test_recycling_pays() -> None:
     """Training on its own output lengthens the chains and costs the first draft next to nothing."""
     held_out = _json(ASSETS / "metrics.json")["held_out"]
     for text in ("library", "own_continuations"):
@@ -228,7 +217,7 @@ def test_recycling_pays(tools: None) -> None:
             assert length[1] > length[0]
 
 
-def test_loss_and_draft_alignment(tools: None, tokenizer: Tokenizer) -> None:
+def test_loss_and_draft_alignment(tokenizer: Tokenizer) -> None:
     """On code it has not seen the model is far from chance, and its drafts are aligned.
 
     One position off, the module would agree with the target about as often as chance has it.
@@ -255,7 +244,7 @@ def test_loss_and_draft_alignment(tools: None, tokenizer: Tokenizer) -> None:
     assert one_early < 0.3
 
 
-def test_chains_are_what_an_engine_drafts(tools: None) -> None:
+def test_chains_are_what_an_engine_drafts() -> None:
     """All chains at once give the logits of each drafted alone, computed from the beginning."""
     from tools.train.chains import draft_chains
     from tools.train.model import Model, ModelConfig, rope_cos_sin
@@ -290,7 +279,7 @@ def test_chains_are_what_an_engine_drafts(tools: None) -> None:
                     states = torch.cat((states, drafted[:, -1:]), dim=1)
 
 
-def test_draft_vocabulary_keeps_the_most_frequent(tools: None) -> None:
+def test_draft_vocabulary_keeps_the_most_frequent() -> None:
     """By count, ties to the lower token, in ascending order."""
     import numpy as np
 
@@ -300,7 +289,7 @@ def test_draft_vocabulary_keeps_the_most_frequent(tools: None) -> None:
     assert most_frequent(encoded, 10, 4).tolist() == [1, 3, 5, 7]
 
 
-def test_the_second_phase_leaves_the_target_alone(tools: None, tmp_path: Path) -> None:
+def test_the_second_phase_leaves_the_target_alone(tmp_path: Path) -> None:
     """Only the module's tensors change; the phase logs, saves, and goes on from a step."""
     import numpy as np
 
@@ -339,7 +328,7 @@ def test_the_second_phase_leaves_the_target_alone(tools: None, tmp_path: Path) -
     assert saved == [4, 4]
 
 
-def test_transformers_gives_the_same_logits(tools: None, tokenizer: Tokenizer) -> None:
+def test_transformers_gives_the_same_logits(tokenizer: Tokenizer) -> None:
     """`transformers` loads the directory as Qwen3ForCausalLM and agrees with the training code."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from tools.train.export import load_model
@@ -368,7 +357,7 @@ def test_transformers_gives_the_same_logits(tools: None, tokenizer: Tokenizer) -
     assert (mine.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.998
 
 
-def test_batches_are_windows_with_both_targets(tools: None) -> None:
+def test_batches_are_windows_with_both_targets() -> None:
     """Every row is a piece of the packed stream; an epoch covers a token at most once."""
     import numpy as np
 
@@ -386,7 +375,7 @@ def test_batches_are_windows_with_both_targets(tools: None) -> None:
     assert torch.equal(again[batches.per_epoch + 1], batches[batches.per_epoch + 1])
 
 
-def test_schedule(tools: None) -> None:
+def test_schedule() -> None:
     """Warm-up, constant, linear down; the MTP weight and the length change where they should."""
     from tools.train.train import Recipe
 
@@ -409,7 +398,7 @@ def test_schedule(tools: None) -> None:
         ("parser.add_option('--licence')\nprint('copyright')\n", False),
     ],
 )
-def test_licence_filter(tools: None, text: str, foreign: bool) -> None:
+def test_licence_filter(text: str, foreign: bool) -> None:
     """Other people's headers keep a file out of the corpus; the bare words do not."""
     from tools.train.corpus import carries_other_licence
 

@@ -3,12 +3,13 @@
 
 import random
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from draft_lengths import RandomLengths
-from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters import (
     Drafter,
     DrafterContext,
@@ -37,6 +38,14 @@ def make(speculative: SpeculativeConfig, **config: Any) -> Engine:
     return Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))
 
 
+@cache
+def plain() -> tuple[list[str], list[SamplingParams], list[Completion]]:
+    """Prompts, greedy and seeded in turn, and what plain decoding gives."""
+    texts = prompts()
+    each = [params(i, 0.0 if i % 2 else 0.8) for i in range(len(texts))]
+    return texts, each, make(NAIVE, max_num_seqs=8).generate(texts, each)
+
+
 LIMITS: list[dict[str, Any]] = [
     {"max_num_seqs": 16},
     {"max_num_seqs": 6, "max_num_batched_tokens": 48, "page_size": 32},
@@ -45,10 +54,9 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=["wide", "chunks", "preemption"])
+@pytest.mark.corners("chunks", "preemption")
 def test_a_drafter_of_one_file_changes_nothing(toy: None, limits: dict[str, Any]) -> None:
-    texts = prompts()
-    each = [params(i, 0.0 if i % 2 else 0.8) for i in range(len(texts))]
-    expected = make(NAIVE, max_num_seqs=8).generate(texts, each)
+    texts, each, expected = plain()
     engine = make(SpeculativeConfig(method="toy", num_speculative_tokens=3), **limits)
     done = engine.generate(texts, each)
     assert [i for i, one in enumerate(done) if bits(one) != bits(expected[i])] == []
