@@ -51,6 +51,7 @@ CUDA_FAMILIES = {
     "sampling": "sampling_cuda",
     "recorded": "sampling_cuda",
     "linear": "dense",
+    "layers": "layers",
     "cascade": "attention_peers",
     "binding": "binding",
     "elementwise": "dense",

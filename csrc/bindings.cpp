@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The module specops._C: thread and instruction-set settings, the faults of CUDA kernels,
-// then one call per family.
+// The module specops._C: settings of threads, instruction sets and launches, the faults of CUDA
+// kernels, then one call per family.
 #include <pybind11/pybind11.h>
 
 #include <string>
 
 #include "attention/ops.h"
 #include "batching/ops.h"
+#include "common/cuda_stream.h"
 #include "common/isa.h"
 #include "common/ops.h"
 #include "common/parallel.h"
@@ -57,6 +58,8 @@ PYBIND11_MODULE(SPECOPS_MODULE, m) {
   m.def("supported_isas", &supported_isas);
   m.def("set_isa", &choose_isa);
   m.def("active_isa", [] { return isa_name(active_isa()); });
+  m.def("set_kernel_overlap", [](bool overlap) { kernels_overlap = overlap; });
+  m.def("kernel_overlap", [] { return kernels_overlap.load(); });
   register_errors(m);
   register_batching(m);
   register_attention(m);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launches through csrc/common/launch.cuh as nvcc compiles it, over a CUDA runtime that keeps
-// limits of shared memory as the driver does (tests/fake_cuda). Prints what is wrong.
+// limits of shared memory as the driver does (tests/fake_cuda), and notes which launches may overlap.
+// Prints what is wrong.
 #include <cstdio>
 #include <random>
 
@@ -70,6 +71,27 @@ void what_is_refused_is_not_remembered() {
   expect(limit_of(second_kernel, 0) == 120 << 10, "with room for it");
 }
 
+bool overlaps(Kernel kernel, int device) {
+  start(kernel, 0, device);
+  return driver.last_overlaps;
+}
+
+void only_kernels_that_wait_overlap() {
+  driver.ptx_versions = {{4, 90}, {5, 80}, {6, 100}};
+  expect(overlaps(first_kernel, 4), "what is compiled for sm_90 overlaps");
+  expect(overlaps(first_kernel, 6), "what is compiled for newer devices overlaps");
+  expect(!overlaps(first_kernel, 5), "what is made from older PTX does not overlap");
+  expect(overlaps(second_kernel, 4), "every kernel is asked for itself");
+  int before = driver.times_asked;
+  for (int i = 0; i < 5; ++i) start(first_kernel, 60 << 10, 4);
+  expect(driver.times_asked == before, "what a kernel is compiled for is asked once");
+  expect(driver.last_overlaps, "a kernel with a raised limit overlaps");
+  specops::kernels_overlap = false;
+  expect(!overlaps(first_kernel, 4), "nothing overlaps when it is switched off");
+  specops::kernels_overlap = true;
+  expect(overlaps(first_kernel, 4), "and it does again when switched on");
+}
+
 void threads_never_lower_a_limit() {
   constexpr int kThreads = 8, kLaunches = 400;
   int before = driver.num_launches;
@@ -99,6 +121,7 @@ int main() {
   the_driver_is_asked_once();
   kernels_and_devices_are_apart();
   what_is_refused_is_not_remembered();
+  only_kernels_that_wait_overlap();
   threads_never_lower_a_limit();
   int sms = specops::num_sms({nullptr, 0});
   expect(sms == 132 && specops::max_shared_bytes({nullptr, 0}) == 227 << 10, "attributes");

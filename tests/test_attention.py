@@ -348,6 +348,22 @@ def test_append_attention_workspace_does_not_matter(device: str, isa: str, on_cu
         assert torch.equal(got, expected)
 
 
+def test_append_attention_reports_a_workspace_that_does_not_begin_with_zeros(
+    device: str, isa: str, on_cuda: bool
+) -> None:
+    batch = random_batch([2000, 30], [5, 3], torch.bfloat16)
+    expected = attention.append_attention(*batch.tensors())
+    for head in (0.0, 1.0, -1.0):
+        workspace = new_workspace(10**6, on_cuda, device)
+        workspace[:COUNTERS] = head
+        if not on_cuda or head == 0.0:  # on cpu nothing is counted there
+            got = attention.append_attention(*batch.tensors(), workspace=workspace)
+            assert torch.equal(got, expected)
+            continue
+        with expect_fault(on_cuda, "append_attention: workspace must begin with zeros"):
+            attention.append_attention(*batch.tensors(), workspace=workspace)
+
+
 def test_append_attention_window_pages_may_be_gone(device: str, isa: str) -> None:
     batch = random_batch([300], [3], torch.bfloat16)
     expected = attention.append_attention(*batch.tensors(), sliding_window=100)

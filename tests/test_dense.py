@@ -275,6 +275,21 @@ def test_linear_kernels_keep_their_bits(
         assert not workspace[:COUNTERS].any()
 
 
+def test_linear_reports_a_workspace_that_does_not_begin_with_zeros(
+    device: str, on_cuda: bool
+) -> None:
+    x, weight, _ = make_linear(device, 64, 1100, 40, torch.bfloat16)
+    packed = dense.pack_weight(weight)
+    workspace = torch.zeros(max(dense.linear_workspace_size(64, packed), 1), device=device)
+    whole = dense.linear(x, packed, workspace=workspace)
+    workspace[:COUNTERS] = 1.0
+    if not on_cuda:  # nothing is counted there
+        assert torch.equal(dense.linear(x, packed, workspace=workspace), whole)
+        return
+    with expect_fault(on_cuda, "linear: workspace must begin with 128 zeros"):
+        dense.linear(x, packed, workspace=workspace)
+
+
 @pytest.mark.prove
 def test_linear_tiles_beyond_the_counters(
     device: str, force_linear: Callable[[str | None], None]

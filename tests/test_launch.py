@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from specops import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -18,8 +19,8 @@ PLANTED = {
         "a graph can be instantiated after smaller launches",
     ),
     "remembered for all devices": (
-        "raised_[{kernel, device}]",
-        "raised_[{kernel, 0}]",
+        "states_[{kernel, device}].raised",
+        "states_[{kernel, 0}].raised",
         "another device has its own limit",
     ),
     "remembered before it is granted": (
@@ -28,10 +29,31 @@ PLANTED = {
         "what fits is launched after it",
     ),
     "without a lock": (
-        "std::lock_guard<std::mutex> lock(mutex_);",
+        "std::lock_guard<std::mutex> lock(mutex_);\n    size_t& raised",
         "size_t known; { std::lock_guard<std::mutex> lock(mutex_); known = "
-        "raised_[{kernel, device}]; } if (bytes <= known) return;",
+        "states_[{kernel, device}].raised; } if (bytes <= known) return;"
+        " size_t& raised",
         "no limit is ever lowered",
+    ),
+    "overlap of what does not wait": (
+        "return ptx_version >= 90;",
+        "return true;",
+        "what is made from older PTX does not overlap",
+    ),
+    "overlap remembered for all devices": (
+        "states_[{kernel, device}].ptx_version",
+        "states_[{kernel, 0}].ptx_version",
+        "what is compiled for sm_90 overlaps",
+    ),
+    "overlap that cannot be switched off": (
+        "overlaps && kernel_states().waits",
+        "kernel_states().waits",
+        "nothing overlaps when it is switched off",
+    ),
+    "overlap asked for at every launch": (
+        "if (ptx_version == 0) {",
+        "{",
+        "is asked once",
     ),
 }
 
@@ -55,7 +77,17 @@ def launch_header() -> str:
     return (ROOT / "csrc" / "common" / "launch.cuh").read_text()
 
 
-def test_limits_of_shared_memory(tmp_path: Path) -> None:
+def test_the_overlap_of_kernels_is_a_setting() -> None:
+    assert runtime.get_kernel_overlap()
+    try:
+        runtime.set_kernel_overlap(False)
+        assert not runtime.get_kernel_overlap()
+    finally:
+        runtime.set_kernel_overlap(True)
+    assert runtime.get_kernel_overlap()
+
+
+def test_limits_of_shared_memory_and_overlap(tmp_path: Path) -> None:
     done = run(launch_header(), tmp_path)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tools import cuda_toolkit
-from tools.gates import pipes, replay, sass, walk
+from tools.gates import overlap, pipes, replay, sass, walk
 from tools.gates.budgets import ARCHS, METERED, Metered, Way
 from tools.gates.kernels import Kernel
 from tools.gates.meter import meter_loops, strangers
+from tools.gates.overlap import overlap_problems
 from tools.gates.pipes import RATES
 from tools.gates.sass import NO_BARRIER, Control, Function, Instruction
 
@@ -299,6 +300,49 @@ def test_a_loop_that_no_row_knows_is_told() -> None:
     ]
 
 
+WAITS = [
+    "S2R R0, SR_CTAID.X",
+    "@P0 BRA `(.L_x_0)",
+    "UBLKPF [UR4], UR6",
+    ".L_x_0:",
+    "ACQBULK",
+    "PREEXIT",
+    "LDG.E R2, [R4.64]",
+    "@P0 EXIT",
+    "STG.E [R4.64], R2",
+    "EXIT",
+]
+
+
+def test_a_kernel_that_waits_may_overlap() -> None:
+    assert list(overlap_problems(function_of(WAITS))) == []
+    assert [overlap.waits(arch) for arch in ARCHS] == [False, False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("at", "line", "sentence"),
+    [
+        (2, "LDG.E.CONSTANT R2, [R4.64]", "LDG.E.CONSTANT at 0x20 may touch global memory"),
+        (0, "@P1 STG.E [R4.64], R2", "STG.E at 0x0 may touch global memory"),
+        (4, "ATOMG.E.ADD.STRONG.GPU PT, R2, [R4.64], R3", "ATOMG.E.ADD.STRONG.GPU at 0x30"),
+        (4, "PREEXIT", "lets the next kernel start at 0x30, before it waits"),
+        (2, "@P1 EXIT", "may end at 0x20 without having waited"),
+    ],
+)
+def test_what_comes_before_the_wait_is_told(at: int, line: str, sentence: str) -> None:
+    (said,) = overlap_problems(function_of([*WAITS[:at], line, *WAITS[at:]]))
+    assert said.startswith(sentence)
+
+
+def test_a_kernel_without_its_wait_is_told() -> None:
+    gone = [line for line in WAITS if line not in ("ACQBULK", "PREEXIT")]
+    said = list(overlap_problems(function_of(gone)))
+    assert len(said) == 5 and said[-1] == "never lets the next kernel start early"
+    # One that only some threads come to is none.
+    guarded = ["@P0 ACQBULK" if line == "ACQBULK" else line for line in WAITS]
+    assert list(overlap_problems(function_of(guarded)))
+
+
 def test_rows_have_a_budget_everywhere() -> None:
     for one in METERED:
         assert set(one.instructions) == set(ARCHS), one.kernel
@@ -306,9 +350,9 @@ def test_rows_have_a_budget_everywhere() -> None:
 
 
 def test_the_symbols_of_a_cubin_are_read() -> None:
-    names = b"\0kernel\0helper\0"
+    names = b"\0kernel\0hidden\0"
     symbols = b"".join(
-        struct.pack("<IBBHQQ", name, info, 0, 0, 0, 0) for name, info in ((0, 0), (1, 18), (8, 2))
+        struct.pack("<IBBHQQ", name, info, 0, 0, 0, 0) for name, info in ((8, 1), (1, 18), (8, 2))
     )
     header = struct.pack("<IIQQQQIIQQ", *(0,) * 10)
     table = struct.pack("<IIQQQQIIQQ", 0, 2, 0, 0, 64, len(symbols), 2, 0, 8, 24)
@@ -317,7 +361,8 @@ def test_the_symbols_of_a_cubin_are_read() -> None:
     elf = b"\x7fELF\x02\x01\x01".ljust(40, b"\0") + struct.pack("<Q", 64 + len(body))
     elf = elf.ljust(58, b"\0") + struct.pack("<HHH", 64, 3, 0)
     cubin = elf + body + header + table + strings
-    assert list(sass.kernel_symbols(cubin)) == [(1, "kernel")]
+    # Those of an unnamed namespace are seen in their file alone; the first symbol is a variable.
+    assert list(sass.kernel_symbols(cubin)) == [(1, "kernel"), (2, "hidden")]
     with pytest.raises(ValueError, match="no 64-bit ELF"):
         list(sass.kernel_symbols(b"nothing"))
 

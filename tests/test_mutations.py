@@ -129,7 +129,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the counter of a split tile is not reset",
-        "dense/linear.cuh",
+        "common/device.cuh",
         "if (is_last) *counter = 0;",
         "",
         LINEAR,
@@ -369,9 +369,16 @@ MUTATIONS = [
     ),
     Mutation(
         "the last but one to arrive folds",
-        "attention/attention_merge.cuh",
-        "bool is_last = atomicAdd(counter, 1) == arrivals - 1;",
-        "bool is_last = atomicAdd(counter, 1) == arrivals - 2;",
+        "common/device.cuh",
+        "bool is_last = before == arrivals - 1;",
+        "bool is_last = before == arrivals - 2;",
+        ATTENTION,
+    ),
+    Mutation(
+        "too many arrivals are not told",
+        "common/device.cuh",
+        "if (before < 0 || before >= arrivals) report_error(flag, code);",
+        "",
         ATTENTION,
     ),
     Mutation(

@@ -38,6 +38,7 @@ namespace specops {
 template <typename T, int kHeadDim, bool kExact = true>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
     append_attention_kernel(const __grid_constant__ AttentionLaunch launch) {
+  wait_for_previous_kernel();
   run_all(AttentionBlock<T, kHeadDim, kExact>(launch));
 }
 

@@ -144,6 +144,7 @@ __device__ __forceinline__ int cut_groups(
 // Order:   integers.
 __global__ void __launch_bounds__(kAttentionThreads)
     plan_groups_kernel(const __grid_constant__ AttentionLaunch launch, int tile_rows, int blocks) {
+  wait_for_previous_kernel();
   int* ints = reinterpret_cast<int*>(shared_memory());
   int* scan = ints;
   int batch = static_cast<int>(launch.params.batch);

@@ -207,10 +207,9 @@ __device__ __forceinline__ bool is_last_to_arrive(const Block& block,
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    bool is_last = atomicAdd(counter, 1) == arrivals - 1;
-    if (is_last) *counter = 0;
+    *block.plan.scan =
+        count_arrival(counter, arrivals, block.params.error, ErrorCode::kAttentionWorkspace);
     __threadfence();
-    *block.plan.scan = is_last;
   }
   __syncthreads();
   return *block.plan.scan != 0;

@@ -57,6 +57,7 @@ struct CompactKvRequest {
 // Source:  the cache update of Miao et al. 2023 (SpecInfer).
 template <typename Word>
 __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKvParams params) {
+  wait_for_previous_kernel();
   auto& moves = *reinterpret_cast<CompactKvMoves*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
   auto slot_words = static_cast<uint32_t>(params.slot_bytes / sizeof(Word));

@@ -19,6 +19,7 @@ constexpr int kMergeThreads = 256;
 // Source:  Milakov and Gimelshein 2018; Ye et al. 2024 (cascade attention).
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kMergeThreads) merge_states_kernel(MergeStatesParams params) {
+  wait_for_previous_kernel();
   int64_t vectors = params.head_dim / kVector;
   int64_t index = int64_t{blockIdx.x} * kMergeThreads + threadIdx.x;
   if (index >= params.num_items * vectors) return;

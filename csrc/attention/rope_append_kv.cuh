@@ -150,6 +150,7 @@ __global__ void __launch_bounds__(kRopeThreads,
                                   : sizeof(T) == 4 ? 6
                                                    : 8)
     rope_append_kv_kernel(RopeAppendKvParams params, RopeAppendKvGrid grid) {
+  wait_for_previous_kernel();
   int chunk_idx = static_cast<int>(threadIdx.x) % grid.lanes;
   int first_lane = static_cast<int>(threadIdx.x) % kWarpSize - chunk_idx;
   unsigned mask = grid.lanes == kWarpSize ? kFullMask : ((1u << grid.lanes) - 1) << first_lane;

@@ -43,6 +43,7 @@ __device__ inline AdvancedRow next_row(const AdvanceDraftBatchParams& params,
 // Source:  DeepSeek-V3, section 2.2; one module fed with its own output, as FastDeploy's MTP.
 __global__ void __launch_bounds__(kAdvanceDraftThreads)
     advance_draft_batch_kernel(AdvanceDraftBatchParams params) {
+  wait_for_previous_kernel();
   auto* warp_sums = reinterpret_cast<int64_t*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
   bool has_rows = params.draft_qo_indptr != nullptr;

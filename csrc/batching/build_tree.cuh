@@ -18,6 +18,7 @@ constexpr int kBuildTreeThreads = 128;
 // Order:   integers only. A request with wrong parents is reported and becomes its root alone.
 // Source:  the tree attention of Miao et al. 2023 (SpecInfer) and Cai et al. 2024 (Medusa).
 __global__ void __launch_bounds__(kBuildTreeThreads) build_tree_kernel(BuildTreeParams params) {
+  wait_for_previous_kernel();
   auto* parents = reinterpret_cast<int32_t*>(shared_memory());
   int64_t batch_idx = blockIdx.x;
   int thread = static_cast<int>(threadIdx.x);

@@ -19,6 +19,7 @@ constexpr int kGatherInputIdsThreads = 128;
 // Source:  FastDeploy's speculate_pre_process.
 __global__ void __launch_bounds__(kGatherInputIdsThreads)
     gather_input_ids_kernel(GatherInputIdsParams params) {
+  wait_for_previous_kernel();
   int64_t row = int64_t{blockIdx.x} * kGatherInputIdsThreads + threadIdx.x;
   if (row >= params.rows) return;
   InputId id = input_id(params, row);

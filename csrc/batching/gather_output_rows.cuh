@@ -21,6 +21,7 @@ constexpr int kGatherWords = 4;  // a lane's loads in flight
 template <typename Word>
 __global__ void __launch_bounds__(kGatherThreads)
     gather_output_rows_kernel(GatherOutputRowsParams params) {
+  wait_for_previous_kernel();
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   int64_t piece = int64_t{blockIdx.x} * kGatherWarps + threadIdx.x / kWarpSize;
   int64_t row_words = params.row_bytes / static_cast<int64_t>(sizeof(Word));

@@ -20,6 +20,7 @@ constexpr int kKeepHiddenThreads = 128;
 template <typename Word>
 __global__ void __launch_bounds__(kKeepHiddenThreads)
     keep_hidden_rows_kernel(KeepHiddenRowsParams params) {
+  wait_for_previous_kernel();
   int64_t request = blockIdx.x / params.window;
   int64_t back = blockIdx.x % params.window;  // from the last position kept
   int64_t slot = params.slots[request];

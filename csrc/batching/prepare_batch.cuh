@@ -67,6 +67,7 @@ __device__ inline int32_t cap(int64_t value, int64_t capacity) {
 // Source:  FastDeploy's virtual padding: the padded tensor is never built, only its offsets.
 __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm)
     prepare_batch_kernel(PrepareBatchParams params, int64_t rows_per_block) {
+  wait_for_previous_kernel();
   auto& tile = *reinterpret_cast<PrepareBatchTile*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
   int lane = thread % kWarpSize;

@@ -73,6 +73,7 @@ __device__ inline PrepareDraftRequest load_request(const PrepareDraftBatchParams
 // Source:  DeepSeek-V3, section 2.2: module 1 at position i takes token i + 1.
 __global__ void __launch_bounds__(kPrepareDraftThreads)
     prepare_draft_batch_kernel(PrepareDraftBatchParams params, int64_t rows_per_block) {
+  wait_for_previous_kernel();
   auto& tile = *reinterpret_cast<PrepareDraftTile*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
   // A page of more slots than an int32 has positions is never left.

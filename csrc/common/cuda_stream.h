@@ -2,6 +2,7 @@
 // Where a CUDA launcher runs, and how one is declared. Plain C++.
 #pragma once
 
+#include <atomic>
 #include <stdexcept>
 
 namespace specops {
@@ -10,6 +11,9 @@ struct CudaStream {
   void* handle = nullptr;  // a cudaStream_t
   int device = 0;
 };
+
+// Whether a kernel may be started before the one ahead of it has ended (common/launch.cuh).
+inline std::atomic<bool> kernels_overlap{true};
 
 #if defined(SPECOPS_CUDA) || defined(SPECOPS_SIMT)
 constexpr bool kHasCuda = true;

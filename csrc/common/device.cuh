@@ -31,9 +31,31 @@ __device__ inline unsigned char* shared_memory() {
 }
 #endif
 
+// What every kernel does before it touches global memory: the one before it may still be running
+// (launch.cuh). Only then may the next one start, so that at most two kernels run at a time, and what
+// this one waited for has ended for the next one, too. Before it a kernel may compute from its
+// parameters, and ask for lines in the second-level cache.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  ptx::wait_for_dependencies();
+  ptx::release_dependents();
+}
+
 // The first fault of a device wins; the caller then skips the row.
 __device__ inline void report_error(ErrorFlag flag, ErrorCode code) {
   atomicCAS(flag.code, 0, static_cast<int32_t>(code));
+}
+
+// Counts an arrival, and says whether it is the last one; the counter is then zero again. One that
+// has counted too many was not zero before, or serves two launches at once: that is a fault.
+__device__ inline bool count_arrival(int32_t* counter,
+                                     int arrivals,
+                                     ErrorFlag flag,
+                                     ErrorCode code) {
+  int before = atomicAdd(counter, 1);
+  if (before < 0 || before >= arrivals) report_error(flag, code);
+  bool is_last = before == arrivals - 1;
+  if (is_last) *counter = 0;
+  return is_last;
 }
 
 }  // namespace specops

@@ -37,6 +37,10 @@ const char* sentence_of(ErrorCode code) {
     case ErrorCode::kMtpInputDraftTokenId:
       return "mtp_input: draft_token_ids must be -1 or in [0, vocab{ = #}) where a row takes "
              "them, got an id outside";
+    case ErrorCode::kLinearWorkspace:
+      return "linear: workspace must begin with 128 zeros, which every call leaves there, and "
+             "serve "
+             "one stream at a time, got a counter with too many arrivals";
 
     case ErrorCode::kRopeSlot:
       return "rope_append_kv: cache_slots must be -1 or in [0, num_pages * page_size{=#}), got "
@@ -71,6 +75,10 @@ const char* sentence_of(ErrorCode code) {
     case ErrorCode::kCompactKvPage:
       return "compact_kv: kv_indices must be in [0, num_pages{=#}) where a token moves, got a "
              "page outside";
+    case ErrorCode::kAttentionWorkspace:
+      return "append_attention: workspace must begin with zeros, which every call leaves there, "
+             "and "
+             "serve one stream at a time, got a counter with too many arrivals";
 
     case ErrorCode::kPrepareBatchQoLens:
       return "prepare_batch: qo_lens must be at least 0, got a length below";

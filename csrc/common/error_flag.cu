@@ -8,6 +8,7 @@ namespace {
 __device__ int32_t error_code = 0;
 
 __global__ void __launch_bounds__(1) take_error_kernel(TakeErrorParams params) {
+  wait_for_previous_kernel();
   *params.out = atomicExch(params.error.code, 0);
 }
 

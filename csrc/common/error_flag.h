@@ -24,6 +24,7 @@ enum class ErrorCode : int32_t {
   kMtpInputSourceRow = 6,
   kMtpInputTokenId = 7,
   kMtpInputDraftTokenId = 8,
+  kLinearWorkspace = 9,
 
   // attention
   kRopeSlot = 10,
@@ -37,6 +38,7 @@ enum class ErrorCode : int32_t {
   kCompactKvKvLens = 18,
   kCompactKvAcceptedNodes = 19,
   kCompactKvPage = 20,
+  kAttentionWorkspace = 21,
 
   // batching
   kPrepareBatchQoLens = 30,

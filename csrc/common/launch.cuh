@@ -64,16 +64,21 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// How much dynamic shared memory each kernel may take on each device. It is only ever raised: a
-// captured launch needs what it asked for when its graph is instantiated, which may be after a
-// smaller launch of the same kernel.
-class SharedLimits {
+// What is known of each kernel on each device.
+//
+// Dynamic shared memory: the limit is only ever raised, since a captured launch needs what it asked
+// for when its graph is instantiated, which may be after a smaller launch of the same kernel.
+//
+// Overlap: from sm_90 on a kernel may be started before the one ahead of it in the stream has ended,
+// if it waits for that itself. All of ours do (wait_for_previous_kernel), where they are compiled
+// for sm_90 or newer: what the driver makes for such a GPU from older PTX does not wait.
+class KernelStates {
  public:
   // Lets a kernel take so many bytes on the current device, which is `device`. The driver is told
   // under the lock, or of two threads that raise a limit the lower one could come last.
   void raise(const void* kernel, int device, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
-    size_t& raised = raised_[{kernel, device}];
+    size_t& raised = states_[{kernel, device}].raised;
     if (bytes <= raised) return;
     cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
@@ -81,15 +86,32 @@ class SharedLimits {
     raised = bytes;
   }
 
+  // Whether a kernel waits by itself, as compiled for the current device, which is `device`.
+  bool waits(const void* kernel, int device) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    int& ptx_version = states_[{kernel, device}].ptx_version;
+    if (ptx_version == 0) {
+      cudaFuncAttributes attributes{};
+      check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+      ptx_version = attributes.ptxVersion;
+    }
+    return ptx_version >= 90;
+  }
+
  private:
+  struct State {
+    size_t raised = 0;
+    int ptx_version = 0;  // 0: not asked for yet
+  };
+
   std::mutex mutex_;
-  std::map<std::pair<const void*, int>, size_t> raised_;
+  std::map<std::pair<const void*, int>, State> states_;
 };
 
 // Of this process, and never destroyed: something may be launched while it ends.
-inline SharedLimits& shared_limits() {
-  static SharedLimits& limits = *new SharedLimits;
-  return limits;
+inline KernelStates& kernel_states() {
+  static KernelStates& states = *new KernelStates;
+  return states;
 }
 
 // Starts a kernel on the stream; a grid with an empty side starts nothing.
@@ -104,13 +126,23 @@ void launch(void (*kernel)(Params...),
   constexpr size_t kUnaskedBytes = 48 << 10;  // above it a kernel must ask
   DeviceGuard guard(stream.device);
   const void* entry = reinterpret_cast<const void*>(kernel);
-  if (smem_bytes > kUnaskedBytes) shared_limits().raise(entry, stream.device, smem_bytes);
+  if (smem_bytes > kUnaskedBytes) kernel_states().raise(entry, stream.device, smem_bytes);
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = static_cast<cudaStream_t>(stream.handle);
+  config.attrs = &overlap;
+  bool overlaps = kernels_overlap.load(std::memory_order_relaxed);
+  config.numAttrs = overlaps && kernel_states().waits(entry, stream.device) ? 1 : 0;
   std::tuple<Params...> arguments(args...);
   cudaError_t error = std::apply(
       [&](auto&... argument) {
         void* pointers[] = {static_cast<void*>(&argument)...};
-        return cudaLaunchKernel(
-            entry, grid, block, pointers, smem_bytes, static_cast<cudaStream_t>(stream.handle));
+        return cudaLaunchKernelExC(&config, entry, pointers);
       },
       arguments);
   check_cuda(error, "launch");

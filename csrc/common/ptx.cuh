@@ -186,6 +186,29 @@ __device__ inline void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
+// The same of a range: aligned to 16 bytes, as is its length. Before sm_90 nothing happens.
+__device__ inline void prefetch_l2(const void* global, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
+#endif
+}
+
+// Kernels that overlap (common/launch.cuh). Before sm_90 nothing happens: there they never do.
+
+// Waits until the kernels before this one in the stream have ended, and their writes are visible.
+__device__ inline void wait_for_dependencies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel's blocks may take free places once all blocks of this one have come here.
+__device__ inline void release_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // `pointer` + count * bytes, in one instruction: of a product of two words nvcc makes four once it
 // has moved the extension of one of them out of a loop.
 __device__ inline const unsigned char* advance(const unsigned char* pointer,

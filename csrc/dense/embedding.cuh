@@ -18,6 +18,7 @@ constexpr int kEmbeddingThreads = 256;
 // Source:  -
 template <typename Word>
 __global__ void __launch_bounds__(kEmbeddingThreads) embedding_kernel(EmbeddingParams params) {
+  wait_for_previous_kernel();
   int64_t row = blockIdx.x;
   int64_t word = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;
   int64_t words = params.row_bytes / static_cast<int64_t>(sizeof(Word));

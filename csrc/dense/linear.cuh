@@ -94,6 +94,7 @@ constexpr int kPackThreads = 256;
 template <typename T>
 __global__ void __launch_bounds__(kPackThreads)
     pack_weight_kernel(PackWeightParams params, int64_t steps, int64_t lanes, bool aligned) {
+  wait_for_previous_kernel();
   int64_t index = int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
   if (index >= lanes) return;
   int64_t lane = index % kWarpSize, step = index / kWarpSize % steps;
@@ -124,8 +125,9 @@ constexpr int kStreamRing = 1280;  // uint4 of a warp
 // Block:   up to 4 warps; a warp owns one leaf of kTiles tiles and all rows.
 // Smem:    a ring of 20 KiB a warp; a lane reads back what it copied itself, so that no warp waits
 //          for another. Leaves meet in the rings at the end. 80 KiB.
-// Cost:    the weights once from memory: 16 KiB a warp under way, 64 to 128 KiB an SM. Of x what
-//          the first-level cache does not hold: num_inputs * 2 bytes a row and block.
+// Cost:    the weights once from memory: 16 KiB a warp under way, 64 to 128 KiB an SM, the first of
+//          them asked for before the kernel before this one has ended. Of x what the first-level
+//          cache does not hold: num_inputs * 2 bytes a row and block.
 // Assumes: rows <= 8 * kColumns; weights packed by pack_weight.
 // Order:   linear_leaves(): a chain of mma.m16n8k16 a leaf, then leaves in order, then the bias.
 // Source:  weights on the M side ("swap AB"), as TensorRT-LLM and FlashInfer do for few rows.
@@ -147,7 +149,15 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
   int count = unit < units ? min(plan.leaf_stages, plan.stages - first_stage) : 0;
   int64_t tile_vectors = int64_t{plan.stages} * kStageVectors;
   const uint4* weights = static_cast<const uint4*>(params.packed) + unit * kTiles * tile_vectors +
-                         int64_t{first_stage} * kStageVectors + lane;
+                         int64_t{first_stage} * kStageVectors;
+  // What the ring holds first comes near while the kernel before this one ends. Near is the
+  // second-level cache, which later writes reach, too: should weights be written just now, the new
+  // ones are read below.
+  if (lane < kTiles && count > 0) {
+    ptx::prefetch_l2(weights + lane * tile_vectors, min(count, kDepth) * kStageVectors * 16);
+  }
+  wait_for_previous_kernel();
+  weights += lane;
   auto fetch = [&](int stage) {
     if (stage < count) {
       uint4* to = ring + stage % kDepth * (kTiles * kStageVectors) + lane;
@@ -297,6 +307,7 @@ __device__ inline uint4* moved(uint4* pointer, int num_bytes) {
 template <typename T, int kWarpTiles, int kRows, bool kAligned>
 __global__ void __launch_bounds__(2 * kRows)
     linear_tile_kernel(LinearParams params, LinearPlan plan) {
+  wait_for_previous_kernel();
   using Shape = TileShape<kWarpTiles, kRows>;
   constexpr int kThreads = Shape::kThreads;
   constexpr int kSteps = Shape::kSteps;
@@ -511,8 +522,7 @@ __global__ void __launch_bounds__(2 * kRows)
       bool is_last = false;
       if (thread == 0) {
         int32_t* counter = reinterpret_cast<int32_t*>(params.workspace) + blockIdx.x;
-        is_last = atomicAdd(counter, 1) == plan.leaves - 1;
-        if (is_last) *counter = 0;
+        is_last = count_arrival(counter, plan.leaves, params.error, ErrorCode::kLinearWorkspace);
       }
       if (!__syncthreads_or(is_last)) return;
       __threadfence();
@@ -569,6 +579,7 @@ constexpr int kFloatRows = 8;
 // Source:  -
 template <bool kAligned>
 __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, LinearPlan plan) {
+  wait_for_previous_kernel();
   constexpr int kQuads = 4;  // loaded together
   int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;

@@ -24,6 +24,7 @@
 
 #include "common/cuda_stream.h"
 #include "common/dtype.h"
+#include "common/error_flag.h"
 #include "common/host_device.h"
 #include "common/isa.h"
 
@@ -158,6 +159,7 @@ struct LinearParams {
   float* workspace;        // CUDA: counters and leaves of split sums; may be nullptr
   int64_t workspace_size;  // floats; too few: nothing is split
   LinearKernel kernel;     // CUDA, 16-bit types
+  ErrorFlag error;
 };
 
 SPECOPS_DECLARE_CPU(pack_weight_cpu, PackWeightParams);

@@ -18,6 +18,7 @@ namespace specops {
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormMaxThreads)
     mtp_input_kernel(MtpInputParams params, bool aligned) {
+  wait_for_previous_kernel();
   int64_t row = blockIdx.x / 2;
   bool of_state = (blockIdx.x % 2 == 0) == params.hidden_first;
   T* out = static_cast<T*>(params.out) + int64_t{blockIdx.x} * params.width;

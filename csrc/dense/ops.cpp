@@ -219,6 +219,7 @@ void linear(const TensorView& x,
       .workspace = workspace.data<float>(),
       .workspace_size = workspace.defined() ? workspace_size.value : 0,
       .kernel = LinearKernel::kByShape,
+      .error = check.error_flag(),
   };
   if (check.on_cuda()) {
     if (dtype != DType::kFloat32) params.kernel = kernel_for(check, rows);

@@ -19,6 +19,7 @@ namespace specops {
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormMaxThreads)
     rms_norm_kernel(RmsNormParams params, bool aligned) {
+  wait_for_previous_kernel();
   int64_t row = blockIdx.x;
   T* residual = nullptr;
   if (params.residual != nullptr) residual = static_cast<T*>(params.residual) + row * params.width;

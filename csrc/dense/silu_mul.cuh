@@ -19,6 +19,7 @@ constexpr int kSiluMulThreads = 256;
 template <typename T>
 __global__ void __launch_bounds__(kSiluMulThreads)
     silu_mul_kernel(SiluMulParams params, int pieces, bool aligned) {
+  wait_for_previous_kernel();
   int64_t row = blockIdx.x / static_cast<unsigned>(pieces);
   int64_t piece = blockIdx.x % static_cast<unsigned>(pieces);
   int64_t col = (piece * blockDim.x + threadIdx.x) * kChunk<T>;

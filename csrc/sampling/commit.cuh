@@ -81,6 +81,7 @@ __device__ inline void count_tokens(const CommitTokens& tokens,
 //          is wrong, is left alone and reported.
 template <typename = void>
 __global__ void __launch_bounds__(kCommitThreads, 1) commit_kernel(CommitParams params) {
+  wait_for_previous_kernel();
   auto* shared = reinterpret_cast<CommitShared*>(shared_memory());
   int64_t batch_idx = blockIdx.x;
   int thread_idx = threadIdx.x;

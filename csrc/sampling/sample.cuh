@@ -22,6 +22,7 @@ namespace specops {
 template <typename T, bool kProcessed>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     sample_kernel(SampleParams params, RowPlan plan) {
+  wait_for_previous_kernel();
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int64_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
   RowLogits<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);

@@ -92,6 +92,7 @@ __device__ inline ErrorCode fault_of(const TopLogprobsParams& params, RowOwner o
 template <typename T, bool kProcessed>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     top_logprobs_kernel(TopLogprobsParams params, RowPlan plan) {
+  wait_for_previous_kernel();
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int32_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
   bool processed = params.processed_logprobs;

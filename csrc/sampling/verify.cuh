@@ -27,6 +27,7 @@ namespace specops {
 template <typename T, bool kProcessed, bool kStrategies>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     verify_kernel(VerifyParams params, RowPlan plan) {
+  wait_for_previous_kernel();
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int32_t capacity = static_cast<int32_t>(params.max_draft_tokens) + 1;
   int32_t item = static_cast<int32_t>(blockIdx.x) / plan.splits;

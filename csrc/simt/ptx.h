@@ -160,6 +160,17 @@ void store_vector(void* global, Vector value, Site site = Site::current()) {
 }
 
 inline void prefetch_l2(const void*) {}
+inline void prefetch_l2(const void* global, uint32_t bytes, Site site = Site::current()) {
+  simt::check_aligned(global, 16, "prefetch_l2", site);
+  if (bytes == 0 || bytes % 16 != 0) {
+    simt::fail("prefetch_l2 of " + std::to_string(bytes) + " bytes: a multiple of 16", site);
+  }
+}
+
+// Kernels run one after the other here; that none reads too early is seen in the machine code (make
+// gates).
+inline void wait_for_dependencies() {}
+inline void release_dependents() {}
 
 // Named barriers
 

@@ -174,6 +174,7 @@ __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
 // Source:  Saxena 2023, prompt lookup decoding; FastDeploy's ngram_match.
 __global__ void __launch_bounds__(kNgramThreads, 2)
     ngram_propose_kernel(NgramProposeParams params) {
+  wait_for_previous_kernel();
   auto* shared = reinterpret_cast<NgramShared*>(shared_memory());
   int64_t batch_idx = blockIdx.x;
   int thread = static_cast<int>(threadIdx.x);
@@ -259,6 +260,7 @@ __device__ inline int64_t block_sum(int64_t value, int64_t* sums) {
 // Order:   integers only; the rest goes to requests in order.
 // Source:  max-min fairness by water-filling.
 __global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramProposeParams params) {
+  wait_for_previous_kernel();
   auto* sums = reinterpret_cast<int64_t*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
   auto share_of = [&](int64_t idx) {

@@ -303,7 +303,9 @@ def append_attention(
         workspace: [floats], float32, for partial results of requests that are split among threads
             or SMs; see `attention_workspace_size`. Allocated when absent; a short one means less
             splitting. On CUDA its head must be zero, and is zero again afterwards: calls on two
-            streams need one each, and after a call that the device aborted it must be zeroed.
+            streams need one each, and after a call that the device aborted it must be zeroed. A
+            counter that has seen too many arrivals is reported as wrong data, since rows may then
+            be missing; two calls at a time that end up even are not noticed.
 
     Returns:
         `out`, or (`out`, `lse`) when `lse` is given or `return_lse` is set.

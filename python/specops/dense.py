@@ -91,7 +91,8 @@ def linear(
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
         workspace: [floats], float32, for partial sums when a CUDA device would be left idle by few
             rows and outputs; see `linear_workspace_size`. Allocated when absent; a short one means
-            no splitting.
+            no splitting. Its head must be zero, and is zero again afterwards, as that of
+            `append_attention` must be, and is looked at in the same way.
 
     Returns:
         `out`.

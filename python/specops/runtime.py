@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the CPU kernels (threads, instruction set), and the faults of CUDA kernels.
+"""Settings of the CPU kernels (threads, instruction set), and launches and faults of CUDA kernels.
 
-Neither setting changes a result's reproducibility: the thread count never changes a bit; two
-instruction sets may differ in the last bits, as two machines may.
+No setting changes a result's reproducibility: neither the thread count nor the overlap of kernels
+ever changes a bit; two instruction sets may differ in the last bits, as two machines may.
 """
 
 from torch import Tensor
@@ -47,6 +47,27 @@ def set_isa(isa: str) -> None:
 def get_isa() -> str:
     """Returns the instruction set the CPU kernels run on."""
     return _C.active_isa()
+
+
+def set_kernel_overlap(overlap: bool) -> None:
+    """Chooses whether a CUDA kernel may start while the one before it still runs (the default).
+
+    From compute capability 9.0 on, every launch of specops allows this (CUDA's programmatic
+    dependent launch): blocks of the next kernel take places that have become free, `linear` asks
+    for its first weights, and then they wait for the kernel before to end. No result changes, since
+    no kernel reads or writes memory before that. Older devices and CPU ops ignore it. A captured
+    graph keeps what was chosen when it was captured.
+
+    Args:
+        overlap: False makes every kernel start after the one before it has ended, for measurements
+            and when looking for a fault.
+    """
+    _C.set_kernel_overlap(overlap)
+
+
+def get_kernel_overlap() -> bool:
+    """Returns whether CUDA kernels may start while the one before them still runs."""
+    return _C.kernel_overlap()
 
 
 def has_cuda() -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tools.gates import pipes, replay, sass, walk
+from tools.gates import overlap, pipes, replay, sass, walk
 from tools.gates.budgets import LIMITS, Metered, blocks_per_sm, budget_of, metered_in
 from tools.gates.kernels import Compiled, Kernel, demangle
 
@@ -83,8 +83,12 @@ class Metering:
 
 
 def meter(nvdisasm: Path, compiled: Compiled, folder: Path) -> Metering:
-    """Meters a compiled source, or takes the result of an equal one."""
-    wanted = [k for k in compiled.kernels if k.entry and any(metered_in(k.name))]
+    """Meters a compiled source, or takes the result of an equal one.
+
+    Where kernels overlap, what they do before they wait is looked at in the same disassembly.
+    """
+    overlaps = overlap.waits(compiled.arch)
+    wanted = [k for k in compiled.kernels if k.entry and (overlaps or any(metered_in(k.name)))]
     cubin = folder / "kernel.cubin"
     if not wanted or not cubin.exists():
         return Metering((), ())
@@ -108,7 +112,10 @@ def meter(nvdisasm: Path, compiled: Compiled, folder: Path) -> Metering:
             measured += found
             if not found:
                 problems.append(f"{kernel.name}: no loop does the work of a {row.unit}")
-        problems += [f"{kernel.name}: {text}" for text in strangers(function, kernel, measured)]
+        if any(metered_in(kernel.name)):
+            problems += [f"{kernel.name}: {text}" for text in strangers(function, kernel, measured)]
+        if overlaps:
+            problems += [f"{kernel.name}: {text}" for text in overlap.overlap_problems(function)]
     saved.write_text(
         json.dumps(
             {"key": key, "measured": [asdict(loop) for loop in measured], "problems": problems}

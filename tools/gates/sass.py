@@ -298,7 +298,7 @@ def kernel_symbols(cubin: bytes) -> Iterator[tuple[int, str]]:
         names = headers[link][4]
         for index in range(length // 24):
             name, info = struct.unpack_from("<IB", cubin, offset + 24 * index)
-            if info & 15 == 2 and info >> 4 == 1:  # global functions
+            if info & 15 == 2:  # functions
                 begin = names + name
                 yield index, cubin[begin : cubin.index(b"\0", begin)].decode()
 

@@ -27,6 +27,7 @@ BENCH_LIMITS = {
     "sampling": 90,
     "recorded": 60,
     "linear": 150,
+    "layers": 120,
     "binding": 60,
     "elementwise": 60,
     "bundled": 150,

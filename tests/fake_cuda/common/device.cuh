@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA runtime as csrc/common/launch.cuh sees it, in the place of common/device.cuh: limits of
-// shared memory as the driver keeps them, launches, and a stream that can be captured. No kernel runs.
+// shared memory as the driver keeps them, what kernels were compiled for, launches, and a stream
+// that can be captured. No kernel runs.
 #pragma once
 
 #include <atomic>
@@ -27,6 +28,24 @@ enum cudaDeviceAttr {
 };
 using cudaStream_t = void*;
 
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
 namespace fake_cuda {
 
 constexpr size_t kUnaskedBytes = 48 << 10;
@@ -36,6 +55,7 @@ struct Launch {
   const void* kernel;
   int device;
   size_t smem_bytes;
+  bool overlaps;
 };
 
 struct Driver {
@@ -46,6 +66,9 @@ struct Driver {
   int times_set = 0;
   int times_lowered = 0;
   int num_launches = 0;
+  std::map<int, int> ptx_versions;  // of all kernels, by device; 80 where not said
+  int times_asked = 0;
+  bool last_overlaps = false;
 
   bool has_room(const Launch& launch) {
     size_t limit = limits[{launch.kernel, launch.device}];
@@ -97,13 +120,28 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, i
   return cudaSuccess;
 }
 
-inline cudaError_t cudaLaunchKernel(
-    const void* kernel, dim3, dim3, void** /*args*/, size_t smem_bytes, cudaStream_t) {
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   fake_cuda::Driver& driver = fake_cuda::driver;
   std::lock_guard<std::mutex> lock(driver.mutex);
-  fake_cuda::Launch launch{kernel, fake_cuda::current_device, smem_bytes};
+  ++driver.times_asked;
+  auto found = driver.ptx_versions.find(fake_cuda::current_device);
+  attributes->ptxVersion = found == driver.ptx_versions.end() ? 80 : found->second;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config,
+                                       const void* kernel,
+                                       void**) {
+  fake_cuda::Driver& driver = fake_cuda::driver;
+  std::lock_guard<std::mutex> lock(driver.mutex);
+  bool overlaps = false;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    overlaps |= config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
+  }
+  fake_cuda::Launch launch{kernel, fake_cuda::current_device, config->dynamicSmemBytes, overlaps};
   if (!driver.has_room(launch)) return cudaErrorInvalidValue;
   if (driver.is_capturing) driver.captured.push_back(launch);
+  driver.last_overlaps = overlaps;
   ++driver.num_launches;
   return cudaSuccess;
 }
