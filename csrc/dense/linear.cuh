@@ -149,15 +149,15 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
   int count = unit < units ? min(plan.leaf_stages, plan.stages - first_stage) : 0;
   int64_t tile_vectors = int64_t{plan.stages} * kStageVectors;
   const uint4* weights = static_cast<const uint4*>(params.packed) + unit * kTiles * tile_vectors +
-                         int64_t{first_stage} * kStageVectors;
+                         int64_t{first_stage} * kStageVectors + lane;
   // What the ring holds first comes near while the kernel before this one ends. Near is the
   // second-level cache, which later writes reach, too: should weights be written just now, the new
   // ones are read below.
   if (lane < kTiles && count > 0) {
-    ptx::prefetch_l2(weights + lane * tile_vectors, min(count, kDepth) * kStageVectors * 16);
+    const uint4* first = weights - lane + lane * tile_vectors;
+    ptx::prefetch_l2(first, min(count, kDepth) * kStageVectors * sizeof(uint4));
   }
   wait_for_previous_kernel();
-  weights += lane;
   auto fetch = [&](int stage) {
     if (stage < count) {
       uint4* to = ring + stage % kDepth * (kTiles * kStageVectors) + lane;
