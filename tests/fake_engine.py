@@ -123,6 +123,7 @@ class FakeEngine:
         request_id: str | None = None,
         choice_index: int = 0,
         speculative_config: Mapping[str, object] | None = None,
+        owners: Sequence[str] = (),
     ) -> str:
         self._check_thread()
         self.require_room(1)

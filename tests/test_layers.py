@@ -27,7 +27,7 @@ ENGINE_GROUPS = (
     {"plan"},
     {"drafters"},
     {"drafting", "slot_tables"},
-    {"scheduler", "step"},
+    {"fairness", "scheduler", "step"},
     {"admission", "runner"},
     {"calibration"},
     {"engine"},

@@ -193,7 +193,7 @@ def test_errors_are_shown(served: Served, browser: Any) -> None:
 
 @needs_chromium
 def test_asks_for_the_key(browser: Any) -> None:
-    with serving(FakeEngine(), api_key="geheim") as served:
+    with serving(FakeEngine(), api_keys=["geheim"]) as served:
         page = browser.new_page()
         page.goto(served.url)
         expect(page.locator("#error")).to_contain_text("API key")

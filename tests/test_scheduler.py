@@ -262,3 +262,90 @@ def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) ->
     start(plain)
     assert plain.num_computed == 8
     scheduler.finish(plain)
+
+
+# ---- shares ----
+
+
+def owned(arrival: int, *owners: str, tokens: int = 3, max_tokens: int = 12) -> Request:
+    request = make_request(arrival, [1] * tokens, "naive", max_tokens)
+    request.owners = owners
+    return request
+
+
+def slots(num_slots: int, num_pages: int = 200) -> Scheduler:
+    pool = PagePool(num_pages, 4, enable_prefix_caching=False)
+    return Scheduler(pool, max_num_seqs=num_slots, max_num_batched_tokens=64)
+
+
+def run(scheduler: Scheduler, steps: int) -> None:
+    """Steps in which every planned request emits a token."""
+    for _ in range(steps):
+        for part in scheduler.schedule().parts:
+            request = part.request
+            request.num_computed += part.num_rows
+            if part.emits:
+                request.token_ids.append(1)
+            if len(request.token_ids) == request.max_len:
+                scheduler.finish(request)
+
+
+def owners_of(scheduler: Scheduler) -> list[tuple[str, ...]]:
+    return sorted(request.owners for request in scheduler.running)
+
+
+def test_calls_get_equal_shares() -> None:
+    scheduler = slots(6)
+    scheduler.waiting += [owned(i, "", "many") for i in range(20)]
+    run(scheduler, 1)
+    assert owners_of(scheduler) == [("", "many")] * 6
+    scheduler.waiting += [owned(20 + i, "", f"one {i}") for i in range(3)]
+    run(scheduler, 1)  # at once, and not when one of the many is done
+    assert owners_of(scheduler) == [("", "many")] * 3 + [("", f"one {i}") for i in range(3)]
+    scheduler.waiting += [owned(23 + i, "", "few") for i in range(4)]
+    run(scheduler, 1)
+    assert owners_of(scheduler).count(("", "few")) == 1  # 2, 1, 1, 1 and 1
+    preempted = scheduler.num_preemptions
+    run(scheduler, 5)
+    assert scheduler.num_preemptions == preempted, "nobody takes turns"
+    run(scheduler, 200)
+    assert not scheduler.running and not scheduler.waiting
+
+
+def test_clients_get_equal_shares_whatever_their_calls() -> None:
+    scheduler = slots(8)
+    scheduler.waiting += [owned(i, "a", f"call {i}") for i in range(20)]
+    run(scheduler, 1)
+    scheduler.waiting += [owned(20 + i, "b", "call") for i in range(20)]
+    run(scheduler, 1)
+    assert [owners[0] for owners in owners_of(scheduler)] == ["a"] * 4 + ["b"] * 4
+    # Within a client its calls are equal, too, though another client has as much.
+    scheduler.waiting.append(owned(40, "b", "another"))
+    run(scheduler, 1)
+    assert owners_of(scheduler)[4:] == [("b", "another"), *[("b", "call")] * 3]
+
+
+def test_who_has_most_gives_pages() -> None:
+    """One call holds the pages; another one's only request is neither starved nor driven out."""
+    scheduler = slots(32, num_pages=16)
+    scheduler.waiting += [owned(i, "", "many", tokens=7, max_tokens=20) for i in range(8)]
+    run(scheduler, 2)
+    held = [request for request in scheduler.running if request.owners == ("", "many")]
+    assert len(held) > 4
+    newcomer = owned(8, "", "one", tokens=7, max_tokens=20)
+    scheduler.waiting.append(newcomer)
+    run(scheduler, 22)
+    assert len(newcomer.token_ids) == newcomer.max_len and not newcomer.was_preempted
+    run(scheduler, 400)
+    assert not scheduler.running and not scheduler.waiting
+
+
+def test_without_owners_the_first_to_come_is_the_first_served() -> None:
+    scheduler = slots(2)
+    requests = [owned(i) for i in range(6)]
+    scheduler.waiting += requests
+    order = []
+    while scheduler.waiting or scheduler.running:
+        run(scheduler, 1)
+        order += [r.arrival for r in scheduler.running if r.arrival not in order]
+    assert order == list(range(6)) and scheduler.num_preemptions == 0

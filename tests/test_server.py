@@ -4,6 +4,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,6 +26,7 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "h
 
 import httpx
 import openai
+import specops
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_checkpoint
@@ -34,6 +36,7 @@ from specops.engine import Engine, EngineConfig, EngineError, SamplingParams, Sp
 from specops.engine.__main__ import main
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.models import Transformer
+from specops.engine.server.chat import ChatFormat
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest, parse
 
 TESTS = Path(__file__).parent
@@ -325,6 +328,74 @@ def test_neutral_values_of_unsupported_fields_pass(fake: Served) -> None:
     assert post(fake, "chat/completions", chat | {"frequency_penalty": 0.0}).status_code == 200
 
 
+def test_fields_that_change_nothing_are_taken(fake: Served) -> None:
+    fields = {"metadata": {"run": "7"}, "user": "u", "store": False, "skip_special_tokens": True}
+    plain = post(fake, "completions", {"prompt": "abc", "seed": 1}).json()
+    with_fields = post(fake, "completions", {"prompt": "abc", "seed": 1} | fields).json()
+    assert with_fields["choices"] == plain["choices"]
+
+
+def test_a_template_gets_its_variables() -> None:
+    template = ChatFormat("{{ messages[0].content }}{% if enable_thinking %}!{% endif %}")
+    with serving(FakeEngine(), chat_format=template) as served:
+        body = {"messages": [USER | {"content": "abc"}], "max_tokens": 4, "temperature": 0}
+        said = []
+        for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+            answer = post(served, "chat/completions", body | {"chat_template_kwargs": variables})
+            said.append(answer.json()["choices"][0]["message"]["content"])
+        assert said == ["abca", "abc!", "abca"]
+        for wrong in (
+            {"chat_template_kwargs": {"thinking": True}},
+            {"chat_template_kwargs": {"messages": []}},
+            {"reasoning_effort": "high"},
+        ):
+            answer = post(served, "chat/completions", body | wrong)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["param"] == "chat_template_kwargs" and "template reads" in error["message"]
+
+
+def test_tokens_there_and_back(fake: Served) -> None:
+    def ask(path: str, body: Any) -> httpx.Response:
+        return HTTP.post(f"{fake.url}/{path}", json=body)
+
+    text = "a£ <|end|>"
+    answer = ask("tokenize", {"prompt": text, "return_token_strs": True}).json()
+    tokens = fake.engine.tokenizer.encode(text)
+    assert answer["tokens"] == tokens and answer["count"] == len(tokens)
+    assert answer["max_model_len"] == 256 and answer["token_strs"][-1] == "<|end|>"
+    assert ask("detokenize", {"tokens": tokens}).json() == {"prompt": text}
+    chat = ask("tokenize", {"messages": [USER]}).json()["tokens"]
+    assert chat == fake.engine.tokenizer.encode(f"{USER['content']}<|end|>")
+    for path, body, param in (
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+        ("tokenize", {"messages": [USER | {"role": "developer", "content": []}]}, None),
+        ("detokenize", {"tokens": [5000]}, "tokens"),
+        ("detokenize", {"tokens": ["a"]}, "tokens.0"),
+        ("detokenize", {}, "tokens"),
+    ):
+        response = ask(path, body)
+        assert response.status_code == (200 if param is None else 400), (path, body)
+        if param is not None:
+            assert response.json()["error"]["param"] == param
+    assert ask("tokenize", {"prompt": "a", "model": "other"}).status_code == 404
+
+
+def test_every_answer_has_a_request_id_and_head_works(fake: Served) -> None:
+    for path in ("", "health", "metrics", "version", "v1/models"):
+        head = HTTP.head(f"{fake.url}/{path}")
+        assert head.status_code == 200 and head.content == b""
+    assert HTTP.get(f"{fake.url}/version").json() == {"version": specops.__version__}
+    own = {"x-request-id": "mine-1"}
+    for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}, {"prompt": 5}):
+        assert post(fake, "completions", body, headers=own).headers["x-request-id"] == "mine-1"
+        made = post(fake, "completions", body).headers["x-request-id"]
+        assert made.startswith("req-") and len(made) == 36
+    unsafe = post(fake, "completions", {"prompt": "a"}, headers={"x-request-id": "a b"})
+    assert unsafe.headers["x-request-id"].startswith("req-")
+
+
 # ---- what is refused ----
 
 TEXT: dict[str, Any] = {"prompt": "a"}
@@ -343,6 +414,10 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"stop": [""]}, 400, "stop", "non-empty"),
     (TEXT | {"stop": ["a"] * 17}, 400, "stop", "at most 16 elements"),
     (TEXT | {"stop_token_ids": [1] * 257}, 400, "stop_token_ids", "at most 256 elements"),
+    (TEXT | {"bad_words": ["a"] * 300_000}, 400, "bad_words", "at most 256 elements"),
+    (TEXT | {"bad_words_token_ids": [[1]] * 257}, 400, "bad_words_token_ids", "at most 256"),
+    (TEXT | {"store": True}, 400, "store", "not supported"),
+    (TEXT | {"skip_special_tokens": False}, 400, "skip_special_tokens", "not supported"),
     (TEXT | {"stop": "a" * 1025}, 400, "stop", "1024 characters"),
     (TEXT | {"stream_options": {}}, 400, "stream_options", "needs stream"),
     (TEXT | {"prompt": [5000]}, 400, "prompt", "outside the vocabulary"),
@@ -352,7 +427,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"prompt": "\ud800"}, 400, "prompt", "not valid Unicode"),
     (TEXT | {"\ud800": 1}, 400, "\ud800", "unknown field"),
     (TEXT | {"model": "\ud800"}, 404, "model", "does not exist"),
-    (CHAT | {"messages": [USER | {"\ud800": 1}]}, 422, "messages.0", "not valid Unicode"),
+    (CHAT | {"messages": [USER | {"\ud800": 1}]}, 400, "messages.0", "not valid Unicode"),
     (CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
     (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "must be absent"),
     (CHAT | {"messages": []}, 400, "messages", "at least one message, got none"),
@@ -382,12 +457,12 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"logit_bias": {"5": 101}}, 400, "logit_bias", "must be in [-100, 100], got 101"),
     (TEXT | {"logit_bias": {"a": 1}}, 400, "logit_bias", "token ids as keys, got 'a'"),
     (TEXT | {"logit_bias": {"-1": 1}}, 400, "logit_bias", "token ids as keys, got '-1'"),
-    (TEXT | {"logit_bias": {"5": "1"}}, 422, "logit_bias.5", "valid number, got a string"),
-    (TEXT | {"logit_bias": [5]}, 422, "logit_bias", "got a list"),
+    (TEXT | {"logit_bias": {"5": "1"}}, 400, "logit_bias.5", "valid number, got a string"),
+    (TEXT | {"logit_bias": [5]}, 400, "logit_bias", "got a list"),
     (TEXT | {"bad_words": [""]}, 400, "bad_words", "non-empty strings"),
-    (TEXT | {"bad_words": "a"}, 422, "bad_words", "valid list, got a string"),
+    (TEXT | {"bad_words": "a"}, 400, "bad_words", "valid list, got a string"),
     (TEXT | {"bad_words_token_ids": [[]]}, 400, "bad_words_token_ids", "1 to 64 tokens"),
-    (TEXT | {"bad_words_token_ids": [5]}, 422, "bad_words_token_ids.0", "valid list"),
+    (TEXT | {"bad_words_token_ids": [5]}, 400, "bad_words_token_ids.0", "valid list"),
     (TEXT | {"allowed_token_ids": []}, 400, "allowed_token_ids", "at least one"),
     (TEXT | {"allowed_token_ids": [-1]}, 400, "allowed_token_ids", "token ids, got -1"),
     (TEXT | {"min_tokens": -1}, 400, "min_tokens", "at least 0"),
@@ -404,7 +479,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (CHAT | {"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
     (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "not supported"),
     (CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
-    (CHAT | {"reasoning_effort": "low"}, 400, "reasoning_effort", "not supported"),
+    (CHAT | {"reasoning_effort": "low"}, 400, "chat_template_kwargs", "template reads"),
     (TEXT | {"temprature": 1}, 400, "temprature", "unknown field temprature"),
     (CHAT | {"prompt": "a"}, 400, "prompt", "unknown field prompt"),
     (
@@ -422,31 +497,31 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     ),
     (TEXT | {"not a name": 1}, 400, "not a name", "unknown field not a name"),
     # shapes
-    ({}, 422, "prompt", "prompt is missing"),
-    (TEXT | {"prompt": None}, 422, "prompt", "prompt is missing"),
-    (TEXT | {"prompt": {"a": 1}}, 422, "prompt", "must be a text"),
-    (TEXT | {"prompt": []}, 422, "prompt", "none of them empty"),
-    (TEXT | {"prompt": [[1], []]}, 422, "prompt", "none of them empty"),
-    (TEXT | {"prompt": ["a", 1]}, 422, "prompt", "must be a text"),
-    (TEXT | {"prompt": [True]}, 422, "prompt", "must be a text"),
-    (TEXT | {"max_tokens": "3"}, 422, "max_tokens", "valid integer, got a string"),
-    (TEXT | {"max_tokens": 3.5}, 422, "max_tokens", "valid integer, got a number"),
-    (TEXT | {"temperature": True}, 422, "temperature", "valid number, got a boolean"),
-    (TEXT | {"stop": [1]}, 422, "stop.0", "valid string, got an integer"),
-    (TEXT | {"stream": "yes"}, 422, "stream", "got a string"),
-    (TEXT | {"speculative_config": "ngram"}, 422, "speculative_config", "got a string"),
-    (CHAT | {"messages": "hello"}, 422, "messages", "valid list, got a string"),
-    (CHAT | {"messages": [{"role": "user"}]}, 422, "messages.0.content", "is missing"),
+    ({}, 400, "prompt", "prompt is missing"),
+    (TEXT | {"prompt": None}, 400, "prompt", "prompt is missing"),
+    (TEXT | {"prompt": {"a": 1}}, 400, "prompt", "must be a text"),
+    (TEXT | {"prompt": []}, 400, "prompt", "none of them empty"),
+    (TEXT | {"prompt": [[1], []]}, 400, "prompt", "none of them empty"),
+    (TEXT | {"prompt": ["a", 1]}, 400, "prompt", "must be a text"),
+    (TEXT | {"prompt": [True]}, 400, "prompt", "must be a text"),
+    (TEXT | {"max_tokens": "3"}, 400, "max_tokens", "valid integer, got a string"),
+    (TEXT | {"max_tokens": 3.5}, 400, "max_tokens", "valid integer, got a number"),
+    (TEXT | {"temperature": True}, 400, "temperature", "valid number, got a boolean"),
+    (TEXT | {"stop": [1]}, 400, "stop.0", "valid string, got an integer"),
+    (TEXT | {"stream": "yes"}, 400, "stream", "got a string"),
+    (TEXT | {"speculative_config": "ngram"}, 400, "speculative_config", "got a string"),
+    (CHAT | {"messages": "hello"}, 400, "messages", "valid list, got a string"),
+    (CHAT | {"messages": [{"role": "user"}]}, 400, "messages.0.content", "is missing"),
     (CHAT | {"messages": [USER | {"content": [1] * 1001}]}, 400, "messages", "1000 parts"),
-    (CHAT | {"messages": [1] * 100_000}, 422, "messages.0", "got an integer"),
-    (CHAT | {"messages": [USER | {str(i): 1 for i in range(999)}]}, 422, None, "999 mistakes"),
-    (CHAT | {"messages": ["hello"]}, 422, "messages.0", "got a string"),
+    (CHAT | {"messages": [1] * 100_000}, 400, "messages.0", "got an integer"),
+    (CHAT | {"messages": [USER | {str(i): 1 for i in range(999)}]}, 400, None, "999 mistakes"),
+    (CHAT | {"messages": ["hello"]}, 400, "messages.0", "got a string"),
     # elsewhere
     (TEXT | {"model": "other"}, 404, "model", "does not exist"),
-    (TEXT | {"prompt": "a" * 256}, 413, "prompt", "exceeds the context"),
-    (TEXT | {"prompt": "a" * 100_000}, 413, "prompt", "characters exceeds the context"),
-    (TEXT | {"max_tokens": 256}, 413, "prompt", "exceeds the context"),
-    (CHAT | {"messages": [USER | {"content": "a" * 256}]}, 413, "messages", "exceeds the context"),
+    (TEXT | {"prompt": "a" * 256}, 400, "prompt", "exceeds the context"),
+    (TEXT | {"prompt": "a" * 100_000}, 400, "prompt", "characters exceeds the context"),
+    (TEXT | {"max_tokens": 256}, 400, "prompt", "exceeds the context"),
+    (CHAT | {"messages": [USER | {"content": "a" * 256}]}, 400, "messages", "exceeds the context"),
 ]
 
 
@@ -484,7 +559,7 @@ def test_odd_values_are_refused_or_honoured(fake: Served, model: Any) -> None:
         for value in ODD:
             data = json.dumps({"max_tokens": 2} | good | {name: value})
             response = HTTP.post(f"{fake.url}/v1/{path}", content=data, headers=JSON)
-            assert response.status_code in (200, 400, 404, 413, 422), (data[:200], response.text)
+            assert response.status_code in (200, 400, 404, 413), (data[:200], response.text)
             if response.status_code != 200:
                 assert 0 < len(response.json()["error"]["message"]) < 1100
     fake.wait_until_idle()
@@ -496,7 +571,7 @@ def test_odd_values_are_refused_or_honoured(fake: Served, model: Any) -> None:
 )
 def test_bodies_that_are_no_json_object(fake: Served, content: bytes) -> None:
     response = HTTP.post(f"{fake.url}/v1/completions", content=content, headers=JSON)
-    assert response.status_code == 422
+    assert response.status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -511,7 +586,7 @@ def test_bodies_that_are_no_json_object(fake: Served, content: bytes) -> None:
 )
 def test_bodies_that_say_what_is_wrong(fake: Served, content: bytes, message: str) -> None:
     response = HTTP.post(f"{fake.url}/v1/completions", content=content, headers=JSON)
-    assert response.status_code == 422
+    assert response.status_code == 400
     assert response.json()["error"]["message"] == message
     assert response.json()["error"]["code"] == "invalid_json"
     assert response.json()["error"]["type"] == "invalid_request_error"
@@ -554,7 +629,7 @@ def send(served: Served, content: Any) -> httpx.Response:
 
 
 def test_api_key() -> None:
-    with serving(FakeEngine(), api_key="geheim ß") as served:
+    with serving(FakeEngine(), api_keys=["geheim ß"]) as served:
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "geheim"}):
             for method, path in (("POST", "completions"), ("GET", "models")):
                 response = HTTP.request(method, f"{served.url}/v1/{path}", headers=headers)
@@ -565,7 +640,10 @@ def test_api_key() -> None:
                 assert response.headers["www-authenticate"] == "Bearer"
         for path in ("health", "metrics", ""):
             assert HTTP.get(f"{served.url}/{path}").status_code == 200
-    with serving(FakeEngine(), api_key="geheim") as served, connect(served, "geheim") as client:
+    with (
+        serving(FakeEngine(), api_keys=["other", "geheim"]) as served,
+        connect(served, "geheim") as client,
+    ):
         assert client.completions.create(model="fake", prompt="a").choices[0].text == "a" * 16
 
 
@@ -895,7 +973,7 @@ def assault(served: Served, prompts: list[Any]) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         seen = set(pool.map(one, [draw.getrandbits(32) for _ in range(200)]))
-    assert {0, 200, 400, 404, 413, 422} <= seen <= {0, 200, 400, 404, 413, 422, 429}
+    assert {0, 200, 400, 404} <= seen <= {0, 200, 400, 404, 429}
     served.wait_until_idle()
     assert post(served, "completions", {"prompt": prompts[0]}).status_code == 200
     served.wait_until_idle()
@@ -1110,6 +1188,24 @@ def test_a_failed_step_of_the_real_engine_ends_its_requests(
         assert (again["text"], again["finish_reason"]) == (expected["text"], "length")
 
 
+def test_a_call_with_many_choices_lets_others_in(model_dir: Path) -> None:
+    """A newcomer need not wait for one of them to end, and they say what they say alone."""
+    many = {"prompt": "abc abc", "n": 8, "max_tokens": 200, "seed": 5, "ignore_eos": True}
+    with serving(tiny_engine(model_dir, max_num_seqs=2, max_waiting=64)) as served:
+        engine = served.engine
+        alone = post(served, "completions", many).json()["choices"]
+        before = engine.stats.num_preemptions
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            running = pool.submit(post, served, "completions", many)
+            wait_for(lambda: engine.num_running == 2 and engine.num_waiting == 6)
+            answer = post(served, "completions", {"prompt": "x", "max_tokens": 5, "seed": 1})
+            assert answer.status_code == 200 and not running.done()
+            assert engine.num_running + engine.num_waiting == 8, "none of them has ended"
+            assert engine.stats.num_preemptions == before + 1
+            assert running.result().json()["choices"] == alone
+        served.wait_until_idle()
+
+
 def test_no_page_leaks_in_the_real_engine(tiny: Served) -> None:
     assault(tiny, ["abc", "a much longer prompt than the others, for pages", [98, 99], ["x", "y"]])
     tiny.engine._pool.check_integrity()
@@ -1120,27 +1216,74 @@ def test_no_page_leaks_in_the_real_engine(tiny: Served) -> None:
 RUN = """
 import sys
 from fake_engine import FakeEngine
-from specops.engine.server import make_app, serve
+from specops.engine.server import listen, make_app, serve
+listener = listen("127.0.0.1", int(sys.argv[1]))
 app = make_app(FakeEngine(step_seconds=0.02))
-serve(app, host="127.0.0.1", port=int(sys.argv[1]), drain_timeout=20, log_level="warning")
+serve(app, listener, drain_timeout=20, log_level="warning", header_timeout=2, max_connections=40)
 """
 
 
-def test_sigterm_drains() -> None:
+@contextlib.contextmanager
+def running_server() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The program RUN and its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", RUN, str(port)], env=environment)
     try:
 
         def is_up() -> bool:
             try:
-                return HTTP.get(f"{url}/health").status_code == 200
+                return HTTP.get(f"http://127.0.0.1:{port}/health").status_code == 200
             except httpx.TransportError:
                 return False
 
         wait_for(is_up, 30)
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_connections_that_ask_nothing_are_closed() -> None:
+    with running_server() as (_, port), contextlib.ExitStack() as stack:
+
+        def connection() -> socket.socket:
+            return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+
+        # More than may be open at a time: those that came too late end at once.
+        crowd = [connection() for _ in range(60)]
+        begun = time.monotonic()
+        for one in crowd[50:]:
+            assert one.recv(1) == b""
+        assert time.monotonic() - begun < 1.5
+        for one in crowd[:50]:
+            one.close()
+        # A byte now and then keeps nothing open.
+        slow = connection()
+        begun = time.monotonic()
+        with contextlib.suppress(OSError):
+            for letter in b"GET /health HTTP/1.1\r\nHost: somebody\r\nX-Long: " + b"a" * 200:
+                slow.send(bytes([letter]))
+                time.sleep(0.05)
+        assert time.monotonic() - begun < 6
+        # One that has asked may wait for its answer, and ask again.
+        body = json.dumps({"prompt": "abc", "max_tokens": 150}).encode()
+        asked = connection()
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        for _ in range(2):
+            asked.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body)
+            answer = b""
+            while b'"usage"' not in answer:
+                got = asked.recv(65536)
+                assert got, answer
+                answer += got
+            assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_sigterm_drains() -> None:
+    with running_server() as (process, port):
+        url = f"http://127.0.0.1:{port}"
         body = {"prompt": "abc", "max_tokens": 40, "speculative_config": {"method": "naive"}}
         with HTTP.stream("POST", f"{url}/v1/completions", json=body | STREAM) as running:
             lines = running.iter_lines()
@@ -1155,9 +1298,6 @@ def test_sigterm_drains() -> None:
         text = "".join(part["choices"][0]["text"] for part in parts)
         assert text == ("abc" * 14)[:40], "what ran has finished"
         assert process.wait(10) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize(
@@ -1172,6 +1312,12 @@ def test_sigterm_drains() -> None:
         ),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["--max-body-bytes", "0"], "max_body_bytes must be at least 1"),
+        (["--header-timeout", "0.5"], "header_timeout must be at least 1"),
+        (["--port", "99999"], "port must be in [0, 65535], got 99999"),
+        (["--host", "no.such.host.invalid"], "host and port must be an address to listen on"),
+        (["--api-key", ""], "--api-key must hold a key of at least one character"),
+        (["--api-key-file", "/dev/null"], "--api-key-file must hold a key of at least one"),
+        (["--api-key-file", "/no/such/file"], "--api-key-file must be a text file"),
     ],
 )
 def test_mistakes_in_the_arguments(
@@ -1247,8 +1393,10 @@ def test_every_default_serves_the_bundled_model(monkeypatch: pytest.MonkeyPatch)
 
     seen: dict[str, Any] = {}
 
-    def remember(app: Any, **options: Any) -> None:
-        seen.update(options)
+    def remember(app: Any, listener: socket.socket, **options: Any) -> None:
+        host, port = listener.getsockname()
+        listener.close()
+        seen.update(options, host=host, port=port)
 
     monkeypatch.setattr(server, "serve", remember)
     assert main([]) == 0

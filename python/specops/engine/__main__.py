@@ -6,9 +6,11 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from specops.engine import exactness
@@ -115,13 +117,42 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="(default: %(default)s)")
-    add("--api-key", metavar="KEY", help="bearer token that requests below /v1 must carry")
+    add(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="bearer token that requests must carry; may be given several times, and in the "
+        "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
+    )
+    add("--api-key-file", metavar="FILE", help="further keys, one a line")
     add(
         "--max-body-bytes",
         type=int,
         default=4 << 20,
         metavar="N",
         help="longest request body (default: %(default)s)",
+    )
+    add(
+        "--body-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time that a client may take over a body (default: %(default)s)",
+    )
+    add(
+        "--header-timeout",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="time that a client may take over the headers of a request (default: %(default)s)",
+    )
+    add(
+        "--max-connections",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="connections open at a time (default: %(default)s)",
     )
     add(
         "--drain-timeout",
@@ -159,11 +190,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         if args.speculative_config is not None:
             settings["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
-        for name in ("max_body_bytes", "drain_timeout"):
+        for name in (
+            *("max_body_bytes", "drain_timeout", "max_connections"),
+            *("body_timeout", "header_timeout"),
+        ):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+        api_keys = _api_keys(args.api_key, args.api_key_file)
+        listener = server.listen(args.host, args.port)  # before the model, which takes longer
         engine = Engine(EngineConfig(**settings))
-        app = server.make_app(engine, api_key=args.api_key, max_body_bytes=args.max_body_bytes)
+        app = server.make_app(
+            engine,
+            api_keys=api_keys,
+            max_body_bytes=args.max_body_bytes,
+            body_timeout=args.body_timeout,
+        )
     except ValueError as error:
         return _fail(str(error))
     speculative = engine.config.speculative_config
@@ -174,16 +215,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speculative.method,
         speculative.num_speculative_tokens,
         args.host,
-        args.port,
+        listener.getsockname()[1],
     )
     server.serve(
         app,
-        host=args.host,
-        port=args.port,
+        listener,
         drain_timeout=args.drain_timeout,
         log_level=args.log_level,
+        max_connections=args.max_connections,
+        header_timeout=args.header_timeout,
     )
     return 0
+
+
+def _api_keys(given: Sequence[str], file: str | None) -> list[str]:
+    """The keys of the command line, the environment and a file.
+
+    Raises:
+        ValueError: one is empty, or the file has none: a server that was meant to have a key would
+            be open to everybody.
+    """
+    keys = [("--api-key", key) for key in given]
+    if "SPECOPS_API_KEY" in os.environ:
+        keys.append(("SPECOPS_API_KEY", os.environ["SPECOPS_API_KEY"]))
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--api-key-file must be a text file, got {file}: {error}") from None
+        keys += [("--api-key-file", line) for line in lines if line.strip()] or [
+            ("--api-key-file", "")
+        ]
+    for where, key in keys:
+        if not key.strip():
+            raise ValueError(f"{where} must hold a key of at least one character, got none")
+    return [key.strip() for _, key in keys]
 
 
 def _fail(message: str) -> int:

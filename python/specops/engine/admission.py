@@ -52,12 +52,13 @@ class Admission:
         request_id: str | None,
         choice_index: int,
         speculative_config: Mapping[str, object] | None,
+        owners: Sequence[str],
         taken: Mapping[str, Request],
     ) -> Request:
         """Makes a request of what `Engine.add_request` documents.
 
         Args:
-            prompt, params, request_id, choice_index, speculative_config: as there.
+            prompt, params, request_id, choice_index, speculative_config, owners: as there.
             taken: the requests whose names are in use.
 
         Raises:
@@ -90,6 +91,7 @@ class Admission:
             max_len=len(token_ids) + (params.max_tokens or room),
             token_ids=token_ids,
             stream=TextStream(self.tokenizer, params.stop),
+            owners=tuple(owners),
             stop_token_ids=self._stop_token_ids(params),
             bad_words=self._bad_words(params),
             think_end_token_id=think_end,

@@ -182,6 +182,7 @@ class Engine:
         request_id: str | None = None,
         choice_index: int = 0,
         speculative_config: Mapping[str, object] | None = None,
+        owners: Sequence[str] = (),
     ) -> str:
         """Queues one choice of one prompt.
 
@@ -191,6 +192,9 @@ class Engine:
             request_id: a name for it; made up when absent.
             choice_index: which of `n` choices this is; part of the key of its random numbers.
             speculative_config: the request's own method, k, steps, strategy or policy.
+            owners: whom it belongs to, the widest first, such as a client and one of its calls.
+                Where slots are short, each owner gets an equal share of them, and of a share the
+                owners within it. Requests without owners are served in the order of arrival.
 
         Returns:
             The request's id.
@@ -207,6 +211,7 @@ class Engine:
             request_id=request_id,
             choice_index=choice_index,
             speculative_config=speculative_config,
+            owners=owners,
             taken=self._requests,
         )
         self._requests[request.request_id] = request

@@ -42,6 +42,7 @@ class Request:
     max_len: int  # len(token_ids) at which the request ends
     token_ids: list[int]
     stream: TextStream
+    owners: tuple[str, ...] = ()  # whom it belongs to, the widest first: they share the slots
 
     # From params, with what the tokenizer and the model have to say.
     stop_token_ids: tuple[int, ...] = ()

@@ -154,6 +154,10 @@ class SamplingParams:
             for sequence in getattr(self, name):
                 _check_token_ids(name, sequence)
             check_sequences(name, getattr(self, name))
+        if len(self.bad_words) > MAX_SEQUENCES:  # counted before anybody tokenises them
+            raise ValueError(
+                f"bad_words must hold at most {MAX_SEQUENCES} texts, got {len(self.bad_words)}"
+            )
         if len(self.think_inject_token_ids or ()) > MAX_SEQUENCE_LENGTH:
             raise ValueError(
                 f"think_inject_token_ids must hold at most {MAX_SEQUENCE_LENGTH} token ids, got "

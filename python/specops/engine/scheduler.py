@@ -8,6 +8,7 @@ reads requests and pages, and answers with a plan: it asks nobody, and tells nob
 from array import array
 from collections import deque
 
+from specops.engine.fairness import Shares
 from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
 from specops.engine.request import Request
@@ -71,13 +72,7 @@ class Scheduler:
         for request in [r for r in self.running if not r.is_decoding]:
             if request.slot >= 0 and budget > 0:
                 budget -= self._plan_chunk(request, budget)
-        while self.waiting and budget > 0 and self._free_slots:
-            request = self.waiting[0]
-            if not self._admit(request):
-                break
-            self.waiting.popleft()
-            plan.started.append(request)
-            budget -= self._plan_chunk(request, budget)
+        self._admit_waiting(budget)
         for part in plan.parts:
             if part.emits and part.request.draft_limit:
                 # This step emits a token at least, and so will the one that verifies.
@@ -109,6 +104,23 @@ class Scheduler:
                 None if draft_kv is None else draft_kv.key(request.token_ids, end),
             )
             request.num_registered_pages += 1
+
+    def _admit_waiting(self, budget: int) -> None:
+        """Gives slots and pages to those who wait, and takes them from owners with too many."""
+        plan = self._plan
+        while self.waiting and budget > 0:
+            shares = Shares(self.running)
+            in_turn = shares.in_turn(self.waiting)
+            if self._free_slots and self._admit(in_turn[0]):
+                self.waiting.remove(in_turn[0])
+                plan.started.append(in_turn[0])
+                budget -= self._plan_chunk(in_turn[0], budget)
+                continue
+            victim = next(filter(None, map(shares.victim, in_turn)), None)
+            if victim is None:
+                return
+            self._preempt(victim)
+            budget = self._max_rows - sum(part.num_rows for part in plan.parts)
 
     def _plan_chunk(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed
@@ -148,9 +160,9 @@ class Scheduler:
         return True
 
     def _make_room(self, request: Request, rows: int) -> bool:
-        """Finds pages for `rows` more rows, preempting later arrivals; False if it went itself."""
+        """Finds pages for `rows` more rows, preempting others; False if it went itself."""
         while not self._has_pages(request, rows):
-            victim = self.running[-1]
+            victim = Shares(self.running).last()
             self._preempt(victim)
             if victim is request:
                 return False

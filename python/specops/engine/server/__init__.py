@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine behind HTTP: an OpenAI-compatible API, metrics, and a page for the browser."""
 
-from specops.engine.server.app import make_app, serve
+from specops.engine.server.app import listen, make_app, serve
 
-__all__ = ["make_app", "serve"]
+__all__ = ["listen", "make_app", "serve"]

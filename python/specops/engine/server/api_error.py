@@ -30,17 +30,20 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
-def bad_value(error: ValueError, model: type[BaseModel] | None = None) -> ApiError:
-    """A value the engine refuses; its messages begin with the parameter's name."""
+def bad_value(
+    error: ValueError, model: type[BaseModel] | None = None, otherwise: str | None = None
+) -> ApiError:
+    """A value the engine refuses; its messages begin with the parameter's name, or with no name."""
     message = str(error)
     found = re.match(r"\w+", message)
-    param = found[0] if found is not None and model and found[0] in model.model_fields else None
+    is_named = found is not None and model is not None and found[0] in model.model_fields
+    param = found[0] if found is not None and is_named else otherwise
     return ApiError(400, message, param=param, code="invalid_value")
 
 
 def too_long(message: str, param: str) -> ApiError:
     """A prompt, or a prompt and what may follow it, does not fit the context."""
-    return ApiError(413, message, param=param, code="context_length_exceeded")
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def shutting_down() -> ApiError:

@@ -9,7 +9,8 @@ import contextlib
 import hmac
 import json
 import signal
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -17,15 +18,19 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
+import specops
 from specops.engine.engine import Engine
 from specops.engine.server.answers import ChatAnswer, TextAnswer
 from specops.engine.server.api_error import ApiError, server_error
 from specops.engine.server.chat import ChatFormat
+from specops.engine.server.connections import bounded_protocol
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
 from specops.engine.server.metrics import Metrics
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest
+from specops.engine.server.request_ids import RequestIds
 
+_READ = ["GET", "HEAD"]
 _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 _PLAYGROUND_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -38,8 +43,9 @@ def make_app(
     engine: Engine,
     *,
     chat_format: ChatFormat | None = None,
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
     max_body_bytes: int = 4 << 20,
+    body_timeout: float = 60.0,
 ) -> FastAPI:
     """The application that serves an engine. The engine is the application's from now on.
 
@@ -47,12 +53,17 @@ def make_app(
         engine: an engine that nobody else uses.
         chat_format: how the messages of a chat become a prompt; by default as the directory of the
             engine's model says.
-        api_key: what clients must send as bearer token to everything below /v1.
+        api_keys: clients must send one of them as bearer token to everything below /v1; none:
+            everybody may ask. Those who send one key are one client, and slots are shared equally
+            among clients.
         max_body_bytes: longer bodies are refused.
+        body_timeout: seconds that a client may take over its body.
 
     Raises:
-        ValueError: the model's chat template is broken.
+        ValueError: the model's chat template is broken, or a key is empty.
     """
+    if not all(key.strip() for key in api_keys):
+        raise ValueError("api_keys must hold keys of at least one character, got an empty one")
     if chat_format is None:
         directory = engine.config.model_dir
         chat_format = ChatFormat.from_dir(directory, engine.tokenizer.special_tokens)
@@ -68,37 +79,46 @@ def make_app(
 
     app = FastAPI(title="specops", lifespan=lifespan, openapi_url=None)
     _add_own_routes(app, thread, metrics)
-    generation = Generation(engine, thread, chat_format, max_body_bytes)
-    app.include_router(_openai_routes(generation, api_key))
+    generation = Generation(
+        engine, thread, chat_format, max_body_bytes=max_body_bytes, body_timeout=body_timeout
+    )
+    app.include_router(_openai_routes(generation, api_keys))
     _add_error_handlers(app)
+    app.add_middleware(RequestIds)
     return app
 
 
 def _add_own_routes(app: FastAPI, thread: EngineThread, metrics: Metrics) -> None:
     """The page, and what operators look at."""
 
-    @app.get("/")
+    @app.api_route("/", methods=_READ)
     async def playground() -> Response:
         return HTMLResponse(_PLAYGROUND.read_bytes(), headers=_PLAYGROUND_HEADERS)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         status = thread.health
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/version", methods=_READ)
+    async def version() -> Response:
+        return JSONResponse({"version": specops.__version__})
+
+    @app.api_route("/metrics", methods=_READ)
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _openai_routes(generation: Generation, api_key: str | None) -> APIRouter:
-    """Everything below /v1, behind the key."""
+def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter:
+    """Everything behind the key."""
+
+    expected = [f"Bearer {key}".encode() for key in api_keys]
 
     async def check_key(request: Request) -> None:
-        sent = request.headers.get("authorization", "")
-        if api_key is not None and not hmac.compare_digest(
-            sent.encode(), f"Bearer {api_key}".encode()
-        ):
+        sent = request.headers.get("authorization", "").encode()
+        # Every key is compared, so that the time says nothing about which one was close.
+        same = [hmac.compare_digest(sent, one) for one in expected]
+        if same and not any(same):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY",
@@ -106,25 +126,34 @@ def _openai_routes(generation: Generation, api_key: str | None) -> APIRouter:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        request.state.client = f"key-{same.index(True)}" if same else ""
 
-    api = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+    api = APIRouter(dependencies=[Depends(check_key)])
 
-    @api.get("/models")
+    @api.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [generation.model_card()]})
 
-    @api.get("/models/{name:path}")
+    @api.api_route("/v1/models/{name:path}", methods=_READ)
     async def model(name: str) -> Response:
         generation.check_model(name)
         return JSONResponse(generation.model_card())
 
-    @api.post("/completions")
+    @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await generation.answer(request, CompletionRequest, TextAnswer)
 
-    @api.post("/chat/completions")
+    @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await generation.answer(request, ChatCompletionRequest, ChatAnswer)
+
+    @api.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await generation.tokenize(request)
+
+    @api.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await generation.detokenize(request)
 
     return api
 
@@ -148,14 +177,52 @@ def _add_error_handlers(app: FastAPI) -> None:
         return await refuse(request, server_error("internal error; the server's log says more"))
 
 
-def serve(app: FastAPI, *, host: str, port: int, drain_timeout: int, log_level: str) -> None:
-    """Serves until SIGTERM or SIGINT, then lets running requests finish for `drain_timeout` s."""
+def listen(host: str, port: int) -> socket.socket:
+    """Takes the address, so that a mistake in it is known before a model is loaded.
+
+    Raises:
+        ValueError: the address does not exist or is in use.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port must be in [0, 65535], got {port}")
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"host and port must be an address to listen on, got {host}:{port}: {error.strerror}"
+        ) from None
+    return listener
+
+
+def serve(
+    app: FastAPI,
+    listener: socket.socket,
+    *,
+    drain_timeout: int,
+    log_level: str,
+    max_connections: int = 1024,
+    header_timeout: float = 20.0,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish for `drain_timeout` s.
+
+    Args:
+        app: from `make_app`.
+        listener: from `listen`.
+        drain_timeout: seconds.
+        log_level: of uvicorn.
+        max_connections: open at a time; further ones are closed at once.
+        header_timeout: seconds that a client may take over the headers of a request.
+    """
     # uvicorn raises the signal again once it has drained; that is no reason to die of it.
     signal.signal(signal.SIGTERM, lambda *_: None)
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
+        http=bounded_protocol(max_connections=max_connections, header_timeout=header_timeout),
         log_level=log_level,
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,
@@ -163,4 +230,4 @@ def serve(app: FastAPI, *, host: str, port: int, drain_timeout: int, log_level: 
         ws="none",
     )
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run()
+        uvicorn.Server(config).run(sockets=[listener])

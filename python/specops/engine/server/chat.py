@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -31,6 +32,7 @@ class ChatFormat:
         self, template: str | None, special_tokens: Mapping[str, str] | None = None
     ) -> None:
         self._template = None if template is None else _compile(template)
+        self._variables = set() if template is None else _variables(template)
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
@@ -50,23 +52,40 @@ class ChatFormat:
         return cls(template, special_tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, up to where the assistant is to speak.
 
+        Args:
+            messages: with role and content.
+            add_generation_prompt: end where the assistant begins.
+            variables: further ones that the template reads, such as "enable_thinking".
+
         Raises:
-            ValueError: the model has no chat template, or the template refuses the messages.
+            ValueError: the model has no chat template, the template reads no such variable, or it
+                refuses the messages.
         """
         if self._template is None:
             raise ValueError("the model has no chat template; send a prompt to /v1/completions")
+        own = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+        }
+        for name in variables or {}:
+            if name in own or name not in self._variables:
+                raise ValueError(
+                    "chat_template_kwargs must hold variables that the model's chat template "
+                    f"reads and a request may set, got {name!r}"
+                )
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
+            return self._template.render(**own, **(variables or {}))
         except Exception as error:  # a template may fail in any way Python can
             raise ValueError(f"the chat template refused the messages: {error}") from None
 
@@ -81,8 +100,20 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _variables(source: str) -> set[str]:
+    """The variables that a template reads and does not set itself."""
+    return set(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
+
+
 def _compile(source: str) -> jinja2.Template:
-    # The environment that chat templates are written for; sandboxed, since they come with weights.
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the model's chat template is broken: {error}") from None
+
+
+def _environment() -> jinja2.Environment:
+    # What chat templates are written for; sandboxed, since they come with weights.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -99,7 +130,4 @@ def _compile(source: str) -> jinja2.Template:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the model's chat template is broken: {error}") from None
+    return environment

@@ -221,6 +221,7 @@ class EngineThread:
             request_id=f"http-{self._num_requests}",
             choice_index=choice.index % choice.params.n,
             speculative_config=choice.job.speculative_config,
+            owners=(choice.job.client, f"call-{id(choice.job)}"),
         )
         choice.added_at = time.perf_counter()
         self._num_requests += 1

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, QueueFull
@@ -22,11 +23,26 @@ from specops.engine.server.api_error import (
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.jobs import Job, JobFailed
-from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest, parse
+from specops.engine.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Strict,
+    parse,
+)
 from specops.engine.server.streaming import ClientGone, EventStream, until_gone
+from specops.engine.server.tokens import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenized,
+    tokenized,
+)
 from specops.engine.speculative_config import SpeculativeConfig
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
+B = TypeVar("B", bound=Strict)
+
+# Longer bodies are parsed beside the event loop.
+_SHORT_BODY = 1 << 15
 
 # Texts shorter than this are tokenised on the event loop: a thread would cost more.
 _SHORT_TEXT = 4096
@@ -36,7 +52,13 @@ class Generation:
     """What the two endpoints share: reads bodies, tokenises, submits jobs, hands out answers."""
 
     def __init__(
-        self, engine: Engine, thread: EngineThread, chat_format: ChatFormat, max_body_bytes: int
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        chat_format: ChatFormat,
+        *,
+        max_body_bytes: int,
+        body_timeout: float,
     ) -> None:
         # Only what never changes is read from the engine here; the rest is its thread's.
         self.tokenizer = engine.tokenizer
@@ -45,6 +67,7 @@ class Generation:
         self._thread = thread
         self._chat_format = chat_format
         self._max_body_bytes = max_body_bytes
+        self._body_timeout = body_timeout
         self._created = int(time.time())
         # A longer text cannot fit the context, and tokenising it would take seconds. The factor
         # of 4 allows for tokenizers that shorten a text first.
@@ -79,12 +102,21 @@ class Generation:
         self, http: Request, body_type: type[R], answer_type: type[Answer[R]]
     ) -> Response:
         """Serves one request, from its body to its answer or the stream of it."""
-        request: Any = parse(body_type, await self._read_body(http))
+        try:
+            request: Any = await self.read(http, body_type)
+        except ClientDisconnect:
+            return Response(status_code=499)  # for the access log: nobody reads it
         self.check_model(request.model)
         params = request.sampling_params()
         speculative = self._speculative_config(request)
         prompts = await self._tokenize(request)
-        job = Job(prompts, params, request.speculative_config, streaming=request.stream)
+        job = Job(
+            prompts,
+            params,
+            request.speculative_config,
+            client=http.state.client,
+            streaming=request.stream,
+        )
         answer = answer_type(
             request, job, self.tokenizer, self.model_name, speculative.num_speculative_tokens
         )
@@ -100,6 +132,68 @@ class Generation:
         finally:
             if not request.stream:
                 self._thread.abort(job)  # nothing to do if it is finished
+
+    async def read(self, http: Request, body_type: type[B]) -> B:
+        """The body of a request.
+
+        Raises:
+            ApiError: it is not what it should be, or too slow in coming.
+            ClientDisconnect: the client left before its end.
+        """
+        try:
+            body = await asyncio.wait_for(self._read_body(http), self._body_timeout)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body must be there within {self._body_timeout:g} seconds",
+                code="body_too_slow",
+                headers={"Connection": "close"},
+            ) from None
+        if len(body) < _SHORT_BODY:
+            return parse(body_type, body)
+        return await asyncio.to_thread(parse, body_type, body)
+
+    async def tokenize(self, http: Request) -> Response:
+        """Serves /tokenize."""
+        request = await self.read(http, TokenizeRequest)
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError(400, "prompt or messages must be given, and not both", param="prompt")
+        if request.messages is not None:
+            messages = [message.for_template() for message in request.messages]
+            prompt = request.add_generation_prompt
+            try:
+                text = self._chat_format.render(messages, add_generation_prompt=prompt)
+            except ValueError as error:
+                raise bad_value(error, TokenizeRequest, "messages") from None
+        else:
+            assert request.prompt is not None
+            text = request.prompt
+        with_special = request.add_special_tokens and request.messages is None
+        try:
+            answer = await asyncio.to_thread(
+                tokenized,
+                self.tokenizer,
+                text,
+                add_special_tokens=with_special,
+                max_model_len=self._engine.max_model_len,
+                strings=request.return_token_strs,
+            )
+        except ValueError as error:
+            raise bad_value(error, TokenizeRequest, "prompt") from None
+        return JSONResponse(answer)
+
+    async def detokenize(self, http: Request) -> Response:
+        """Serves /detokenize."""
+        request = await self.read(http, DetokenizeRequest)
+        self.check_model(request.model)
+        try:
+            answer = await asyncio.to_thread(
+                detokenized, self.tokenizer, request.tokens, self._engine.vocab_size
+            )
+        except ValueError as error:
+            raise bad_value(error, DetokenizeRequest) from None
+        return JSONResponse(answer)
 
     def _speculative_config(
         self, request: CompletionRequest | ChatCompletionRequest
@@ -142,9 +236,9 @@ class Generation:
         if isinstance(request, ChatCompletionRequest):
             try:
                 messages = [message.for_template() for message in request.messages]
-                text = self._chat_format.render(messages)
+                text = self._chat_format.render(messages, variables=request.template_variables())
             except ValueError as error:
-                raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+                raise bad_value(error, ChatCompletionRequest, "messages") from None
             prompts: list[str | list[int]] = [text]
         else:
             prompts = request.prompts()

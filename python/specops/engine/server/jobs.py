@@ -31,6 +31,7 @@ class Job:
         prompts: token ids.
         params: for all of them.
         speculative_config: the request's own, or None.
+        client: who asks, as slots are shared among clients.
         streaming: hand out every step's output, rather than finished choices only.
     """
 
@@ -40,8 +41,10 @@ class Job:
         params: SamplingParams,
         speculative_config: Mapping[str, object] | None,
         *,
+        client: str,
         streaming: bool,
     ) -> None:
+        self.client = client
         self.prompts = prompts
         self.params = params
         self.speculative_config = speculative_config

@@ -5,18 +5,25 @@ A field is either honoured or refused by name, never ignored.
 """
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from specops.engine.sampling_params import SamplingParams
+from specops.engine.sampling_params import MAX_SEQUENCES, SamplingParams
 from specops.engine.server.api_error import ApiError, bad_value
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_PROMPTS = 256
-MAX_LISTS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
+# Counted before their elements are looked at.
+MAX_LISTS = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "stop_token_sequences": MAX_SEQUENCES,
+    "bad_words": MAX_SEQUENCES,
+    "bad_words_token_ids": MAX_SEQUENCES,
+}
 MAX_PARTS = 1000  # of one message
 
 # What pydantic calls the branches of a union: they are left out of the paths that clients are told.
@@ -30,13 +37,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "guided_json": (),
     "guided_regex": (),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": (),
     "tool_choice": ("none", "auto"),
@@ -47,18 +54,23 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A body that has what it names, in the types that it names, and nothing else."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class StreamOptions(_Strict):
+B = TypeVar("B", bound=Strict)
+
+
+class StreamOptions(Strict):
     """What a stream reports besides the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # usage so far in every chunk
 
 
-class _Request(_Strict):
+class _Request(Strict):
     """What completions and chat completions have in common."""
 
     model: str | None = None
@@ -89,7 +101,9 @@ class _Request(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative_config: dict[str, Any] | None = None
-    user: str | None = None  # says who asks; nothing depends on it
+    # They say who asks and for what; nothing depends on them.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
 
     def sampling_params(self) -> SamplingParams:
         """The request's parameters as the engine takes them.
@@ -186,7 +200,7 @@ class CompletionRequest(_Request):
             if all(isinstance(one, str) for one in prompt) or all(map(_is_token_ids, prompt)):
                 return prompt
         raise ApiError(
-            422,
+            400,
             "prompt must be a text, a list of texts, a list of token ids or a list of such lists, "
             "none of them empty",
             param="prompt",
@@ -206,14 +220,14 @@ class CompletionRequest(_Request):
         return self.logprobs
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A piece of a message; only text is understood."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -239,6 +253,13 @@ class ChatCompletionRequest(_Request):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None  # a variable of the template, too
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return {**effort, **self.chat_template_kwargs}
 
     def _max_tokens(self) -> int | None:
         if self.max_completion_tokens is None:
@@ -253,24 +274,24 @@ class ChatCompletionRequest(_Request):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def parse(model: type[CompletionRequest] | type[ChatCompletionRequest], body: bytes) -> Any:
+def parse(model: type[B], body: bytes) -> B:
     """Reads a body.
 
     Raises:
-        ApiError: 422 if it is not JSON of the right shape, 400 if it asks for what is not there.
+        ApiError: 400; it is not JSON of the right shape, or asks for what is not there.
     """
     try:
         text = body.decode("utf-8-sig")
         values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         message = f"the body must be UTF-8, got byte 0x{body[error.start]:02x} at {error.start}"
-        raise ApiError(422, message, code="invalid_json") from None
+        raise ApiError(400, message, code="invalid_json") from None
     except RecursionError:
-        raise ApiError(422, "the body is nested too deeply", code="invalid_json") from None
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
     except ValueError as error:
-        raise ApiError(422, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
-        raise ApiError(422, f"the body must be a JSON object, got {_json_type(values)}")
+        raise ApiError(400, f"the body must be a JSON object, got {_json_type(values)}")
     for name in list(values):
         if name in _NEUTRAL:
             value = values.pop(name)
@@ -300,7 +321,7 @@ def parse(model: type[CompletionRequest] | type[ChatCompletionRequest], body: by
 def _from_validation(error: ValidationError) -> ApiError:
     """One mistake that pydantic found; of a union, that of the branch which got furthest."""
     if error.error_count() > 100:  # it would take long to find out about each
-        return ApiError(422, f"the body has {error.error_count()} mistakes")
+        return ApiError(400, f"the body has {error.error_count()} mistakes")
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     kind = first["type"]
     path = [str(part) for part in first["loc"] if part not in _UNION_BRANCHES]
@@ -308,15 +329,15 @@ def _from_validation(error: ValidationError) -> ApiError:
     if kind == "extra_forbidden":
         return _unknown_field(param)
     if kind == "missing":
-        return ApiError(422, f"{param} is missing", param=param, code="missing_parameter")
+        return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
     if kind == "literal_error":
         got = f"got {first['input']!r}"
         return ApiError(400, f"{param}: {first['msg']}, {got}", param=param, code="invalid_value")
     if kind == "string_unicode":
-        return ApiError(422, f"{param or 'the body'} is not valid Unicode", param=param or None)
+        return ApiError(400, f"{param or 'the body'} is not valid Unicode", param=param or None)
     message = first["msg"].removeprefix("Input should be ")
     got = _json_type(first["input"])
-    return ApiError(422, f"{param} must be {message}, got {got}", param=param, code="invalid_type")
+    return ApiError(400, f"{param} must be {message}, got {got}", param=param, code="invalid_type")
 
 
 def _unknown_field(name: str) -> ApiError:
@@ -330,7 +351,7 @@ def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
         for name, _ in items:
             if name not in values:  # taken out by its first occurrence
                 raise ApiError(
-                    422, f"{name} is given more than once", param=name, code="invalid_json"
+                    400, f"{name} is given more than once", param=name, code="invalid_json"
                 )
             del values[name]
     return values

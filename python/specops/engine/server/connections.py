@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a connection may cost before it has asked for anything: a place, and some time.
+
+uvicorn bounds the pause between two requests, not the time that a client takes over one.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+
+def bounded_protocol(*, max_connections: int, header_timeout: float) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol, for connections that are bounded.
+
+    Args:
+        max_connections: open at a time; further ones are closed at once.
+        header_timeout: seconds from the first byte of a request, or from the beginning of the
+            connection, to the end of its headers; then the connection is closed.
+    """
+
+    class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > max_connections:
+                transport.close()
+            else:
+                self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._rest()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self._is_answering():
+                self._rest()
+            elif self._deadline is None:
+                self._watch()
+
+        def _is_answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _watch(self) -> None:
+            self._deadline = self.loop.call_later(header_timeout, self._close)
+
+        def _rest(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _close(self) -> None:
+            self._deadline = None
+            if not self._is_answering():
+                self.transport.close()
+
+    return BoundedProtocol
