@@ -48,7 +48,7 @@ $(VENV)/torch: constraints.txt | $(VENV)/build-deps
 # The package is used where it stands: a path file does what an editable install would, at once.
 $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
 	$(PIP) numpy safetensors tokenizers jinja2 \
-	  fastapi uvicorn pydantic prometheus-client
+	  fastapi uvicorn pydantic prometheus-client pyyaml
 	echo "$(abspath python)" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
 	touch $@
 

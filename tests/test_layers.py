@@ -31,7 +31,7 @@ ENGINE_GROUPS = (
     {"admission", "runner"},
     {"calibration"},
     {"engine"},
-    {"", "exactness"},
+    {"", "config_file", "exactness"},
     {"server"},
     {"__main__"},
 )

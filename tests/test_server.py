@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -33,8 +34,9 @@ from mtp_checkpoints import make_mtp_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, EngineError, SamplingParams, SpeculativeConfig
-from specops.engine.__main__ import main
+from specops.engine.__main__ import _parser, main
 from specops.engine.config import BUNDLED_MODEL
+from specops.engine.config_file import arguments_of
 from specops.engine.models import Transformer
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest, parse
@@ -1388,6 +1390,43 @@ def test_without_the_server_s_packages(
 @pytest.mark.skipif(
     not (BUNDLED_MODEL / "model.safetensors").is_file(), reason="the bundled model is not there"
 )
+def test_options_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "options.yaml"
+    parser = _parser()
+
+    def options(text: str, *given: str) -> Any:
+        file.write_text(text)
+        return parser.parse_args([*arguments_of(str(file), parser), *given])
+
+    text = """
+max-num-seqs: 8
+num_threads: 1
+speculative-config: {method: ngram, num_speculative_tokens: 3}
+api-key: [one, "--two"]
+enable-prefix-caching: false
+enforce-eager: true
+calibrate: false
+"""
+    seen = options(text, "--max-num-seqs", "4", "--api-key", "three")
+    assert (seen.max_num_seqs, seen.num_threads) == (4, 1)
+    assert json.loads(seen.speculative_config) == {"method": "ngram", "num_speculative_tokens": 3}
+    assert seen.api_key == ["one", "--two", "three"]
+    assert (seen.enable_prefix_caching, seen.enforce_eager, seen.calibrate) == (False, True, None)
+    assert options("") == parser.parse_args([])
+    for text, message in (
+        ("max-num-seq: 8", "must hold names of flags, got 'max-num-seq'; the nearest is max-num-s"),
+        ("config: x", "must hold names of flags, got 'config'"),
+        ("port: 1\nport: 2", "must hold a name once, got 'port' twice"),
+        ("enforce-eager: 1", "--enforce-eager must be true or false in a file, got 1"),
+        ("port:", "--port must have a value in a file, got None"),
+        ("[1, 2]", "must hold names and values"),
+        ("a: [", "--config must be a YAML file"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            options(text)
+    assert main(["--config", str(tmp_path / "none.yaml")]) == 2
+
+
 def test_every_default_serves_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from specops.engine import server
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from specops.engine import exactness
 from specops.engine.config import EngineConfig
+from specops.engine.config_file import arguments_of
 from specops.engine.engine import Engine
 from specops.engine.speculative_config import SpeculativeConfig
 
@@ -26,6 +27,11 @@ def _parser() -> argparse.ArgumentParser:
         "a page to try it in the browser.",
         epilog="verify-exactness as the first argument, with --help for more: compares every token "
         "with and without speculation, and serves nothing.",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="options in YAML, under the names of these flags; the command line goes before them",
     )
     _add_engine_options(parser)
     _add_server_options(parser)
@@ -174,7 +180,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["verify-exactness"]:
         return exactness.main(given[1:])
-    args = _parser().parse_args(given)
+    parser = _parser()
+    args = parser.parse_args(given)
+    if args.config is not None:
+        try:
+            args = parser.parse_args([*arguments_of(args.config, parser), *given])
+        except ValueError as error:
+            return _fail(str(error))
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         from specops.engine import server
