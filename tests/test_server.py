@@ -330,6 +330,27 @@ def test_neutral_values_of_unsupported_fields_pass(fake: Served) -> None:
     assert post(fake, "chat/completions", chat | {"frequency_penalty": 0.0}).status_code == 200
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_timings_are_those_of_the_server(n: int) -> None:
+    """Ten tokens one by one, each of which takes a step of 20 ms."""
+    body = {"prompt": "abc", "max_tokens": 10, "n": n, "ignore_eos": True}
+    body |= {"speculative_config": {"method": "naive"}}
+    with serving(FakeEngine(step_seconds=0.02)) as served:
+        begun = time.perf_counter()
+        whole = post(served, "completions", body).json()["timings"]
+        took = time.perf_counter() - begun
+        streamed = events(post(served, "completions", body | STREAM))[-1]["timings"]
+        options = {"stream_options": {"include_usage": True}}
+        counted = events(post(served, "completions", body | STREAM | options))[-1]["timings"]
+    spans = ("queue_seconds", "prefill_seconds", "decode_seconds")
+    assert sum(whole[name] for name in spans) <= took
+    for one in (whole, streamed, counted):
+        assert set(one) == {*spans, "tokens_per_second"} and one["queue_seconds"] >= 0
+        assert one["prefill_seconds"] >= 0.02 and one["decode_seconds"] >= 9 * 0.02
+        tokens = 10 * n - 1
+        assert one["tokens_per_second"] == pytest.approx(tokens / one["decode_seconds"])
+
+
 def test_fields_that_change_nothing_are_taken(fake: Served) -> None:
     fields = {"metadata": {"run": "7"}, "user": "u", "store": False, "skip_special_tokens": True}
     plain = post(fake, "completions", {"prompt": "abc", "seed": 1}).json()

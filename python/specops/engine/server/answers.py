@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import specops
 from specops.engine.outputs import Completion, SpeculativeStats
 from specops.engine.server.api_error import server_error
-from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed
+from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span
 from specops.engine.server.logprobs import LegacyLogprobs, chat_logprobs
 from specops.engine.server.protocol import (
     ChatCompletionRequest,
@@ -20,7 +20,7 @@ from specops.engine.server.protocol import (
     StreamOptions,
 )
 from specops.engine.server.streaming import event
-from specops.engine.server.usage import add_stats, metrics, usage
+from specops.engine.server.usage import add_stats, metrics, timings, usage
 from specops.engine.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
@@ -52,6 +52,7 @@ class Answer(Generic[R]):
             "system_fingerprint": f"specops-{specops.__version__}",
         }
         self._completions: dict[int, Completion] = {}
+        self._spans: list[Span] = []
 
     async def whole(self) -> dict[str, Any]:
         """Waits for all choices: the answer that is not streamed."""
@@ -59,7 +60,7 @@ class Answer(Generic[R]):
         while self.job.num_unfinished:
             for output in await self.job.next_outputs():
                 if output.completion is not None:
-                    self._completions[output.index] = output.completion
+                    self._note(output, output.completion)
                     choices[output.index] = self.choice(output, output.completion)
         return {
             **self._frame,
@@ -97,7 +98,7 @@ class Answer(Generic[R]):
                         yield chunk([self.delta(output)])
                     if output.completion is None:
                         continue
-                    self._completions[output.index] = output.completion
+                    self._note(output, output.completion)
                     last = len(self._completions) == len(self.job.prompts) * self.job.params.n
                     # With include_usage the counts come in a chunk of their own.
                     more = {} if options.include_usage or not last else self._metrics()
@@ -140,11 +141,21 @@ class Answer(Generic[R]):
             **self._metrics(),
         }
 
+    def _note(self, output: ChoiceOutput, completion: Completion) -> None:
+        """Keeps what the totals need of a finished choice."""
+        self._completions[output.index] = completion
+        if output.span is not None:
+            self._spans.append(output.span)
+
     def _stats(self) -> SpeculativeStats:
         return add_stats(list(self._completions.values()))
 
     def _metrics(self) -> dict[str, Any]:
-        return {"metrics": metrics(self._stats(), self._num_speculative_tokens)}
+        num_tokens = sum(len(one.token_ids) for one in self._completions.values())
+        return {
+            "metrics": metrics(self._stats(), self._num_speculative_tokens),
+            "timings": timings(self._spans, num_tokens),
+        }
 
 
 class ChatAnswer(Answer[ChatCompletionRequest]):

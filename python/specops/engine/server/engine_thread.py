@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from specops.engine.engine import Engine
 from specops.engine.errors import QueueFull
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed
+from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span
 from specops.engine.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class _Choice:
     # Choices that wait for this one's prefill, to find its pages in the prefix cache.
     siblings: "list[_Choice]"
     added_at: float = 0.0  # when the engine got it
+    first_time: float = 0.0  # when its first tokens arrived; 0 before
+    num_first: int = 0  # how many these were
     last_time: float = 0.0  # when its last tokens arrived; 0 before the first
 
 
@@ -268,19 +270,22 @@ class EngineThread:
                     first=not choice.last_time,
                 )
                 choice.last_time = now
-            completion = None
+                if not choice.num_first:
+                    choice.first_time, choice.num_first = now, len(output.token_ids)
+            completion, span = None, None
             if output.finish_reason is not None:
                 completion = self._engine.completion(output.request_id)
                 del self._choices[output.request_id]
+                # A sibling waits for its turn outside the engine, too.
+                queued = choice.added_at - job.arrival + completion.queue_seconds
+                seconds = now - job.arrival
                 self._metrics.finished(
-                    output.finish_reason,
-                    completion,
-                    seconds=now - job.arrival,
-                    # A sibling waits for its turn outside the engine, too.
-                    queued=choice.added_at - job.arrival + completion.queue_seconds,
+                    output.finish_reason, completion, seconds=seconds, queued=queued
                 )
+                first = choice.first_time - job.arrival if choice.num_first else seconds
+                span = Span(queued, first, seconds, choice.num_first)
             if job.streaming or completion is not None:
-                event = ChoiceOutput(choice.index, output, completion, choice.seed)
+                event = ChoiceOutput(choice.index, output, completion, choice.seed, span)
                 self._events.append((job, event))
 
     def _give_up(self, finish_reason: str, message: str) -> None:

@@ -10,6 +10,23 @@ from specops.engine.outputs import Completion, RequestOutput
 from specops.engine.sampling_params import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a choice was worked on, in seconds after its job's arrival.
+
+    Attributes:
+        begin: it got its slot.
+        first: its first tokens were there.
+        last: its last ones were.
+        num_first: how many tokens came first; a step may emit several.
+    """
+
+    begin: float
+    first: float
+    last: float
+    num_first: int
+
+
 @dataclass(frozen=True)
 class ChoiceOutput:
     """What one step added to one choice of a job."""
@@ -18,6 +35,7 @@ class ChoiceOutput:
     output: RequestOutput
     completion: Completion | None  # once the choice is finished
     seed: int  # as the client sent it or as it was drawn
+    span: Span | None = None  # once the choice is finished
 
 
 class JobFailed(Exception):

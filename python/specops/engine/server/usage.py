@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specops.engine.outputs import Completion, SpeculativeStats
+from specops.engine.server.jobs import Span
 
 
 def usage(
@@ -41,6 +42,25 @@ def metrics(stats: SpeculativeStats, num_speculative_tokens: int) -> dict[str, A
             "num_draft_tokens": stats.num_draft_tokens,
             "num_spec_tokens": num_speculative_tokens,
         }
+    }
+
+
+def timings(spans: Sequence[Span], num_tokens: int) -> dict[str, Any]:
+    """How long an answer took, by the server's clock, all of its choices together.
+
+    `tokens_per_second` counts the tokens that came after the first ones of the first choice, over
+    the time from these to the last; null where there are none.
+    """
+    begin = min(span.begin for span in spans)
+    first = min(spans, key=lambda span: span.first)
+    last = max(span.last for span in spans)
+    decoding = last - first.first
+    num_later = num_tokens - first.num_first
+    return {
+        "queue_seconds": begin,
+        "prefill_seconds": first.first - begin,
+        "decode_seconds": decoding,
+        "tokens_per_second": num_later / decoding if num_later and decoding > 0 else None,
     }
 
 
