@@ -320,7 +320,9 @@ def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
         assert record.num_seen_again > 200 and record.num_logits_seen_again > 150
         lengths = RandomRests()
         decode(lengths, limits)
-        assert min(lengths.verified[count] for count in range(k + 1)) > 0
+        # As many as there is room for while all slots are taken.
+        room = limits.get("max_num_batched_tokens", 512) - limits["max_num_seqs"]
+        assert min(lengths.verified[count] for count in range(min(k, room) + 1)) > 0
         assert lengths.num_suspended > 100
         assert record.num_seen_again > 500 and record.num_logits_seen_again > 200
     with pytest.MonkeyPatch.context() as patch:  # pauses are long sooner, as texts are short
