@@ -286,6 +286,45 @@ def test_sharing_changes_no_bit(
         assert any(len(counts) > 1 for counts in rows), "verification beside plain rows"
 
 
+def test_what_does_not_pay_is_not_said(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, expected: list[Any]
+) -> None:
+    """As on a GPU, where saying so costs launches."""
+    found = make(model_dir, max_num_seqs=32)
+    assert found.run() == expected
+    saved = [plan.prefixes.num_saved_tokens for plan in found.shared if plan.prefixes]
+    least = sorted(saved)[len(saved) // 2]
+    layer_bytes = 2 * BASE["num_key_value_heads"] * BASE["head_dim"] * 2  # keys, values; bf16
+    monkeypatch.setattr("specops.engine.engine._LEAST_SAVED_BYTES", {"cpu": least * layer_bytes})
+    watched = make(model_dir, max_num_seqs=32)
+    assert watched.run() == expected
+    kept = [plan.prefixes.num_saved_tokens for plan in watched.shared if plan.prefixes]
+    assert kept == [one for one in saved if one >= least] and len(kept) < len(saved)
+
+
+def test_bytes_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
+    """What lies behind a window is not read; and the metric has what the engine counts."""
+    metrics = pytest.importorskip("specops.engine.server.metrics")
+    results = []
+    for shares in (True, False):
+        (tmp_path / str(shares)).mkdir()
+        changes = {"architectures": ["MistralForCausalLM"], "sliding_window": 90}
+        model_dir = write_model(tmp_path / str(shares), max_position_embeddings=384, **changes)
+        watched = make(model_dir, enable_cascade_attention=shares)
+        results.append(watched.run())
+        assert bool(watched.shared) == shares and watched.engine.stats.cascade_saved_bytes == 0
+    assert results[0] == results[1]
+    watched = make(write_model(tmp_path, max_position_embeddings=384))
+    watched.run()
+    saved = sum(plan.prefixes.num_saved_tokens for plan in watched.shared if plan.prefixes)
+    token_bytes = 2 * BASE["num_key_value_heads"] * BASE["head_dim"] * 2
+    num_bytes = saved * token_bytes * BASE["num_hidden_layers"]
+    assert watched.engine.stats.cascade_saved_bytes == num_bytes > 0
+    text = metrics.Metrics(watched.engine).render().decode()
+    (line,) = [one for one in text.splitlines() if one.startswith("specops:cascade_saved_bytes_t")]
+    assert float(line.split()[-1]) == num_bytes
+
+
 @pytest.fixture
 def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
     """Makes the device of the next engine a twin."""
