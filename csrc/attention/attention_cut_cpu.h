@@ -16,13 +16,11 @@ void plan_requests(const AppendAttentionParams& params, int64_t first_request, P
     load_request(params, first_request + i, plan.requests[i]);
   }
   if (params.num_prefix_levels > 0) find_bundles<T, D>(params, plan);
-  // About a cycle each: 8 bytes of KV, and a quarter of a multiplied vector.
-  constexpr int64_t kRead = 16 * D * static_cast<int64_t>(sizeof(T)), kMultiply = 4 * D;
   int64_t kv_leaves = 0;
   for (int64_t i = 0; i < plan.num_bundles; ++i) {
     const Bundle& bundle = plan.bundles[i];
     int64_t leaves = bundle.end_leaf - bundle.first_leaf;
-    plan.bundle_cost += params.num_kv_heads * leaves * (kRead + bundle.rows * kMultiply);
+    plan.bundle_cost += params.num_kv_heads * leaves * leaf_cost<T, D>(bundle.rows);
     kv_leaves += leaves;
   }
   for (int64_t i = 0; i < plan.count; ++i) {
@@ -30,7 +28,7 @@ void plan_requests(const AppendAttentionParams& params, int64_t first_request, P
     plan.costs[i] = 0;
     if (r.qo_len == 0) continue;
     int64_t leaves = r.last_leaf - r.own_leaf + 1;
-    plan.costs[i] = params.num_kv_heads * leaves * (kRead + r.rows * kMultiply);
+    plan.costs[i] = params.num_kv_heads * leaves * leaf_cost<T, D>(r.rows);
     plan.total_cost += plan.costs[i];
     kv_leaves += leaves;
   }

@@ -139,13 +139,6 @@ def _runs_within(
 
 def _common_bytes(left: bytes, right: bytes) -> int:
     """How many bytes two texts begin with alike."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while low + 1 < high:  # equal up to `low`, not up to `high`
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+    size = min(len(left), len(right))
+    differ = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
+    return ((differ & -differ).bit_length() - 1) // 8 if differ else size
