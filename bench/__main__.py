@@ -29,6 +29,7 @@ FAMILIES = {
     "binding": "binding",
     "linear": "dense",
     "attention": "attention",
+    "cascade": "cascade",
     "sampling": "sampling",
     "suffix_tree": "suffix_tree",
     "ngram_propose": "ngram",

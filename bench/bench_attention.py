@@ -2,13 +2,10 @@
 """`append_attention` over a paged cache in bf16, beside the read line of the same run.
 
 On a CPU: batch 8, 16 query and 8 KV heads of 128, kv 4,096. Bytes are those of the keys and values,
-128 MiB, which no cache of this kind of machine holds. And 16 requests that share a prefix of 2,048
-tokens and have 128 of their own, with the prefix declared and without. Undeclared, the prefix is
-read 16 times, though not from memory where a cache holds its 8 MiB.
+128 MiB, which no cache of this kind of machine holds.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +15,6 @@ from torch import Tensor
 from bench.common import Bench, Figure
 
 BATCH, QO_HEADS, KV_HEADS, HEAD_DIM, KV_LEN, PAGE_SIZE = 8, 16, 8, 128, 4096, 16
-SHARING, PREFIX_LEN, OWN_LEN = 16, 2048, 128
 
 
 def run_attention(bench: Bench) -> None:
@@ -70,51 +66,6 @@ def run_attention(bench: Bench) -> None:
                 timing.median("torch") * 1e3,
                 timing.ratio("torch", "ascending"),
                 "ratio >= 3.3" if q_len == 5 else None,
-                threads=bench.num_threads,
-                read_gb_s=timing.read_gb_s(),
-            )
-        )
-
-    _run_prefixes(bench, generator)
-
-
-def _run_prefixes(bench: Bench, generator: torch.Generator) -> None:
-    prefix_pages, own_pages = PREFIX_LEN // PAGE_SIZE, OWN_LEN // PAGE_SIZE
-    pages = prefix_pages + SHARING * own_pages
-    caches = [
-        torch.randn(pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, generator=generator).bfloat16()
-        for _ in range(2)
-    ]
-    order = torch.randperm(pages, generator=generator).int()
-    own = order[prefix_pages:].view(SHARING, own_pages)
-    kv_indices = torch.cat([order[:prefix_pages].expand(SHARING, -1), own], dim=1).flatten()
-    kv_indptr = torch.arange(SHARING + 1, dtype=torch.int32) * (prefix_pages + own_pages)
-    kv_lens = torch.full((SHARING,), PREFIX_LEN + OWN_LEN, dtype=torch.int32)
-    prefixes = {
-        "prefix_leaders": torch.zeros(1, SHARING, dtype=torch.int32),
-        "prefix_lens": torch.full((1, SHARING), PREFIX_LEN, dtype=torch.int32),
-    }
-    for q_len in (1, 5):
-        q = torch.randn(SHARING * q_len, QO_HEADS, HEAD_DIM, generator=generator).bfloat16()
-        qo_indptr = torch.arange(SHARING + 1, dtype=torch.int32) * q_len
-        out = torch.empty_like(q)
-        arguments = (q, *caches, qo_indptr, kv_indptr, kv_indices, kv_lens)
-        cases: dict[str, Callable[[], object]] = {
-            "flat": partial(append_attention, *arguments, out=out),
-            "shared": partial(append_attention, *arguments, out=out, **prefixes),
-        }
-        timing = bench.alternate(cases, rounds=9, window_s=0.1)
-        bench.add(
-            Figure(
-                f"attention.bf16.q{q_len}.shared_prefix",
-                f"append_attention bf16, 16 requests, 2,048 tokens shared, q_len {q_len}: "
-                "times faster than with the prefix undeclared",
-                timing.median("shared") * 1e3,
-                "ms",
-                "the prefix undeclared",
-                timing.median("flat") * 1e3,
-                timing.ratio("flat", "shared"),
-                {1: "ratio >= 1.5", 5: "ratio >= 1.0"}[q_len],
                 threads=bench.num_threads,
                 read_gb_s=timing.read_gb_s(),
             )

@@ -616,6 +616,46 @@ def test_append_attention_prefix_schedules(
             simt.load().set_num_sms(4)
 
 
+def test_append_attention_wide_members_share_nothing(
+    device: str, request: pytest.FixtureRequest, on_cuda: bool
+) -> None:
+    # Tiles full of one member's rows read as much alone: there is nothing to be spared, and states
+    # would be written and read for it. Narrow members beside them share.
+    page_size, prefix = 64, 512
+    counts = [16, 16, 1, 1, 1]  # rows, of 4 query heads each
+    pages = [[*range(prefix // page_size), 8 + b] for b in range(5)]
+    caches = [torch.randn(13, page_size, 1, 64).bfloat16() for _ in range(2)]
+
+    def attend(members: list[int], **prefixes: Tensor) -> tuple[Tensor, int]:
+        rows = [counts[b] for b in members]
+        kv_lens = torch.tensor([prefix + n for n in rows], dtype=torch.int32)
+        torch.manual_seed(len(rows))
+        batch = Batch(
+            q=torch.randn(sum(rows), 4, 64).bfloat16(),
+            k_cache=caches[0],
+            v_cache=caches[1],
+            qo_indptr=lengths_to_indptr(rows),
+            kv_indptr=lengths_to_indptr([9] * len(rows)),
+            kv_indices=torch.tensor([pages[b] for b in members], dtype=torch.int32).flatten(),
+            kv_lens=kv_lens,
+        )
+        is_simt = request.node.callspec.params["device"] == "simt"
+        if is_simt:
+            simt.load().reset_counters()
+        out = attention.append_attention(*batch.tensors(), **prefixes)
+        assert isinstance(out, Tensor)
+        return as_bits(out), simt.load().counters()["copied_bytes"] if is_simt else 0
+
+    for members, shares in (([0, 1], False), ([2, 3], True), ([0, 2, 3, 4], True)):
+        leaders = torch.zeros(1, len(members), dtype=torch.int32)
+        flat, whole = attend(members)
+        out, read = attend(
+            members, prefix_leaders=leaders, prefix_lens=torch.full_like(leaders, prefix)
+        )
+        assert torch.equal(out, flat)
+        assert not whole or (read < whole) == shares
+
+
 def test_append_attention_refuses_prefixes(device: str, on_cuda: bool) -> None:
     batch = random_batch([100, 100, 100, 90], [2, 1, 0, 3], torch.float32)
     pages = batch.kv_indices[:28].view(4, 7)  # the last request has six; its seventh is unused

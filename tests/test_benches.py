@@ -13,6 +13,7 @@ import pytest
 
 from bench import bench_engine, common
 from bench.__main__ import FAMILIES, ON_REQUEST
+from bench.bench_cascade import Sharing
 from tools.train import corpus
 
 # What makes each module's cases small: constants of the module, by name.
@@ -24,7 +25,17 @@ SMALL: dict[str, dict[str, Any]] = {
         "HEAD": ((96, 32),),
         "SMALL": (32, 16),
     },
-    "attention": {"BATCH": 2, "KV_LEN": 64, "SHARING": 3, "PREFIX_LEN": 32, "OWN_LEN": 16},
+    "attention": {"BATCH": 2, "KV_LEN": 64},
+    "cascade": {
+        "SHARING": 3,
+        "PREFIX_LEN": 128,
+        "OWN_LEN": 16,
+        "HARDLY": (Sharing("pairs", 4, 2, 64, 32),),
+        "PROMPT_LEN": 80,
+        "NEW_TOKENS": 2,
+        "SHORT_PROMPT_LEN": 80,
+        "SHORT_TOKENS": 4,
+    },
     "sampling": {"COLD_BYTES": 1 << 12, "VOCAB": 512},
     "ngram": {"BATCH": 3, "CONTEXTS": (1024, 2048), "STEPS": 4, "ROUNDS": 1},
     "engine": {"MAX_TOKENS": 8, "ADAPTIVE_BATCHES": (1, 2)},

@@ -275,6 +275,7 @@ def test_sampling_params_refuse_by_name(bad: dict[str, Any]) -> None:
         {"max_num_batched_tokens": "512"},
         {"max_model_len": -1},
         {"enable_prefix_caching": None},
+        {"enable_cascade_attention": 1},
         {"num_threads": 0},
         {"seed": "x"},
         {"seed": 1.0},

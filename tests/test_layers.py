@@ -25,7 +25,7 @@ ENGINE_GROUPS = (
     {"config", "step_memory"},
     {"request", "models"},
     {"plan"},
-    {"drafters"},
+    {"drafters", "prefixes"},
     {"drafting", "slot_tables"},
     {"fairness", "scheduler", "step"},
     {"admission", "runner"},

@@ -10,6 +10,7 @@ import pytest
 from specops.engine import SamplingParams, SpeculativeConfig
 from specops.engine.kv_cache import DraftKv, PagePool
 from specops.engine.plan import Plan, Scheduled
+from specops.engine.prefixes import PrefixFinder
 from specops.engine.request import Request
 from specops.engine.scheduler import Scheduler
 
@@ -59,10 +60,17 @@ class World:
         self.rng = random.Random(seed)
         self.lookahead, self.size, self.k = lookahead, 4, k
         self.pool = PagePool(num_pages, self.size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.pool, max_num_seqs=6, max_num_batched_tokens=24)
+        self.leaf = 2 * self.size
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=6,
+            max_num_batched_tokens=24,
+            prefix_finder=PrefixFinder(self.pool, leaf_tokens=self.leaf),
+        )
         self.memory = [[Row() for _ in range(self.size)] for _ in range(num_pages)]
         self.num_hits = {"naive": 0, "mtp": 0}
         self.num_spare = 0
+        self.num_saved_tokens = 0
         self.plans: list[list[tuple[str, int, int, bool]]] = []
         self.slots: dict[int, Request] = {}
         self._arrivals = 0
@@ -84,6 +92,7 @@ class World:
         self._choose_drafts(*self.scheduler.decoding())
         scheduled = self.scheduler.schedule()
         self._check_slots(scheduled)
+        self._check_prefixes(scheduled)
         plan = scheduled.parts
         self.plans.append([(p.request.request_id, p.num_rows, p.num_drafts, p.emits) for p in plan])
         for request in self.scheduler.waiting:
@@ -117,6 +126,27 @@ class World:
         assert {slot: one for slot, one in self.slots.items() if one.slot == slot} == {
             request.slot: request for request in self.scheduler.running
         }
+
+    def _check_prefixes(self, plan: Plan) -> None:
+        """What is said to be shared is there, in the same pages; and nothing else is shared."""
+        requests = [part.request for part in plan.parts]
+        claimed: set[tuple[int, ...]] = set()
+        if plan.prefixes is not None:
+            self.num_saved_tokens += plan.prefixes.num_saved_tokens
+            for leaders, lens in zip(plan.prefixes.leaders, plan.prefixes.lens, strict=True):
+                for place, (leader, tokens) in enumerate(zip(leaders, lens, strict=True)):
+                    mine, its = requests[place], requests[leader]
+                    assert tokens <= min(mine.num_computed, its.num_computed)
+                    pages = mine.pages[: tokens // self.size]
+                    assert pages == its.pages[: tokens // self.size]
+                    for end in range(self.leaf, tokens + 1, self.leaf) if place != leader else ():
+                        claimed.add((place, end))
+        starts: set[bytes] = set()
+        for place, request in enumerate(requests):
+            for end in range(self.leaf, request.num_computed + 1, self.leaf):
+                start = request.pages[: end // self.size].tobytes()
+                assert (start in starts) == ((place, end) in claimed)
+                starts.add(start)
 
     def _finish(self, request: Request) -> None:
         del self.slots[request.slot]
@@ -180,7 +210,7 @@ class World:
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
 def test_rows_are_those_of_the_tokens(lookahead: int) -> None:
-    hits, preemptions, spare = {"naive": 0, "mtp": 0}, 0, 0
+    hits, preemptions, spare, saved = {"naive": 0, "mtp": 0}, 0, 0, 0
     for seed in range(8):
         world = World(seed, lookahead)
         for _ in range(400):
@@ -194,8 +224,9 @@ def test_rows_are_those_of_the_tokens(lookahead: int) -> None:
         assert world.pool.num_available == 24
         preemptions += world.scheduler.num_preemptions
         spare += world.num_spare
+        saved += world.num_saved_tokens
         hits = {method: count + world.num_hits[method] for method, count in hits.items()}
-    assert preemptions > 100 and hits["naive"] > 1000
+    assert preemptions > 100 and hits["naive"] > 1000 and saved > 1000
     assert (hits["mtp"] > 1000) == (spare > 1000) == bool(lookahead)
 
 

@@ -16,7 +16,7 @@ constexpr int64_t kMaxStateFloats = int64_t{16} << 20;
 constexpr int64_t kGroupFloats = sizeof(Group) / sizeof(float);
 constexpr int64_t kListFloats = sizeof(GroupList) / sizeof(float);
 
-// A batch of more than about 3,500 requests shares nothing.
+// A batch of more than about 3,000 requests shares nothing.
 constexpr int64_t kMostPlanBytes = 96 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -18,18 +18,23 @@ namespace {
 // Source:  Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 and 2023 (FlashAttention).
 // Threads: (request, tile of rows, chunks, KV heads): as few pieces as keep the threads busy. A
 //          thread takes all KV heads of a leaf in turn, so that pages are read in memory order.
-// Shared:  neighbours of one prefix are one piece: the leaves that they share are read once and
-//          multiplied for all of their rows, tile by tile, the others request by request.
+// Shared:  what neighbours of one prefix share is reduced first, where that pays: leaves are read once
+//          and multiplied for the rows of all, tile by tile. Each request goes on from these states.
 template <typename T, int D>
 void run(const AppendAttentionParams& params) {
   Plan plan;
   for (int64_t first = 0; first < params.batch; first += kPlanned) {
     make_plan<T, D>(params, first, plan);
+    int64_t grain = plan.small ? plan.bundle_units : 1;
+    parallel_for(plan.bundle_units, grain, [&](int64_t begin, int64_t end) {
+      run_shared_units<T, D>(params, plan, begin, end);
+    });
     parallel_for(plan.units, plan.small ? plan.units : 1, [&](int64_t begin, int64_t end) {
       run_units<T, D>(params, plan, begin, end);
     });
     for (int64_t i = 0; i < plan.count; ++i) {
-      if (plan.requests[i].partial >= 0) finish_sequence<T, D>(params, plan.requests[i]);
+      const Request& r = plan.requests[i];
+      if (r.qo_len > 0 && r.chunks > 1) finish_sequence<T, D>(params, r);
     }
   }
   zero_padding<T, D>(params);

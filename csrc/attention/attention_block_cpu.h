@@ -18,8 +18,9 @@ constexpr int kMaxUnitRows = kStateFloats / 64;
 // What one thread computes at a time: a tile of one request's rows or all rows of a bundle, some KV
 // heads, some chunks.
 struct Unit {
-  const Request* bundle;          // requests with rows, in turn, from here on
-  int64_t first_row, num_rows;    // within the request, if it is alone in its bundle
+  const Request* request;         // or the first member of a bundle
+  int64_t members;                // of the bundle; 0: the request alone
+  int64_t first_row, num_rows;    // within the request, if it is alone
   int64_t first_head, num_heads;  // KV heads
   int64_t first_leaf, last_leaf;  // inclusive
   bool cold;                      // KV is read once, and not expected in this core's cache
@@ -30,9 +31,9 @@ struct Unit {
 struct Member {
   const Request* request;
   const int32_t* pages;
-  int64_t last_position, last_leaf;
-  int64_t first_seen, all_see;  // first position that any row sees, that all rows see
-  int first_row, rows;          // (query row, query head of one KV head), in the unit
+  int64_t last_position, end_leaf;  // leaves from end_leaf on are none of this unit's
+  int64_t first_seen, all_see;      // first position that any row sees, that all rows see
+  int first_row, rows;              // (query row, query head of one KV head), in the unit
 };
 
 // The rows of a unit, request by request.

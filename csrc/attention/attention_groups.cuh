@@ -17,8 +17,9 @@ struct GroupSums {
   int* row_end;
   int* shared;  // leaves, up to this level
   int* before;  // leaves, up to the level before
+  int* tiles;   // of rows, if every member has its own
 };
-constexpr int kGroupSums = 7;
+constexpr int kGroupSums = 8;
 constexpr int kScanInts = 8;  // before them, for scan_exclusive
 
 // What one thread's group needs, as chunks or as leaves.
@@ -39,10 +40,32 @@ struct GroupNeed {
   }
 };
 
+// Tiles of so many query rows, for one KV head.
+__device__ __forceinline__ int64_t row_tiles(const AttentionLaunch& launch,
+                                             int rows,
+                                             int tile_rows) {
+  return (int64_t{rows} * launch.group + tile_rows - 1) / tile_rows;
+}
+
+// Whether a leaf is better reduced for the rows of all members of a group: the tiles of rows that
+// then need not read it, against states that are written and read again. Tiles full of one member's
+// rows gain nothing.
+__device__ __forceinline__ bool pays(const AttentionLaunch& launch,
+                                     int member_tiles,
+                                     int rows,
+                                     int tile_rows) {
+  int64_t head_dim = launch.params.head_dim;
+  int64_t element = launch.params.dtype == DType::kFloat32 ? 4 : 2;
+  int64_t spared = member_tiles - row_tiles(launch, rows, tile_rows);
+  int64_t states = int64_t{rows} * launch.group * 2 * (head_dim + 2);
+  return spared * 2 * kLeafTokens * head_dim * element > states * int64_t{sizeof(float)};
+}
+
 // Finds the groups that share something, level by level: the table by leader, and those of the
 // first kPlanned in a list. Returns how many there are.
 __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
                                            const GroupSums& sums,
+                                           int tile_rows,
                                            int* scan) {
   const AppendAttentionParams& params = launch.params;
   int batch = static_cast<int>(params.batch), levels = static_cast<int>(params.num_prefix_levels);
@@ -54,7 +77,7 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
 #pragma unroll 1
     for (int b = thread; b < batch; b += kAttentionThreads) {
       sums.first_position[b] = INT32_MAX;
-      sums.last_position[b] = sums.members[b] = sums.row_end[b] = 0;
+      sums.last_position[b] = sums.members[b] = sums.row_end[b] = sums.tiles[b] = 0;
       sums.member[b] = INT32_MAX;
       sums.before[b] = level == 0 ? 0 : sums.shared[leader_of(params, level - 1, b)];
     }
@@ -69,6 +92,8 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
       atomicMax(&sums.last_position[leader], position + request.qo_len - 1);
       atomicAdd(&sums.members[leader], 1);
       atomicMin(&sums.member[leader], b);
+      atomicAdd(&sums.tiles[leader],
+                static_cast<int>(row_tiles(launch, request.qo_len, tile_rows)));
       atomicMax(&sums.row_end[leader], request.qo_begin + request.qo_len);
     }
     __syncthreads();
@@ -81,11 +106,13 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
         int before = sums.before[b], shared = before;
         // A window must not cut into what is shared: every row sees all of it.
         if (sums.members[b] > 1 && window_begin(params, sums.last_position[b]) == 0) {
-          shared = min(params.prefix_lens[entry], sums.first_position[b]) / kLeafTokens;
-          shared = max(shared, before);
           group.member = sums.member[b];
           group.first_row = params.qo_indptr[group.member];
           group.rows = sums.row_end[b] - group.first_row;
+          if (pays(launch, sums.tiles[b], group.rows, tile_rows)) {
+            shared = min(params.prefix_lens[entry], sums.first_position[b]) / kLeafTokens;
+            shared = max(shared, before);
+          }
         }
         sums.shared[b] = shared;
         group.begin = before;
@@ -135,7 +162,8 @@ __device__ __forceinline__ int cut_groups(
 }
 
 // Plans which groups of requests append_attention reduces together, for its two launches to come.
-// Where the list, the batch or the states are too large, nothing is shared.
+// Where the list, the batch or the states are too large, nothing is shared; nor where it would cost more
+// than it saves.
 // Grid:    one block.
 // Block:   kAttentionThreads, a request or a group each.
 // Smem:    kScanInts integers, and kGroupSums for each request.
@@ -155,8 +183,9 @@ __global__ void __launch_bounds__(kAttentionThreads)
                  at + 3 * batch,
                  at + 4 * batch,
                  at + 5 * batch,
-                 at + 6 * batch};
-  int count = find_groups(launch, sums, scan);
+                 at + 6 * batch,
+                 at + 7 * batch};
+  int count = find_groups(launch, sums, tile_rows, scan);
   int units = 0;
   if (count > 0 && count <= kPlanned) units = cut_groups(launch, count, tile_rows, blocks, scan);
   if (threadIdx.x == 0) launch.group_list->units = units;

@@ -12,16 +12,17 @@ namespace {
 template <typename T, int D>
 void load_queries(const AppendAttentionParams& params, const Unit& unit, UnitRows<T>& rows) {
   int64_t group = params.num_qo_heads / params.num_kv_heads;
-  bool whole = unit.bundle->members > 1;
-  for (const Request* r = unit.bundle; rows.num_members < unit.bundle->members; ++r) {
-    if (r->qo_len == 0) continue;
-    int64_t first_row = whole ? 0 : unit.first_row, num_rows = whole ? r->qo_len : unit.num_rows;
+  bool bundled = unit.members > 0;
+  for (const Request* r = unit.request; rows.num_members < (bundled ? unit.members : 1); ++r) {
+    if (bundled && !r->is_bundled) continue;
+    int64_t first_row = bundled ? 0 : unit.first_row;
+    int64_t num_rows = bundled ? r->qo_len : unit.num_rows;
     int64_t position = r->kv_len - r->qo_len + first_row;
     Member& member = rows.members[rows.num_members++];
     member.request = r;
     member.pages = params.kv_indices + params.kv_indptr[r->batch_idx];
     member.last_position = position + num_rows - 1;
-    member.last_leaf = member.last_position / kLeafTokens;
+    member.end_leaf = bundled ? r->own_leaf : member.last_position / kLeafTokens + 1;
     member.first_seen = window_begin(params, position);
     member.all_see = window_begin(params, member.last_position);
     member.first_row = rows.count;

@@ -4,6 +4,7 @@
 
 #include "attention/attention_leaf_cpu.h"
 #include "attention/attention_results_cpu.h"
+#include "attention/attention_split_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
@@ -18,8 +19,8 @@ void attend(const AppendAttentionParams& params, const Unit& unit) {
   load_queries<T, D>(params, unit, rows);
   int64_t unit_rows = rows.count * unit.num_heads;
   int chunk = 0, result = 1;  // which of the scratch states is which
-  bool has_result = false;
   for (int64_t i = 0; i < unit_rows; ++i) own.l[0][i] = own.l[1][i] = 0.0f;
+  bool has_result = load_states<T, D>(params, unit, rows, result, chunk, own);
   for (int64_t leaf = unit.first_leaf; leaf <= unit.last_leaf; ++leaf) {
     int64_t base = leaf * kLeafTokens;
     for (int at = 0; at < rows.num_members;) {
@@ -32,7 +33,7 @@ void attend(const AppendAttentionParams& params, const Unit& unit) {
         if (!all) break;
         last += rows.members[at].rows;
       }
-      if (leaf > member.last_leaf || base + kLeafTokens <= member.first_seen) continue;
+      if (leaf >= member.end_leaf || base + kLeafTokens <= member.first_seen) continue;
       fold_leaf<T, D>(params, unit, rows, member, base, member.first_row, last, chunk, own);
     }
     bool chunk_ends = (leaf + 1) * kLeafTokens % kAttentionChunk == 0;

@@ -56,7 +56,7 @@ void write_part(const AppendAttentionParams& params,
   for (int i = 0; i < rows.num_members; ++i) {
     const Member& member = rows.members[i];
     int64_t index = unit.first_leaf / kChunkLeaves - member.request->first_leaf / kChunkLeaves;
-    if (index < 0 || index >= chunks_of(*member.request)) continue;
+    if (index < 0 || unit.first_leaf >= member.end_leaf) continue;
     int64_t all = member.rows * params.num_kv_heads;
     float* state = params.workspace + member.request->partial + index * all * (D + 2);
     for (int64_t head = 0; head < unit.num_heads; ++head) {

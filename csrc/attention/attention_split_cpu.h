@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Requests that several units of append_attention on the CPU reduce: the fold of their chunks'
-// states, which lie in the workspace.
+// Requests that several units of append_attention on the CPU reduce: the states of their chunks, which
+// lie in the workspace, taken up by a later unit or folded at the end.
 #pragma once
 
 #include "attention/attention_fold_cpu.h"
@@ -9,6 +9,43 @@
 
 namespace specops::SPECOPS_ISA {
 namespace {
+
+// Takes up what a bundle has reduced for a request before its own leaves: result = the whole chunks,
+// chunk = the leaves of the one that goes on. A unit that is one chunk leaves the whole ones where
+// they are. Returns whether there is a result.
+template <typename T, int D>
+bool load_states(const AppendAttentionParams& params,
+                 const Unit& unit,
+                 const UnitRows<T>& rows,
+                 int result,
+                 int chunk,
+                 Scratch<T>& own) {
+  const Request& r = *unit.request;
+  if (unit.members > 0 || unit.first_leaf != r.own_leaf || r.own_leaf == r.first_leaf) return false;
+  int64_t all = r.rows * params.num_kv_heads, floats = all * (D + 2);
+  int64_t first_chunk = r.first_leaf / kChunkLeaves, own_chunk = r.own_leaf / kChunkLeaves;
+  bool goes_on = r.own_leaf % kChunkLeaves != 0;
+  for (int64_t at = unit.partial ? own_chunk : first_chunk; at < own_chunk + goes_on; ++at) {
+    float* state = params.workspace + r.partial + (at - first_chunk) * floats;
+    int into = at < own_chunk ? result : chunk;
+    for (int64_t head = 0; head < unit.num_heads; ++head) {
+      int64_t src = (unit.first_head + head) * r.rows, dst = head * rows.count;
+      float* row_states[kMaxTile];
+      for (int row = 0; row < rows.count; ++row) {
+        row_states[row] = state + 2 * all + (src + row) * D;
+      }
+      fold(own.m[into] + dst,
+           own.l[into] + dst,
+           own.states[into] + dst * D,
+           state + src,
+           state + all + src,
+           row_states,
+           rows.count,
+           D);
+    }
+  }
+  return !unit.partial && own_chunk > first_chunk;
+}
 
 // Folds the chunk states of one split request's rows [begin, end), at most kLanes of them.
 template <typename T, int D>

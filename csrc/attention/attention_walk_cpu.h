@@ -2,12 +2,13 @@
 // A thread's walk over the units of append_attention on the CPU: what a unit consists of.
 #pragma once
 
+#include "attention/attention_cut_cpu.h"
 #include "attention/attention_reduce_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Unit `local` of a bundle: KV heads fastest, then chunks, then tiles.
+// Unit `local` of a request's own leaves: KV heads fastest, then chunks, then tiles.
 inline Unit find_unit(const AppendAttentionParams& params,
                       const Request& r,
                       int64_t local,
@@ -17,14 +18,15 @@ inline Unit find_unit(const AppendAttentionParams& params,
   int64_t tile = local / r.head_groups / r.chunks;
   int64_t rows_left = r.qo_len - tile * r.tile_rows;
   Unit unit;
-  unit.bundle = &r;
+  unit.request = &r;
+  unit.members = 0;
   unit.first_row = tile * r.tile_rows;
   unit.num_rows = rows_left < r.tile_rows ? rows_left : r.tile_rows;
   unit.first_head = head_group * r.heads_per_unit;
   int64_t heads_left = params.num_kv_heads - unit.first_head;
   unit.num_heads = heads_left < r.heads_per_unit ? heads_left : r.heads_per_unit;
-  unit.first_leaf = r.bundle_first_leaf;
-  unit.last_leaf = r.bundle_last_leaf;
+  unit.first_leaf = r.own_leaf;
+  unit.last_leaf = r.last_leaf;
   if (r.tiles > 1) {
     int64_t first_position = r.kv_len - r.qo_len + unit.first_row;
     unit.first_leaf = window_begin(params, first_position) / kLeafTokens;
@@ -33,21 +35,56 @@ inline Unit find_unit(const AppendAttentionParams& params,
   unit.cold = cold && r.tiles == 1;
   unit.partial = r.chunks > 1;
   if (unit.partial) {
-    int64_t start = (r.bundle_first_leaf / kChunkLeaves + chunk) * kChunkLeaves;
+    int64_t start = (r.own_leaf / kChunkLeaves + chunk) * kChunkLeaves;
     if (unit.first_leaf < start) unit.first_leaf = start;
     if (unit.last_leaf >= start + kChunkLeaves) unit.last_leaf = start + kChunkLeaves - 1;
   }
   return unit;
 }
 
-// Units begin .. end of a plan.
+// Unit `local` of what a bundle shares: KV heads fastest, then chunks.
+inline Unit find_shared_unit(const AppendAttentionParams& params,
+                             const Plan& plan,
+                             const Bundle& bundle,
+                             int64_t local) {
+  int64_t start = (bundle.first_leaf / kChunkLeaves + local / bundle.head_groups) * kChunkLeaves;
+  Unit unit;
+  unit.request = plan.requests + bundle.first;
+  unit.members = bundle.members;
+  unit.first_row = unit.num_rows = 0;
+  unit.first_head = local % bundle.head_groups * bundle.heads_per_unit;
+  int64_t heads_left = params.num_kv_heads - unit.first_head;
+  unit.num_heads = heads_left < bundle.heads_per_unit ? heads_left : bundle.heads_per_unit;
+  int64_t end = start + kChunkLeaves;
+  unit.first_leaf = bundle.first_leaf > start ? bundle.first_leaf : start;
+  unit.last_leaf = (bundle.end_leaf < end ? bundle.end_leaf : end) - 1;
+  unit.cold = plan.cold;
+  unit.partial = true;
+  return unit;
+}
+
+// Units begin .. end of the requests of a plan.
 template <typename T, int D>
 void run_units(const AppendAttentionParams& params, const Plan& plan, int64_t begin, int64_t end) {
   int64_t at = 0;
   for (int64_t index = begin; index < end; ++index) {
     while (at + 1 < plan.count && plan.requests[at + 1].first_unit <= index) ++at;
-    const Request& bundle = plan.requests[at];
-    attend<T, D>(params, find_unit(params, bundle, index - bundle.first_unit, plan.cold));
+    const Request& r = plan.requests[at];
+    attend<T, D>(params, find_unit(params, r, index - r.first_unit, plan.cold));
+  }
+}
+
+// Units begin .. end of its bundles.
+template <typename T, int D>
+void run_shared_units(const AppendAttentionParams& params,
+                      const Plan& plan,
+                      int64_t begin,
+                      int64_t end) {
+  int64_t at = 0;
+  for (int64_t index = begin; index < end; ++index) {
+    while (at + 1 < plan.num_bundles && plan.bundles[at + 1].first_unit <= index) ++at;
+    const Bundle& bundle = plan.bundles[at];
+    attend<T, D>(params, find_shared_unit(params, plan, bundle, index - bundle.first_unit));
   }
 }
 

@@ -326,10 +326,11 @@ std::pair<int64_t, int64_t> attention_workspace_size(int64_t rows,
     return {floats, zeros};
   }
   if (tokens <= kAttentionChunk) return {0, 0};
-  // Only requests whose rows form one tile are split, and none in a large batch.
+  // Only requests whose rows form one tile are split, and none in a large batch. Where prefixes are
+  // shared all of them may have the states of their chunks here: one more each than are full.
   int64_t split_rows = std::min(rows * num_qo_heads, kAttentionTile * num_kv_heads);
   int64_t chunks = tokens / kAttentionChunk + 2 * std::min<int64_t>(batch, 16);
-  return {chunks * split_rows * (head_dim + 2), 0};
+  return {(chunks * split_rows + rows * num_qo_heads) * (head_dim + 2), 0};
 }
 
 void merge_states(const TensorView& outs,

@@ -110,6 +110,12 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="share the pages of equal prefixes (default: yes)",
     )
+    add(
+        "--enable-cascade-attention",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="read the pages that requests share once for all of them (default: yes)",
+    )
     add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
     add(
         "--max-waiting",

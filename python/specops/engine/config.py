@@ -53,6 +53,8 @@ class EngineConfig:
         max_num_batched_tokens: rows of one step, prefill chunks and verification together.
         max_model_len: longest prompt and output; the model's own limit when absent.
         enable_prefix_caching: share the pages of equal prefixes.
+        enable_cascade_attention: read the pages that several requests of a step share once for all
+            of them. The bits are the same; off is for measurements.
         num_threads: threads of the CPU kernels; all usable CPUs when absent.
         seed: seeds the seeds that requests without one are given; None draws from the system.
         max_waiting: requests that may wait before further ones are refused.
@@ -79,6 +81,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
+    enable_cascade_attention: bool = True
     num_threads: int | None = None
     seed: int | None = None
     max_waiting: int = 256
@@ -101,7 +104,8 @@ class EngineConfig:
             value = getattr(self, name)
             if (value is not None or name == "device") and not (isinstance(value, str) and value):
                 raise ValueError(f"{name} must be a non-empty text, got {value!r}")
-        for name in ("calibrate", "enforce_eager", "enable_prefix_caching"):
+        flags = ("calibrate", "enforce_eager", "enable_prefix_caching", "enable_cascade_attention")
+        for name in flags:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")

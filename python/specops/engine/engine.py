@@ -14,13 +14,14 @@ from specops.engine.drafters import Drafter, DrafterContext
 from specops.engine.drafting import Drafting
 from specops.engine.errors import ModelError, QueueFull
 from specops.engine.kv_cache import PagePool
-from specops.engine.models import load_model
+from specops.engine.models import Transformer, load_model
 from specops.engine.outputs import (
     Completion,
     RequestOutput,
     SpeculativeStats,
 )
 from specops.engine.plan import Plan
+from specops.engine.prefixes import PrefixFinder
 from specops.engine.request import Request
 from specops.engine.runner import Emitted, Runner
 from specops.engine.sampling_params import SamplingParams
@@ -33,6 +34,11 @@ from specops.sampling import FinishReason
 _GPU_SHARE = 0.85
 _CPU_BYTES = 4 << 30  # for keys and values, where nothing else is said
 
+# Attention shares whole leaves of so many tokens. On a GPU declaring adds two launches to each
+# layer, in the time of which so many bytes are read.
+_LEAF_TOKENS = {"cpu": 64, "cuda": 256}
+_LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
+
 
 @dataclass
 class EngineStats:
@@ -44,6 +50,7 @@ class EngineStats:
     generation_tokens: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of these, found
+    cascade_saved_bytes: int = 0  # of keys and values that were not read again, but shared
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
     num_suspended_steps: int = 0  # of requests, in which drafting would not have paid
 
@@ -92,6 +99,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_total_draft_tokens=config.speculative_config.max_total_draft_tokens,
+            prefix_finder=self._new_prefix_finder(model),
         )
         self._runner = Runner(
             model,
@@ -267,6 +275,9 @@ class Engine:
     def _run(self, plan: Plan) -> list[RequestOutput]:
         emitted = self._runner.execute(plan)
         self.stats.num_steps += 1
+        if plan.prefixes is not None:
+            saved = plan.prefixes.num_saved_tokens
+            self.stats.cascade_saved_bytes += saved * self._cascade_bytes_per_token
         outputs: list[RequestOutput] = []
         for part, result in zip(plan.parts, emitted, strict=True):
             request = part.request
@@ -416,6 +427,21 @@ class Engine:
     def _leave(self, request: Request) -> None:
         self._runner.leave(request)
         self._scheduler.finish(request)
+
+    def _new_prefix_finder(self, model: Transformer) -> PrefixFinder | None:
+        if not self.config.enable_cascade_attention:
+            return None
+        kind = self._device.device.type
+        layer_bytes = model.kv_bytes_per_token() // model.config.num_layers
+        # Layers with a window see no prefix that lies behind it: they are not counted.
+        windows = model.config.sliding_windows
+        num_whole = sum(one is None or one >= model.max_model_len for one in windows)
+        self._cascade_bytes_per_token = layer_bytes * num_whole
+        return PrefixFinder(
+            self._pool,
+            leaf_tokens=_LEAF_TOKENS[kind],
+            least_saved_tokens=-(-_LEAST_SAVED_BYTES[kind] // layer_bytes),
+        )
 
     def _choose_num_pages(self, bytes_per_token: int) -> int:
         config = self.config

@@ -71,6 +71,8 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_shared_pages = 0  # that more than one request holds
+        self.num_sharing_changes = 0  # how often a holder came to a shared page, or left it
         self._caching = enable_prefix_caching
         self._refs = [0] * num_pages
         # A heap, because pages in ascending order are read faster than shuffled ones.
@@ -175,6 +177,8 @@ class PagePool:
         for page in reversed(pages):
             self._refs[page] -= 1
             if self._refs[page] > 0:
+                self.num_shared_pages -= self._refs[page] == 1
+                self.num_sharing_changes += 1
                 continue
             if page in self._place_of:
                 self._cached[page] = None
@@ -188,6 +192,8 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert not (free & cached or free & held or cached & held), "a page is in two states"
         assert len(free) + len(cached) + len(held) == self.num_pages, "a page is lost"
+        shared = sum(refs > 1 for refs in self._refs)
+        assert shared == self.num_shared_pages, "shared pages are counted wrongly"
         assert not (free & set(self._place_of)), "a free page is findable"
         assert cached <= set(self._place_of), "a cached page is not findable"
         found, prefixes = {}, [self._root]
@@ -203,6 +209,9 @@ class PagePool:
     def _hold(self, page: int) -> None:
         if self._refs[page] == 0:
             del self._cached[page]
+        else:
+            self.num_shared_pages += self._refs[page] == 1
+            self.num_sharing_changes += 1
         self._refs[page] += 1
 
     def _forget(self, page: int) -> None:

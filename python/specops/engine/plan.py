@@ -3,6 +3,9 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specops.engine.request import Request
 
 
@@ -17,11 +20,27 @@ class Scheduled:
     draft_limit: int = 0  # most drafts to propose at the end of the step, for the one after it
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Groups of requests that begin with the same pages, as `append_attention` has them.
+
+    Attributes:
+        leaders: int32 [levels, parts], of each part the place of the first of its group.
+        lens: int32 [levels, parts], how many tokens the group shares.
+        num_saved_tokens: of keys and values that the step need not read for every request.
+    """
+
+    leaders: NDArray[np.int32]
+    lens: NDArray[np.int32]
+    num_saved_tokens: int
+
+
 @dataclass(slots=True)
 class Plan:
     """One step, and who gained and lost a slot for it."""
 
     parts: list[Scheduled] = field(default_factory=list)
+    prefixes: SharedPrefixes | None = None  # None: nobody shares anything
     # In the order of what happened: a request that lost its slot may get one again.
     stopped: list[tuple[Request, int]] = field(default_factory=list)  # with the slot it had
     started: list[Request] = field(default_factory=list)

@@ -15,7 +15,7 @@ from specops.engine.drafting import Drafting
 from specops.engine.errors import EngineError
 from specops.engine.models import Transformer
 from specops.engine.outputs import TokenLogprob
-from specops.engine.plan import Plan, Scheduled
+from specops.engine.plan import Plan, Scheduled, SharedPrefixes
 from specops.engine.request import Feature, Request
 from specops.engine.slot_tables import SlotTables
 from specops.engine.step import (
@@ -29,7 +29,7 @@ from specops.engine.step import (
     Step,
 )
 from specops.engine.step_memory import StepMemory
-from specops.engine.step_shape import StepShape, page_capacity, rounded
+from specops.engine.step_shape import StepShape, page_capacity, rounded, rung
 from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
 
 _STRATEGIES = {strategy.name.lower(): int(strategy) for strategy in VerifyStrategy}
@@ -172,8 +172,8 @@ class Runner:
             self.start(request)
         self._executed = None
         parts = plan.parts
-        step = self._step_of(parts)
-        num_pages = self._fill(step, parts)
+        step = self._step_of(plan)
+        num_pages = self._fill(step, plan)
         try:
             step.run(num_pages)
         except ValueError as error:
@@ -229,9 +229,9 @@ class Runner:
         else:
             proposals.counts.fill(0)
 
-    def _step_of(self, parts: Sequence[Scheduled]) -> Step:
+    def _step_of(self, plan: Plan) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
-        shape = self._shape_of(parts)
+        shape = self._shape_of(plan)
         step = self._memory.find(shape)
         if step is None:
             step = Step(shape, self._memory, self._parts)
@@ -240,7 +240,8 @@ class Runner:
                 self._memory.keep(shape, step)
         return step
 
-    def _shape_of(self, parts: Sequence[Scheduled]) -> StepShape:
+    def _shape_of(self, plan: Plan) -> StepShape:
+        parts = plan.parts
         rows = outputs = width = pages = features = 0
         logprobs = -1
         for part in parts:
@@ -256,7 +257,10 @@ class Runner:
         proposals = self._drafting.width
         if outputs:  # the same whatever was found, so that shapes come again
             width = max(width, proposals)
-        shape = StepShape(len(parts), rows, outputs, width, pages, logprobs, proposals, features)
+        levels = 0 if plan.prefixes is None else rung(len(plan.prefixes.leaders))
+        shape = StepShape(
+            len(parts), rows, outputs, width, pages, logprobs, proposals, features, levels
+        )
         most = self._memory.most
         if rows == outputs and self._device.captures:
             shape = rounded(shape, most)
@@ -264,9 +268,9 @@ class Runner:
             shape = shape._replace(pages=page_capacity(pages, most.pages))
         return self._drafting.plan(parts, shape)
 
-    def _fill(self, step: Step, parts: Sequence[Scheduled]) -> int:
+    def _fill(self, step: Step, plan: Plan) -> int:
         """Writes the plan into a step's input arrays; returns the pages in its lists."""
-        arrays = step.arrays
+        arrays, parts = step.arrays, plan.parts
         row, page = 0, 0
         columns: list[tuple[int, int, int, int, int, int]] = []
         page_ends = [0]
@@ -295,6 +299,8 @@ class Runner:
             page += len(pages)
             page_ends.append(page)
         self._fill_requests(step, columns, page_ends)
+        if plan.prefixes is not None:
+            _fill_prefixes(step, plan.prefixes)
         if step.shape.features & (Feature.PROCESSORS | Feature.ACCEPT_RATES | Feature.DRAFT_PROBS):
             self._fill_features(step, parts)
         if step.shape.rows > row:  # rows of no request, with a token that there is
@@ -345,6 +351,16 @@ class Runner:
             if request.features & Feature.DRAFT_PROBS and part.num_drafts:
                 arrays.draft_prob_rows.host[index] = self._places[request.slot]
             row += count
+
+
+def _fill_prefixes(step: Step, prefixes: SharedPrefixes) -> None:
+    """Writes what requests share; on levels and of requests that pad the step, nothing."""
+    leaders, lens = step.arrays.prefix_leaders.host, step.arrays.prefix_lens.host
+    levels, batch = prefixes.leaders.shape
+    leaders[:] = np.arange(step.shape.batch)
+    lens.fill(0)
+    leaders[:levels, :batch] = prefixes.leaders
+    lens[:levels, :batch] = prefixes.lens
 
 
 def _emitted(parts: Sequence[Scheduled], step: Step) -> list[Emitted]:

@@ -11,6 +11,7 @@ from collections import deque
 from specops.engine.fairness import Shares
 from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
+from specops.engine.prefixes import PrefixFinder
 from specops.engine.request import Request
 
 
@@ -22,6 +23,7 @@ class Scheduler:
         max_num_seqs: slots.
         max_num_batched_tokens: rows of a step.
         max_total_draft_tokens: drafts of a step.
+        prefix_finder: finds what the requests of a step share; None: nobody asks.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_total_draft_tokens: int | None = None,
+        prefix_finder: PrefixFinder | None = None,
     ) -> None:
         self.pool = pool
         self.waiting: deque[Request] = deque()
@@ -40,6 +43,7 @@ class Scheduler:
         self._max_drafts = max_num_batched_tokens
         if max_total_draft_tokens is not None:
             self._max_drafts = min(self._max_drafts, max_total_draft_tokens)
+        self._prefix_finder = prefix_finder
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._plan = Plan()  # of the step being planned
         # Who got spare pages in it, behind how many pages.
@@ -79,6 +83,8 @@ class Scheduler:
                 room = part.request.draft_room - 1
                 part.draft_limit = max(min(part.request.draft_limit, room), 0)
         self._lend_spare_pages()
+        if self._prefix_finder is not None:
+            self._prefix_finder.arrange(plan)
         return plan
 
     def finish(self, request: Request) -> None:

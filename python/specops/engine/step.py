@@ -113,6 +113,8 @@ class Exchange:
         self.sampling_ints = inputs.int32(len(SamplingInts._fields), batch)
         self.seeds = inputs.int64(batch)
         self.kv_indptr = inputs.int32(batch + 1)
+        self.prefix_leaders = inputs.int32(shape.prefix_levels, batch)
+        self.prefix_lens = inputs.int32(shape.prefix_levels, batch)
         self.draft_token_ids = inputs.int32(batch, width)
         has_rates = bool(shape.features & Feature.ACCEPT_RATES)
         self.accept_rates = inputs.float32(batch, width if has_rates else 0)
@@ -208,6 +210,7 @@ class Step:
         arrays = self.arrays
         self._row = row = RequestRow(*arrays.requests.device)
         indices = {name: array.device for name, array in scratch.indices.items()}
+        has_prefixes = self.shape.prefix_levels > 0
         self._indices = BatchIndices(**indices)
         self._batch = StepBatch(
             token_ids=arrays.token_ids.device,
@@ -217,6 +220,8 @@ class Step:
             kv_indptr=arrays.kv_indptr.device,
             kv_indices=arrays.kv_indices.device,
             kv_lens=row.kv_lens,
+            prefix_leaders=arrays.prefix_leaders.device if has_prefixes else None,
+            prefix_lens=arrays.prefix_lens.device if has_prefixes else None,
             workspace=workspace.device,
             sums=sums.device if sums.device.numel() else None,
         )
@@ -320,6 +325,8 @@ class Step:
             kv_lens=batch.kv_lens,
             kv_indptr=batch.kv_indptr,
             kv_indices=batch.kv_indices,
+            prefix_leaders=batch.prefix_leaders,
+            prefix_lens=batch.prefix_lens,
             token_ids=self._parts.tables.token_ids,
             lens=SlotState(*arrays.slot_state.device).lens,
             top_k=ints.top_k,

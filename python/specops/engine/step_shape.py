@@ -16,6 +16,7 @@ class StepShape(NamedTuple):
     logprobs: int = -1  # -1: none; otherwise the alternatives beside each emitted token
     proposals: int = 0  # most drafts that a request may be given for the next step
     features: int = 0  # `Feature`, of its requests
+    prefix_levels: int = 0  # of groups that share prefixes
     # The drafters that have work behind the target, in their order, each with what it says of it.
     drafters: tuple[tuple[str, Hashable], ...] = ()
 

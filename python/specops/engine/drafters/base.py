@@ -77,6 +77,8 @@ class TargetStep:
     kv_lens: Tensor  # int32 [batch]
     kv_indptr: Tensor  # int32 [batch + 1]
     kv_indices: Tensor  # int32 [pages]
+    prefix_leaders: Tensor | None  # int32 [levels, batch]; None: nobody shares anything
+    prefix_lens: Tensor | None  # int32 [levels, batch]
     token_ids: Tensor  # int32 [slots, max_model_len], prompt and output of each request
     lens: Tensor  # int32 [slots], how many of them are there
     # What the target's tokens are drawn with, [batch].

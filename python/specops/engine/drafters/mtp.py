@@ -518,7 +518,10 @@ class MtpStep(DrafterStep):
 
     def _pass(self, target: TargetStep, indices: DraftIndices, source_rows: Tensor) -> MtpBatch:
         kv_lens, skipped = indices.kv_lens, self.num_skipped
+        prefix_leaders, prefix_lens = target.prefix_leaders, target.prefix_lens
         if skipped is not None:
+            # Some lists begin later here, and then not with what they share.
+            prefix_leaders = prefix_lens = None
             kv_lens = self._drafter.module_kv_lens[: skipped.shape[0]]
             torch.sub(indices.kv_lens, skipped, out=kv_lens)
             kv_lens.clamp_(min=0)  # without rows
@@ -529,6 +532,8 @@ class MtpStep(DrafterStep):
             kv_indptr=self._module_kv_indptr,
             kv_indices=target.kv_indices,
             kv_lens=kv_lens,
+            prefix_leaders=prefix_leaders,
+            prefix_lens=prefix_lens,
             workspace=target.workspace,
             sums=target.sums,
             row_to_request=indices.row_to_request,

@@ -60,6 +60,9 @@ class LayerBatch:
     kv_indptr: Tensor  # int32 [batch + 1], pages
     kv_indices: Tensor  # int32 [pages]
     kv_lens: Tensor  # int32 [batch]
+    # Both int32 [levels, batch]; None: nobody shares anything.
+    prefix_leaders: Tensor | None = None
+    prefix_lens: Tensor | None = None
     # Both float32, for every layer, as they run one after the other; None: allocated per layer.
     workspace: Tensor | None = None  # [workspace_size()], for attention
     sums: Tensor | None = None  # [sums_size()], for the projections
@@ -290,6 +293,8 @@ class Transformer:
             batch.kv_lens,
             sm_scale=self._sm_scale,
             sliding_window=layer.sliding_window,
+            prefix_leaders=batch.prefix_leaders,
+            prefix_lens=batch.prefix_lens,
             out=buffers.attended,
             workspace=batch.workspace,
         )

@@ -165,6 +165,11 @@ class _EngineCollector(Collector):
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found", stats.prefix_cache_hits),
+            (
+                "cascade_saved_bytes",
+                "Bytes of keys and values not read again, since choices share them",
+                stats.cascade_saved_bytes,
+            ),
             ("spec_decode_num_drafts", "Steps with drafts, per choice", speculative.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens", speculative.num_draft_tokens),
             (

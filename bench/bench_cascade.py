@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that share a prefix: `append_attention` with the sharing found, and whole engine runs.
+
+The op: 16 requests that share 4,096 tokens and have 256 of their own, bf16, 16 query and 8 KV heads
+of 128, with the groups that the engine finds in the page lists, beside the same call without. And
+groups that can hardly pay, few members or few tokens, where saying so must cost nothing.
+
+The engine: 16 requests on one prompt of 2,048 tokens in the shape of Qwen3-0.6B with random
+weights, with sharing and without; and how much of a run goes into finding who shares what.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from specops.attention import append_attention, attention_workspace_size
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.plan import Plan
+from specops.engine.prefixes import PrefixFinder, find_forest
+from torch import Tensor
+
+from bench import checkpoints
+from bench.common import Bench, Figure
+
+QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LEAF = 16, 8, 128, 16, 64
+SHARING, PREFIX_LEN, OWN_LEN = 16, 4096, 256
+PROMPT_LEN, NEW_TOKENS = 2048, 24  # of an engine run
+SHORT_PROMPT_LEN, SHORT_TOKENS = 512, 64  # of one with the bundled model
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Requests in groups of equal size that share their first tokens."""
+
+    name: str
+    requests: int
+    group: int
+    shared: int
+    own: int
+
+
+# What sharing saves here is at most a few percent of the call.
+HARDLY = (
+    Sharing("pairs", 16, 2, 64, 960),
+    Sharing("short", 16, 16, 64, 1984),
+    Sharing("one pair", 2, 2, 64, 4032),
+)
+
+
+def run_cascade(bench: Bench) -> None:
+    """The op where sharing pays and where it does not, and the engine."""
+    whole = Sharing("whole", SHARING, SHARING, PREFIX_LEN, OWN_LEN)
+    for q_len, bar in ((1, "ratio >= 3"), (5, "ratio >= 1.5")):
+        what = f"{SHARING} requests, {PREFIX_LEN:,} tokens shared, {OWN_LEN} own, {q_len} rows each"
+        _add_op(bench, f"cascade.op.q{q_len}", what, whole, q_len, bar)
+    for sharing in HARDLY:
+        for q_len in (1, 5):
+            what = (
+                f"{sharing.requests} requests, groups of {sharing.group}, {sharing.shared} of "
+                f"{sharing.shared + sharing.own:,} tokens shared, {q_len} rows each"
+            )
+            name = sharing.name.replace(" ", "_")
+            _add_op(bench, f"cascade.hardly.{name}.q{q_len}", what, sharing, q_len, "ratio >= 0.98")
+    _add_engine(bench)
+    _add_finding(bench)
+
+
+def _add_op(bench: Bench, name: str, what: str, sharing: Sharing, q_len: int, bar: str) -> None:
+    cases = _cases(sharing, q_len)
+    timing = bench.alternate(cases, rounds=15, window_s=0.06)
+    bench.add(
+        Figure(
+            name,
+            f"append_attention bf16, {what}: times faster than without saying so",
+            timing.median("shared") * 1e3,
+            "ms",
+            "sharing unsaid",
+            timing.median("flat") * 1e3,
+            timing.ratio("flat", "shared"),
+            bar,
+            threads=bench.num_threads,
+            read_gb_s=timing.read_gb_s(),
+        )
+    )
+
+
+def _cases(sharing: Sharing, q_len: int) -> dict[str, Callable[[], object]]:
+    """A call with the groups that are found, and the same without."""
+    count, generator = sharing.requests, torch.Generator().manual_seed(0)
+    shared_pages, own_pages = sharing.shared // PAGE_SIZE, sharing.own // PAGE_SIZE
+    num_shared = count // sharing.group * shared_pages
+    pages = num_shared + count * own_pages
+    order = torch.randperm(pages, generator=generator).int().numpy()
+    shared = order[:num_shared].reshape(-1, shared_pages)
+    own = order[num_shared:].reshape(count, own_pages)
+    lists = [np.concatenate([shared[b // sharing.group], own[b]]) for b in range(count)]
+    forest = find_forest([one.tobytes() for one in lists], PAGE_SIZE, LEAF)
+    assert forest is not None
+    lists = [lists[index] for index in forest.order]
+    caches = [
+        torch.randn(pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, generator=generator).bfloat16()
+        for _ in range(2)
+    ]
+    q = torch.randn(count * q_len, QO_HEADS, HEAD_DIM, generator=generator).bfloat16()
+    kv_indices = torch.from_numpy(np.concatenate(lists))
+    floats = attention_workspace_size(q.shape, caches[0].shape, len(kv_indices), count)
+    call = partial(
+        append_attention,
+        q,
+        *caches,
+        torch.arange(count + 1, dtype=torch.int32) * q_len,
+        torch.arange(count + 1, dtype=torch.int32) * (shared_pages + own_pages),
+        kv_indices,
+        torch.full((count,), sharing.shared + sharing.own, dtype=torch.int32),
+        out=torch.empty_like(q),
+        workspace=torch.empty(floats),
+    )
+    groups: dict[str, Tensor] = {
+        "prefix_leaders": torch.from_numpy(forest.prefixes.leaders),
+        "prefix_lens": torch.from_numpy(forest.prefixes.lens),
+    }
+    return {"flat": call, "shared": partial(call, **groups)}
+
+
+def _engine(
+    bench: Bench, model: Path, max_model_len: int, requests: int, *, shares: bool
+) -> Engine:
+    return Engine(
+        EngineConfig(
+            model=str(model),
+            device="cpu",
+            load_format="dummy",
+            speculative_config=SpeculativeConfig(method="naive"),
+            max_num_seqs=requests,
+            max_model_len=max_model_len,
+            enable_cascade_attention=shares,
+            num_threads=bench.num_threads,
+            seed=0,
+        )
+    )
+
+
+def _add_engine(bench: Bench) -> None:
+    """Both engines have the prompt in their caches; they run in turn."""
+    model = checkpoints.without_weights("qwen06_shape", checkpoints.QWEN06).path
+    engines = {
+        name: _engine(bench, model, PROMPT_LEN + NEW_TOKENS + 1, SHARING, shares=shares)
+        for name, shares in (("shared", True), ("flat", False))
+    }
+    prompt = [3 + i % 61 for i in range(PROMPT_LEN)]
+    texts: dict[str, list[list[int]]] = {}
+
+    def run(name: str, count: int = SHARING, max_tokens: int = NEW_TOKENS) -> float:
+        params = [
+            SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=i, ignore_eos=True)
+            for i in range(count)
+        ]
+        begun = time.perf_counter()
+        done = engines[name].generate([prompt] * count, params)
+        texts[name] = [one.token_ids for one in done]
+        return time.perf_counter() - begun
+
+    for name in engines:
+        run(name, count=1, max_tokens=1)
+    timing = bench.rounds({name: partial(run, name) for name in engines}, rounds=5, guarded=False)
+    what = f"{SHARING} requests on one prompt of {PROMPT_LEN:,} tokens, {NEW_TOKENS} tokens each"
+    bench.add(
+        Figure(
+            "cascade.engine",
+            f"Qwen3-0.6B shape, {what}: times faster than without sharing",
+            SHARING * NEW_TOKENS / timing.median("shared"),
+            "tok/s",
+            "no sharing",
+            SHARING * NEW_TOKENS / timing.median("flat"),
+            timing.ratio("flat", "shared"),
+            "ratio >= 1.5",
+            threads=bench.num_threads,
+            read_gb_s=timing.read_gb_s(),
+        )
+    )
+    differ = sum(a != b for a, b in zip(texts["shared"], texts["flat"], strict=True))
+    bench.add(
+        Figure(
+            "cascade.engine.differ",
+            f"Qwen3-0.6B shape, {what}: texts that sharing changes",
+            differ,
+            "texts",
+            bar="value == 0",
+        )
+    )
+
+
+def _add_finding(bench: Bench) -> None:
+    """The smallest model has the shortest steps; requests of all lengths come and go."""
+    count = 2 * SHARING
+    limit = SHORT_PROMPT_LEN + SHORT_TOKENS + 1
+    engine = _engine(bench, checkpoints.BUNDLED, limit, count, shares=True)
+    prompt = [3 + i % 61 for i in range(SHORT_PROMPT_LEN)]
+    params = [
+        SamplingParams(max_tokens=1 + i % SHORT_TOKENS, temperature=0.8, seed=i, ignore_eos=True)
+        for i in range(3 * count)
+    ]
+    engine.generate([prompt], params[0])
+    arrange = PrefixFinder.arrange
+    spent = 0.0
+
+    def timed(self: PrefixFinder, plan: Plan) -> None:
+        nonlocal spent
+        begun = time.perf_counter()
+        arrange(self, plan)
+        spent += time.perf_counter() - begun
+
+    shares = []
+    for _ in range(bench.pick(5, 1)):
+        spent = 0.0
+        steps = engine.stats.num_steps
+        begun = time.perf_counter()
+        with mock.patch.object(PrefixFinder, "arrange", timed):
+            engine.generate([prompt] * len(params), params)
+        shares.append(
+            (spent / (time.perf_counter() - begun), spent, engine.stats.num_steps - steps)
+        )
+    share, seconds, num_steps = sorted(shares)[len(shares) // 2]
+    bench.add(
+        Figure(
+            "cascade.finding",
+            f"bundled model, {len(params)} requests on one prompt of {SHORT_PROMPT_LEN}, up to "
+            f"{SHORT_TOKENS} tokens, {count} at once: share of the run that finds who shares what",
+            100 * share,
+            "%",
+            "us per step",
+            1e6 * seconds / num_steps,
+            bar="value <= 1",
+            threads=bench.num_threads,
+        )
+    )

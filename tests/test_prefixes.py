@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing that is found in page lists: what it claims, what it costs to go on, that bits stay."""
+
+import json
+import random
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simt
+import specops
+import torch
+from checkpoints import BASE, write_tokenizer
+from specops import attention
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.plan import Plan, SharedPrefixes
+from specops.engine.prefixes import Forest, find_forest
+from torch import Tensor
+from twin_device import OP_MODULES, TwinDevice
+
+Lists = list[list[int]]
+
+
+def random_lists(seed: int, size: int, most_pages: int) -> Lists:
+    """Page lists that begin alike as a random tree tells; every page has one list of pages before
+    it."""
+    draw = random.Random(seed)
+    ids = iter(draw.sample(range(100 * most_pages * size), 2 * most_pages * size))
+    lists: Lists = [[]]
+    for _ in range(size):
+        like = draw.choice(lists)
+        kept = like[: draw.randint(0, len(like))]
+        lists.append([*kept, *(next(ids) for _ in range(draw.randint(0, most_pages)))][:most_pages])
+    lists = lists[1:]
+    draw.shuffle(lists)
+    return lists
+
+
+def as_bytes(lists: Lists) -> list[bytes]:
+    return [np.array(pages, dtype=np.int32).tobytes() for pages in lists]
+
+
+def shared_leaves(prefixes: SharedPrefixes, a: int, b: int, leaf: int) -> int:
+    """What two requests share, as the groups say."""
+    shared = 0
+    for leaders, lens in zip(prefixes.leaders, prefixes.lens, strict=True):
+        if leaders[a] == leaders[b]:
+            assert lens[a] == lens[b] and lens[a] % leaf == 0
+            shared = int(lens[a]) // leaf
+    return shared
+
+
+@pytest.mark.parametrize("page_size,leaf", [(16, 64), (64, 64), (32, 256)])
+def test_the_forest_is_what_lists_have_in_common(page_size: int, leaf: int) -> None:
+    depths = set()
+    for seed in range(60):
+        lists = random_lists(seed, size=1 + seed % 14, most_pages=40)
+        forest = find_forest(as_bytes(lists), page_size, leaf)
+        per_leaf = leaf // page_size
+        starts = [
+            tuple(pages[: end * per_leaf])
+            for pages in lists
+            for end in range(1, len(pages) // per_leaf + 1)
+        ]
+        saved = len(starts) - len(set(starts))
+        if forest is None:
+            assert saved == 0
+            continue
+        assert sorted(forest.order) == list(range(len(lists)))
+        assert forest.prefixes.num_saved_tokens == saved * leaf > 0
+        depths.add(len(forest.prefixes.leaders))
+        ordered = [lists[index] for index in forest.order]
+        for a, left in enumerate(ordered):
+            for b, right in enumerate(ordered[:a]):
+                common = 0
+                while left[: common + 1] == right[: common + 1] and common < len(left):
+                    common += 1
+                assert shared_leaves(forest.prefixes, a, b, leaf) == common // per_leaf
+    assert depths >= {1, 2, 3}
+
+
+def test_levels_are_bounded() -> None:
+    """Ten groups, each within the one before: the innermost two share what the eighth does."""
+    ids = iter(range(1000))
+    spine = [next(ids) for _ in range(11)]
+    lists = [[*spine[: depth + 1], next(ids)] for depth in range(11)]
+    forest = find_forest(as_bytes(lists), page_size=64, leaf_tokens=64)
+    assert forest is not None and forest.prefixes.leaders.shape == (8, 11)
+    place = {index: at for at, index in enumerate(forest.order)}
+    for a in range(11):
+        for b in range(a):
+            got = shared_leaves(forest.prefixes, place[a], place[b], 64)
+            assert got == min(b + 1, 8)
+
+
+def found_for(lists: Lists, page_size: int, leaf: int) -> tuple[Lists, dict[str, Tensor]]:
+    """The lists in the order of the groups, and the groups."""
+    forest = find_forest(as_bytes(lists), page_size, leaf)
+    assert isinstance(forest, Forest)
+    prefixes = forest.prefixes
+    return [lists[index] for index in forest.order], {
+        "prefix_leaders": torch.tensor(prefixes.leaders),
+        "prefix_lens": torch.tensor(prefixes.lens),
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_append_attention_found_prefixes_change_nothing(
+    device: str, isa: str, on_cuda: bool, page_size: int, seed: int
+) -> None:
+    """Found = flat, and a request alone; single rows, verification and chunks in one call."""
+    if on_cuda and seed % 3:
+        pytest.skip("one seed in three is enough for the interpreter")
+    draw = random.Random(seed)
+    lists = random_lists(seed, size=9, most_pages=1400 // page_size)
+    lists, prefixes = found_for(lists, page_size, 256 if on_cuda else 64)
+    dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
+    qo_lens = [draw.choice([0, 1, 1, 1, 5, 12]) for _ in lists]
+    kv_lens = [len(pages) * page_size + count for pages, count in zip(lists, qo_lens, strict=True)]
+    # Each has a page of its own behind those that are complete; ids become dense.
+    lists = [[*pages, -1 - b] for b, pages in enumerate(lists)]
+    ids = {page: place for place, page in enumerate({page for pages in lists for page in pages})}
+    lists = [[ids[page] for page in pages] for pages in lists]
+    caches = [torch.randn(len(ids), page_size, 2, 64).to(dtype) for _ in range(2)]
+    q = torch.randn(sum(qo_lens), 4, 64).to(dtype)
+
+    def tensors(only: Sequence[int]) -> tuple[Tensor, ...]:
+        def indptr(lengths: list[int]) -> Tensor:
+            return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+
+        begins = indptr(qo_lens).tolist()
+        rows = torch.cat([torch.arange(begins[b], begins[b + 1]) for b in only])
+        batch = (
+            q[rows],
+            *caches,
+            indptr([qo_lens[b] for b in only]),
+            indptr([len(lists[b]) for b in only]),
+            torch.tensor([page for b in only for page in lists[b]], dtype=torch.int32),
+            torch.tensor([kv_lens[b] for b in only], dtype=torch.int32),
+        )
+        return tuple(one.to(device) for one in batch)
+
+    everybody = tensors(range(len(lists)))
+    prefixes = {name: one.to(device) for name, one in prefixes.items()}
+    flat = attention.append_attention(*everybody, return_lse=True)
+    for threads in (1, 3):
+        specops.set_num_threads(threads)
+        got = attention.append_attention(*everybody, return_lse=True, **prefixes)
+        for one, other in zip(got, flat, strict=True):
+            assert torch.equal(one, other)
+    alone = [attention.append_attention(*tensors([b])) for b in range(len(lists)) if qo_lens[b]]
+    assert torch.equal(torch.cat([x for x in alone if isinstance(x, Tensor)]), flat[0])
+
+
+# ---- the engine ----
+
+SYSTEM = [7, 8, 9, 10, 11] * 40  # 200 tokens
+SHOTS = [SYSTEM + [20 + i, 21, 22] * 30 for i in range(2)]  # 290, of which 200 are shared
+PROMPTS = [
+    *[SHOTS[i % 2] + [40 + i, 41, 42] * 3 for i in range(6)],
+    SYSTEM + [5, 6] * 9,
+    [3, 4, 5] * 50,
+]
+
+
+def params(index: int, max_tokens: int = 24) -> SamplingParams:
+    return SamplingParams(
+        n=2 if index % 3 == 0 else 1,
+        max_tokens=max_tokens - index % 4,
+        temperature=(0.0, 0.8, 0.0, 0.4)[index % 4],
+        top_p=0.9 if index % 2 else 1.0,
+        seed=index,
+        ignore_eos=True,
+        logprobs=1,
+    )
+
+
+def bits(done: list[Completion]) -> list[Any]:
+    return [(one.token_ids, [struct.pack("<f", p.logprob) for p in one.logprobs]) for one in done]
+
+
+class Watched:
+    """An engine, and what its plans said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.plans: list[Plan] = []
+        execute = engine._runner.execute
+
+        def watch(plan: Plan) -> Any:
+            self.plans.append(plan)
+            return execute(plan)
+
+        engine._runner.execute = watch  # type: ignore[method-assign]
+
+    def run(self) -> list[Any]:
+        """Everybody once, so that the cache has the prompts, and again."""
+        engine = self.engine
+        many = [params(index) for index in range(len(PROMPTS))]
+        done = engine.generate(PROMPTS, many) + engine.generate(PROMPTS, many)
+        assert engine.num_free_pages == engine.num_pages
+        return bits(done)
+
+    @property
+    def shared(self) -> list[Plan]:
+        return [plan for plan in self.plans if plan.prefixes is not None]
+
+
+NAIVE = SpeculativeConfig(method="naive")
+METHODS = {
+    "naive": NAIVE,
+    "ngram": SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1),
+    "suffix": SpeculativeConfig(method="suffix", num_speculative_tokens=6),
+    "mtp": SpeculativeConfig(method="mtp", num_speculative_tokens=3),
+}
+
+
+def make(model_dir: Path, speculative: SpeculativeConfig = NAIVE, **config: Any) -> Watched:
+    config.setdefault("device", "cpu")
+    return Watched(
+        Engine(
+            EngineConfig(
+                model=str(model_dir), load_format="dummy", speculative_config=speculative, **config
+            )
+        )
+    )
+
+
+def write_model(directory: Path, **changes: Any) -> Path:
+    """A directory for random weights: a configuration and a tokenizer, nothing else."""
+    config = {**BASE, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **changes}
+    (directory / "config.json").write_text(json.dumps(config))
+    write_tokenizer(directory, min(config["vocab_size"], 160))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(
+        tmp_path_factory.mktemp("model"),
+        num_hidden_layers=2,
+        max_position_embeddings=384,
+        num_nextn_predict_layers=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> list[Any]:
+    """Plain decoding without sharing."""
+    watched = make(model_dir, enable_cascade_attention=False)
+    got = watched.run()
+    assert not watched.shared and watched.engine.stats.cascade_saved_bytes == 0
+    return got
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_num_seqs": 32},
+        {"max_num_seqs": 7, "max_num_batched_tokens": 40, "page_size": 32},
+        {"max_num_seqs": 12, "num_pages": 48, "max_num_batched_tokens": 128},
+    ],
+    ids=["at once", "chunks", "preempted"],
+)
+def test_sharing_changes_no_bit(
+    model_dir: Path, expected: list[Any], method: str, config: dict[str, Any]
+) -> None:
+    watched = make(model_dir, METHODS[method], **config)
+    assert watched.run() == expected
+    stats = watched.engine.stats
+    assert stats.cascade_saved_bytes > 0
+    assert max(len(plan.prefixes.leaders) for plan in watched.shared if plan.prefixes) > 1
+    if "num_pages" in config:
+        assert stats.num_preemptions > 0
+    if "max_num_batched_tokens" in config:
+        mixed = [{part.emits for part in plan.parts} for plan in watched.shared]
+        assert {True, False} in mixed, "chunks share with requests that decode"
+    if method != "naive":
+        assert stats.speculative.num_accepted_tokens > 0
+        rows = [{part.num_drafts for part in plan.parts} for plan in watched.shared]
+        assert any(len(counts) > 1 for counts in rows), "verification beside plain rows"
+
+
+def test_what_does_not_pay_is_not_said(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, expected: list[Any]
+) -> None:
+    """As on a GPU, where saying so costs launches."""
+    found = make(model_dir, max_num_seqs=32)
+    assert found.run() == expected
+    saved = [plan.prefixes.num_saved_tokens for plan in found.shared if plan.prefixes]
+    least = sorted(saved)[len(saved) // 2]
+    layer_bytes = 2 * BASE["num_key_value_heads"] * BASE["head_dim"] * 2  # keys, values; bf16
+    monkeypatch.setattr("specops.engine.engine._LEAST_SAVED_BYTES", {"cpu": least * layer_bytes})
+    watched = make(model_dir, max_num_seqs=32)
+    assert watched.run() == expected
+    kept = [plan.prefixes.num_saved_tokens for plan in watched.shared if plan.prefixes]
+    assert kept == [one for one in saved if one >= least] and len(kept) < len(saved)
+
+
+def test_bytes_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
+    """What lies behind a window is not read; and the metric has what the engine counts."""
+    metrics = pytest.importorskip("specops.engine.server.metrics")
+    results = []
+    for shares in (True, False):
+        (tmp_path / str(shares)).mkdir()
+        changes = {"architectures": ["MistralForCausalLM"], "sliding_window": 90}
+        model_dir = write_model(tmp_path / str(shares), max_position_embeddings=384, **changes)
+        watched = make(model_dir, enable_cascade_attention=shares)
+        results.append(watched.run())
+        assert bool(watched.shared) == shares and watched.engine.stats.cascade_saved_bytes == 0
+    assert results[0] == results[1]
+    watched = make(write_model(tmp_path, max_position_embeddings=384))
+    watched.run()
+    saved = sum(plan.prefixes.num_saved_tokens for plan in watched.shared if plan.prefixes)
+    token_bytes = 2 * BASE["num_key_value_heads"] * BASE["head_dim"] * 2
+    num_bytes = saved * token_bytes * BASE["num_hidden_layers"]
+    assert watched.engine.stats.cascade_saved_bytes == num_bytes > 0
+    text = metrics.Metrics(watched.engine).render().decode()
+    (line,) = [one for one in text.splitlines() if one.startswith("specops:cascade_saved_bytes_t")]
+    assert float(line.split()[-1]) == num_bytes
+
+
+@pytest.fixture
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
+    """Makes the device of the next engine a twin."""
+
+    def make(**arguments: Any) -> TwinDevice:
+        device = TwinDevice(**arguments)
+        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+        return device
+
+    return make
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_steps_share(
+    model_dir: Path, expected: list[Any], twin: Callable[..., TwinDevice], method: str
+) -> None:
+    """Groups come and go, and levels with them: what is replayed has them from its input."""
+    for limits in ({"max_num_seqs": 16}, {"max_num_seqs": 12, "num_pages": 48}):
+        device = twin()
+        watched = make(model_dir, METHODS[method], **limits)
+        assert watched.run() == expected
+        assert "replay" in device.log
+        steps = watched.engine._runner._memory._steps.items()
+        levels = {shape.prefix_levels for shape, step in steps if step.is_captured}
+        assert 2 in levels
+        groups = {plan.prefixes.lens.tobytes() for plan in watched.shared if plan.prefixes}
+        assert len(groups) > len(levels)
+        assert (watched.engine.stats.num_preemptions > 0) == ("num_pages" in limits)
+
+
+def test_sharing_in_the_interpreter(
+    tmp_path: Path, twin: Callable[..., TwinDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CUDA kernels, which share leaves of 256 tokens."""
+    model_dir = write_model(
+        tmp_path,
+        num_hidden_layers=1,
+        vocab_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=320,
+    )
+    module = simt.load()
+    module.set_schedule("in_order", 0)
+    module.set_landing("late")
+    for op_module in OP_MODULES:
+        monkeypatch.setattr(op_module, "_C", module)
+    results = []
+    for shares in (True, False):
+        twin()
+        watched = make(model_dir, METHODS["ngram"], enable_cascade_attention=shares)
+        engine = watched.engine
+        long = [7, 8, 9, 10] * 66
+        engine.generate([long], params(0, max_tokens=1))
+        module.reset_counters()
+        prompts = [[*long, 5, 6], [*long, 11, 12, 13]]
+        done = engine.generate(prompts, [params(1), params(2)])
+        read = module.counters()["copied_bytes"]
+        assert engine.num_captures > 0 and bool(watched.shared) == shares
+        results.append((bits(done), read))
+    assert results[0][0] == results[1][0]
+    assert results[0][1] < 0.9 * results[1][1]  # weights are read in both
