@@ -97,7 +97,7 @@ def campaign(
             crowded["speculative_config"] = config | {"num_speculative_tokens": 5}
         whole = joined(decode(Job(crowded, runs_of(prompts, params, seed), parts)))
         kernels = "specops" if parts else "vllm"
-        one = compare(base, whole, kernels, method, 0, 0.0)
+        one = compare(base, whole, kernels, method, max(BATCHES), 0.0)
         print(
             f"{Path(model).name:8} {kernels:8} {method:15} {one.num_prompts} prompts, "
             f"{one.num_tokens} tokens: {one.texts} texts and {one.logprobs} outputs' bits differ",
