@@ -94,11 +94,12 @@ def test_filters_that_nobody_has_are_left_out() -> None:
     assert mixed.processors is None
 
 
-def test_what_cannot_be_carried_out_is_refused_by_name() -> None:
+@pytest.mark.parametrize("name", ["thinking_token_budget", "logprob_token_ids"])
+def test_what_cannot_be_carried_out_is_refused_by_name(name: str) -> None:
     params = Params()
     assert refused(params) is None
-    params.thinking_token_budget = 5  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="sampling cannot carry out thinking_token_budget"):
+    setattr(params, name, [5])
+    with pytest.raises(ValueError, match=f"sampling cannot carry out {name}"):
         of(params)
 
 

@@ -17,6 +17,8 @@ _GREEDY_BELOW = 1e-5
 # What changes logits, by the parameter's name and the value that leaves it out.
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _WORD_BITS = 32
+# What vLLM's sampler does beside choosing and counting.
+_REFUSED = ("thinking_token_budget", "logprob_token_ids", "trace_decode_token_ids")
 
 
 def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
@@ -32,9 +34,7 @@ def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
 
 def refused(params: Any) -> str | None:
     """What of a request's parameters the ops cannot carry out, or None."""
-    if getattr(params, "thinking_token_budget", None) is not None:
-        return "thinking_token_budget"
-    return None
+    return next((name for name in _REFUSED if getattr(params, name, None) is not None), None)
 
 
 @dataclass

@@ -61,6 +61,8 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
             found.append(f"logprobs_mode {model.logprobs_mode}")
         if model.logits_processors:
             found.append("custom logits processors")
+        if config.watermark_config is not None:
+            found.append("watermarking")
         if model.enable_prompt_embeds:
             found.append("prompt embeddings")
         speculative = config.speculative_config
