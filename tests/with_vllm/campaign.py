@@ -4,7 +4,7 @@
 Prompts of random tokens that repeat themselves, in groups with common beginnings; greedy and seeded
 ones with random filters and penalties side by side. Each is decoded alone and plainly; then again
 with each method, in batches of 1 to 32 in shuffled order, with prefix cache and chunked prefill.
-Exit code 1 if an output differs with specops; with vLLM's own kernels they are counted.
+Exit code 1 if an output differs with specops; with vLLM's own kernels, greedy ones are counted.
 """
 
 import argparse
@@ -86,6 +86,10 @@ def campaign(
     chance = random.Random(seed)
     prompts = prompts_of(count, chance)
     params = [params_of(index, max_tokens, chance) for index in range(count)]
+    if not parts:
+        # vLLM's own sampler fails on a CPU: for seeded requests whose prompt is cut, and for top-k
+        # with drafts.
+        params = [one | {"temperature": 0.0, "top_k": 0, "top_p": 1.0} for one in params]
     engine = {"model": model, "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 32}
     alone = Job(engine | {"enable_prefix_caching": False}, [Run(prompts, params, 1)], parts)
     base = decode(alone)[0]

@@ -7,6 +7,7 @@ by a random number of the request's seed and the token's position, and drafts ar
 Imports vLLM: only the plug-in imports this module, in a process of vLLM.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,40 @@ class _Batch:
         )
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What one step is sampled from.
+
+    Attributes:
+        logits: [rows, vocab_size].
+        positions: [batch], int32. Tokens of each request, and so the position of its next one.
+        filters: how to draw.
+        processors: what changes the logits first.
+        num_logprobs: of the most probable tokens; None: nobody asks for logprobs.
+        is_processed: whether logprobs are of what is drawn from.
+        indptr: [batch + 1], int32. Each request's rows of logits; None: one row each, no drafts.
+        drafts: [batch, k], int32; None: no drafts.
+    """
+
+    logits: Tensor
+    positions: Tensor
+    filters: dict[str, Any]
+    processors: sampling.LogitsProcessors | None
+    num_logprobs: int | None
+    is_processed: bool
+    indptr: Tensor | None = None
+    drafts: Tensor | None = None
+
+    def results(self, *shape: int) -> dict[str, Any]:
+        """Room for the logprobs and ranks of the chosen tokens, if anybody asks for them."""
+        if self.num_logprobs is None:
+            return {}
+        return {
+            "logprobs": torch.empty(shape, dtype=torch.float32),
+            "ranks": torch.empty(shape, dtype=torch.int32),
+        }
+
+
 def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
     """Takes the place of `GPUModelRunner._sample`.
 
@@ -52,17 +87,30 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
     threads.start()
     batch = _batch_of(self, logits)
     step_requests.note(batch.rows)
-    # The requests' generators are not drawn from; where vLLM sets them back, a CPU cannot.
+    # The requests' generators are not drawn from; and where vLLM sets them back, a CPU cannot.
     self.input_batch.generators.clear()
     count = len(batch.rows)
-    positions = self.input_batch.num_tokens_no_spec_cpu_tensor[:count].to(torch.int32, copy=True)
-    if batch.parameters.processors is not None:
-        logits = logits.float()  # as vLLM edits them
-    wanted = self.input_batch.sampling_metadata.max_num_logprobs
-    is_processed = self.sampler.logprobs_mode == "processed_logprobs"
-    if spec_decode_metadata is None:
-        return _sample(batch, logits, positions, wanted, is_processed)
-    return _verify(batch, logits, positions, spec_decode_metadata, wanted, is_processed)
+    given = self.input_batch
+    positions = given.num_tokens_no_spec_cpu_tensor[:count].to(torch.int32, copy=True)
+    num_logits, indptr, drafts = [1] * count, None, None
+    if spec_decode_metadata is not None:
+        num_drafts: list[int] = spec_decode_metadata.num_draft_tokens
+        num_logits = [1 + number for number in num_drafts]
+        indptr = torch.zeros(count + 1, dtype=torch.int32)
+        indptr[1:] = spec_decode_metadata.cu_num_sampled_tokens
+        drafts = _padded(spec_decode_metadata.draft_token_ids, num_drafts)
+    step = _Step(
+        # As vLLM edits them.
+        logits if batch.parameters.processors is None else logits.float(),
+        positions,
+        batch.parameters.filters(),
+        batch.parameters.processors_of(batch.rows, positions, num_logits),
+        given.sampling_metadata.max_num_logprobs,
+        self.sampler.logprobs_mode == "processed_logprobs",
+        indptr,
+        drafts,
+    )
+    return _sample(step) if drafts is None else _verify(step)
 
 
 def _batch_of(runner: Any, logits: Tensor) -> _Batch:
@@ -81,77 +129,45 @@ def _batch_of(runner: Any, logits: Tensor) -> _Batch:
     return batch
 
 
-def _sample(
-    batch: _Batch, logits: Tensor, positions: Tensor, wanted: int | None, is_processed: bool
-) -> SamplerOutput:
+def _sample(step: _Step) -> SamplerOutput:
     """One token of each request."""
-    count = len(batch.rows)
-    processors = batch.parameters.processors_of(batch.rows, positions, [1] * count)
-    filters = batch.parameters.filters()
-    logprobs = ranks = None
-    if wanted is not None:
-        logprobs = torch.empty(count, dtype=torch.float32)
-        ranks = torch.empty(count, dtype=torch.int32)
+    results = step.results(len(step.positions))
     tokens = sampling.sample(
-        logits,
-        positions,
-        processors=processors,
-        processed_logprobs=is_processed,
-        logprobs=logprobs,
-        ranks=ranks,
-        **filters,
+        step.logits,
+        step.positions,
+        processors=step.processors,
+        processed_logprobs=step.is_processed,
+        **step.filters,
+        **results,
     )
     tensors = None
-    if wanted is not None:
-        assert logprobs is not None and ranks is not None
-        ids, values = _top(logits, wanted, batch, positions, processors, is_processed, None, None)
-        tensors = _beside(tokens, logprobs, ranks, ids, values)
+    if step.num_logprobs is not None:
+        tensors = _beside(tokens, results, *_top(step))
     return SamplerOutput(sampled_token_ids=tokens[:, None], logprobs_tensors=tensors)
 
 
-def _verify(
-    batch: _Batch,
-    logits: Tensor,
-    positions: Tensor,
-    metadata: Any,
-    wanted: int | None,
-    is_processed: bool,
-) -> SamplerOutput:
+def _verify(step: _Step) -> SamplerOutput:
     """The accepted drafts of each request, and a token more."""
-    counts: list[int] = metadata.num_draft_tokens
-    indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
-    indptr[1:] = metadata.cu_num_sampled_tokens
-    drafts = _padded(metadata.draft_token_ids, counts)
-    num_logits = [count + 1 for count in counts]
-    processors = batch.parameters.processors_of(batch.rows, positions, num_logits)
-    logprobs = ranks = None
-    if wanted is not None:
-        shape = (len(counts), drafts.shape[1] + 1)
-        logprobs = torch.empty(shape, dtype=torch.float32)
-        ranks = torch.empty(shape, dtype=torch.int32)
+    assert step.indptr is not None and step.drafts is not None
+    batch, most = step.drafts.shape
+    results = step.results(batch, most + 1)
     tokens, _ = sampling.verify(
-        logits,
-        indptr,
-        drafts,
-        positions=positions,
-        processors=processors,
-        processed_logprobs=is_processed,
-        logprobs=logprobs,
-        ranks=ranks,
-        **batch.parameters.filters(),
+        step.logits,
+        step.indptr,
+        step.drafts,
+        positions=step.positions,
+        processors=step.processors,
+        processed_logprobs=step.is_processed,
+        **step.filters,
+        **results,
     )
     tensors = None
-    if wanted is not None:
-        assert logprobs is not None and ranks is not None
-        ids, values = _top(
-            logits, wanted, batch, positions, processors, is_processed, indptr, drafts
-        )
+    if step.num_logprobs is not None:
         # vLLM wants a row for every column of the tokens, and drops those behind the accepted.
-        rows = indptr[:-1, None] + torch.arange(tokens.shape[1])
-        rows = rows.clamp(max=len(logits) - 1).flatten()
-        tensors = _beside(
-            tokens.flatten(), logprobs.flatten(), ranks.flatten(), ids[rows], values[rows]
-        )
+        rows = step.indptr[:-1, None] + torch.arange(most + 1)
+        rows = rows.clamp(max=len(step.logits) - 1).flatten()
+        ids, values = _top(step)
+        tensors = _beside(tokens.flatten(), results, ids[rows], values[rows])
     return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
 
 
@@ -166,40 +182,32 @@ def _padded(flat: Tensor, counts: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32).view(len(counts), most)
 
 
-def _top(
-    logits: Tensor,
-    wanted: int,
-    batch: _Batch,
-    positions: Tensor,
-    processors: sampling.LogitsProcessors | None,
-    is_processed: bool,
-    indptr: Tensor | None,
-    drafts: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The most probable tokens of every row, and their logprobs."""
-    if not is_processed:
-        ids, values, _ = sampling.top_logprobs(logits, wanted)
+def _top(step: _Step) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of every row of logits, and their logprobs."""
+    assert step.num_logprobs is not None
+    if not step.is_processed:
+        ids, values, _ = sampling.top_logprobs(step.logits, step.num_logprobs)
         return ids, values
-    filters = {k: v for k, v in batch.parameters.filters().items() if k != "seeds"}
+    filters = {name: value for name, value in step.filters.items() if name != "seeds"}
     ids, values, _ = sampling.top_logprobs(
-        logits,
-        wanted,
+        step.logits,
+        step.num_logprobs,
         processed_logprobs=True,
-        output_indptr=indptr,
-        draft_token_ids=drafts,
-        positions=positions,
-        processors=processors,
+        output_indptr=step.indptr,
+        draft_token_ids=step.drafts,
+        positions=step.positions,
+        processors=step.processors,
         **filters,
     )
     return ids, values
 
 
 def _beside(
-    tokens: Tensor, logprobs: Tensor, ranks: Tensor, ids: Tensor, values: Tensor
+    tokens: Tensor, results: dict[str, Any], ids: Tensor, values: Tensor
 ) -> LogprobsTensors:
     """The chosen token first, then the most probable ones."""
     return LogprobsTensors(
         torch.cat([tokens[:, None], ids], dim=1),
-        torch.cat([logprobs[:, None], values], dim=1),
-        ranks,
+        torch.cat([results["logprobs"].flatten()[:, None], values], dim=1),
+        results["ranks"].flatten(),
     )

@@ -51,7 +51,8 @@ def start() -> None:
     os.sched_setaffinity(0, cpus)
     try:
         specops.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus))))
-        weight = dense.pack_weight(torch.zeros(_WIDTH, _WIDTH))
-        dense.linear(torch.zeros(_ROWS, _WIDTH), weight)
+        # vLLM's default dtype is the model's meanwhile.
+        weight = dense.pack_weight(torch.zeros(_WIDTH, _WIDTH, dtype=torch.float32))
+        dense.linear(torch.zeros(_ROWS, _WIDTH, dtype=torch.float32), weight)
     finally:
         os.sched_setaffinity(0, before)
