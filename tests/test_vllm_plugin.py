@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from specops.vllm import support
-from specops.vllm.decoding import Decoded
+from specops.vllm import exactness, support
+from specops.vllm.decoding import Decoded, Job
 from specops.vllm.exactness import compare
 from specops.vllm.hooks import HOOKS, Hook, HookError, check, fault_of, of_parts
 from specops.vllm.settings import PARTS
@@ -181,3 +181,72 @@ def test_runs_are_compared_token_by_token_and_bit_by_bit() -> None:
     found = compare(base, other, "vllm", "ngram", 8, 0.8)
     assert (found.texts, found.logprobs, found.first) == (2, 2, (1, 1))
     assert found.row()[:6] == ["vllm", "ngram", "8", "0.8", "3", "7"]
+
+
+def fake_decode(guilty: str, jobs: list[Job]) -> Any:
+    """Engines whose texts depend on the batch where a part is left to vLLM."""
+
+    def decode(job: Job) -> list[Decoded]:
+        jobs.append(job)
+        exact = job.parts == "exact" or guilty in job.parts.split(",")
+        found = []
+        for run in job.runs:
+            bits = "same" if exact else f"batch {run.batch}"
+            count = len(run.prompts)
+            found.append(Decoded([[1, 2]] * count, [[bits, bits]] * count, 1.0, 2))
+        return found
+
+    return decode
+
+
+def test_verify_exactness_tells_specops_from_vllm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(exactness, "decode", fake_decode("linear", jobs))
+    arguments = [
+        "--model",
+        "m",
+        "--prompts",
+        "3",
+        "--method",
+        "plain",
+        "ngram",
+        "--batch",
+        "1",
+        "8",
+    ]
+    assert exactness.main(arguments) == 0
+    shown = capsys.readouterr().out.splitlines()
+    rows = {tuple(line.split()[:4]): line.split()[-2:] for line in shown if len(line.split()) == 9}
+    assert rows["vllm", "plain", "8", "0"] == ["0", "3"]
+    assert rows["vllm", "ngram", "1", "0.8"] == ["0", "0"]
+    assert rows["specops", "ngram", "8", "0"] == ["0", "0"]
+    assert "With specops 0 of 18 outputs differ." in shown
+    assert [job.parts for job in jobs] == ["", "", "exact", "exact"]
+    assert jobs[1].engine["speculative_config"]["num_speculative_tokens"] == 4
+    assert [(run.params[0]["temperature"], run.batch) for run in jobs[0].runs] == [
+        (0.0, 1),
+        (0.8, 1),
+        (0.0, 8),
+        (0.8, 8),
+    ]
+
+
+@pytest.mark.parametrize("guilty", PARTS)
+def test_bisecting_names_the_part(
+    guilty: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exactness, "decode", fake_decode(guilty, []))
+    arguments = ["--model", "m", "--prompts", "2", "--method", "plain", "--bisect"]
+    assert exactness.main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert f"The first that is not row-identical: vllm's {guilty}. All: vllm's {guilty}." in shown
+
+
+def test_mistakes_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exactness, "decode", fake_decode("", []))
+    assert exactness.main(["--model", "m", "--prompts", "999"]) == 2
+    assert "--prompts must be 1 to 20, got 999" in capsys.readouterr().err
