@@ -56,7 +56,7 @@ def params_of(index: int, max_tokens: int, chance: random.Random) -> dict[str, A
     if chance.random() < 0.2:
         params |= {"repetition_penalty": 1.1, "presence_penalty": 0.3}
     if chance.random() < 0.1:
-        params |= {"frequency_penalty": 0.4, "min_tokens": 8}
+        params |= {"frequency_penalty": 0.4, "min_tokens": min(8, params["max_tokens"])}
     return params
 
 

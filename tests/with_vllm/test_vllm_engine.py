@@ -54,8 +54,11 @@ def test_vllm_s_own_kernels_do(llama: str) -> None:
 def test_preemption_changes_no_bit(llama: str, alone: Decoded) -> None:
     """A cache with room for a few requests only."""
     config = METHODS["junk"] | {"num_speculative_tokens": 5}
-    tight = engine(llama, num_gpu_blocks_override=7, speculative_config=config)
+    tight = engine(
+        llama, num_gpu_blocks_override=7, speculative_config=config, disable_log_stats=False
+    )
     whole = decode(Job(tight, [Run(*small(), 24, 1)], EXACT))[0]
+    assert whole.num_preemptions > 0
     assert whole.token_ids == alone.token_ids
     assert whole.logprobs == alone.logprobs
 

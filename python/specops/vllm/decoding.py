@@ -70,12 +70,14 @@ class Decoded:
             tokens, as text; empty where none were.
         seconds: that the run took.
         steps: of the engine.
+        num_preemptions: since the engine was started, if it keeps statistics.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[str]] = field(default_factory=list)
     seconds: float = 0.0
     steps: int = 0
+    num_preemptions: int = 0
 
 
 def decode(job: Job, python: str = sys.executable) -> list[Decoded]:
@@ -134,6 +136,9 @@ def _decode(engine: Any, run: Run, name: str) -> Decoded:
                 finished[index] = output.outputs[0]
                 running.discard(index)
     decoded.seconds = time.perf_counter() - started
+    if engine.log_stats:
+        counts = [one for one in engine.get_metrics() if one.name == "vllm:num_preemptions"]
+        decoded.num_preemptions = sum(int(one.value) for one in counts)
     for index in range(len(run.prompts)):
         decoded.token_ids.append(list(finished[index].token_ids))
         decoded.logprobs.append([_bits(one) for one in finished[index].logprobs or []])
