@@ -183,6 +183,15 @@ def test_runs_are_compared_token_by_token_and_bit_by_bit() -> None:
     assert found.row()[:6] == ["vllm", "ngram", "8", "0.8", "3", "7"]
 
 
+def test_where_texts_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = Decoded([[1, 2, 3]], [["a", "b", "c"]]), Decoded([[1, 2, 4]], [["a", "b", "d"]])
+    exactness.print_table([compare(left, right, "vllm", "ngram", 8, 0.0)])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == (
+        "vllm, ngram, batch 8, temperature 0: prompt 0 is the first, from output token 2 on"
+    )
+
+
 def fake_decode(guilty: str, jobs: list[Job]) -> Any:
     """Engines whose texts depend on the batch where a part is left to vLLM."""
 

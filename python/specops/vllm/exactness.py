@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print()
-    _print_table(found)
+    print_table(found)
     if args.bisect:
         return _say_guilty(found)
     ours = [one for one in found if one.kernels == "specops"]
@@ -241,8 +241,16 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _print_table(found: Sequence[Difference]) -> None:
+def print_table(found: Sequence[Difference]) -> None:
+    """Prints a line per run, and where texts part."""
     rows = [list(_COLUMNS), *(one.row() for one in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    for one in found:
+        if one.first is not None:
+            print(
+                f"{one.kernels}, {one.method}, batch {one.batch}, temperature "
+                f"{one.temperature:g}: prompt {one.first[0]} is the first, from output token "
+                f"{one.first[1]} on"
+            )
