@@ -28,7 +28,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c con
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
-.PHONY: prove soak
+.PHONY: prove soak test-vllm vllm-campaign
 .PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
@@ -143,6 +143,27 @@ prove: setup simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m prove $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
 	$(BIN)/python -m pytest -m prove tests/test_mutations.py
 	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) -k simt
+
+# vLLM in an environment of its own: minutes and gigabytes. It sees the package where it stands; the
+# metadata beside it is how vLLM finds the plug-in. The three wheels that leave again are CUDA builds.
+VLLM := .venv-vllm
+VLLM_RUN := LD_PRELOAD="$(abspath $(VLLM))/lib/libiomp5.so" $(VLLM)/bin/python
+
+$(VLLM)/ready: tests/with_vllm/requirements.txt pyproject.toml $(VENV)/built
+	test -x $(VLLM)/bin/python || $(BIN)/python -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  -r tests/with_vllm/requirements.txt
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	echo "$(abspath python)" > "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
+	$(BIN)/python setup.py --quiet egg_info
+	touch $@
+
+# The plug-in inside vLLM: its hooks, rows and engines; and 1,000 random prompts, which takes long.
+test-vllm: setup $(VLLM)/ready
+	$(VLLM_RUN) -m pytest tests/with_vllm
+
+vllm-campaign: setup $(VLLM)/ready
+	$(VLLM_RUN) tests/with_vllm/campaign.py --kernels specops vllm
 
 # The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
 # under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.

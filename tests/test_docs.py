@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 TESTS = {
     name
-    for path in (ROOT / "tests").glob("test_*.py")
+    for path in (ROOT / "tests").rglob("test_*.py")
     for name in [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)]
 }
 

@@ -2,6 +2,7 @@
 """Who may include or import whom, held by reading the include and import lines."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -185,6 +186,12 @@ def test_imports(path: Path) -> None:
         assert top - set(sys.stdlib_module_names) <= {"torch", "specops"}
         return
     assert not any(name.startswith("specops.reference") for name in ours), "only tests and benches"
+    if inside.parts[0] == "vllm":
+        assert not any(name.startswith("specops._C") for name in ours), "nor does the plug-in"
+        of_engine = {name for name in ours if name.startswith("specops.engine")}
+        assert of_engine <= {"specops.engine.exactness.PROMPTS"}, "it is no part of the engine"
+        return
+    assert "vllm" not in top and not any(name.startswith("specops.vllm") for name in ours)
     if inside.parts[0] == "engine":
         assert not any(name.startswith("specops._C") for name in ours), "engine never touches _C"
         return
@@ -212,12 +219,29 @@ def test_engine_groups(path: Path) -> None:
         assert group_of[other] <= group_of[module], f"{name} stands above {module}"
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE / "engine", ".py"), ids=relative)
+@pytest.mark.parametrize(
+    "path",
+    [*sources(PACKAGE / "engine", ".py"), *sources(PACKAGE / "vllm", ".py")],
+    ids=relative,
+)
 def test_a_function_fits_a_screen(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < 60, node.name
+
+
+def test_the_drafters_for_vllm_import_without_it() -> None:
+    code = """
+import sys
+sys.modules["vllm"] = None  # an import of it now fails
+import specops.vllm, specops.vllm.plugin, specops.vllm.exactness
+specops.vllm.plugin.register()
+"""
+    environment = {name: os.environ[name] for name in os.environ if name != "SPECOPS_VLLM"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_config_is_standard_library_only() -> None:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m specops.vllm`: verify-exactness, and check-hooks for the vLLM that is installed."""
+
+import sys
+from collections.abc import Sequence
+
+from specops.vllm import exactness, hooks
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command and returns the exit code."""
+    match list(arguments):
+        case ["verify-exactness", *rest]:
+            return exactness.main(rest)
+        case ["check-hooks"]:
+            return check_hooks()
+    print("python -m specops.vllm must be followed by verify-exactness or check-hooks")
+    return 2
+
+
+def check_hooks() -> int:
+    """Prints every hook, and what is different about it here; 1 if anything is."""
+    wrong = 0
+    for hook in hooks.HOOKS:
+        fault = hooks.fault_of(hook)
+        wrong += fault is not None
+        print(f"{hook.part or 'all':10} {hook.how:10} {hook.target}: {fault or 'as expected'}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

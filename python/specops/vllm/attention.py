@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's attention on a CPU by `specops.attention.append_attention`, on vLLM's cache as it is.
+
+vLLM gives each layer one tensor [blocks, num_kv_heads, block_size, 2 * head_dim], whose blocks it
+only moves as wholes. What stands in a block is the backend's own: here the keys' page
+[block_size, num_kv_heads, head_dim], then the values'. So the tensor is seen as twice as many pages
+without a copy: block b's keys are page 2 * b, and its values page 2 * b of the pages behind the
+first one.
+
+Imports vLLM: only the plug-in names this module, to vLLM's registry.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from specops.attention import append_attention, attention_workspace_size
+from specops.vllm import threads
+
+HEAD_DIMS = [64, 96, 128, 256]
+PAGE_SIZES = [16, 32, 64]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """What vLLM asks about the backend; under vLLM's own name, since it takes that one's place."""
+
+    forward_includes_kv_cache_update = True
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Pages that the op takes; vLLM cuts its larger blocks into these."""
+        return PAGE_SIZES
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Head dimensions that the op takes."""
+        return HEAD_DIMS
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Rows see what stands before them, and nothing else."""
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders only."""
+        return bool(attn_type == AttentionType.DECODER)
+
+    @staticmethod
+    def get_impl_cls() -> type["SpecopsAttentionImpl"]:
+        """What each layer has one of."""
+        return SpecopsAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["SpecopsMetadataBuilder"]:
+        """What makes a step's metadata."""
+        return SpecopsMetadataBuilder
+
+
+@dataclass
+class SpecopsAttentionMetadata:
+    """A step's batch as the op takes it; one for all layers of a group.
+
+    Attributes:
+        num_actual_tokens: rows of the step.
+        qo_indptr: [batch + 1], int32.
+        kv_indptr: [batch + 1], int32.
+        kv_indices: [pages], int32. Pages of the keys; those of the values have the same numbers.
+        kv_lens: [batch], int32.
+        rows: rows that are written to the cache; None: all.
+        key_slots: [rows], int64. Where each key goes, counted in rows of all pages.
+        value_slots: [rows], int64.
+        workspaces: for the op, by the shape of q and the cache.
+    """
+
+    num_actual_tokens: int
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_lens: Tensor
+    rows: Tensor | None
+    key_slots: Tensor
+    value_slots: Tensor
+    workspaces: dict[tuple[int, ...], Tensor]
+
+
+class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata]):  # type: ignore[misc]
+    """Makes the metadata of each step."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.page_size = int(kv_cache_spec.block_size)
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(
+                f"specops.vllm: attention takes blocks of {PAGE_SIZES}, got {self.page_size}"
+            )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SpecopsAttentionMetadata:
+        """Names each request's pages, and the slots of its new tokens.
+
+        Raises:
+            ValueError: the batch is not causal.
+        """
+        given = common_attn_metadata
+        if given.causal is not True:
+            raise ValueError("specops.vllm: attention is causal, got a batch that is not")
+        kv_lens = given.seq_lens[: given.num_reqs]
+        num_pages = (kv_lens + (self.page_size - 1)) // self.page_size
+        kv_indptr = torch.zeros(given.num_reqs + 1, dtype=torch.int32)
+        torch.cumsum(num_pages, 0, out=kv_indptr[1:])
+        widest = -(-int(given.max_seq_len) // self.page_size)
+        blocks = given.block_table_tensor[: given.num_reqs, :widest]
+        used = torch.arange(blocks.shape[1], dtype=torch.int32) < num_pages[:, None]
+        kv_indices = (2 * blocks[used]).to(torch.int32)
+        slots = given.slot_mapping[: given.num_actual_tokens].to(torch.int64)
+        rows = None
+        if int(slots.min()) < 0:
+            rows = (slots >= 0).nonzero()[:, 0]
+            slots = slots[rows]
+        key_slots = slots + slots // self.page_size * self.page_size
+        return SpecopsAttentionMetadata(
+            num_actual_tokens=given.num_actual_tokens,
+            qo_indptr=given.query_start_loc[: given.num_reqs + 1],
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_lens=kv_lens,
+            rows=rows,
+            key_slots=key_slots,
+            value_slots=key_slots + self.page_size,
+            workspaces={},
+        )
+
+
+class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
+    """The attention of one layer.
+
+    Raises:
+        ValueError: the layer asks for what the op has not.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if head_size not in HEAD_DIMS:
+            raise ValueError(f"specops.vllm: attention takes heads of {HEAD_DIMS}, got {head_size}")
+        for name, value, off in (
+            ("ALiBi slopes", alibi_slopes, None),
+            ("a soft cap", logits_soft_cap or None, None),
+            ("sinks", sinks, None),
+            ("the type", attn_type, AttentionType.DECODER),
+            ("a cache dtype", kv_cache_dtype, "auto"),
+        ):
+            if value is not off and value != off:
+                raise ValueError(f"specops.vllm: attention does not have {name} {value}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        threads.start()
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: SpecopsAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Writes keys and values to the cache and attends.
+
+        Args:
+            layer: the layer.
+            query: [tokens, num_heads, head_dim].
+            key: [tokens, num_kv_heads, head_dim]; None where another layer's cache is shared.
+            value: as `key`.
+            kv_cache: [blocks, num_kv_heads, block_size, 2 * head_dim].
+            attn_metadata: of the step; None: a run to measure memory.
+            output: [tokens, num_heads, head_dim]. Written.
+            output_scale: of quantised outputs, which are refused.
+            output_block_scale: as `output_scale`.
+
+        Returns:
+            `output`.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise ValueError("specops.vllm: attention does not quantise its output")
+        if attn_metadata is None:
+            return output
+        num_blocks, num_kv_heads, page_size, _ = kv_cache.shape
+        pages = kv_cache.view(2 * num_blocks, page_size, num_kv_heads, self.head_size)
+        if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
+            _write(pages, key, value, attn_metadata)
+        num_tokens = attn_metadata.num_actual_tokens
+        q = query[:num_tokens]
+        append_attention(
+            q,
+            pages[:-1],
+            pages[1:],
+            attn_metadata.qo_indptr,
+            attn_metadata.kv_indptr,
+            attn_metadata.kv_indices,
+            attn_metadata.kv_lens,
+            sm_scale=self.scale,
+            sliding_window=self.sliding_window,
+            out=output[:num_tokens],
+            workspace=_workspace(q, pages, attn_metadata),
+        )
+        return output
+
+
+def _write(pages: Tensor, key: Tensor, value: Tensor, metadata: SpecopsAttentionMetadata) -> None:
+    """Copies a step's keys and values to their slots."""
+    key, value = key[: metadata.num_actual_tokens], value[: metadata.num_actual_tokens]
+    if metadata.rows is not None:
+        key, value = key[metadata.rows], value[metadata.rows]
+    slots = pages.view(-1, pages.shape[2], pages.shape[3])
+    slots.index_copy_(0, metadata.key_slots, key)
+    slots.index_copy_(0, metadata.value_slots, value)
+
+
+def _workspace(q: Tensor, pages: Tensor, metadata: SpecopsAttentionMetadata) -> Tensor | None:
+    """Memory for the op, made once a step for all layers of one shape."""
+    shape = (*q.shape, pages.shape[2])
+    if shape not in metadata.workspaces:
+        size = attention_workspace_size(
+            q.shape, pages.shape, len(metadata.kv_indices), len(metadata.kv_lens)
+        )
+        metadata.workspaces[shape] = torch.empty(size, dtype=torch.float32)
+    workspace = metadata.workspaces[shape]
+    return workspace if len(workspace) else None

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m specops.vllm.decoding JOB RESULT`: one vLLM engine, and the texts it decodes.
+
+A process of its own for each engine: what SPECOPS_VLLM switches on stays on in its process. The
+engine runs in the process itself, and requests enter as others finish, so that a run has a given
+number of them side by side.
+"""
+
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specops.vllm.settings import VARIABLE
+
+_LOG_LINES = 25  # of an engine that failed
+
+
+class DecodingError(RuntimeError):
+    """An engine could not be started, or failed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Requests that are decoded together.
+
+    Attributes:
+        prompts: texts, or lists of token ids.
+        params: vLLM's SamplingParams of each, as its arguments.
+        batch: how many run at once.
+        shuffle: seed of the order in which they arrive; None: as they stand.
+    """
+
+    prompts: Sequence[str | Sequence[int]]
+    params: Sequence[Mapping[str, Any]]
+    batch: int
+    shuffle: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """An engine and its runs.
+
+    Attributes:
+        engine: arguments of vLLM's LLM.
+        runs: one after the other.
+        parts: SPECOPS_VLLM.
+    """
+
+    engine: Mapping[str, Any]
+    runs: Sequence[Run]
+    parts: str
+
+
+@dataclass
+class Decoded:
+    """What a run gave, by prompt.
+
+    Attributes:
+        token_ids: of each output.
+        logprobs: of each output token, the bits of all logprobs that were asked for, with their
+            tokens, as text; empty where none were.
+        seconds: that the run took.
+        steps: of the engine.
+        num_preemptions: since the engine was started, if it keeps statistics.
+    """
+
+    token_ids: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[str]] = field(default_factory=list)
+    seconds: float = 0.0
+    steps: int = 0
+    num_preemptions: int = 0
+
+
+def decode(job: Job, python: str = sys.executable) -> list[Decoded]:
+    """Runs a job in a process of its own.
+
+    Raises:
+        DecodingError: the process failed; the sentence ends with its last lines.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, given = Path(folder, "job.json"), Path(folder, "result.json")
+        asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        environment = os.environ | {VARIABLE: job.parts, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        command = [python, "-m", "specops.vllm.decoding", str(asked), str(given)]
+        done = subprocess.run(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        if done.returncode != 0 or not given.exists():
+            last = "\n".join(done.stdout.splitlines()[-_LOG_LINES:])
+            raise DecodingError(f"specops.vllm: vLLM ended with {done.returncode}:\n{last}")
+        return [Decoded(**one) for one in json.loads(given.read_text(encoding="utf-8"))]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Reads the job, decodes, and writes the results."""
+    from vllm import LLM
+
+    asked, given = map(Path, arguments)
+    job = json.loads(asked.read_text(encoding="utf-8"))
+    engine = LLM(**job["engine"]).llm_engine
+    results = [_decode(engine, Run(**run), str(number)) for number, run in enumerate(job["runs"])]
+    given.write_text(json.dumps([asdict(one) for one in results]), encoding="utf-8")
+
+
+def _decode(engine: Any, run: Run, name: str) -> Decoded:
+    from vllm import SamplingParams
+
+    order = list(range(len(run.prompts)))
+    if run.shuffle is not None:
+        random.Random(run.shuffle).shuffle(order)
+    waiting = order[::-1]
+    finished: dict[int, Any] = {}
+    decoded = Decoded()
+    running: set[int] = set()
+    started = time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < run.batch:
+            index = waiting.pop()
+            engine.add_request(
+                f"{name}-{index}", _prompt(run.prompts[index]), SamplingParams(**run.params[index])
+            )
+            running.add(index)
+        decoded.steps += 1
+        for output in engine.step():
+            if output.finished:
+                index = int(output.request_id.split("-")[1])
+                finished[index] = output.outputs[0]
+                running.discard(index)
+    decoded.seconds = time.perf_counter() - started
+    if engine.log_stats:
+        counts = [one for one in engine.get_metrics() if one.name == "vllm:num_preemptions"]
+        decoded.num_preemptions = sum(int(one.value) for one in counts)
+    for index in range(len(run.prompts)):
+        decoded.token_ids.append(list(finished[index].token_ids))
+        decoded.logprobs.append([_bits(one) for one in finished[index].logprobs or []])
+    return decoded
+
+
+def _prompt(prompt: str | Sequence[int]) -> Any:
+    return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+
+
+def _bits(logprobs: Mapping[int, Any]) -> str:
+    """Tokens with the bits of their logprobs, in the order of the tokens."""
+    return " ".join(
+        f"{token}:{struct.pack('<f', one.logprob).hex()}" for token, one in sorted(logprobs.items())
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's sampling parameters as the arrays and tables that specops' sampling ops take."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specops.sampling import LogitsProcessors, count_tokens
+from specops.vllm.step_requests import Row
+
+# Below this vLLM decodes greedily.
+_GREEDY_BELOW = 1e-5
+# What changes logits, by the parameter's name and the value that leaves it out.
+_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_WORD_BITS = 32
+# What vLLM's sampler does beside choosing and counting.
+_REFUSED = ("thinking_token_budget", "logprob_token_ids", "trace_decode_token_ids")
+
+
+def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
+    """The seed of a request: its own, or one made of its id and the engine's seed.
+
+    The same on every rank of a distributed engine, and another for every request.
+    """
+    if params.seed is not None:
+        return int(params.seed)
+    text = f"{engine_seed}/{request_id}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def refused(params: Any) -> str | None:
+    """What of a request's parameters the ops cannot carry out, or None."""
+    return next((name for name in _REFUSED if getattr(params, name, None) is not None), None)
+
+
+@dataclass
+class BatchParameters:
+    """The parameters of a batch's requests; one row each.
+
+    Attributes:
+        is_greedy: whether no row draws: the next five are not needed then.
+        temperature: [batch], float32.
+        top_k: [batch], int32; None where no row has one, as the next two.
+        top_p: [batch], float32.
+        min_p: [batch], float32.
+        seeds: [batch], int64.
+        processors: what changes the logits; None: nothing does. The tables that change from step to
+            step are `counts` and the mask's rows.
+        penalised: rows that have a penalty.
+    """
+
+    is_greedy: bool
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    seeds: Tensor
+    processors: LogitsProcessors | None
+    penalised: list[int]
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Row], engine_seed: int, vocab_size: int, token_ids: Tensor
+    ) -> "BatchParameters":
+        """Reads the parameters of every row.
+
+        Args:
+            rows: the requests.
+            engine_seed: what requests without a seed get theirs from.
+            vocab_size: columns of the logits.
+            token_ids: [rows, max_len], int32. The texts, which processors look at.
+
+        Raises:
+            ValueError: a parameter that the ops cannot carry out.
+        """
+        every = [row.sampling_params for row in rows]
+        for params in every:
+            wrong = refused(params)
+            if wrong is not None:
+                raise ValueError(f"specops.vllm: sampling cannot carry out {wrong}")
+        temperature = [
+            0.0 if params.temperature < _GREEDY_BELOW else params.temperature for params in every
+        ]
+        top_k = [0 if params.top_k < 1 else min(params.top_k, vocab_size) for params in every]
+        seeds = [seed_of(row.request_id, row.sampling_params, engine_seed) for row in rows]
+        return cls(
+            not any(temperature),
+            torch.tensor(temperature, dtype=torch.float32),
+            torch.tensor(top_k, dtype=torch.int32) if any(top_k) else None,
+            _filter([params.top_p for params in every], 1.0),
+            _filter([params.min_p for params in every], 0.0),
+            torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64),
+            _processors(rows, vocab_size, token_ids),
+            [index for index, params in enumerate(every) if _is_penalised(params)],
+        )
+
+    def filters(self) -> dict[str, Any]:
+        """The arguments of `sample` and `verify` that say how to draw."""
+        if self.is_greedy:
+            return {}
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "seeds": self.seeds,
+        }
+
+    def processors_of(
+        self, rows: Sequence[Row], positions: Tensor, num_logits: Sequence[int]
+    ) -> LogitsProcessors | None:
+        """The processors for one step.
+
+        Args:
+            rows: the requests.
+            positions: [batch], int32. How many tokens each has.
+            num_logits: how many rows of logits each has.
+        """
+        processors = self.processors
+        if processors is None:
+            return None
+        if self.penalised:
+            processors = _with_counts(processors, rows, positions, self.penalised)
+        if processors.allowed_token_mask is not None:
+            assert processors.slots is not None
+            masked = torch.tensor(
+                [
+                    row if params.sampling_params.allowed_token_ids else -1
+                    for row, params in enumerate(rows)
+                ],
+                dtype=torch.int32,
+            )
+            indices = masked.repeat_interleave(torch.tensor(num_logits))
+            processors = processors._replace(mask_indices=indices)
+        return processors
+
+
+def _filter(values: Sequence[float], off: float) -> Tensor | None:
+    if all(value == off for value in values):
+        return None
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _signed(seed: int) -> int:
+    """The bits of a 64-bit seed as int64 has them."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _is_penalised(params: Any) -> bool:
+    return any(getattr(params, name) != off for name, off in _PENALTIES.items())
+
+
+def _processors(rows: Sequence[Row], vocab_size: int, token_ids: Tensor) -> LogitsProcessors | None:
+    """The tables that stay as they are while the batch does; None where no row asks for any."""
+    every = [row.sampling_params for row in rows]
+    given: dict[str, Tensor] = {}
+    for name, off in _PENALTIES.items():
+        values = _filter([getattr(params, name) for params in every], off)
+        if values is not None:
+            given[name] = values
+    if any(params.logit_bias for params in every):
+        biases = [sorted((params.logit_bias or {}).items()) for params in every]
+        given["logit_bias_token_ids"] = _table([[token for token, _ in one] for one in biases])
+        given["logit_bias"] = _table([[bias for _, bias in one] for one in biases], 0.0)
+    if any(params.bad_words_token_ids for params in every):
+        given["bad_words"] = _table_of_lists([params.bad_words_token_ids or [] for params in every])
+    if any(params.min_tokens for params in every):
+        given["min_tokens"] = torch.tensor([one.min_tokens for one in every], dtype=torch.int32)
+        given["stop_token_ids"] = _table([sorted(one.all_stop_token_ids) for one in every])
+        given["prompt_lens"] = torch.tensor(
+            [row.num_prompt_tokens for row in rows], dtype=torch.int32
+        )
+    if any(params.allowed_token_ids for params in every):
+        given["allowed_token_mask"] = _masks([one.allowed_token_ids for one in every], vocab_size)
+    if not given:
+        return None
+    slots = torch.arange(len(rows), dtype=torch.int32)
+    return LogitsProcessors(slots=slots, token_ids=token_ids[: len(rows)], **given)
+
+
+def _with_counts(
+    processors: LogitsProcessors, rows: Sequence[Row], positions: Tensor, penalised: Sequence[int]
+) -> LogitsProcessors:
+    """Counts the tokens of the rows that have a penalty."""
+    assert processors.token_ids is not None
+    lens = positions.tolist()
+    shape = (len(rows), max(lens))
+    counted = torch.full(shape, -1, dtype=torch.int32)
+    counts = torch.zeros(shape, dtype=torch.int32)
+    for row in penalised:
+        count_tokens(
+            processors.token_ids[row, : lens[row]],
+            min(rows[row].num_prompt_tokens, lens[row]),
+            counted_token_ids=counted[row],
+            token_counts=counts[row],
+        )
+    return processors._replace(counted_token_ids=counted, token_counts=counts)
+
+
+def _table(rows: Sequence[Sequence[float]], off: float = -1) -> Tensor:
+    """A rectangle of rows, `off` behind their ends; int32 unless `off` is a float."""
+    width = max(1, *(len(row) for row in rows))
+    dtype = torch.float32 if isinstance(off, float) else torch.int32
+    return torch.tensor([[*row, *[off] * (width - len(row))] for row in rows], dtype=dtype)
+
+
+def _table_of_lists(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    """A box of lists of lists, -1 behind their ends."""
+    count = max(1, *(len(row) for row in rows))
+    width = max(1, *(len(one) for row in rows for one in row))
+    return torch.tensor(
+        [
+            [
+                [*one, *[-1] * (width - len(one))]
+                for one in [*row, *[[] for _ in range(count - len(row))]]
+            ]
+            for row in rows
+        ],
+        dtype=torch.int32,
+    )
+
+
+def _masks(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> Tensor:
+    """A bit per token and row, set where the token is allowed; rows without a list have none."""
+    bits = torch.zeros((len(allowed), -(-vocab_size // _WORD_BITS) * _WORD_BITS), dtype=torch.int64)
+    for row, token_ids in enumerate(allowed):
+        if token_ids:
+            bits[row, torch.tensor(token_ids)] = 1
+    words = bits.view(len(allowed), -1, _WORD_BITS) << torch.arange(_WORD_BITS)
+    total = words.sum(dim=2)
+    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)

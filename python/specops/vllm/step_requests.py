@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests the rows of vLLM's current step are, for proposers, which vLLM does not tell."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from specops.vllm.settings import VARIABLE
+
+
+class Row(NamedTuple):
+    """One row of the batch.
+
+    Attributes:
+        request_id: vLLM's.
+        num_prompt_tokens: tokens that are no output.
+        sampling_params: vLLM's SamplingParams.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    sampling_params: Any
+
+
+_rows: Sequence[Row] | None = None
+
+
+def note(rows: Sequence[Row]) -> None:
+    """Keeps the rows of the step that is being sampled."""
+    global _rows
+    _rows = rows
+
+
+def rows() -> Sequence[Row]:
+    """Returns the rows of the step that was sampled last.
+
+    Raises:
+        RuntimeError: no step was sampled by the plug-in.
+    """
+    if _rows is None:
+        raise RuntimeError(
+            f"specops.vllm: PredictedOutputs needs the part sampling in {VARIABLE}, which was not "
+            "switched on"
+        )
+    return _rows

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts specops' threads on the CPUs that vLLM gave this process.
+
+vLLM's OpenMP pins the main thread to one core, and a thread that is made later inherits its maker's
+mask. So the mask is widened while the pool starts, and put back.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+
+import torch
+
+import specops
+from specops import dense
+
+# What vLLM binds its threads with, by the OpenMP that is loaded.
+_BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
+# A product large enough to be cut among any number of threads.
+_ROWS, _WIDTH = 64, 1024
+
+_first_mask: set[int] = set()
+_started = False
+
+
+def remember_mask() -> None:
+    """Notes the CPUs of the process before vLLM pins anything."""
+    if not _first_mask:
+        _first_mask.update(os.sched_getaffinity(0))
+
+
+def bound_cpus(environment: Mapping[str, str]) -> set[int]:
+    """The CPUs that vLLM's binding names; none where it binds nothing."""
+    for name in _BINDINGS:
+        text = environment.get(name, "")
+        numbers = re.search(r"proclist=\[([^]]*)\]", text) if "proclist" in text else None
+        found = re.findall(r"\d+", numbers.group(1) if numbers else text)
+        if found:
+            return {int(number) for number in found}
+    return set()
+
+
+def start() -> None:
+    """Starts the pool, once: as many threads as torch has, on the CPUs of this process."""
+    global _started
+    if _started:
+        return
+    _started = True
+    before = os.sched_getaffinity(0)
+    cpus = bound_cpus(os.environ) or _first_mask or before
+    os.sched_setaffinity(0, cpus)
+    try:
+        specops.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus))))
+        # vLLM's default dtype is the model's meanwhile.
+        weight = dense.pack_weight(torch.zeros(_WIDTH, _WIDTH, dtype=torch.float32))
+        dense.linear(torch.zeros(_ROWS, _WIDTH, dtype=torch.float32), weight)
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plug-in for vLLM reads from the environment and from vLLM's sampling parameters.
+
+Without vLLM: `Params` has the fields and defaults of its SamplingParams. The ops that are called
+are compared with plain torch edits of the logits, in vLLM's order.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from specops import sampling
+from specops.vllm.request_parameters import BatchParameters, refused, seed_of
+from specops.vllm.settings import PARTS, parts_of
+from specops.vllm.step_requests import Row
+
+VOCAB = 50
+
+
+@dataclass
+class Params:
+    """vLLM's SamplingParams, as far as sampling reads them."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int = 0
+    all_stop_token_ids: set[int] = field(default_factory=set)
+    extra_args: dict[str, Any] | None = None
+
+
+TEXTS = torch.tensor([[3, 4, 5, 5, 6, 0], [9, 8, 7, 7, 7, 1], [1, 2, 0, 0, 0, 0]]).int()
+POSITIONS = torch.tensor([5, 6, 2], dtype=torch.int32)
+
+
+def of(*every: Params) -> BatchParameters:
+    return BatchParameters.of(rows_of(*every), 0, VOCAB, TEXTS)
+
+
+def rows_of(*every: Params) -> list[Row]:
+    return [Row(f"r{index}", 2, params) for index, params in enumerate(every)]
+
+
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        (None, set()),
+        ("", set()),
+        (" , ", set()),
+        ("exact", set(PARTS)),
+        ("attention", {"attention"}),
+        ("attention, linear", {"attention", "linear"}),
+        ("exact,linear", set(PARTS)),
+    ],
+)
+def test_parts(text: str | None, parts: set[str]) -> None:
+    assert parts_of({} if text is None else {"SPECOPS_VLLM": text}) == parts
+
+
+@pytest.mark.parametrize("text", ["1", "Exact", "attention;linear", "attention,norms"])
+def test_an_unknown_part_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="SPECOPS_VLLM must be exact or a list of norm, "):
+        parts_of({"SPECOPS_VLLM": text})
+
+
+def test_seeds_are_the_request_s_or_made_of_its_name() -> None:
+    assert seed_of("a", Params(seed=5), 0) == 5
+    made = {seed_of(name, Params(), engine) for name in "abc" for engine in (0, 1)}
+    assert len(made) == 6
+    assert seed_of("a", Params(), 0) == seed_of("a", Params(temperature=0.0), 0)
+    assert all(-(1 << 63) <= seed < 1 << 63 for seed in made)
+    assert of(Params(seed=(1 << 64) - 1)).seeds.tolist() == [-1]
+
+
+def test_filters_that_nobody_has_are_left_out() -> None:
+    assert of(Params(temperature=0.0), Params(temperature=1e-6)).filters() == {}
+    one = of(Params(), Params(top_k=-1))
+    assert one.top_k is None and one.top_p is None and one.min_p is None
+    mixed = of(Params(top_k=100), Params(top_p=0.5), Params(temperature=0.0, min_p=0.25))
+    assert mixed.filters().keys() == {"temperature", "top_k", "top_p", "min_p", "seeds"}
+    assert mixed.temperature.tolist() == [1.0, 1.0, 0.0]
+    assert mixed.top_k is not None and mixed.top_k.tolist() == [VOCAB, 0, 0]
+    assert mixed.top_p is not None and mixed.top_p.tolist() == [1.0, 0.5, 1.0]
+    assert mixed.min_p is not None and mixed.min_p.tolist() == [0.0, 0.0, 0.25]
+    assert mixed.processors is None
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "logprob_token_ids"])
+def test_what_cannot_be_carried_out_is_refused_by_name(name: str) -> None:
+    params = Params()
+    assert refused(params) is None
+    setattr(params, name, [5])
+    with pytest.raises(ValueError, match=f"sampling cannot carry out {name}"):
+        of(params)
+
+
+def edited(logits: torch.Tensor, row: int, params: Params) -> torch.Tensor:
+    """One row of logits as vLLM edits it: mask, bad words, minimum, bias, then penalties."""
+    text = TEXTS[row, : int(POSITIONS[row])].tolist()
+    x = logits.clone()
+    if params.allowed_token_ids:
+        keep = torch.zeros(VOCAB, dtype=torch.bool)
+        keep[params.allowed_token_ids] = True
+        x[~keep] = -torch.inf
+    for word in params.bad_words_token_ids or []:
+        if len(word) == 1 or text[-(len(word) - 1) :] == word[:-1]:
+            x[word[-1]] = -torch.inf
+    if len(text) - 2 < params.min_tokens:
+        x[sorted(params.all_stop_token_ids)] = -torch.inf
+    for token, bias in (params.logit_bias or {}).items():
+        x[token] += bias
+    for token in set(text):
+        r = params.repetition_penalty
+        x[token] = x[token] / r if x[token] > 0 else x[token] * r
+    for token in set(text[2:]):
+        x[token] -= params.frequency_penalty * text[2:].count(token)
+        x[token] -= params.presence_penalty
+    return x
+
+
+CASES = {
+    "penalties": [
+        Params(repetition_penalty=1.3, frequency_penalty=0.5),
+        Params(presence_penalty=1.5),
+        Params(),
+    ],
+    "bias": [Params(logit_bias={3: 40.0, 1: -2.0}), Params(), Params(logit_bias={49: 40.0})],
+    "bad words": [
+        Params(bad_words_token_ids=[[5, 6, 9], [11]]),
+        Params(bad_words_token_ids=[[7, 1, 2]]),
+        Params(),
+    ],
+    "minimum": [
+        Params(min_tokens=9, all_stop_token_ids={4, 2}),
+        Params(min_tokens=4, all_stop_token_ids={5}),
+        Params(min_tokens=1, all_stop_token_ids=set()),
+    ],
+    "allowed": [Params(), Params(allowed_token_ids=[0, 31, 32, 49]), Params()],
+    "mixed": [
+        Params(allowed_token_ids=list(range(0, 50, 2)), repetition_penalty=0.7),
+        Params(logit_bias={8: 3.0}, bad_words_token_ids=[[1, 4]], presence_penalty=-1.0),
+        Params(min_tokens=3, all_stop_token_ids={1}, frequency_penalty=2.0, min_p=0.1, top_k=9),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_sampling_sees_what_vllm_would_edit(name: str, temperature: float) -> None:
+    """Over many logits, since one draw need not show an edit."""
+    every = [Params(**vars(params)) for params in CASES[name]]
+    for params in every:
+        params.temperature = temperature
+    rows, batch = rows_of(*every), of(*every)
+    processors = batch.processors_of(rows, POSITIONS, [1, 1, 1])
+    assert processors is not None
+    generator = torch.Generator().manual_seed(3)
+    changed = 0
+    for _ in range(60):
+        logits = 3 * torch.randn(3, VOCAB, generator=generator)
+        logits[:, :12] += 4  # what the cases speak of
+        expected = torch.stack(
+            [edited(logits[row], row, params) for row, params in enumerate(every)]
+        )
+        got = sampling.sample(logits, POSITIONS, processors=processors, **batch.filters())
+        want = sampling.sample(expected, POSITIONS, **batch.filters())
+        assert got.tolist() == want.tolist()
+        changed += got.tolist() != sampling.sample(logits, POSITIONS, **batch.filters()).tolist()
+    assert changed > 5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_change_nothing(name: str) -> None:
+    """Rows of one call of `verify` are those that `sample` has after as many steps."""
+    every = CASES[name]
+    rows, batch = rows_of(*every), of(*every)
+    logits = 3 * torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(1))
+    drafts = torch.empty((3, 2), dtype=torch.int32)
+    texts, positions = TEXTS.clone(), POSITIONS.clone()
+    texts = torch.cat([texts, torch.zeros(3, 4, dtype=torch.int32)], dim=1)
+    plain = []
+    for step in range(3):
+        now = BatchParameters.of(rows, 0, VOCAB, texts)
+        token = sampling.sample(
+            logits[step::3].contiguous(),
+            positions,
+            processors=now.processors_of(rows, positions, [1, 1, 1]),
+            **now.filters(),
+        )
+        plain.append(token)
+        if step < 2:
+            drafts[:, step] = token
+        texts[torch.arange(3), positions.long()] = token
+        positions = positions + 1
+    output, accepted = sampling.verify(
+        logits,
+        torch.tensor([0, 3, 6, 9], dtype=torch.int32),
+        drafts,
+        positions=POSITIONS,
+        processors=batch.processors_of(rows, POSITIONS, [3, 3, 3]),
+        **batch.filters(),
+    )
+    assert accepted.tolist() == [2, 2, 2]
+    assert torch.equal(output, torch.stack(plain, dim=1))

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plug-in for vLLM as far as it can be tested without vLLM: checks, threads, comparisons."""
+
+import os
+import subprocess
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from specops.vllm import exactness, support
+from specops.vllm.decoding import Decoded, Job
+from specops.vllm.exactness import compare
+from specops.vllm.hooks import HOOKS, Hook, HookError, check, fault_of, of_parts
+from specops.vllm.settings import PARTS
+from specops.vllm.threads import bound_cpus
+
+
+def config(**changed: Any) -> Any:
+    """A configuration of vLLM's that can be exact, but for what is changed."""
+    fields: dict[str, Any] = {
+        "compilation_config": SimpleNamespace(mode=0),
+        "lora_config": None,
+        "watermark_config": None,
+        "speculative_config": SimpleNamespace(rejection_sample_method="standard"),
+        "scheduler_config": SimpleNamespace(async_scheduling=False),
+        "parallel_config": SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1
+        ),
+        "model_config": SimpleNamespace(
+            logprobs_mode="raw_logprobs", logits_processors=None, enable_prompt_embeds=False
+        ),
+    }
+    for name, value in changed.items():
+        group, _, field = name.partition("__")
+        if field:
+            setattr(fields[group], field, value)
+        else:
+            fields[group] = value
+    return SimpleNamespace(**fields)
+
+
+@pytest.mark.parametrize(
+    "changed, fault",
+    [
+        ({}, None),
+        ({"speculative_config": None}, None),
+        ({"compilation_config__mode": 3}, "compilation (start with --enforce-eager)"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"watermark_config": object()}, "watermarking"),
+        ({"scheduler_config__async_scheduling": True}, "asynchronous scheduling"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
+        ({"model_config__logprobs_mode": "raw_logits"}, "logprobs_mode raw_logits"),
+        ({"model_config__logits_processors": ["a"]}, "custom logits processors"),
+        ({"model_config__enable_prompt_embeds": True}, "prompt embeddings"),
+        (
+            {"speculative_config__rejection_sample_method": "synthetic"},
+            "rejection_sample_method synthetic",
+        ),
+    ],
+)
+def test_configurations(changed: dict[str, Any], fault: str | None) -> None:
+    assert support.faults_of_config(config(**changed), PARTS) == ([] if fault is None else [fault])
+
+
+LAYERS = "vllm.model_executor.layers"
+
+
+def layer(name: str, module: str = f"{LAYERS}.some", **fields: Any) -> Any:
+    """An object of a class of that name."""
+    made = type(name, (), {"__module__": module})()
+    for field, value in fields.items():
+        setattr(made, field, value)
+    return made
+
+
+def method(name: str) -> Any:
+    return type(name, (), {})()
+
+
+@pytest.mark.parametrize(
+    "one, fault",
+    [
+        (layer("Qwen3MLP", "vllm.model_executor.models.qwen3"), None),
+        (layer("ModuleList", "torch.nn.modules.container"), None),
+        (layer("LayerNorm", "torch.nn.modules.normalization"), "torch.nn.LayerNorm, which"),
+        (layer("SpecopsRMSNorm", "specops.vllm.layers"), None),
+        (layer("RMSNorm"), "RMSNorm of vLLM in place of specops'"),
+        (layer("GeluAndMul"), "GeluAndMul, which is not known to be row-identical"),
+        (layer("FusedMoE"), "FusedMoE, which is not known"),
+        (layer("RotaryEmbedding"), None),
+        (layer("RowParallelLinear", quant_method=method("UnquantizedLinearMethod")), None),
+        (layer("RowParallelLinear", quant_method=method("Fp8")), "RowParallelLinear with Fp8"),
+        (layer("Attention", impl=method("SpecopsAttentionImpl")), None),
+        (layer("Attention", impl=method("Other")), "attention by Other"),
+    ],
+    ids=lambda one: type(one).__name__ if not isinstance(one, str) else "",
+)
+def test_layers(one: Any, fault: str | None) -> None:
+    model = SimpleNamespace(named_modules=lambda: [("a.b", one), ("a.c", one)])
+    found = support.faults_of_model(model, PARTS)
+    assert len(found) == (fault is not None)
+    if fault is not None:
+        assert found[0].startswith(fault) and "(first: a.b)" in found[0]
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, **contents: Any) -> None:
+    module = types.ModuleType("stub_of_vllm")
+    for name, value in contents.items():
+        setattr(module, name, value)
+    monkeypatch.setitem(sys.modules, "stub_of_vllm", module)
+
+
+def test_hooks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def good(self: Any, x: int) -> None: ...
+
+    stub(monkeypatch, good=good, Kept=type("Kept", (), {"__dataclass_fields__": {"a": 0}}))
+
+    def fault(target: str, *names: str) -> str | None:
+        return fault_of(Hook("linear", f"stub_of_vllm:{target}", "replaced", names))
+
+    assert fault("good", "self", "x") is None
+    assert fault("good", "self", "y") == (
+        "specops.vllm: stub_of_vllm:good must take (self, y), got (self, x)"
+    )
+    assert fault("Kept", "a") is None
+    assert fault("Kept", "a", "b", "c") == "specops.vllm: stub_of_vllm:Kept has no b, c"
+    assert "vLLM has no stub_of_vllm:gone" in str(fault("gone"))
+    with pytest.raises(HookError, match="no_such_module_of_vllm"):
+        check([Hook("", "no_such_module_of_vllm:a", "read", ())])
+
+
+def test_every_part_has_hooks() -> None:
+    assert {hook.part for hook in HOOKS} == {*PARTS, ""}
+    for part in PARTS:
+        assert {hook.part for hook in of_parts({part})} == {part, ""}
+
+
+@pytest.mark.parametrize(
+    "environment, cpus",
+    [
+        ({}, set()),
+        ({"KMP_AFFINITY": "granularity=fine,explicit,proclist=[0,1,7]"}, {0, 1, 7}),
+        ({"GOMP_CPU_AFFINITY": "2 3"}, {2, 3}),
+        ({"OMP_PLACES": "{4,5}"}, {4, 5}),
+        ({"OMP_PLACES": "cores"}, set()),
+    ],
+)
+def test_the_cpus_that_vllm_binds(environment: dict[str, str], cpus: set[int]) -> None:
+    assert bound_cpus(environment) == cpus
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+def test_threads_do_not_inherit_a_narrow_mask() -> None:
+    """As in a process of vLLM, whose main thread has one CPU when the pool starts."""
+    code = """
+import os, threading
+from specops.vllm import threads
+threads.remember_mask()
+whole = os.sched_getaffinity(0)
+os.sched_setaffinity(0, {min(whole)})
+before = set(os.listdir("/proc/self/task"))
+threads.start()
+made = set(os.listdir("/proc/self/task")) - before
+assert made
+assert all(os.sched_getaffinity(int(thread)) == whole for thread in made)
+assert os.sched_getaffinity(0) == {min(whole)}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_runs_are_compared_token_by_token_and_bit_by_bit() -> None:
+    base = Decoded([[1, 2, 3], [4, 5], [6]], [["a", "b", "c"], ["d", "e"], ["f"]], 1.0, 6)
+    same = compare(base, base, "vllm", "plain", 1, 0.0)
+    assert (same.texts, same.logprobs, same.first) == (0, 0, None)
+    bits = Decoded([[1, 2, 3], [4, 5], [6]], [["a", "b", "x"], ["d", "e"], ["f"]], 1.0, 6)
+    assert compare(base, bits, "vllm", "plain", 1, 0.0).logprobs == 1
+    other = Decoded([[1, 2, 3], [4, 7], [6, 6]], [["a", "b", "c"], ["d", "e"], ["f"]], 1.0, 6)
+    found = compare(base, other, "vllm", "ngram", 8, 0.8)
+    assert (found.texts, found.logprobs, found.first) == (2, 2, (1, 1))
+    assert found.row()[:6] == ["vllm", "ngram", "8", "0.8", "3", "7"]
+
+
+def test_where_texts_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = Decoded([[1, 2, 3]], [["a", "b", "c"]]), Decoded([[1, 2, 4]], [["a", "b", "d"]])
+    exactness.print_table([compare(left, right, "vllm", "ngram", 8, 0.0)])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == (
+        "vllm, ngram, batch 8, temperature 0: prompt 0 is the first, from output token 2 on"
+    )
+
+
+def fake_decode(guilty: str, jobs: list[Job]) -> Any:
+    """Engines whose texts depend on the batch where a part is left to vLLM."""
+
+    def decode(job: Job) -> list[Decoded]:
+        jobs.append(job)
+        exact = job.parts == "exact" or guilty in job.parts.split(",")
+        found = []
+        for run in job.runs:
+            bits = "same" if exact else f"batch {run.batch}"
+            count = len(run.prompts)
+            found.append(Decoded([[1, 2]] * count, [[bits, bits]] * count, 1.0, 2))
+        return found
+
+    return decode
+
+
+def test_verify_exactness_tells_specops_from_vllm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(exactness, "decode", fake_decode("linear", jobs))
+    arguments = [
+        "--model",
+        "m",
+        "--prompts",
+        "3",
+        "--method",
+        "plain",
+        "ngram",
+        "--batch",
+        "1",
+        "8",
+    ]
+    assert exactness.main(arguments) == 0
+    shown = capsys.readouterr().out.splitlines()
+    rows = {tuple(line.split()[:4]): line.split()[-2:] for line in shown if len(line.split()) == 9}
+    assert rows["vllm", "plain", "8", "0"] == ["0", "3"]
+    assert rows["vllm", "ngram", "1", "0.8"] == ["0", "0"]
+    assert rows["specops", "ngram", "8", "0"] == ["0", "0"]
+    assert "With specops 0 of 18 outputs differ." in shown
+    assert [job.parts for job in jobs] == ["", "", "exact", "exact"]
+    assert jobs[1].engine["speculative_config"]["num_speculative_tokens"] == 4
+    assert [(run.params[0]["temperature"], run.batch) for run in jobs[0].runs] == [
+        (0.0, 1),
+        (0.8, 1),
+        (0.0, 8),
+        (0.8, 8),
+    ]
+
+
+@pytest.mark.parametrize("guilty", PARTS)
+def test_bisecting_names_the_part(
+    guilty: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exactness, "decode", fake_decode(guilty, []))
+    arguments = ["--model", "m", "--prompts", "2", "--method", "plain", "--bisect"]
+    assert exactness.main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert f"The first that is not row-identical: vllm's {guilty}. All: vllm's {guilty}." in shown
+
+
+def test_mistakes_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exactness, "decode", fake_decode("", []))
+    assert exactness.main(["--model", "m", "--prompts", "999"]) == 2
+    assert "--prompts must be 1 to 20, got 999" in capsys.readouterr().err

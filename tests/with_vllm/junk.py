@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter for vLLM that is right now and then: steps verify some drafts and reject others."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from specops.vllm.proposers import NgramProposer
+
+
+class JunkProposer(NgramProposer):
+    """Drafts n-grams, any token instead of one of them, or any tokens, of any number."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        self._chance = random.Random(7)
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """As every proposer; what it drafts depends on how often it was called."""
+        found = super().propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        for row, drafts in enumerate(found):
+            most = self.max_drafts(sampled_token_ids[row], int(num_tokens_no_spec[row]))
+            if not drafts:
+                drafts.extend(self._token() for _ in range(self._chance.randint(0, most)))
+            elif self._chance.random() < 0.5:
+                drafts[self._chance.randrange(len(drafts))] = self._token()
+            del drafts[self._chance.randint(0, most) :]
+        return found
+
+    def _token(self) -> int:
+        return self._chance.randrange(self._vocab_size)

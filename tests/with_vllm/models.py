@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models for the tests inside vLLM: the bundled one without its MTP module, and random ones."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ASSETS = Path(__file__).resolve().parents[2] / "python" / "specops" / "assets"
+VOCAB = 4096
+# Wide enough that vLLM's own product of one row is not that of many.
+_HIDDEN, _INTERMEDIATE = 512, 3072
+
+
+def write_bundled(folder: Path) -> str:
+    """The bundled model; vLLM refuses the tensors of its MTP module, so they are left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((ASSETS / "config.json").read_text())
+    config.pop("num_nextn_predict_layers")
+    module = f"model.layers.{config['num_hidden_layers']}."
+    tensors = load_file(ASSETS / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
+    assert len(kept) < len(tensors)
+    return _write(folder, config, kept)
+
+
+def write_random(folder: Path, family: str, seed: int = 0) -> str:
+    """A random model of three layers: "llama" (head of its own) or "qwen2" (biases, tied head)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heads, kv_heads, head_dim, layers = 8, 2, 64, 3
+    config: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INTERMEDIATE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": family == "qwen2",
+        "model_type": family,
+        "architectures": ["LlamaForCausalLM" if family == "llama" else "Qwen2ForCausalLM"],
+    }
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (scale * torch.randn(*shape, generator=generator)).to(torch.bfloat16)
+
+    widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    tensors = {
+        "model.embed_tokens.weight": random(VOCAB, _HIDDEN),
+        "model.norm.weight": torch.ones(_HIDDEN, dtype=torch.bfloat16),
+    }
+    if family == "llama":
+        tensors["lm_head.weight"] = random(VOCAB, _HIDDEN, scale=_HIDDEN**-0.5)
+    for layer in range(layers):
+        name = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}{norm}.weight"] = 1 + random(_HIDDEN, scale=0.1)
+        for kind, width in widths.items():
+            tensors[f"{name}self_attn.{kind}_proj.weight"] = random(width, _HIDDEN, scale=0.06)
+            if family == "qwen2":
+                tensors[f"{name}self_attn.{kind}_proj.bias"] = random(width, scale=0.5)
+        tensors[f"{name}self_attn.o_proj.weight"] = random(_HIDDEN, widths["q"], scale=0.06)
+        for kind in ("gate", "up"):
+            tensors[f"{name}mlp.{kind}_proj.weight"] = random(_INTERMEDIATE, _HIDDEN, scale=0.05)
+        tensors[f"{name}mlp.down_proj.weight"] = random(_HIDDEN, _INTERMEDIATE, scale=0.02)
+    return _write(folder, config, tensors)
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in (
+        "generation_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
+        shutil.copy(ASSETS / name, folder / name)
+    return str(folder)

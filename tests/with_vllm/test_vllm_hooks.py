@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plug-in touches in vLLM is where it was; if something moves, it says so and stops."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from specops.vllm import hooks
+from specops.vllm.hooks import HOOKS, Hook, HookError
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.part or 'all'}-{hook.target}")
+def test_every_hook_is_where_it_was(hook: Hook) -> None:
+    assert hooks.fault_of(hook) is None
+
+
+def test_what_has_moved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any, more: Any) -> None: ...
+
+    monkeypatch.setattr(GPUModelRunner, "_sample", _sample)
+    with pytest.raises(HookError, match=r"_sample must take \(self, logits, spec_decode_metadata"):
+        hooks.check(hooks.of_parts({"sampling"}))
+    hooks.check(hooks.of_parts({"linear"}))
+
+
+def in_vllm(code: str, parts: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process in which vLLM has loaded its plug-ins."""
+    code = f"from vllm.plugins import load_general_plugins\nload_general_plugins()\n{code}"
+    environment = {"SPECOPS_VLLM": parts}
+    command = ["env", *(f"{name}={value}" for name, value in environment.items())]
+    command += [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+WHO = """
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers import utils
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+print(AttentionBackendEnum.CPU_ATTN.get_class().__module__, sorted(op_registry_oot),
+      utils.dispatch_cpu_unquantized_gemm.__module__, GPUModelRunner._sample.__module__)
+"""
+
+
+def test_without_the_setting_nothing_is_touched() -> None:
+    done = in_vllm(WHO, "")
+    assert done.stdout.split() == [
+        "vllm.v1.attention.backends.cpu_attn",
+        "[]",
+        "vllm.model_executor.layers.utils",
+        "vllm.v1.worker.gpu_model_runner",
+    ], done.stderr
+
+
+def test_with_it_all_parts_are_specops() -> None:
+    done = in_vllm(WHO, "exact")
+    assert done.stdout.split() == [
+        "specops.vllm.attention",
+        "['RMSNorm',",
+        "'SiluAndMul']",
+        "specops.vllm.layers",
+        "specops.vllm.sample_step",
+    ], done.stderr
+
+
+def test_a_list_switches_on_what_it_names() -> None:
+    assert in_vllm(WHO, "linear,norm").stdout.split() == [
+        "vllm.v1.attention.backends.cpu_attn",
+        "['RMSNorm']",
+        "specops.vllm.layers",
+        "vllm.v1.worker.gpu_model_runner",
+    ]
+
+
+def test_an_unknown_part_stops_vllm() -> None:
+    done = in_vllm(WHO, "exactly")
+    assert done.returncode != 0
+    assert "SPECOPS_VLLM must be exact or a list of norm" in done.stderr

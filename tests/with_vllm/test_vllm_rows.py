@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A row of every layer has the same bits alone and among others; specops' layers compute vLLM's."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def config() -> Iterator[None]:
+    """vLLM's layers ask for a configuration."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    made = VllmConfig()
+    made.compilation_config.custom_ops = ["all"]
+    with set_current_vllm_config(made):
+        yield
+
+
+def rows_that_differ(layer: Callable[..., Any], *inputs: Tensor) -> int:
+    """Rows of a call whose bits are others when they are computed alone."""
+
+    def call(*given: Tensor) -> tuple[Tensor, ...]:
+        out = layer(*[one.clone() for one in given])
+        return out if isinstance(out, tuple) else (out,)
+
+    whole = call(*inputs)
+    different = 0
+    for row in range(len(inputs[0])):
+        alone = call(*[one[row : row + 1] for one in inputs])
+        different += any(
+            not torch.equal(many[row : row + 1], one)
+            for many, one in zip(whole, alone, strict=True)
+        )
+    return different
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [64, 1000, 40_000])
+def test_norm(dtype: torch.dtype, width: int) -> None:
+    from specops.vllm.layers import SpecopsRMSNorm
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    ours, theirs = SpecopsRMSNorm(width, dtype=dtype), RMSNorm(width, dtype=dtype)
+    ours.weight.data = theirs.weight.data = torch.randn(width).to(dtype)
+    x, residual = torch.randn(2, 33, width).to(dtype).unbind()
+    assert rows_that_differ(ours, x) == 0
+    assert rows_that_differ(ours, x, residual) == 0
+    per_head = torch.randn(5, 4, width).to(dtype)
+    assert rows_that_differ(ours, per_head) == 0
+    close = (
+        {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    )
+    torch.testing.assert_close(ours(x.clone()), theirs(x.clone()), **close)
+    got, want = ours(x.clone(), residual.clone()), theirs(x.clone(), residual.clone())
+    torch.testing.assert_close(got[0], want[0], **close)
+    torch.testing.assert_close(got[1], want[1], **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activation(dtype: torch.dtype) -> None:
+    from specops.vllm.layers import SpecopsSiluAndMul
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    x = torch.randn(33, 2 * 1000).to(dtype)
+    assert rows_that_differ(SpecopsSiluAndMul(), x) == 0
+    torch.testing.assert_close(SpecopsSiluAndMul()(x), SiluAndMul()(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_vllm_s_rotary_embedding_is_row_identical(dtype: torch.dtype, is_neox: bool) -> None:
+    """So it is no part of SPECOPS_VLLM."""
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    rope = get_rope(64, 4096, is_neox, {"rope_theta": 1e4, "rope_type": "default"}, dtype=dtype)
+    q, k = torch.randn(100, 4 * 64).to(dtype), torch.randn(100, 2 * 64).to(dtype)
+    assert rows_that_differ(rope, torch.arange(100) * 37, q, k) == 0
+
+
+@pytest.mark.parametrize("remove_weight", [True, False])
+def test_linear(remove_weight: bool) -> None:
+    from specops.vllm.layers import use_packed_linear
+
+    weight, bias = torch.randn(96, 3072).bfloat16(), torch.randn(96).bfloat16()
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    use_packed_linear(layer, remove_weight)
+    assert (layer.weight.numel() == 0) == remove_weight
+    x = torch.randn(20, 3072).bfloat16()
+
+    def product(x: Tensor) -> Tensor:
+        out: Tensor = layer.cpu_linear(x, layer.weight, bias)  # type: ignore[operator]
+        return out
+
+    assert rows_that_differ(product, x) == 0
+    want = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(product(x).float(), want, rtol=2e-2, atol=0.5)
+    assert torch.equal(product(x.view(4, 5, -1)).view(20, -1), product(x))
+
+
+def test_linear_refuses_what_it_cannot_multiply() -> None:
+    from specops.vllm.layers import use_packed_linear
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(4, 4).half(), requires_grad=False)
+    with pytest.raises(ValueError, match="linear takes a matrix of bfloat16 or float32"):
+        use_packed_linear(layer, True)
+
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cuts: list[int], blocks: list[int]) -> Tensor:
+    """One request's attention through the backend, in chunks that end at `cuts`."""
+    from specops.vllm.attention import SpecopsAttentionImpl, SpecopsMetadataBuilder
+
+    builder = SpecopsMetadataBuilder(
+        SimpleNamespace(block_size=PAGE), [], None, torch.device("cpu")
+    )
+    impl = SpecopsAttentionImpl(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS)
+    cache = torch.full((20, KV_HEADS, PAGE, 2 * HEAD_DIM), torch.nan, dtype=q.dtype)
+    table = torch.tensor([blocks], dtype=torch.int32)
+    outs = []
+    for begin, end in zip([0, *cuts], cuts, strict=False):
+        places = torch.arange(begin, end)
+        slots = torch.tensor(blocks)[places // PAGE] * PAGE + places % PAGE
+        metadata = builder.build(
+            0,
+            SimpleNamespace(
+                num_reqs=1,
+                num_actual_tokens=end - begin,
+                query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+                seq_lens=torch.tensor([end], dtype=torch.int32),
+                max_seq_len=end,
+                block_table_tensor=table,
+                slot_mapping=slots,
+                causal=True,
+            ),
+        )
+        out = torch.empty(end - begin, HEADS, HEAD_DIM, dtype=q.dtype)
+        impl.forward(None, q[begin:end], k[begin:end], v[begin:end], cache, metadata, out)
+        outs.append(out)
+    return torch.cat(outs)
+
+
+def test_attention_in_any_chunks_and_blocks() -> None:
+    length = 70
+    q = torch.randn(length, HEADS, HEAD_DIM).bfloat16()
+    k, v = torch.randn(2, length, KV_HEADS, HEAD_DIM).bfloat16().unbind()
+    at_once = attend(q, k, v, [length], [0, 1, 2, 3, 4])
+    one_by_one = attend(q, k, v, list(range(1, length + 1)), [19, 3, 0, 7, 5])
+    chunks = attend(q, k, v, [5, 16, 17, 50, 70], [4, 3, 2, 1, 0])
+    assert torch.equal(at_once, one_by_one) and torch.equal(at_once, chunks)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(one.float().transpose(0, 1) for one in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(at_once.float(), want.transpose(0, 1), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "wrong, sentence",
+    [
+        ({"head_size": 80}, "attention takes heads of"),
+        ({"alibi_slopes": [1.0]}, "does not have ALiBi slopes"),
+        ({"logits_soft_cap": 30.0}, "does not have a soft cap 30.0"),
+        ({"sinks": torch.zeros(4)}, "does not have sinks"),
+        ({"attn_type": "encoder_only"}, "does not have the type encoder_only"),
+        ({"kv_cache_dtype": "fp8"}, "does not have a cache dtype fp8"),
+    ],
+)
+def test_attention_refuses_what_it_has_not(wrong: dict[str, Any], sentence: str) -> None:
+    from specops.vllm.attention import SpecopsAttentionImpl
+
+    good = {"num_heads": 4, "head_size": 64, "scale": 1.0, "num_kv_heads": 2}
+    with pytest.raises(ValueError, match=sentence):
+        SpecopsAttentionImpl(**(good | wrong))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampling step alone, on a runner made of what it reads: drafts change no token and no bit."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+VOCAB, LENGTH = 60, 12
+
+
+def runner(texts: list[list[int]], every: list[Any], mode: str, wanted: int | None) -> Any:
+    """A runner between two steps, whose requests have said these texts behind two prompt tokens."""
+    token_ids = torch.zeros(len(texts), LENGTH, dtype=torch.int32)
+    for row, text in enumerate(texts):
+        token_ids[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+    names = [f"r{row}" for row in range(len(texts))]
+    return SimpleNamespace(
+        input_batch=SimpleNamespace(
+            req_ids=names,
+            generators={0: "one that vLLM made"},
+            num_tokens_no_spec_cpu_tensor=torch.tensor([len(text) for text in texts]),
+            token_ids_cpu_tensor=token_ids,
+            sampling_metadata=SimpleNamespace(max_num_logprobs=wanted),
+        ),
+        requests={
+            name: SimpleNamespace(num_prompt_tokens=2, sampling_params=params)
+            for name, params in zip(names, every, strict=True)
+        },
+        sampler=SimpleNamespace(logprobs_mode=mode),
+        model_config=SimpleNamespace(seed=0),
+    )
+
+
+def params() -> list[Any]:
+    from vllm import SamplingParams
+
+    return [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, seed=3, top_k=20),
+        SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.4, frequency_penalty=0.2),
+        SamplingParams(temperature=0.8, min_tokens=4, stop_token_ids=list(range(30))),
+    ]
+
+
+def metadata(drafts: list[list[int]]) -> Any:
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    return SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
+
+
+def chosen(output: Any) -> tuple[list[list[int]], list[list[Any]]]:
+    """Tokens of each request as vLLM reads them, and their logprobs, ids and ranks."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    tokens, lists = RejectionSampler.parse_output(
+        output.sampled_token_ids, VOCAB, logprobs_tensors=output.logprobs_tensors
+    )
+    found = []
+    for row, text in enumerate(tokens):
+        one = lists.slice_request(row, len(text))
+        found.append(
+            [
+                one.logprob_token_ids.tolist(),
+                one.logprobs.tolist(),
+                one.sampled_token_ranks.tolist(),
+            ]
+        )
+    return tokens, found
+
+
+def plain_steps(texts: list[list[int]], logits: Tensor, mode: str) -> tuple[Any, Any]:
+    """Three steps without drafts: tokens and logprobs of each request."""
+    from specops.vllm.sample_step import sample_step
+
+    texts, every = [list(text) for text in texts], params()
+    tokens: list[list[int]] = [[] for _ in texts]
+    found: list[list[list[Any]]] = [[[], [], []] for _ in texts]
+    for step in range(3):
+        output = sample_step(runner(texts, every, mode, 2), logits[step::3].contiguous(), None)
+        assert output.sampled_token_ids.shape == (len(texts), 1)
+        lists = output.logprobs_tensors.tolists()
+        for row, token in enumerate(output.sampled_token_ids[:, 0].tolist()):
+            texts[row].append(token)
+            tokens[row].append(token)
+            for kept, new in zip(found[row], lists.slice_request(row, 1)[:3], strict=True):
+                kept.extend(new.tolist())
+    return tokens, found
+
+
+TEXTS = [[5, 6, 7], [8, 9], [7, 7, 7, 3, 3], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafts_change_no_token_and_no_bit(mode: str, dtype: torch.dtype) -> None:
+    from specops.vllm.sample_step import sample_step
+
+    generator = torch.Generator().manual_seed(8)
+    logits = (3 * torch.randn(12, VOCAB, generator=generator)).to(dtype)
+    tokens, found = plain_steps(TEXTS, logits, mode)
+    right = [text[:2] for text in tokens]
+    wrong = [[text[0], (text[1] + 1) % VOCAB] for text in tokens]
+    for drafts, accepted in ((right, 3), (wrong, 2)):
+        given = runner(TEXTS, params(), mode, 2)
+        got, logprobs = chosen(sample_step(given, logits, metadata(drafts)))
+        assert got == [text[:accepted] for text in tokens]
+        assert logprobs == [[kept[:accepted] for kept in one] for one in found]
+        assert given.input_batch.generators == {}
+
+
+def test_requests_without_drafts_ride_along() -> None:
+    from specops.vllm.sample_step import sample_step
+
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(2))
+    alone = sample_step(runner(TEXTS, params(), "raw_logprobs", None), logits[[0, 1, 4, 5]], None)
+    first = alone.sampled_token_ids[:, 0].tolist()
+    drafts = [[], [59, 58], [], []]
+    together = sample_step(runner(TEXTS, params(), "raw_logprobs", None), logits, metadata(drafts))
+    assert together.sampled_token_ids[:, 0].tolist() == first
+    assert together.logprobs_tensors is None
+
+
+def test_a_batch_is_read_again_when_it_changes() -> None:
+    from specops.vllm import step_requests
+    from specops.vllm.sample_step import sample_step
+
+    every, logits = params(), torch.randn(4, VOCAB)
+    one = runner(TEXTS, every, "raw_logprobs", None)
+    sample_step(one, logits, None)
+    kept = one._specops_batch
+    sample_step(one, logits, None)
+    assert one._specops_batch is kept
+    one.input_batch.req_ids.reverse()
+    sample_step(one, logits, None)
+    assert one._specops_batch is not kept
+    assert [row.request_id for row in step_requests.rows()] == ["r3", "r2", "r1", "r0"]
