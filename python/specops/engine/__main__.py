@@ -138,6 +138,17 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
     )
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
+    _add_limits(parser)
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="(default: %(default)s)",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--max-body-bytes",
         type=int,
@@ -173,12 +184,6 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time that running requests get after SIGTERM (default: %(default)s)",
     )
-    add(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="(default: %(default)s)",
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,13 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"the server needs {error.name}, which is not installed: pip install 'specops[server]'"
         )
     try:
-        settings: dict[str, Any] = {
-            field.name: getattr(args, field.name)
-            for field in fields(EngineConfig)
-            if getattr(args, field.name, None) is not None
-        }
-        if args.speculative_config is not None:
-            settings["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
+        settings = _engine_settings(args)
         for name in (
             *("max_body_bytes", "drain_timeout", "max_connections"),
             *("body_timeout", "header_timeout"),
@@ -244,6 +243,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         header_timeout=args.header_timeout,
     )
     return 0
+
+
+def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What EngineConfig is made of: the options that were given.
+
+    Raises:
+        ValueError: the speculative configuration is none.
+    """
+    settings: dict[str, Any] = {
+        field.name: getattr(args, field.name)
+        for field in fields(EngineConfig)
+        if getattr(args, field.name, None) is not None
+    }
+    if args.speculative_config is not None:
+        settings["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
+    return settings
 
 
 def _api_keys(given: Sequence[str], file: str | None) -> list[str]:
