@@ -674,7 +674,7 @@ def test_a_full_queue() -> None:
     config = EngineConfig(
         served_model_name="fake", max_num_seqs=1, max_waiting=2, max_model_len=256
     )
-    engine = FakeEngine(config, step_seconds=0.003)
+    engine = FakeEngine(config, step_seconds=0.05)  # until all have been refused
     with serving(engine) as served:
         long = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -690,6 +690,7 @@ def test_a_full_queue() -> None:
                 assert error["type"] == "rate_limit_error" and error["code"] == "queue_full"
             with pytest.raises(openai.RateLimitError), connect(served) as client:
                 client.completions.create(model="fake", prompt="a")
+            engine.step_seconds = 0.0
             for future in (running, *waiting):
                 assert future.result().status_code == 200
         assert post(served, "completions", TEXT).status_code == 200
@@ -820,7 +821,7 @@ def test_an_engine_that_drops_the_requests_of_a_failed_step_itself(drops: bool) 
                     self._running.clear()
                 raise
 
-    with serving(Dropping(step_seconds=0.002)) as served:
+    with serving(Dropping(step_seconds=0.05)) as served:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             long = {"prompt": "abc", "max_tokens": 250}
             answers = [pool.submit(post, served, "completions", long) for _ in range(6)]
