@@ -13,7 +13,7 @@ from specops import runtime
 from specops.engine.models import load_model
 from specops.engine.models.transformer import KvCache, StepBatch, Transformer
 
-from bench.checkpoints import QWEN06, QWEN8, without_weights
+from bench.checkpoints import QWEN06, QWEN8, decode_bytes, without_weights
 from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
 
 PAGE_SIZE = 16
@@ -54,19 +54,13 @@ def _time(
     layers = config["num_hidden_layers"]
     name = id.split(".")[1]
     what = f"{layers} layers as of {name}, kv {KV_LEN}, {batch} requests of {rows} rows"
-    num_bytes = _layer_bytes(config) * layers + model.kv_bytes_per_token() * batch * KV_LEN
+    without_head = {**config, "vocab_size": 0}
+    num_bytes = decode_bytes(without_head, batch=batch, kv_len=KV_LEN)
     text = f"{what}: weights and KV, beside the read line"
     bench.add(bandwidth_figure(timings, "overlap", id, text, num_bytes, None))
     over = ("overlap", "with overlap")
     text = f"{what}, kernels one by one"
     bench.add(time_figure(timings, "one by one", f"{id}.one_by_one", text, over=over))
-
-
-def _layer_bytes(config: dict[str, Any]) -> float:
-    """Of the bf16 weights of one layer."""
-    width, head_dim = config["hidden_size"], config["head_dim"]
-    heads = 2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"]
-    return 2.0 * (width * heads * head_dim + 3 * width * config["intermediate_size"])
 
 
 def _step(bench: CudaBench, model: Transformer, batch: int, rows: int) -> tuple[StepBatch, KvCache]:

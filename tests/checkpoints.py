@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random Hugging Face checkpoints, made with transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,11 @@ def write_tokenizer(directory: Path, vocab_size: int = 160) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def write_config(directory: Path, **changes: Any) -> Path:
+    """A directory for random weights: a configuration and a tokenizer, nothing else."""
+    config = {**BASE, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **changes}
+    (directory / "config.json").write_text(json.dumps(config))
+    write_tokenizer(directory, min(config["vocab_size"], 160))
+    return directory

@@ -18,7 +18,7 @@ import pytest
 import simt
 import specops
 import torch
-from checkpoints import BASE, write_tokenizer
+from checkpoints import write_config
 from draft_lengths import Lengths, RandomRests
 from specops.engine import (
     Completion,
@@ -58,14 +58,6 @@ needs_gpu = pytest.mark.skipif(
     not (specops.has_cuda() and torch.cuda.is_available()),
     reason="needs an NVIDIA GPU and a build with CUDA kernels: make gpu-check",
 )
-
-
-def write_config(directory: Path, **changes: Any) -> Path:
-    """A directory for random weights: a configuration and a tokenizer, nothing else."""
-    config = {**BASE, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **changes}
-    (directory / "config.json").write_text(json.dumps(config))
-    write_tokenizer(directory, min(config["vocab_size"], 160))
-    return directory
 
 
 @pytest.fixture(scope="module")

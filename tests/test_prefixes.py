@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharing that is found in page lists: what it claims, what it costs to go on, that bits stay."""
 
-import json
 import random
 import struct
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import pytest
 import simt
 import specops
 import torch
-from checkpoints import BASE, write_tokenizer
+from checkpoints import BASE, write_config
 from specops import attention
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.plan import Plan, SharedPrefixes
@@ -230,17 +229,9 @@ def make(model_dir: Path, speculative: SpeculativeConfig = NAIVE, **config: Any)
     )
 
 
-def write_model(directory: Path, **changes: Any) -> Path:
-    """A directory for random weights: a configuration and a tokenizer, nothing else."""
-    config = {**BASE, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **changes}
-    (directory / "config.json").write_text(json.dumps(config))
-    write_tokenizer(directory, min(config["vocab_size"], 160))
-    return directory
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(
+    return write_config(
         tmp_path_factory.mktemp("model"),
         num_hidden_layers=2,
         max_position_embeddings=384,
@@ -309,12 +300,12 @@ def test_bytes_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
     for shares in (True, False):
         (tmp_path / str(shares)).mkdir()
         changes = {"architectures": ["MistralForCausalLM"], "sliding_window": 90}
-        model_dir = write_model(tmp_path / str(shares), max_position_embeddings=384, **changes)
+        model_dir = write_config(tmp_path / str(shares), max_position_embeddings=384, **changes)
         watched = make(model_dir, enable_cascade_attention=shares)
         results.append(watched.run())
         assert bool(watched.shared) == shares and watched.engine.stats.cascade_saved_bytes == 0
     assert results[0] == results[1]
-    watched = make(write_model(tmp_path, max_position_embeddings=384))
+    watched = make(write_config(tmp_path, max_position_embeddings=384))
     watched.run()
     saved = sum(plan.prefixes.num_saved_tokens for plan in watched.shared if plan.prefixes)
     token_bytes = 2 * BASE["num_key_value_heads"] * BASE["head_dim"] * 2
@@ -359,7 +350,7 @@ def test_sharing_in_the_interpreter(
     tmp_path: Path, twin: Callable[..., TwinDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The CUDA kernels, which share leaves of 256 tokens."""
-    model_dir = write_model(
+    model_dir = write_config(
         tmp_path,
         num_hidden_layers=1,
         vocab_size=64,

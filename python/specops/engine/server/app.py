@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import specops
 from specops.engine.engine import Engine
@@ -166,6 +167,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         # In ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot spell.
         body = json.dumps(error.body)
         return Response(body, error.status, error.headers, media_type="application/json")
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # for the access log: nobody reads it
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from starlette.requests import ClientDisconnect
 
 from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, QueueFull
@@ -102,10 +101,7 @@ class Generation:
         self, http: Request, body_type: type[R], answer_type: type[Answer[R]]
     ) -> Response:
         """Serves one request, from its body to its answer or the stream of it."""
-        try:
-            request: Any = await self.read(http, body_type)
-        except ClientDisconnect:
-            return Response(status_code=499)  # for the access log: nobody reads it
+        request: Any = await self.read(http, body_type)
         self.check_model(request.model)
         params = request.sampling_params()
         speculative = self._speculative_config(request)
@@ -142,7 +138,7 @@ class Generation:
         """
         try:
             body = await asyncio.wait_for(self._read_body(http), self._body_timeout)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
             raise ApiError(
                 408,
                 f"the body must be there within {self._body_timeout:g} seconds",
