@@ -92,6 +92,22 @@ def build_tree() -> dict[str, Any]:
     }
 
 
+def tree_chains() -> dict[str, Any]:
+    out = vars(batching.TreeChains.empty(2, chains=3, pages=4, copies=20))
+    chains = [name for name in out if name not in ("chain_indptr", "from_slots", "to_slots")]
+    return {
+        "parents": ints(-1, 0, -1, 0, 7, 7).view(2, 3),
+        "num_draft_tokens": ints(3, 0),
+        "qo_lens": ints(4, 2),
+        "kv_lens": ints(18, 2),
+        "kv_indptr": ints(0, 2, 3),
+        "kv_indices": ints(5, 1, 0),
+        "spare_pages": ints(4, 6),
+        "page_size": 16,
+        **{f"chain_{name}" if name in chains else name: array for name, array in out.items()},
+    }
+
+
 def prepare_draft_batch() -> dict[str, Any]:
     out = vars(batching.DraftIndices.empty(2, total_rows=6))
     return {
@@ -193,6 +209,14 @@ def compact_kv() -> dict[str, Any]:
         "kv_lens": ints(18, 9),
         "kv_indptr": ints(0, 2, 3),
         "kv_indices": ints(2, 0, 1),
+    }
+
+
+def copy_kv() -> dict[str, Any]:
+    return {
+        **paged_cache(),
+        "from_slots": torch.tensor([0, 5, 7]),
+        "to_slots": torch.tensor([20, -1, 30]),
     }
 
 
@@ -412,6 +436,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         gather_input_ids,
         gather_output_rows,
         build_tree,
+        tree_chains,
         prepare_draft_batch,
         advance_draft_batch,
         keep_hidden_rows,
@@ -419,6 +444,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         append_attention,
         merge_states,
         compact_kv,
+        copy_kv,
         silu_mul,
         pack_weight,
         linear,

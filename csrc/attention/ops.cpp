@@ -8,6 +8,7 @@
 
 #include "attention/append_attention.h"
 #include "attention/compact_kv.h"
+#include "attention/copy_kv.h"
 #include "attention/merge_states.h"
 #include "attention/rope_append_kv.h"
 #include "common/tensor_view.h"
@@ -422,6 +423,35 @@ void compact_kv(const TensorView& k_cache,
   if (moves > 0) launch(moves * heads * head_dim, [&] { compact_kv_cpu(params); });
 }
 
+void copy_kv(const TensorView& k_cache,
+             const TensorView& v_cache,
+             const TensorView& from_slots,
+             const TensorView& to_slots) {
+  Checker check("copy_kv");
+  Dim num_pages{"num_pages"}, page_size{"page_size"}, heads{"num_kv_heads"}, head_dim{"head_dim"};
+  Dim copies{"copies"};
+  check.tensor("k_cache", k_cache, kFloats, {&num_pages, &page_size, &heads, &head_dim});
+  DType dtype = k_cache.dtype();
+  check.tensor("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &heads, &head_dim});
+  check.tensor("from_slots", from_slots, {DType::kInt64}, {&copies});
+  check.tensor("to_slots", to_slots, {DType::kInt64}, {&copies});
+  CopyKvParams params{
+      .k_cache = k_cache.raw(),
+      .v_cache = v_cache.raw(),
+      .from_slots = from_slots.data<int64_t>(),
+      .to_slots = to_slots.data<int64_t>(),
+      .copies = copies,
+      .num_slots = num_pages * page_size,
+      .slot_bytes = heads * head_dim * dtype_bytes(dtype),
+      .error = check.error_flag(),
+  };
+  check.that(params.slot_bytes <= kMaxInt32, "k_cache", "of slots below 2 GiB", params.slot_bytes);
+  if (copies == 0 || params.slot_bytes == 0) return;
+  if (check.on_cuda()) return copy_kv_cuda(params, check.stream());
+  for (int64_t i = 0; i < copies; ++i) check.refuse(fault_of(params, i));
+  launch(copies * heads * head_dim, [&] { copy_kv_cpu(params); });
+}
+
 }  // namespace
 
 void register_attention(pybind11::module_& m) {
@@ -430,6 +460,7 @@ void register_attention(pybind11::module_& m) {
   m.def("attention_workspace_size", &attention_workspace_size);
   m.def("merge_states", &merge_states);
   m.def("compact_kv", &compact_kv);
+  m.def("copy_kv", &copy_kv);
 }
 
 }  // namespace specops

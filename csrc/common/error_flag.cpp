@@ -75,6 +75,12 @@ const char* sentence_of(ErrorCode code) {
     case ErrorCode::kCompactKvPage:
       return "compact_kv: kv_indices must be in [0, num_pages{=#}) where a token moves, got a "
              "page outside";
+    case ErrorCode::kCopyKvFromSlots:
+      return "copy_kv: from_slots must be in [0, num_pages * page_size{ = #}) where a token is "
+             "copied, got a slot outside";
+    case ErrorCode::kCopyKvToSlots:
+      return "copy_kv: to_slots must be -1 or below num_pages * page_size{ = #}, got a slot "
+             "outside";
     case ErrorCode::kAttentionWorkspace:
       return "append_attention: workspace must begin with zeros, which every call leaves there, "
              "and "

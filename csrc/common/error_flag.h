@@ -39,6 +39,8 @@ enum class ErrorCode : int32_t {
   kCompactKvAcceptedNodes = 19,
   kCompactKvPage = 20,
   kAttentionWorkspace = 21,
+  kCopyKvFromSlots = 22,
+  kCopyKvToSlots = 23,
 
   // batching
   kPrepareBatchQoLens = 30,

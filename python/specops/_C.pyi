@@ -68,6 +68,23 @@ def build_tree(
     next_sibling: Written,
     sibling_index: Written,
 ) -> None: ...
+def tree_chains(
+    parents: Tensor,
+    num_draft_tokens: Tensor,
+    qo_lens: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    spare_pages: Tensor,
+    page_size: int,
+    chain_indptr: Written,
+    chain_qo_lens: Written,
+    chain_kv_lens: Written,
+    chain_kv_indptr: Written,
+    chain_kv_indices: Written,
+    from_slots: Written,
+    to_slots: Written,
+) -> None: ...
 def prepare_draft_batch(
     slots: Tensor,
     qo_indptr: Tensor,
@@ -167,6 +184,7 @@ def compact_kv(
     kv_indptr: Tensor,
     kv_indices: Tensor,
 ) -> None: ...
+def copy_kv(k_cache: Written, v_cache: Written, from_slots: Tensor, to_slots: Tensor) -> None: ...
 
 # dense
 def silu_mul(gate_up: Tensor, out: Written) -> None: ...

@@ -499,3 +499,31 @@ def compact_kv(
         kv_indptr,
         kv_indices,
     )
+
+
+def copy_kv(k_cache: Tensor, v_cache: Tensor, from_slots: Tensor, to_slots: Tensor) -> None:
+    """Writes keys and values of tokens to other slots as well, IN PLACE.
+
+    Same as `reference.copy_kv`:
+
+        cache[to_slots[i]] = cache[from_slots[i]]   for both caches, where to_slots[i] is not -1
+
+    `batching.tree_chains` says which tokens the chains of a tree need on pages of their own.
+
+    Args:
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16 or float16.
+        v_cache: as `k_cache`.
+        from_slots: [copies], int64. Slots in the paged cache, page * page_size + offset. Not looked
+            at where there is no copy.
+        to_slots: [copies], int64. -1: no copy. None may be there twice, or be one of `from_slots`:
+            the copies have no order.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or a slot is out of
+            range; nothing has been written then. On CUDA a wrong slot is told by
+            `specops.check_errors`, and that copy is left out.
+
+    Note:
+        Copies bits.
+    """
+    _C.copy_kv(k_cache, v_cache, from_slots, to_slots)

@@ -194,6 +194,49 @@ class DraftIndices:
         )
 
 
+@dataclass
+class TreeChains:
+    """Trees of drafts as chains, made by `tree_chains`; what is not used is padded as said here.
+
+    Attributes:
+        chain_indptr: [batch + 1], int32. Chains of request b are chain_indptr[b] ..
+            chain_indptr[b + 1], in order of its rows.
+        qo_lens: [chains], int32. Rows of each chain; padded with 0.
+        kv_lens: [chains], int32. Tokens that its last row sees, itself included; 0.
+        kv_indptr: [chains + 1], int32. First page of each chain in `kv_indices`; the last end.
+        kv_indices: [pages], int32. Page ids; 0.
+        from_slots: [copies], int64. Where tokens lie that chains need on pages of their own; -1.
+        to_slots: [copies], int64. Where these are to be copied; -1.
+    """
+
+    chain_indptr: Tensor
+    qo_lens: Tensor
+    kv_lens: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    from_slots: Tensor
+    to_slots: Tensor
+
+    @classmethod
+    def empty(cls, batch: int, *, chains: int, pages: int, copies: int) -> "TreeChains":
+        """Allocates the arrays, uninitialised, to be passed to `tree_chains` as `out`.
+
+        Args:
+            batch: number of requests.
+            chains: of all requests together.
+            pages: entries of all chains' page lists.
+            copies: tokens that are copied.
+
+        Returns:
+            The arrays.
+        """
+        sizes = (batch + 1, chains, chains, chains + 1, pages)
+        return cls(
+            *[torch.empty(size, dtype=torch.int32) for size in sizes],
+            *[torch.empty(copies, dtype=torch.int64) for _ in range(2)],
+        )
+
+
 def prepare_batch(
     qo_lens: Tensor,
     kv_lens: Tensor,
@@ -425,6 +468,110 @@ def build_tree(
         out.sibling_index,
     )
     return out
+
+
+def tree_chains(
+    parents: Tensor,
+    num_draft_tokens: Tensor,
+    qo_lens: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    spare_pages: Tensor,
+    *,
+    page_size: int,
+    out: TreeChains | None = None,
+) -> TreeChains:
+    """Splits trees of drafts into chains, which attention computes like any requests. On the host.
+
+    Same as `reference.tree_chains`. Rows of a request are its root and its nodes in preorder: a
+    node is followed by all that hangs on it. Then the rows from one leaf to the next are a chain,
+    and consecutive; what is above them are rows of earlier chains. To attention each chain is a
+    request that ends with these rows, and shares all that is above with the others:
+
+        root ─┬─ 0 ── 2        preorder        parents  [[-1, 0, -1]]
+              └─ 1             0, 2, 1         chains   root 0 2 | 1
+                                               qo_lens  3        | 1
+                                               kv_lens  n + 3    | n + 2   with n tokens before
+
+    Node j lies in slot base + 1 + j of its request's pages, with the root at base, as `compact_kv`
+    has it. On the first chain that is where plain decoding would put it. The path of another one
+    does not lie so: from the page on where it differs, the chain gets spare pages, and its tokens
+    there are to be copied (`attention.copy_kv`), after this step's rows are written and before
+    attention. So a row of a tree is computed from the same keys and values in the same order as
+    plain decoding would, and has the same bits.
+
+    A step of trees, per layer: `rope_append_kv` with the requests' `cache_slots` and the chains'
+    `positions`, both of `prepare_batch`; `copy_kv`; `append_attention` with the chains, which may be
+    told that those of a request share its pages; at the end `verify(parents=...)` and `compact_kv`
+    with the requests.
+
+    Args:
+        parents: [batch, nodes], int32, on the CPU as all arguments. Of node j the node that it
+            hangs on, or -1: the root. In preorder: the node before j, or one above that. Not looked
+            at from num_draft_tokens[b] on.
+        num_draft_tokens: [batch], int32. Nodes of each request. With 0 its rows are one chain.
+        qo_lens: [batch], int32. Rows of each request in this step; the last ones are the root and
+            the nodes. 0: no chain.
+        kv_lens: [batch], int32. Tokens in the cache, these rows included.
+        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
+        kv_indices: [pages], int32. Page ids.
+        spare_pages: [spare], int32. Ids of pages that hold nothing; a chain that is not the first
+            takes at most 1 + ceil(depth / page_size).
+        page_size: tokens of a page.
+        out: arrays to write into, at least as large as what is found. Allocated when absent, a
+            little larger.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, a value is out of
+            range, there are too few spare pages or an array of `out` is too small. Nothing has been
+            written then.
+
+    Note:
+        Deterministic.
+    """
+    if out is None:
+        out = unless_wrong(
+            lambda: _room_for_chains(parents, num_draft_tokens, kv_indptr, page_size)
+        ) or TreeChains.empty(0, chains=0, pages=0, copies=0)
+    _C.tree_chains(
+        parents,
+        num_draft_tokens,
+        qo_lens,
+        kv_lens,
+        kv_indptr,
+        kv_indices,
+        spare_pages,
+        page_size,
+        out.chain_indptr,
+        out.qo_lens,
+        out.kv_lens,
+        out.kv_indptr,
+        out.kv_indices,
+        out.from_slots,
+        out.to_slots,
+    )
+    return out
+
+
+def _room_for_chains(
+    parents: Tensor, num_draft_tokens: Tensor, kv_indptr: Tensor, page_size: int
+) -> TreeChains:
+    """Arrays that are large enough, from where chains begin."""
+    node = torch.arange(parents.shape[1])
+    begins = (parents != node - 1) & (node < num_draft_tokens[:, None])
+    more = begins.sum(1)
+    pages = (more + 1) * kv_indptr.diff()
+    copies = more * (page_size + num_draft_tokens)
+    return TreeChains.empty(
+        len(parents),
+        chains=len(parents) + int(more.sum()),
+        pages=int(pages.sum()),
+        copies=int(copies.sum()),
+    )
 
 
 def prepare_draft_batch(

@@ -7,6 +7,7 @@ Nothing in the package imports this package, and it imports nothing but torch.
 from specops.reference.attention import (
     append_attention,
     compact_kv,
+    copy_kv,
     merge_states,
     rope_append_kv,
     rope_cos_sin,
@@ -19,6 +20,7 @@ from specops.reference.batching import (
     keep_hidden_rows,
     prepare_batch,
     prepare_draft_batch,
+    tree_chains,
 )
 from specops.reference.dense import embedding, linear, mtp_input, rms_norm, silu_mul
 from specops.reference.distribution import (
@@ -71,6 +73,7 @@ __all__ = [
     "build_tree",
     "commit",
     "compact_kv",
+    "copy_kv",
     "embedding",
     "gather_input_ids",
     "gather_output_rows",
@@ -92,5 +95,6 @@ __all__ = [
     "silu_mul",
     "target_probs",
     "top_logprobs",
+    "tree_chains",
     "verify",
 ]

@@ -165,3 +165,11 @@ def compact_kv(
         for cache in (k_cache, v_cache):
             flat = cache.view(-1, *cache.shape[2:])
             flat[slots[1]] = flat[slots[0]].clone()
+
+
+def copy_kv(k_cache: Tensor, v_cache: Tensor, from_slots: Tensor, to_slots: Tensor) -> None:
+    """Indexing, with a gather before any write, IN THE CACHES."""
+    used = to_slots >= 0
+    for cache in (k_cache, v_cache):
+        flat = cache.view(-1, *cache.shape[2:])
+        flat[to_slots[used]] = flat[from_slots[used]].clone()

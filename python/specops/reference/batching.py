@@ -123,6 +123,53 @@ def build_tree(parents: Tensor, num_draft_tokens: Tensor, positions: Tensor) -> 
     return {name: values.int() for name, values in tree.items()}
 
 
+def tree_chains(
+    parents: Tensor,
+    num_draft_tokens: Tensor,
+    qo_lens: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    spare_pages: Tensor,
+    *,
+    page_size: int,
+) -> dict[str, Tensor]:
+    """The arrays of `batching.TreeChains` by name, from the path of every leaf."""
+    spare = iter(spare_pages.tolist())
+    chain_indptr, qo, kv, pages_of, copies = [0], [], [], [], []
+    for b, nodes in enumerate(num_draft_tokens.tolist()):
+        above, pages = parents[b, :nodes].tolist(), kv_indices[int(kv_indptr[b]) :].tolist()
+        root, rows, seen = int(kv_lens[b]) - nodes - 1, int(qo_lens[b]) - nodes, 0
+        leaves = [node for node in range(nodes) if node not in above] if nodes else [-1]
+        for leaf in leaves if int(qo_lens[b]) else []:
+            path = [leaf] if nodes else []
+            while path and above[path[0]] >= 0:
+                path.insert(0, above[path[0]])
+            tokens = [*range(root + 1), *(root + 1 + node for node in path)]
+            moved = [place for place, token in enumerate(tokens) if place != token]
+            first = moved[0] // page_size if moved else -(-len(tokens) // page_size)
+            own = [next(spare) for _ in range(first, -(-len(tokens) // page_size))]
+            pages_of.append(pages[:first] + own)
+            for place in range(first * page_size, len(tokens)):
+                for page_ids, token in ((pages, tokens[place]), (pages_of[-1], place)):
+                    copies.append(page_ids[token // page_size] * page_size + token % page_size)
+            qo.append(rows + sum(node >= seen for node in path))
+            kv.append(len(tokens))
+            rows, seen = 0, leaf + 1
+        chain_indptr.append(len(qo))
+    lengths = torch.tensor([0, *map(len, pages_of)])
+    slots = torch.tensor(copies, dtype=torch.int64).view(-1, 2)
+    return {
+        "chain_indptr": torch.tensor(chain_indptr).int(),
+        "qo_lens": torch.tensor(qo).int(),
+        "kv_lens": torch.tensor(kv).int(),
+        "kv_indptr": lengths.cumsum(0).int(),
+        "kv_indices": torch.tensor([page for pages in pages_of for page in pages]).int(),
+        "from_slots": slots[:, 0].contiguous(),
+        "to_slots": slots[:, 1].contiguous(),
+    }
+
+
 def prepare_draft_batch(
     slots: Tensor,
     qo_indptr: Tensor,

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// copy_kv: keys and values of tokens, written to other slots as well.
+#pragma once
+
+#include <cstdint>
+
+#include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/isa.h"
+
+namespace specops {
+
+struct CopyKvParams {
+  void* k_cache;              // [num_pages, page_size, num_kv_heads, head_dim]
+  void* v_cache;              // as k_cache
+  const int64_t* from_slots;  // [copies]
+  const int64_t* to_slots;    // [copies], -1: no copy
+  int64_t copies;
+  int64_t num_slots;   // of a cache
+  int64_t slot_bytes;  // of one token in one cache
+  ErrorFlag error;
+};
+
+SPECOPS_HOST_DEVICE Fault fault_of(const CopyKvParams& params, int64_t copy_idx) {
+  int64_t from = params.from_slots[copy_idx], to = params.to_slots[copy_idx];
+  if (to == -1) return {};
+  if (to < 0 || to >= params.num_slots) {
+    return fault_at(ErrorCode::kCopyKvToSlots, to, copy_idx).with(params.num_slots);
+  }
+  if (from < 0 || from >= params.num_slots) {
+    return fault_at(ErrorCode::kCopyKvFromSlots, from, copy_idx).with(params.num_slots);
+  }
+  return {};
+}
+
+SPECOPS_DECLARE_CPU(copy_kv_cpu, CopyKvParams);
+SPECOPS_DECLARE_CUDA(copy_kv_cuda, CopyKvParams);
+
+}  // namespace specops

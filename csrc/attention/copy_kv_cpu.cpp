@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+
+#include "attention/copy_kv.h"
+#include "common/parallel.h"
+
+namespace specops::SPECOPS_ISA {
+
+// cache[to_slots[i]] = cache[from_slots[i]], in both caches.
+// Cost:    2 * slot_bytes moved per cache and copy; memory-bound.
+// Assumes: slots checked by ops.cpp; no destination is a source, or another copy's.
+// Order:   copies only.
+// Threads: copies and caches.
+void copy_kv_cpu(const CopyKvParams& params) {
+  constexpr int64_t kGrain = 16;  // copies, about 2 us
+  auto slot_bytes = static_cast<size_t>(params.slot_bytes);
+  parallel_for(2 * params.copies, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      int64_t from = params.from_slots[item / 2], to = params.to_slots[item / 2];
+      if (to < 0) continue;
+      char* cache = static_cast<char*>(item % 2 == 0 ? params.k_cache : params.v_cache);
+      std::memcpy(cache + to * params.slot_bytes, cache + from * params.slot_bytes, slot_bytes);
+    }
+  });
+}
+
+}  // namespace specops::SPECOPS_ISA
