@@ -20,7 +20,8 @@ SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlett
 
 # Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (
-    {"device", "errors", "kv_cache", "methods", "outputs", "sampling_params", "tokenizer"},
+    {"device", "draft_trees", "errors", "kv_cache", "methods", "outputs"},
+    {"sampling_params", "tokenizer"},
     {"cost_table", "draft_chances", "speculative_config", "step_shape"},
     {"draft_selection"},
     {"config", "step_memory"},
@@ -28,7 +29,8 @@ ENGINE_GROUPS = (
     {"plan"},
     {"drafters", "prefixes"},
     {"drafting", "slot_tables"},
-    {"fairness", "scheduler", "step"},
+    {"fairness", "scheduler", "step_trees"},
+    {"step"},
     {"admission", "runner"},
     {"calibration"},
     {"engine"},

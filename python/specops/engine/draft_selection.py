@@ -74,7 +74,7 @@ class RequestState:
 States: TypeAlias = Sequence[RequestState]
 Floats: TypeAlias = Sequence[Sequence[float]]
 Nodes: TypeAlias = Sequence[Sequence[int]]
-Trees: TypeAlias = Nodes | None
+Trees: TypeAlias = Sequence[Sequence[int] | None] | None
 
 
 class DraftSelector:
@@ -106,7 +106,7 @@ class DraftSelector:
             confidences: in [0, 1], of each request's drafts; empty if it has none.
             room: most drafts of the step.
             parents: of each draft, the one before it on its path, which precedes it; -1: it comes
-                after the last token. None: all drafts are chains.
+                after the last token. None, for all or for one: its drafts are a chain.
             others: rows of the step beside those of the requests and their drafts.
 
         Returns:
@@ -180,7 +180,7 @@ class DraftSelector:
             states: as in `select`.
             verified: confidences of the drafts that each request verified.
             accepted: of these the accepted ones, along a path; of a chain any sequence as long.
-            parents: of the verified drafts; None: they are chains.
+            parents: of the verified drafts, likewise.
             others: as in `select`.
         """
         counted: set[Method] = set()
@@ -188,9 +188,10 @@ class DraftSelector:
             if own:
                 counted.add(state.method)
                 decided = own[: len(path) + 1]
-                if parents is not None:
+                tree = None if parents is None else parents[index]
+                if tree is not None:
                     reached = {-1, *path}
-                    nodes = [n for n, parent in enumerate(parents[index]) if parent in reached]
+                    nodes = [n for n, parent in enumerate(tree) if parent in reached]
                     decided = [own[n] for n in [*path, *(n for n in nodes if n not in reached)]]
                 state.chances.observe(decided, len(path))
                 state.is_on_trial &= len(decided) == len(path)

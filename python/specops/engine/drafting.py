@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specops.engine.cost_table import CostTable
 from specops.engine.draft_selection import DraftSelector, RequestState
+from specops.engine.draft_trees import DraftTree, in_preorder, num_chains
 from specops.engine.drafters import (
     Drafter,
     DrafterContext,
@@ -59,6 +60,7 @@ class Drafting:
         # no drafter of theirs runs, and they have no drafts.
         self._verified: dict[Request, list[float]] | None = {}
         self._others = 0
+        self._trees: dict[Request, DraftTree] = {}  # of the step to come
         self._all_rest = False  # nobody whose drafts are selected drafts in the step to come
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
@@ -158,15 +160,20 @@ class Drafting:
         if self._all_rest and not counts.any():
             self._verified = None
             for request in requests:
-                request.num_drafts = 0
+                request.num_drafts, request.draft_parents = 0, None
             return
         states_of = self._states
         fixed = [one for one in requests if one not in states_of] if states_of else requests
         proposed = list(map(self._num_proposed, fixed))
         rows = len(fixed)
+        self._trees.clear()
+        are_trees = self.proposals.are_trees.any()
         for request, count in zip(fixed, share_out(proposed, room), strict=True):
             request.num_drafts = count
+            request.draft_parents = None
             rows += count
+            if are_trees and self._is_tree(request):
+                self._verify_tree(request, range(count))
         self._verified = {}
         if len(fixed) < len(requests):
             selected = [request for request in requests if request in states_of]
@@ -179,16 +186,23 @@ class Drafting:
         counts = self.proposals.counts[slots].tolist()
         states = list(map(self._states.__getitem__, requests))
         confidences: list[list[float]] = [[]] * len(requests)
+        parents: list[Sequence[int] | None] = [None] * len(requests)
         for index, (request, state, count) in enumerate(zip(requests, states, counts, strict=True)):
             if count:  # as few requests have where text is matched
                 count = max(min(count, request.draft_room), 0)
                 confidences[index] = self.proposals.confidences[request.slot, :count].tolist()
+                if self._is_tree(request):
+                    parents[index] = self.proposals.parents[request.slot, :count].tolist()
             if state.wakes:
                 state.rows_behind = self.num_rows_behind(request)
-        chosen = self._selector.select(states, confidences, room, others=others)
-        for request, nodes, state in zip(requests, chosen, states, strict=True):
+        chosen = self._selector.select(states, confidences, room, parents, others=others)
+        for index, (request, nodes, state) in enumerate(zip(requests, chosen, states, strict=True)):
             request.num_drafts = len(nodes)
+            request.draft_parents = None
             request.draft_limit = request.speculative.num_speculative_tokens if state.drafts else 0
+            if parents[index] is not None:
+                order = self._verify_tree(request, nodes).nodes
+                confidences[index] = [confidences[index][node] for node in order]
         self._verified = dict(zip(requests, confidences, strict=True))
         self._others = others
 
@@ -196,12 +210,12 @@ class Drafting:
         """How many rows of earlier steps its drafters run again when it wants drafts now."""
         return sum(self.drafters[name].num_rows_behind(request) for name in request.draft_stages)
 
-    def observe(self, parts: Sequence[Scheduled], num_accepted: Sequence[int]) -> int:
+    def observe(self, parts: Sequence[Scheduled], accepted: Sequence[Sequence[int]]) -> int:
         """Learns from a step whose drafts `select` has chosen.
 
         Args:
             parts: of the step.
-            num_accepted: drafts of each that were accepted.
+            accepted: which drafts of each were accepted.
 
         Returns:
             How many requests did not draft, because it would not have paid.
@@ -217,15 +231,16 @@ class Drafting:
             return len(resting)
         if not self._verified:
             return 0
-        states, verified, accepted = [], [], []
-        for part, count in zip(parts, num_accepted, strict=True):
+        states, verified, paths, parents = [], [], [], []
+        for part, path in zip(parts, accepted, strict=True):
             confidences = self._verified.get(part.request)
             if confidences is not None and part.emits:
                 states.append(states_of[part.request])
                 verified.append(confidences[: part.num_drafts] if confidences else confidences)
-                accepted.append(range(count))
+                paths.append(path)
+                parents.append(part.draft_parents)
         num_suspended = sum(not state.drafts for state in states)
-        self._selector.observe(states, verified, accepted, others=self._others)
+        self._selector.observe(states, verified, paths, parents, others=self._others)
         self._all_rest = not any(state.drafts for state in states_of.values())
         return num_suspended
 
@@ -233,9 +248,23 @@ class Drafting:
         """How many drafts there are for a request, as far as they could be emitted."""
         return max(min(int(self.proposals.counts[request.slot]), request.draft_room), 0)
 
+    def _is_tree(self, request: Request) -> bool:
+        """Whether a request's proposals are a tree."""
+        return bool(self.proposals.are_trees[request.slot])
+
+    def _verify_tree(self, request: Request, nodes: Sequence[int]) -> DraftTree:
+        """Notes which of a request's proposals it verifies, in which order."""
+        tree = in_preorder(self.proposals.parents[request.slot].tolist(), nodes)
+        self._trees[request] = tree
+        if num_chains(tree.parents) > 1:
+            request.draft_parents = tree.parents
+        return tree
+
     def drafts_of(self, request: Request) -> NDArray[np.int32]:
         """The drafts that a request verifies."""
-        return self.proposals.token_ids[request.slot, : request.num_drafts]
+        tree = self._trees.get(request)
+        nodes = slice(request.num_drafts) if tree is None else tree.nodes
+        return self.proposals.token_ids[request.slot, nodes]
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> StepShape:
         """Adds to a step's shape what drafters do behind it."""
@@ -290,6 +319,8 @@ def _no_proposals(slots: int, width: int) -> Proposals:
         np.full((slots, width), -1, dtype=np.int32),
         np.zeros(slots, dtype=np.int32),
         np.zeros((slots, width), dtype=np.float32),
+        np.full((slots, width), -1, dtype=np.int32),
+        np.zeros(slots, dtype=np.bool_),
     )
 
 
@@ -298,4 +329,5 @@ def _widened(proposals: Proposals, slots: int, width: int) -> Proposals:
     have = proposals.token_ids.shape[1]
     wider.token_ids[:, :have] = proposals.token_ids
     wider.confidences[:, :have] = proposals.confidences
-    return replace(wider, counts=proposals.counts)
+    wider.parents[:, :have] = proposals.parents
+    return replace(wider, counts=proposals.counts, are_trees=proposals.are_trees)

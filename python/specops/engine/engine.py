@@ -285,13 +285,14 @@ class Engine:
             kept_drafts = max(len(result.token_ids) - 1, 0)
             request.num_computed += part.num_rows - part.num_drafts + kept_drafts
             if part.emits:
-                self._count(request, part.num_drafts, result.num_accepted)
+                self._count(request, part.num_drafts, len(result.accepted))
                 outputs.append(self._commit(request, result))
         if self._drafting.can_select:
             self.stats.num_suspended_steps += self._drafting.observe(
-                plan.parts, [one.num_accepted for one in emitted]
+                plan.parts, [one.accepted for one in emitted]
             )
         self._runner.finish()
+        self._scheduler.return_pages_of_trees()
         for part in plan.parts:
             self._scheduler.register_full_pages(part.request)
             if part.request.finish_reason is not None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step is to compute: the scheduler's answer, which drafters and runner take."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specops.engine.draft_trees import num_chains
 from specops.engine.request import Request
 
 
@@ -18,6 +20,15 @@ class Scheduled:
     num_drafts: int  # of these rows, the last num_drafts hold draft tokens
     emits: bool  # False for a prefill chunk that does not end the known tokens
     draft_limit: int = 0  # most drafts to propose at the end of the step, for the one after it
+    # Of drafts in preorder that are no chain, the one that each hangs on, and pages for the step
+    # alone, which all chains but the first need; None: they are one chain.
+    draft_parents: Sequence[int] | None = None
+    spare_pages: Sequence[int] = ()
+
+    @property
+    def num_chains(self) -> int:
+        """As how many chains its rows are computed."""
+        return 1 if self.draft_parents is None else num_chains(self.draft_parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +36,9 @@ class SharedPrefixes:
     """Groups of requests that begin with the same pages, as `append_attention` has them.
 
     Attributes:
-        leaders: int32 [levels, parts], of each part the place of the first of its group.
-        lens: int32 [levels, parts], how many tokens the group shares.
+        leaders: int32 [levels, chains], of each chain the place of the first of its group. Every
+            part is one chain, but for those that verify trees.
+        lens: int32 [levels, chains], how many tokens the group shares.
         num_saved_tokens: of keys and values that the step need not read for every request.
     """
 

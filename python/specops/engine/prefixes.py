@@ -47,15 +47,44 @@ class PrefixFinder:
         page: what grows at the end of a list is its own request's alone.
         """
         pool, parts = self._pool, plan.parts
-        if not pool.num_shared_pages:
+        if pool.num_shared_pages:
+            requests = [part.request for part in parts]
+            if pool.num_sharing_changes != self._num_changes or requests != self._requests:
+                self._forest = self._find(requests)
+                self._requests, self._num_changes = requests, pool.num_sharing_changes
+            if self._forest is not None:
+                parts[:] = [parts[index] for index in self._forest.order]
+                plan.prefixes = self._forest.prefixes
+        if any(part.draft_parents is not None for part in parts):
+            self._add_trees(plan)
+
+    def _add_trees(self, plan: Plan) -> None:
+        """Goes from parts to their chains, and adds that the chains of a tree share its text.
+
+        What these save is no saving beside plain decoding, and not counted as such.
+        """
+        parts, prefixes = plan.parts, plan.prefixes
+        counts = np.array([part.num_chains for part in parts])
+        first = np.cumsum(counts) - counts
+        texts = np.array([part.request.num_computed for part in parts])
+        shared = np.where(counts > 1, texts // self._leaf_tokens * self._leaf_tokens, 0)
+        leaders, lens = np.empty((0, len(parts)), np.int64), np.empty((0, len(parts)), np.int64)
+        if prefixes is not None:
+            leaders, lens = prefixes.leaders.astype(np.int64), prefixes.lens.astype(np.int64)
+            shared[shared <= lens.max(0)] = 0
+        saved = int(((counts - 1) * shared).sum())
+        if len(lens) < _MAX_LEVELS and saved >= max(self._least_saved_tokens, 1):
+            leaders = np.vstack([leaders, np.arange(len(parts))])
+            lens = np.vstack([lens, shared])
+        if not len(lens):
             return
-        requests = [part.request for part in parts]
-        if pool.num_sharing_changes != self._num_changes or requests != self._requests:
-            self._forest = self._find(requests)
-            self._requests, self._num_changes = requests, pool.num_sharing_changes
-        if self._forest is not None:
-            parts[:] = [parts[index] for index in self._forest.order]
-            plan.prefixes = self._forest.prefixes
+        lens = np.repeat(lens, counts, axis=1)
+        leaders = np.repeat(first[leaders], counts, axis=1)
+        plan.prefixes = SharedPrefixes(
+            leaders=np.where(lens > 0, leaders, np.arange(counts.sum())).astype(np.int32),
+            lens=lens.astype(np.int32),
+            num_saved_tokens=0 if prefixes is None else prefixes.num_saved_tokens,
+        )
 
     def _find(self, requests: Sequence[Request]) -> "Forest | None":
         # A page that is not registered yet is still written to, and so nobody else's.

@@ -2,6 +2,7 @@
 """One request inside the engine: its tokens, its pages, and how far it has come."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specops.engine.kv_cache import DraftKv
@@ -57,6 +58,8 @@ class Request:
     num_final_draft_kv: int = 0  # leading tokens of which draft_kv is complete and sees all
     draft_limit: int = field(init=False)  # most drafts to propose at the end of its next step
     num_drafts: int = 0  # of the proposed ones, how many the next step verifies
+    # Of these, in preorder, the one that each hangs on; -1: the last token. None: a chain.
+    draft_parents: Sequence[int] | None = None
 
     thinking_state: int = -1  # as `sampling.commit` has it
     added_at: float = 0.0  # time.perf_counter() when it came

@@ -44,7 +44,7 @@ class Emitted:
 
     request: Request
     token_ids: list[int]
-    num_accepted: int
+    accepted: Sequence[int]  # which of its drafts
     logprobs: list[TokenLogprob]  # filled when the request asks for them
     finish_reason: FinishReason = FinishReason.RUNNING
     stop_index: int = -1  # of the stop token or sequence that ended it
@@ -78,6 +78,7 @@ class Runner:
     ) -> None:
         self._device = device
         self._drafting = drafting
+        self._page_size = page_size
         model.reserve(max_rows)
         # By slot, gathered into every step; `SamplingFloats`, `SamplingInts` and `SlotState`.
         self._floats: NDArray[np.float32]
@@ -181,7 +182,7 @@ class Runner:
         self._take_proposals(step, parts)
         self._executed = step, plan
         if step.shape.outputs == 0:
-            return [Emitted(part.request, [], 0, []) for part in parts]
+            return [Emitted(part.request, [], (), []) for part in parts]
         if step.shape.features & Feature.DRAFT_PROBS:
             self._places = {part.request.slot: place for place, part in enumerate(parts)}
         if step.shape.features & Feature.ENDINGS:
@@ -221,6 +222,7 @@ class Runner:
         if not step.shape.proposals:
             return
         proposals.confidences.fill(0)
+        proposals.are_trees.fill(False)
         if step.shape.drafters:
             proposals.token_ids[:] = step.arrays.proposed_token_ids.host
             proposals.counts[:] = step.arrays.num_proposed.host
@@ -261,12 +263,25 @@ class Runner:
         shape = StepShape(
             len(parts), rows, outputs, width, pages, logprobs, proposals, features, levels
         )
+        if any(part.draft_parents is not None for part in parts):
+            shape = self._with_trees(shape, parts)
         most = self._memory.most
         if rows == outputs and self._device.captures:
             shape = rounded(shape, most)
         else:
             shape = shape._replace(pages=page_capacity(pages, most.pages))
         return self._drafting.plan(parts, shape)
+
+    def _with_trees(self, shape: StepShape, parts: Sequence[Scheduled]) -> StepShape:
+        """Adds room for the chains of trees, and for the tokens that these have copied."""
+        chains = pages = copies = 0
+        for part in parts:
+            count = part.num_chains
+            chains += count
+            pages += count * len(part.request.pages)
+            # From the beginning of a page to the end of a path.
+            copies += (count - 1) * (self._page_size + part.num_drafts)
+        return shape._replace(chains=chains, chain_pages=pages, copies=copies)
 
     def _fill(self, step: Step, plan: Plan) -> int:
         """Writes the plan into a step's input arrays; returns the pages in its lists."""
@@ -301,6 +316,10 @@ class Runner:
         self._fill_requests(step, columns, page_ends)
         if plan.prefixes is not None:
             _fill_prefixes(step, plan.prefixes)
+        if arrays.trees is not None:
+            lens = RequestRow(*arrays.requests.host)
+            lists = arrays.kv_indptr.host, arrays.kv_indices.host
+            arrays.trees.fill(parts, lens.qo_lens, lens.kv_lens, *lists)
         if step.shape.features & (Feature.PROCESSORS | Feature.ACCEPT_RATES | Feature.DRAFT_PROBS):
             self._fill_features(step, parts)
         if step.shape.rows > row:  # rows of no request, with a token that there is
@@ -356,11 +375,11 @@ class Runner:
 def _fill_prefixes(step: Step, prefixes: SharedPrefixes) -> None:
     """Writes what requests share; on levels and of requests that pad the step, nothing."""
     leaders, lens = step.arrays.prefix_leaders.host, step.arrays.prefix_lens.host
-    levels, batch = prefixes.leaders.shape
-    leaders[:] = np.arange(step.shape.batch)
+    levels, count = prefixes.leaders.shape
+    leaders[:] = np.arange(leaders.shape[1])
     lens.fill(0)
-    leaders[:levels, :batch] = prefixes.leaders
-    lens[:levels, :batch] = prefixes.lens
+    leaders[:levels, :count] = prefixes.leaders
+    lens[:levels, :count] = prefixes.lens
 
 
 def _emitted(parts: Sequence[Scheduled], step: Step) -> list[Emitted]:
@@ -374,7 +393,10 @@ def _emitted(parts: Sequence[Scheduled], step: Step) -> list[Emitted]:
     emitted = []
     for index, part in enumerate(parts):
         request = part.request
-        one = Emitted(request, tokens[index][: counts[index]], accepted[index], [])
+        path: Sequence[int] = range(accepted[index])
+        if part.draft_parents is not None and arrays.trees is not None:
+            path = arrays.trees.accepted_nodes.host[index, : len(path)].tolist()
+        one = Emitted(request, tokens[index][: counts[index]], path, [])
         reason = reasons[request.slot]
         if reason:
             one.finish_reason, one.stop_index = FinishReason(reason), stops[request.slot]
@@ -394,10 +416,11 @@ def _attach_logprobs(parts: Sequence[Scheduled], emitted: Sequence[Emitted], ste
     for index, (part, result) in enumerate(zip(parts, emitted, strict=True)):
         wanted = part.request.params.logprobs
         if wanted is not None:
+            # Each token was chosen by the row of the draft before it, the first one by the root.
+            rows = [first, *(first + 1 + node for node in result.accepted)]
             for column, token_id in enumerate(result.token_ids):
-                top = zip(
-                    ids[first + column][:wanted], values[first + column][:wanted], strict=True
-                )
+                row = rows[column]
+                top = zip(ids[row][:wanted], values[row][:wanted], strict=True)
                 logprob, rank = chosen[index][column], ranks[index][column]
                 result.logprobs.append(TokenLogprob(token_id, logprob, tuple(top), rank))
         first += 1 + part.num_drafts if part.emits else 0

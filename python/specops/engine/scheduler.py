@@ -8,6 +8,7 @@ reads requests and pages, and answers with a plan: it asks nobody, and tells nob
 from array import array
 from collections import deque
 
+from specops.engine.draft_trees import first_chain, num_spare_pages
 from specops.engine.fairness import Shares
 from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
@@ -48,6 +49,7 @@ class Scheduler:
         self._plan = Plan()  # of the step being planned
         # Who got spare pages in it, behind how many pages.
         self._borrowers: list[tuple[Request, int]] = []
+        self._pages_of_trees: list[int] = []
 
     def decoding(self) -> tuple[list[Request], int]:
         """Returns the requests that decode, and how many drafts the next step has room for."""
@@ -67,11 +69,12 @@ class Scheduler:
         for request in [request for request in self.running if request.is_decoding]:
             if request.slot < 0:
                 continue  # preempted by an earlier one in this very loop
-            drafts = request.num_drafts
+            drafts, parents = request.num_drafts, request.draft_parents
             if not self._has_pages(request, 1 + drafts):
-                drafts = 0  # rather no drafts than another's preemption
+                drafts, parents = 0, None  # rather no drafts than another's preemption
             if self._make_room(request, 1):
-                plan.parts.append(Scheduled(request, 1 + drafts, drafts, emits=True))
+                part = Scheduled(request, 1 + drafts, drafts, emits=True, draft_parents=parents)
+                plan.parts.append(part)
                 budget -= 1 + drafts
         for request in [r for r in self.running if not r.is_decoding]:
             if request.slot >= 0 and budget > 0:
@@ -82,6 +85,7 @@ class Scheduler:
                 # This step emits a token at least, and so will the one that verifies.
                 room = part.request.draft_room - 1
                 part.draft_limit = max(min(part.request.draft_limit, room), 0)
+        self._lend_pages_to_trees()
         self._lend_spare_pages()
         if self._prefix_finder is not None:
             self._prefix_finder.arrange(plan)
@@ -212,8 +216,37 @@ class Scheduler:
                 self._borrowers.append((request, len(request.pages)))
                 request.pages.extend(self.pool.allocate(count) or ())
 
+    def _lend_pages_to_trees(self) -> None:
+        """Gives trees the pages that their other chains need; without them, the first one is left.
+
+        Nor may all be verified as trees where one request's drafts cannot be.
+        """
+        parts = self._plan.parts
+        if all(part.draft_parents is None for part in parts):
+            return
+        may_be_trees = all(part.request.speculative.verifies_trees for part in parts)
+        for part in parts:
+            parents = part.draft_parents
+            if parents is None:
+                continue
+            root = part.request.num_computed
+            count = num_spare_pages(parents, root, self.pool.page_size)
+            pages = self.pool.allocate(count) if may_be_trees else None
+            if pages is None:
+                part.draft_parents, part.num_drafts = None, first_chain(parents)
+                part.num_rows = 1 + part.num_drafts
+            else:
+                part.spare_pages = pages
+                self._pages_of_trees += pages
+
+    def return_pages_of_trees(self) -> None:
+        """Takes back what only the last step needed."""
+        self.pool.release(self._pages_of_trees)
+        self._pages_of_trees.clear()
+
     def _return_spare_pages(self) -> None:
         """Takes back what was lent."""
+        self.return_pages_of_trees()
         for request, count in self._borrowers:
             self.pool.release(request.pages[count:])  # nothing, if it gave all back since
             del request.pages[count:]

@@ -33,6 +33,10 @@ REFUSED_FIELDS = {
 }
 
 _MAX_TREE_DEPTH = 2**15 - 1
+# What can draft trees, and what can verify them.
+_TREE_METHODS = ("suffix",)
+_TREE_STRATEGIES = ("target_match", "greedy", "rejection")
+_TREE_POLICIES = ("normal", "reject_all")
 _UNSET = cast(int, None)  # replaced in __post_init__, so that readers see plain integers
 
 
@@ -116,6 +120,7 @@ class RequestSpeculativeConfig:
         max_ngram_size: longest match of n-gram drafting.
         ngram_match: which of the longest matches n-gram drafting takes.
         adaptive_verification: verify fewer drafts, or none, where that is faster.
+        tree: draft a tree.
     """
 
     method: str | None = None
@@ -129,6 +134,7 @@ class RequestSpeculativeConfig:
     max_ngram_size: int | None = None
     ngram_match: str | None = None
     adaptive_verification: bool | None = None
+    tree: bool | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RequestSpeculativeConfig":
@@ -195,6 +201,10 @@ class SpeculativeConfig:
             and whether the drafter runs, follows from what steps cost and drafts gain. Only where
             that cannot change a token: with verify_strategy "target_match" or "greedy", and
             accept_policy "normal". Elsewhere, and when False, all drafts are verified.
+        tree: drafts are the likeliest continuations as a tree, not the likeliest one, and k is the
+            number of its nodes. With method "suffix", verify_strategy "target_match", "greedy" or
+            "rejection", and accept_policy "normal" or "reject_all". Where a step verifies drafts
+            of other strategies or policies beside them, only its first path is verified.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
@@ -221,6 +231,7 @@ class SpeculativeConfig:
     model: str | None = None
     draft_vocab: str | None = None
     adaptive_verification: bool = False
+    tree: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", _method(self.method))
@@ -267,6 +278,7 @@ class SpeculativeConfig:
             raise ValueError(
                 f"adaptive_verification must be true or false, got {self.adaptive_verification!r}"
             )
+        self._check_tree()
 
     def _resolve_lengths(self) -> None:
         tokens, steps = self.num_speculative_tokens, self.num_model_steps
@@ -294,6 +306,22 @@ class SpeculativeConfig:
                 )
         object.__setattr__(self, "num_speculative_tokens", tokens)
         object.__setattr__(self, "num_model_steps", steps)
+
+    def _check_tree(self) -> None:
+        if not isinstance(self.tree, bool):
+            raise ValueError(f"tree must be true or false, got {self.tree!r}")
+        if not self.tree:
+            return
+        for name, allowed in (
+            ("method", _TREE_METHODS),
+            ("verify_strategy", _TREE_STRATEGIES),
+            ("accept_policy", _TREE_POLICIES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"tree needs {name} {' or '.join(map(repr, allowed))}, "
+                    f"got {getattr(self, name)!r}"
+                )
 
     def _check_rates(self) -> None:
         rates: Any = self.synthetic_acceptance_rates
@@ -324,6 +352,11 @@ class SpeculativeConfig:
             and self.verify_strategy in ("target_match", "greedy")
             and self.accept_policy == "normal"
         )
+
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether a step may verify trees where a request verifies its drafts so."""
+        return self.verify_strategy in _TREE_STRATEGIES and self.accept_policy in _TREE_POLICIES
 
     @property
     def draft_stages(self) -> tuple[tuple[str, int], ...]:
@@ -428,6 +461,7 @@ class SpeculativeConfig:
             asked["method"] = _method(asked["method"])
             if asked["method"] != self.method:
                 asked.setdefault("mtp_strategy", "default")
+                asked.setdefault("tree", self.tree and asked["method"] in _TREE_METHODS)
                 keep = NAIVE not in (asked["method"], self.method)
                 asked.setdefault(
                     "num_speculative_tokens", self.num_speculative_tokens if keep else None

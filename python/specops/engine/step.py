@@ -23,6 +23,7 @@ from specops.engine.request import Feature
 from specops.engine.slot_tables import SlotTables
 from specops.engine.step_memory import Array, Layout, StepMemory
 from specops.engine.step_shape import StepShape
+from specops.engine.step_trees import StepTrees
 
 
 class RequestRow(NamedTuple):
@@ -104,6 +105,11 @@ class Exchange:
         self.drafters = parts.drafting.new_steps(shape, drafters_inputs, results)
         self.top_ids = results.int32(shape.outputs, alternatives)
         self.top_logprobs = results.float32(shape.outputs, alternatives)
+        self.trees_scratch, trees_inputs = Layout(), Layout()
+        self.trees = None
+        if shape.chains:
+            page_size = parts.cache.k[0].shape[1]
+            self.trees = StepTrees(shape, page_size, results, trees_inputs, self.trees_scratch)
         self.shared = shared = Layout(results.end)
         self.slot_state = shared.int32(len(SlotState._fields), slots)
         self.num_proposed = shared.int32(slots)  # zeros go in
@@ -113,14 +119,16 @@ class Exchange:
         self.sampling_ints = inputs.int32(len(SamplingInts._fields), batch)
         self.seeds = inputs.int64(batch)
         self.kv_indptr = inputs.int32(batch + 1)
-        self.prefix_leaders = inputs.int32(shape.prefix_levels, batch)
-        self.prefix_lens = inputs.int32(shape.prefix_levels, batch)
+        chains = shape.chains or batch
+        self.prefix_leaders = inputs.int32(shape.prefix_levels, chains)
+        self.prefix_lens = inputs.int32(shape.prefix_levels, chains)
         self.draft_token_ids = inputs.int32(batch, width)
         has_rates = bool(shape.features & Feature.ACCEPT_RATES)
         self.accept_rates = inputs.float32(batch, width if has_rates else 0)
         has_probs = bool(shape.features & Feature.DRAFT_PROBS)
         self.draft_prob_rows = inputs.int32(batch if has_probs else 0)
         inputs.append(drafters_inputs)
+        inputs.append(trees_inputs)
         is_processed = bool(shape.features & Feature.PROCESSORS)
         self.mask_indices = inputs.int32(shape.outputs if is_processed else 0)
         self.token_ids = inputs.int32(shape.rows)
@@ -143,7 +151,7 @@ class Exchange:
 class Scratch:
     """The arrays that only the device sees, but for the ops' workspaces."""
 
-    def __init__(self, shape: StepShape, parts: RunnerParts) -> None:
+    def __init__(self, shape: StepShape, parts: RunnerParts, trees: Layout) -> None:
         model, batch, rows, outputs = parts.model, shape.batch, shape.rows, shape.outputs
         self.layout = layout = Layout()
         self.indices = {
@@ -159,6 +167,7 @@ class Scratch:
         self.gathered = layout.add(model.dtype, gathered, model.config.hidden_size)
         self.logits = layout.float32(outputs, model.config.vocab_size)
         self.lse = layout.float32(outputs if shape.logprobs > 0 else 0)
+        layout.append(trees)
 
 
 class Step:
@@ -180,11 +189,16 @@ class Step:
         sums_size = max(
             model.sums_size(shape.rows, shape.outputs), *[one.sums_size for one in drafters], 0
         )
-        scratch = Scratch(shape, parts)
+        scratch = Scratch(shape, parts, arrays.trees_scratch)
         rows = max(shape.rows, *[one.num_rows for one in drafters], 0)
         floats = Layout()
         workspace = floats.float32(
-            model.workspace_size(rows, shape.batch, shape.pages, parts.cache)
+            model.workspace_size(
+                rows,
+                max(shape.batch, shape.chains),
+                max(shape.pages, shape.chain_pages),
+                parts.cache,
+            )
         )
         leaves = Layout()
         sums = leaves.float32(sums_size)
@@ -225,6 +239,8 @@ class Step:
             workspace=workspace.device,
             sums=sums.device if sums.device.numel() else None,
         )
+        # Attention sees chains where others see requests.
+        self._attended = self._batch if arrays.trees is None else arrays.trees.bind(self._batch)
         self._taps = {
             layer: states[: self.shape.rows] for layer, states in self._parts.taps.items()
         }
@@ -254,8 +270,13 @@ class Step:
         if workspace is None:  # none is needed: given, so that no call has to find out
             workspace = self._logits.new_empty(0, dtype=torch.uint8)
         has_rates = features & Feature.ACCEPT_RATES
+        trees = arrays.trees
+        parents = {} if trees is None else {"parents": trees.parents.device}
+        nodes = {} if trees is None else {"accepted_nodes": trees.accepted_nodes.device}
         self._verify_args: dict[str, Any] = {
             **choosing,
+            **parents,
+            **nodes,
             **self._told(),
             "strategy": ints.strategy,
             "policy": ints.policy,
@@ -281,6 +302,7 @@ class Step:
         if parts.processed_logprobs:
             self._tops |= {
                 **choosing,
+                **parents,
                 "processed_logprobs": True,
                 "output_indptr": self._indices.output_indptr,
                 "draft_token_ids": arrays.draft_token_ids.device,
@@ -325,8 +347,9 @@ class Step:
             kv_lens=batch.kv_lens,
             kv_indptr=batch.kv_indptr,
             kv_indices=batch.kv_indices,
-            prefix_leaders=batch.prefix_leaders,
-            prefix_lens=batch.prefix_lens,
+            # Of chains, where there are trees: then drafters read what they share once each.
+            prefix_leaders=None if arrays.trees else batch.prefix_leaders,
+            prefix_lens=None if arrays.trees else batch.prefix_lens,
             token_ids=self._parts.tables.token_ids,
             lens=SlotState(*arrays.slot_state.device).lens,
             top_k=ints.top_k,
@@ -386,7 +409,10 @@ class Step:
             num_output_rows=shape.outputs,
             out=indices,
         )
-        hidden = parts.model.forward(self._batch, parts.cache, self._taps)
+        trees = self.arrays.trees
+        if trees is not None:
+            trees.prepare()
+        hidden = parts.model.forward(self._attended, parts.cache, self._taps)
         if shape.outputs:
             if shape.outputs != shape.rows:
                 hidden = batching.gather_output_rows(
@@ -402,6 +428,9 @@ class Step:
             if shape.logprobs > 0:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             sampling.commit(**self._commit_args)
+            if trees is not None:
+                num_accepted = self.arrays.num_accepted.device
+                trees.keep_accepted(parts.cache, num_accepted, indices.qo_indptr, self._batch)
         for drafter in self._drafters:
             drafter.launch(self._target)
         if self._memory.device.is_async:

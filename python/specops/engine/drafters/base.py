@@ -97,13 +97,17 @@ class TargetStep:
 
 @dataclass(slots=True)
 class Proposals:
-    """The drafts for the next step, by slot, on the host. Trees will add `parents` beside them."""
+    """The drafts for the next step, by slot, on the host."""
 
     token_ids: NDArray[np.int32]  # [slots, k]
     counts: NDArray[np.int32]  # [slots]
     # [slots, k]: how sure the drafter is of each, in [0, 1]; 0: it does not say. Only requests
     # whose drafts are selected need them.
     confidences: NDArray[np.float32]
+    # [slots, k]: the draft before it that each hangs on, or -1: the last token; of rows that
+    # are trees, bool [slots]. Others are chains. The likeliest drafts come first.
+    parents: NDArray[np.int32]
+    are_trees: NDArray[np.bool_]
 
 
 @dataclass(slots=True)

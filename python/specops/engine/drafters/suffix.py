@@ -52,6 +52,7 @@ class SuffixDrafter(Drafter):
         self._counts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._drafts: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
         self._probs: NDArray[np.float32] = np.empty((slots, 0), dtype=np.float32)
+        self._parents: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
         # Of the first rows, by how many, so that a step makes none.
         self._tensors: dict[int, tuple[Tensor, ...]] = {}
         self._started: dict[int, int] = {}  # numbers of requests, by their arrival
@@ -96,11 +97,20 @@ class SuffixDrafter(Drafter):
             if slot in self._requests:
                 self._tell(self._requests[slot], slot, int(before[row]))
         self._lens_told[slots] = lens[slots]
-        proposals, batch = results.proposals, len(limits)
+        # Trees and chains are calls of their own; mostly all are one or the other.
+        for tree in {part.request.speculative.tree for part in results.parts}:
+            self._draft(results, limits, tree)
+
+    def _draft(self, results: StepResults, limits: list[int], tree: bool) -> None:
+        """Appends what was emitted by those who draft trees, or chains, and continues them."""
+        proposals, batch, slots = results.proposals, len(limits), results.slots
         requests, *others = self._views(batch, proposals.token_ids.shape[1])
         # Slots are not out of range, and no mode but this writes without a copy.
         np.take(self._numbers, slots, out=self._rows[:batch], mode="clip")
-        np.subtract(lens[slots], before, out=self._num_tokens[:batch])
+        for row, part in enumerate(results.parts):
+            if part.request.speculative.tree != tree:
+                self._rows[row] = -1
+        np.subtract(results.lens[slots], results.lens_before, out=self._num_tokens[:batch])
         given = self._num_given[:batch]
         np.take(proposals.counts, slots, out=given, mode="clip")
         np.subtract(limits, given, out=self._max_drafts[:batch], casting="unsafe")
@@ -108,7 +118,7 @@ class SuffixDrafter(Drafter):
         given[self._max_drafts[:batch] == 0] = 0  # nothing to continue
         if given.any():
             np.take(proposals.token_ids, slots, axis=0, out=self._drafts[:batch], mode="clip")
-        num_tokens, max_drafts, drafts, counts, num_given, probs = others
+        num_tokens, max_drafts, drafts, counts, num_given, probs, parents = others
         self.cache.step(
             requests,
             results.token_ids,
@@ -117,16 +127,21 @@ class SuffixDrafter(Drafter):
             draft_token_ids=drafts,
             num_draft_tokens=counts,
             num_given_drafts=num_given,
+            parents=parents if tree else None,
             probs=probs,
+            use_tree=tree,
         )
-        rows = self._counts[:batch].nonzero()[0]
-        found, of_rows = slots[rows], self._counts[rows]
+        found_rows = self._counts[:batch].nonzero()[0]
+        found, of_rows = slots[found_rows], self._counts[found_rows]
         proposals.counts[found] += of_rows
-        proposals.token_ids[found] = self._drafts[rows]
+        proposals.token_ids[found] = self._drafts[found_rows]
+        if tree:
+            proposals.parents[found] = self._parents[found_rows]
+            proposals.are_trees[found] = True
         if any(part.request.speculative.selects_drafts for part in results.parts):
-            behind = np.arange(self._probs.shape[1]) >= given[rows, None]
+            behind = np.arange(self._probs.shape[1]) >= given[found_rows, None]
             proposals.confidences[found] = np.where(
-                behind, self._probs[rows], proposals.confidences[found]
+                behind, self._probs[found_rows], proposals.confidences[found]
             )
 
     @property
@@ -153,6 +168,7 @@ class SuffixDrafter(Drafter):
         if self._drafts.shape[1] != width:
             self._drafts = np.full((len(self._rows), width), -1, dtype=np.int32)
             self._probs = np.zeros((len(self._rows), width), dtype=np.float32)
+            self._parents = np.zeros((len(self._rows), width), dtype=np.int32)
             self._tensors.clear()
         tensors = self._tensors.get(batch)
         if tensors is None:
@@ -164,6 +180,7 @@ class SuffixDrafter(Drafter):
                 self._counts,
                 self._num_given,
                 self._probs,
+                self._parents,
             )
             tensors = tuple(torch.from_numpy(array[:batch]) for array in arrays)
             self._tensors[batch] = tensors

@@ -63,6 +63,9 @@ class LayerBatch:
     # Both int32 [levels, batch]; None: nobody shares anything.
     prefix_leaders: Tensor | None = None
     prefix_lens: Tensor | None = None
+    # Both int64 [copies]: what is copied in the caches behind the rows. None: nothing.
+    from_slots: Tensor | None = None
+    to_slots: Tensor | None = None
     # Both float32, for every layer, as they run one after the other; None: allocated per layer.
     workspace: Tensor | None = None  # [workspace_size()], for attention
     sums: Tensor | None = None  # [sums_size()], for the projections
@@ -283,6 +286,8 @@ class Transformer:
             norm_eps=eps,
             q_out=buffers.q_rotated,
         )
+        if batch.from_slots is not None and batch.to_slots is not None:
+            attention.copy_kv(k_cache, v_cache, batch.from_slots, batch.to_slots)
         attention.append_attention(
             buffers.q_rotated,
             k_cache,
