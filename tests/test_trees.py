@@ -304,8 +304,17 @@ def test_copy_kv_faults(
 class TreeStep:
     """A ragged step: trees, chains, chunks and idle requests over one poisoned cache."""
 
-    def __init__(self, draw: random.Random, trees: list[list[int]], texts: list[int], *,
-                 page_size: int, dtype: torch.dtype, heads: tuple[int, int], device: str):  # fmt: skip
+    def __init__(
+        self,
+        draw: random.Random,
+        trees: list[list[int]],
+        texts: list[int],
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        heads: tuple[int, int],
+        device: str,
+    ) -> None:
         self.trees, self.texts, self.page_size, self.device = trees, texts, page_size, device
         self.case = tree_batch(draw, trees, texts, page_size)
         num_pages = 3 + len(self.case["kv_indices"]) + len(self.case["spare_pages"])

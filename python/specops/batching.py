@@ -502,9 +502,9 @@ def tree_chains(
     plain decoding would, and has the same bits.
 
     A step of trees, per layer: `rope_append_kv` with the requests' `cache_slots` and the chains'
-    `positions`, both of `prepare_batch`; `copy_kv`; `append_attention` with the chains, which may be
-    told that those of a request share its pages; at the end `verify(parents=...)` and `compact_kv`
-    with the requests.
+    `positions`, both of `prepare_batch`; `copy_kv`; `append_attention` with the chains, which may
+    be told that those of a request share its pages; at the end `verify(parents=...)` and
+    `compact_kv` with the requests.
 
     Args:
         parents: [batch, nodes], int32, on the CPU as all arguments. Of node j the node that it

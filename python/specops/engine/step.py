@@ -214,6 +214,8 @@ class Step:
         leaves.place(memory.block("sums", 0))
         self._bind_model(scratch, workspace, sums)
         self._bind_sampling(scratch)
+        if arrays.trees is not None:
+            self._bind_trees(arrays.trees)
         self._bind_commit()
         self._drafters: list[DrafterStep] = drafters
         if drafters:
@@ -270,13 +272,8 @@ class Step:
         if workspace is None:  # none is needed: given, so that no call has to find out
             workspace = self._logits.new_empty(0, dtype=torch.uint8)
         has_rates = features & Feature.ACCEPT_RATES
-        trees = arrays.trees
-        parents = {} if trees is None else {"parents": trees.parents.device}
-        nodes = {} if trees is None else {"accepted_nodes": trees.accepted_nodes.device}
         self._verify_args: dict[str, Any] = {
             **choosing,
-            **parents,
-            **nodes,
             **self._told(),
             "strategy": ints.strategy,
             "policy": ints.policy,
@@ -302,11 +299,17 @@ class Step:
         if parts.processed_logprobs:
             self._tops |= {
                 **choosing,
-                **parents,
                 "processed_logprobs": True,
                 "output_indptr": self._indices.output_indptr,
                 "draft_token_ids": arrays.draft_token_ids.device,
             }
+
+    def _bind_trees(self, trees: StepTrees) -> None:
+        """Adds what trees have to what choosing tokens takes."""
+        parents = trees.parents.device
+        self._verify_args |= {"parents": parents, "accepted_nodes": trees.accepted_nodes.device}
+        if self._parts.processed_logprobs:
+            self._tops["parents"] = parents
 
     def _bind_commit(self) -> None:
         """Notes the tensors that committing tokens takes."""
