@@ -452,6 +452,37 @@ def test_after_compaction_the_cache_is_plain_decodings(
     assert any(path != list(range(len(path))) for path in paths)
 
 
+@pytest.mark.parametrize("width", [64, 13])
+def test_states_of_a_path_follow_the_roots(device: str, isa: str, width: int) -> None:
+    """A step's rows, compacted as pages of one token; what is behind the path is nobody's."""
+    draw = random.Random(width)
+    trees = [preorder(random_tree(draw, 20)) for _ in range(4)] + [CHAIN, []]
+    paths = [path_to(tree, draw.randrange(-1, len(tree))) for tree in trees]
+    rows = [1 + len(tree) for tree in trees]
+    indptr = [sum(rows[:b]) for b in range(len(rows) + 1)]
+    states = torch.randn(indptr[-1], width).bfloat16()
+    nodes = torch.full((len(trees), 20), -1, dtype=torch.int32)
+    for b, path in enumerate(paths):
+        nodes[b, : len(path)] = ints(path)
+    got = states.clone().to(device)
+    for one, reads in ((attention.compact_kv, got), (reference.compact_kv, states.clone())):
+        one(
+            reads.view(-1, 1, 1, width),
+            None,
+            nodes.to(device),
+            ints([len(path) for path in paths], device),
+            ints(indptr, device),
+            ints(rows, device),
+            ints(indptr, device),
+            ints([*range(indptr[-1])], device),
+        )
+        for b, path in enumerate(paths):
+            mine = states[indptr[b] : indptr[b + 1]]
+            want = mine[[0, *(1 + node for node in path)]]
+            assert torch.equal(reads.cpu()[indptr[b] : indptr[b] + len(want)], want)
+    assert any(path != list(range(len(path))) for path in paths)
+
+
 # ---- the engine ----
 
 NAIVE = SpeculativeConfig(method="naive")
@@ -746,15 +777,76 @@ SUFFIX_TREE = SpeculativeConfig(
 )  # fmt: skip
 
 
+MTP_TREE = SpeculativeConfig(
+    method="mtp", num_speculative_tokens=5, num_model_steps=4, tree=True,
+    adaptive_verification=False,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-def test_suffix_trees_change_no_bit(
-    model_dir: Path, expected: dict[tuple[bool, str], list[Any]], limits: dict[str, Any]
+@pytest.mark.parametrize("speculative", [SUFFIX_TREE, MTP_TREE], ids=["suffix", "mtp"])
+def test_trees_of_the_drafters_change_no_bit(
+    model_dir: Path,
+    expected: dict[tuple[bool, str], list[Any]],
+    speculative: SpeculativeConfig,
+    limits: dict[str, Any],
 ) -> None:
-    engine = make(model_dir, SUFFIX_TREE, **limits)
+    engine = make(model_dir, speculative, **limits)
     branches = count_steps(engine)
-    for _ in range(2):  # the second time, the shared tree has what was said
+    for _ in range(2):  # the second time, a shared tree has what was said
         assert run(engine) == expected[False, "raw_logprobs"]
     assert max(branches) > 0 and engine.stats.speculative.num_accepted_tokens > 0
+    assert run(engine, everything=True) == expected[True, "raw_logprobs"]
+
+
+def test_modules_see_states_of_the_path(
+    model_dir: Path,
+    expected: dict[tuple[bool, str], list[Any]],
+    scripted: Scripted,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After any tree the modules draft what they draft after plain decoding."""
+    want = expected[False, "raw_logprobs"]
+    speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive_verification": False}
+
+    def drafts_of(others: bool) -> dict[tuple[int, int], list[int]]:
+        engine, drafter = scripted(model_dir, want, max_num_seqs=8)
+        names = [
+            engine.add_request(prompt, params(i, False), speculative_config=speculative)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        found: dict[tuple[int, int], list[int]] = {}
+        finish, plant = engine.drafters["mtp"].finish, drafter.finish
+
+        def watch(results: StepResults) -> None:
+            finish(results)
+            proposals = results.proposals
+            for part in results.parts:
+                slot, known = part.request.slot, len(part.request.token_ids)
+                count = int(proposals.counts[slot])
+                found[part.request.seed, known] = proposals.token_ids[slot, :count].tolist()
+                proposals.counts[slot] = 0
+                if others:  # a random tree takes the place of what they drafted
+                    part.request.draft_stages = {**part.request.draft_stages, "ngram": 3}
+            if others:
+                plant(results)
+
+        monkeypatch.setattr(engine.drafters["mtp"], "finish", watch)
+        monkeypatch.setattr(drafter, "finish", lambda results: None)
+        branches = count_steps(engine)
+        while engine.has_unfinished():
+            engine.step()
+        assert bits([engine.completion(name) for name in names]) == want
+        assert (max(branches) > 0) == others
+        return found
+
+    plain, after_trees = drafts_of(others=False), drafts_of(others=True)
+    common = plain.keys() & after_trees.keys()
+    assert len(common) > 40 and len(after_trees) < len(plain)
+    for key in common:  # near its end a request may draft less; how much depends on the step
+        count = min(len(plain[key]), len(after_trees[key]))
+        assert plain[key][:count] == after_trees[key][:count], key
+    assert sum(len(after_trees[key]) == 3 for key in common) > 40
 
 
 def test_trees_beside_chains_of_the_same_method(
@@ -807,6 +899,21 @@ def test_trees_on_a_device_with_memory_of_its_own(
             assert max(branches) > 0 and any(replayed) == captures
 
 
+@pytest.mark.parametrize("speculative", [SUFFIX_TREE, MTP_TREE], ids=["suffix", "mtp"])
+def test_trees_of_the_drafters_on_such_a_device(
+    model_dir: Path,
+    expected: dict[tuple[bool, str], list[Any]],
+    speculative: SpeculativeConfig,
+    twin: Callable[..., TwinDevice],
+) -> None:
+    twin(captures=True, poison=0xFF)
+    engine = make(model_dir, speculative, max_num_seqs=4)
+    branches = count_steps(engine)
+    for _ in range(2):
+        assert run(engine) == expected[False, "raw_logprobs"]
+    assert max(branches) > 0 and engine.num_captures > 0
+
+
 def test_trees_in_the_interpreter(
     tmp_path: Path,
     scripted: Scripted,
@@ -821,6 +928,7 @@ def test_trees_in_the_interpreter(
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=96,
+        num_nextn_predict_layers=1,
     )
     module = simt.load()
     module.set_schedule("in_order", 0)
@@ -831,7 +939,10 @@ def test_trees_in_the_interpreter(
     want = run(make(model_dir, NAIVE, max_num_seqs=1), count=2)
     for captures in (True, False):
         twin(captures=captures, poison=0xFF)
-        engine, _ = scripted(model_dir, want, k=6, max_num_seqs=2)
+        if captures:
+            engine, _ = scripted(model_dir, want, k=6, max_num_seqs=2)
+        else:
+            engine = make(model_dir, MTP_TREE, max_num_seqs=2)
         branches = count_steps(engine)
         assert run(engine, count=2) == want
         assert max(branches) > 0 and engine.stats.speculative.num_accepted_tokens > 0

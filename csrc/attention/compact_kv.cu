@@ -11,7 +11,7 @@ void compact_kv_cuda(const CompactKvParams& params, CudaStream stream) {
     int64_t words = params.slot_bytes / static_cast<int64_t>(sizeof(Word));
     int64_t pieces = (words + kCompactKvThreads - 1) / kCompactKvThreads;
     launch(compact_kv_kernel<Word>,
-           dim3(static_cast<unsigned>(2 * params.batch * pieces)),
+           dim3(static_cast<unsigned>(num_caches(params) * params.batch * pieces)),
            kCompactKvThreads,
            sizeof(CompactKvMoves),
            stream,

@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
   int thread = static_cast<int>(threadIdx.x);
   auto slot_words = static_cast<uint32_t>(params.slot_bytes / sizeof(Word));
   uint32_t pieces = (slot_words + kCompactKvThreads - 1) / kCompactKvThreads;
-  uint32_t batch_idx = blockIdx.x / (2 * pieces);
-  uint32_t part = blockIdx.x % (2 * pieces);
+  uint32_t parts = num_caches(params) * pieces;
+  uint32_t batch_idx = blockIdx.x / parts, part = blockIdx.x % parts;
   CompactKvRequest request(params, batch_idx);
   bool reports = part == 0;
   if (request.fault != ErrorCode::kNone && reports && thread == 0) {

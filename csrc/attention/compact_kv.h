@@ -13,7 +13,7 @@ namespace specops {
 
 struct CompactKvParams {
   void* k_cache;                       // [num_pages, page_size, num_kv_heads, head_dim]
-  void* v_cache;                       // as k_cache
+  void* v_cache;                       // as k_cache; nullptr: there is none
   const int32_t* accepted_nodes;       // [batch, nodes], ascending, then -1
   const int32_t* num_accepted_tokens;  // [batch], valid entries of accepted_nodes
   const int32_t* qo_indptr;            // [batch + 1], rows of each request: its root and nodes
@@ -28,6 +28,10 @@ struct CompactKvParams {
   int64_t slot_bytes;  // of one token in one cache
   ErrorFlag error;
 };
+
+SPECOPS_HOST_DEVICE int num_caches(const CompactKvParams& params) {
+  return params.v_cache == nullptr ? 1 : 2;
+}
 
 SPECOPS_HOST_DEVICE int64_t num_rows(const CompactKvParams& params, int64_t batch_idx) {
   return int64_t{params.qo_indptr[batch_idx + 1]} - params.qo_indptr[batch_idx];

@@ -14,10 +14,11 @@ namespace specops::SPECOPS_ISA {
 // Threads: requests and caches.
 void compact_kv_cpu(const CompactKvParams& params) {
   auto slot_bytes = static_cast<size_t>(params.slot_bytes);
-  parallel_for(2 * params.batch, 1, [&](int64_t begin, int64_t end) {
+  int caches = num_caches(params);
+  parallel_for(caches * params.batch, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      int64_t batch_idx = item / 2;
-      char* cache = static_cast<char*>(item % 2 == 0 ? params.k_cache : params.v_cache);
+      int64_t batch_idx = item / caches;
+      char* cache = static_cast<char*>(item % caches == 0 ? params.k_cache : params.v_cache);
       const int32_t* nodes = params.accepted_nodes + batch_idx * params.nodes;
       const int32_t* pages = params.kv_indices + params.kv_indptr[batch_idx];
       int64_t first = params.kv_lens[batch_idx] - num_rows(params, batch_idx) + 1;

@@ -391,7 +391,7 @@ void compact_kv(const TensorView& k_cache,
   Dim batch{"batch"}, batch_plus_1{"batch + 1"}, nodes{"nodes"}, num_indices{"pages"};
   check.tensor("k_cache", k_cache, kFloats, {&num_pages, &page_size, &heads, &head_dim});
   DType dtype = k_cache.dtype();
-  check.tensor("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &heads, &head_dim});
+  check.optional("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &heads, &head_dim});
   check.tensor("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &nodes});
   batch_plus_1.value = batch + 1;
   check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
@@ -401,7 +401,7 @@ void compact_kv(const TensorView& k_cache,
   check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&num_indices});
   CompactKvParams params{
       .k_cache = k_cache.raw(),
-      .v_cache = v_cache.raw(),
+      .v_cache = v_cache.data<void>(),
       .accepted_nodes = accepted_nodes.data<int32_t>(),
       .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
       .qo_indptr = qo_indptr.data<int32_t>(),

@@ -7,7 +7,7 @@
 namespace specops {
 
 // Calls fn with a word that slots are made of: 16 bytes, or 2 where head_dim is odd or the caches
-// are views into other tensors.
+// are views into other tensors. A cache that is not there is nullptr.
 template <typename Params, typename Fn>
 void with_slot_words(const Params& params, Fn&& fn) {
   uint64_t together = reinterpret_cast<uintptr_t>(params.k_cache) |

@@ -176,7 +176,7 @@ def attention_workspace_size(
 def merge_states(outs: Tensor, lses: Tensor, out: Written, lse: Written) -> None: ...
 def compact_kv(
     k_cache: Written,
-    v_cache: Written,
+    v_cache: Written | None,
     accepted_nodes: Tensor,
     num_accepted_tokens: Tensor,
     qo_indptr: Tensor,

@@ -449,7 +449,7 @@ def merge_states(
 
 def compact_kv(
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     accepted_nodes: Tensor,
     num_accepted_tokens: Tensor,
     qo_indptr: Tensor,
@@ -464,9 +464,12 @@ def compact_kv(
 
         slot base + 1 + i = slot base + 1 + accepted_nodes[b, i]   for i < num_accepted_tokens[b]
 
+    Rows of a step, such as the states that drafters read, are moved in the same way: they are a
+    cache of pages of one token, page r is row r, and a request's tokens are its rows.
+
     Args:
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16 or float16.
-        v_cache: as `k_cache`.
+        v_cache: as `k_cache`; None: there is one cache.
         accepted_nodes: [batch, nodes], int32. Ascending; not looked at past
             num_accepted_tokens[b], where `verify` leaves -1.
         num_accepted_tokens: [batch], int32. Length of each path. 0 moves nothing, and nothing else

@@ -34,7 +34,7 @@ REFUSED_FIELDS = {
 
 _MAX_TREE_DEPTH = 2**15 - 1
 # What can draft trees, and what can verify them.
-_TREE_METHODS = ("suffix",)
+_TREE_METHODS = ("suffix", "mtp")
 _TREE_STRATEGIES = ("target_match", "greedy", "rejection")
 _TREE_POLICIES = ("normal", "reject_all")
 _UNSET = cast(int, None)  # replaced in __post_init__, so that readers see plain integers
@@ -202,9 +202,11 @@ class SpeculativeConfig:
             that cannot change a token: with verify_strategy "target_match" or "greedy", and
             accept_policy "normal". Elsewhere, and when False, all drafts are verified.
         tree: drafts are the likeliest continuations as a tree, not the likeliest one, and k is the
-            number of its nodes. With method "suffix", verify_strategy "target_match", "greedy" or
-            "rejection", and accept_policy "normal" or "reject_all". Where a step verifies drafts
-            of other strategies or policies beside them, only its first path is verified.
+            number of its nodes; with "mtp", two tokens for every pass of the modules, and the k
+            likeliest of them. With method "suffix" or "mtp" (and mtp_strategy "default"),
+            verify_strategy "target_match", "greedy" or "rejection", and accept_policy "normal" or
+            "reject_all". Where a step verifies drafts of other strategies or policies beside
+            them, only its first path is verified.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
@@ -314,6 +316,7 @@ class SpeculativeConfig:
             return
         for name, allowed in (
             ("method", _TREE_METHODS),
+            ("mtp_strategy", ("default",)),
             ("verify_strategy", _TREE_STRATEGIES),
             ("accept_policy", _TREE_POLICIES),
         ):
@@ -391,12 +394,14 @@ class SpeculativeConfig:
     def draws_drafts(self) -> bool:
         """Whether modules draw drafts with numbers of their own.
 
-        That pays where verification weighs a draft by both distributions.
+        That pays where verification weighs a draft by both distributions. Those of a tree are the
+        likeliest ones.
         """
         return (
             self.method == "mtp"
             and self.mtp_strategy == "default"
             and self.draft_vocab is None
+            and not self.tree
             and self.verify_strategy in ("rejection", "block")
         )
 

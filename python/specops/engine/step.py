@@ -434,6 +434,10 @@ class Step:
             if trees is not None:
                 num_accepted = self.arrays.num_accepted.device
                 trees.keep_accepted(parts.cache, num_accepted, indices.qo_indptr, self._batch)
+                if self._drafters:
+                    states = (parts.model.states(shape.rows), *self._taps.values())
+                    numbers = parts.model.row_numbers(shape.rows)
+                    trees.keep_states(states, num_accepted, indices.qo_indptr, row.qo_lens, numbers)
         for drafter in self._drafters:
             drafter.launch(self._target)
         if self._memory.device.is_async:

@@ -4,7 +4,7 @@
 To attention, and to nobody else, each chain of a tree is a request (`batching.tree_chains`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,14 +141,22 @@ class StepTrees:
         self, cache: KvCache, num_accepted: Tensor, qo_indptr: Tensor, requests: StepBatch
     ) -> None:
         """Moves keys and values of accepted paths to where plain decoding would have put them."""
+        accepted = (self.accepted_nodes.device, num_accepted, qo_indptr)
+        pages = (requests.kv_lens, requests.kv_indptr, requests.kv_indices)
         for k_cache, v_cache in zip(cache.k, cache.v, strict=True):
+            attention.compact_kv(k_cache, v_cache, *accepted, *pages)
+
+    def keep_states(
+        self,
+        states: Iterable[Tensor],
+        num_accepted: Tensor,
+        qo_indptr: Tensor,
+        qo_lens: Tensor,
+        row_numbers: Tensor,
+    ) -> None:
+        """Moves states of accepted paths behind the root's: for drafters, all drafts are chains."""
+        accepted = (self.accepted_nodes.device, num_accepted, qo_indptr)
+        for one in states:  # pages of one row
             attention.compact_kv(
-                k_cache,
-                v_cache,
-                self.accepted_nodes.device,
-                num_accepted,
-                qo_indptr,
-                requests.kv_lens,
-                requests.kv_indptr,
-                requests.kv_indices,
+                one.view(len(one), 1, 1, -1), None, *accepted, qo_lens, qo_indptr, row_numbers
             )

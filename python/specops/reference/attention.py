@@ -145,7 +145,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 def compact_kv(
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     accepted_nodes: Tensor,
     num_accepted_tokens: Tensor,
     qo_indptr: Tensor,
@@ -163,8 +163,9 @@ def compact_kv(
         ).to(pages.device)
         slots = pages[tokens // page_size] * page_size + tokens % page_size
         for cache in (k_cache, v_cache):
-            flat = cache.view(-1, *cache.shape[2:])
-            flat[slots[1]] = flat[slots[0]].clone()
+            if cache is not None:
+                flat = cache.view(-1, *cache.shape[2:])
+                flat[slots[1]] = flat[slots[0]].clone()
 
 
 def copy_kv(k_cache: Tensor, v_cache: Tensor, from_slots: Tensor, to_slots: Tensor) -> None:

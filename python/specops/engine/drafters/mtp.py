@@ -74,6 +74,7 @@ class MtpShape(NamedTuple):
     draws: bool  # some drafts are drawn, not all the likeliest tokens
     has_own_numbers: bool  # some of those with numbers of their own
     tells: bool  # how likely each draft is
+    branches: bool  # and which token is the likeliest beside it, for trees
 
 
 class _Inputs(NamedTuple):
@@ -111,6 +112,7 @@ class _Choices:
     positions: Tensor  # int32 [batch]; of the tokens, where the pass is of a second module or later
     anchors: Tensor  # int32 [batch]
     is_drawn: Tensor  # bool [batch]; with numbers of its own
+    lse: Tensor  # float32 [batch]
 
 
 class MtpDrafter(Drafter):
@@ -142,6 +144,9 @@ class MtpDrafter(Drafter):
         self.max_rows = max_rows + self.max_redrafts + slots * (modules.num_modules - 1)
         self.cache: KvCache
         self.modules = modules
+        # From the drafts' vocabulary to the target's, on the host; None: they are the same.
+        token_map = modules.token_map
+        self.token_map = None if token_map is None else token_map.cpu().numpy()
         self.page_size = context.config.page_size
         self.slots = slots
         self._target = context.target
@@ -173,6 +178,7 @@ class MtpDrafter(Drafter):
             ints[3],
             ints[4],
             torch.zeros(slots, dtype=torch.bool, device=where),
+            torch.empty(slots, dtype=torch.float32, device=where),
         )
         workspace = sampling.sampling_workspace(self.choices.logits)
         if workspace is None:  # given, so that no call has to find out
@@ -227,7 +233,7 @@ class MtpDrafter(Drafter):
         if not ours:
             return None
         redrafts, room = 0, self.max_redrafts
-        runs = draws = own_numbers = skips = tells = False
+        runs = draws = own_numbers = skips = tells = branches = False
         for part, progress in ours:
             progress.redraft_len = -1
             slot = part.request.slot
@@ -242,16 +248,17 @@ class MtpDrafter(Drafter):
             progress.redraft_len = missing
             if missing >= 0:
                 runs = True
-                tells = tells or part.request.speculative.selects_drafts
+                branches = branches or part.request.speculative.tree
+                tells = tells or branches or part.request.speculative.selects_drafts
                 redrafts += missing
                 room -= max(missing - (self.num_modules - 1), 0)
                 skips = skips or progress.begin > 0
         if not runs:
-            return MtpShape(0, False, draws, own_numbers, False)
+            return MtpShape(0, False, draws, own_numbers, tells=False, branches=False)
         rows = self.max_rows  # on the CPU one size, so that shapes come again: see `with_rows`
         if self._device.is_async:
             rows = min(shape.rows + (rung(redrafts) if redrafts else 0), self.max_rows)
-        return MtpShape(rows, skips, draws, own_numbers, tells)
+        return MtpShape(rows, skips, draws, own_numbers, tells, branches)
 
     def num_rows_behind(self, request: Request) -> int:
         """Rows before the step's, but for those that several modules always run again."""
@@ -352,6 +359,7 @@ class MtpDrafter(Drafter):
                 whole.positions[:size],
                 whole.anchors[:size],
                 whole.is_drawn[:size],
+                whole.lse[:size],
             )
         return view
 
@@ -380,6 +388,9 @@ class MtpStep(DrafterStep):
         self._kv_indptr = inputs.int32(batch + 1 if shape.skips_pages else 0)
         passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
         self._logprobs = [results.float32(batch) for _ in range(passes)]  # of the drafts, by pass
+        passes = passes if shape.branches else 0
+        self._likeliest = [results.int32(batch, 2) for _ in range(passes)]
+        self._their_logprobs = [results.float32(batch, 2) for _ in range(passes)]
         self.num_rows = shape.rows
         self.sums_size = drafter.sums_size(shape.rows, batch) if shape.rows else 0
         self.rows: _Inputs
@@ -448,6 +459,37 @@ class MtpStep(DrafterStep):
                 slot = part.request.slot
                 count = min(stage_limit(part, self._drafter.name), len(probs))
                 proposals.confidences[slot, :count] = probs[:count, index]
+                if self._likeliest and part.request.speculative.tree:
+                    self._branch(part, index, proposals)
+
+    def _branch(self, part: Scheduled, index: int, proposals: Proposals) -> None:
+        """Makes a tree of a request's chain: with a second token for each of its drafts."""
+        slot, token_map = part.request.slot, self._drafter.token_map
+        count = int(proposals.counts[slot])
+        tokens = proposals.token_ids[slot, :count].tolist()
+        chances = proposals.confidences[slot, :count].tolist()
+        candidates: list[tuple[float, float, int, int]] = []  # path's chance, its own, depth, token
+        path = 1.0
+        for depth, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
+            likeliest = self._likeliest[depth].host[index]
+            likeliest = likeliest if token_map is None else token_map[likeliest]
+            place = int(likeliest[0] == token)
+            other = min(float(np.exp(self._their_logprobs[depth].host[index, place])), 1.0)
+            candidates.append((path * other, other, depth, int(likeliest[place])))
+            path *= chance
+            candidates.append((path, chance, depth, token))
+        # Chances fall along a path, and the chain's own come first: parents precede.
+        order = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], 1 - i % 2))
+        on_chain = {-1: -1}  # by depth, the places of the chain's drafts
+        for place, i in enumerate(order[: part.draft_limit]):
+            _, chance, depth, token = candidates[i]
+            if i % 2:
+                on_chain[depth] = place
+            proposals.token_ids[slot, place] = token
+            proposals.confidences[slot, place] = chance
+            proposals.parents[slot, place] = on_chain[depth - 1]
+        proposals.counts[slot] = min(len(order), part.draft_limit)
+        proposals.are_trees[slot] = True
 
     def _bind(self, target: TargetStep) -> None:
         """Makes the views that launches take, once."""
@@ -568,6 +610,15 @@ class MtpStep(DrafterStep):
         sampling.sample(
             choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
         )
+        if self._likeliest:
+            sampling.top_logprobs(
+                choices.logits,
+                2,
+                token_ids=self._likeliest[step].device,
+                logprobs=self._their_logprobs[step].device,
+                lse=choices.lse,
+                workspace=drafter.workspace,
+            )
         if self._shape.has_own_numbers:
             assert drafter.draft_probs is not None
             sampling.sample(

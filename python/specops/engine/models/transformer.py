@@ -248,9 +248,13 @@ class Transformer:
                 out=buffers.normed,
             )
             if taps and index in taps:
-                rows = self._row_numbers[: buffers.residual.shape[0]]
+                rows = self.row_numbers(buffers.residual.shape[0])
                 batching.gather_output_rows(buffers.residual, rows, out=taps[index])
         return buffers.normed
+
+    def row_numbers(self, rows: int) -> Tensor:
+        """Returns 0, 1, 2 and so on, int32 [rows]: always the same memory."""
+        return self._row_numbers[:rows]
 
     def states(self, rows: int) -> Tensor:
         """Returns what `forward` returns for so many rows: always the same memory."""
