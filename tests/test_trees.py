@@ -507,6 +507,8 @@ class TreeDrafter(Drafter):
     def finish(self, results: StepResults) -> None:
         for part in results.parts:
             request, limit = part.request, stage_limit(part, self.name)
+            if self.name not in request.draft_stages:
+                continue
             known = len(request.token_ids)
             draw = random.Random(hash((self._seed, request.seed, request.choice_index, known)))
             count = draw.choice([limit, limit, limit // 2, 0]) if limit else 0
