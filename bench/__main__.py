@@ -30,6 +30,7 @@ FAMILIES = {
     "linear": "dense",
     "attention": "attention",
     "cascade": "cascade",
+    "trees": "trees",
     "sampling": "sampling",
     "suffix_tree": "suffix_tree",
     "ngram_propose": "ngram",

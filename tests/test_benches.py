@@ -36,6 +36,13 @@ SMALL: dict[str, dict[str, Any]] = {
         "SHORT_PROMPT_LEN": 80,
         "SHORT_TOKENS": 4,
     },
+    "trees": {
+        "BATCH": 2,
+        "KV_LEN": 100,
+        "HOST_BATCH": 2,
+        "NEW_TOKENS": 8,
+        "RUNS": [("suffix", 6, "edits", 0.0), ("mtp", 3, "completions", 0.8)],
+    },
     "sampling": {"COLD_BYTES": 1 << 12, "VOCAB": 512},
     "ngram": {"BATCH": 3, "CONTEXTS": (1024, 2048), "STEPS": 4, "ROUNDS": 1},
     "engine": {"MAX_TOKENS": 8, "ADAPTIVE_BATCHES": (1, 2)},
@@ -72,7 +79,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(f"bench.bench_{name}")
         for constant, value in constants.items():
             monkeypatch.setattr(module, constant, value)
-    for name in ("engine", "lossless", "methods"):
+    for name in ("engine", "lossless", "methods", "trees"):
         module = importlib.import_module(f"bench.bench_{name}")
         monkeypatch.setattr(module, "prompt_token_ids", prompts)
     methods = importlib.import_module("bench.bench_methods")

@@ -38,6 +38,10 @@ WINDOW = 128
 # Longest lag that runs again; behind a longer one modules begin anew, with so many positions.
 CATCH_UP, BEGIN_ANEW = 64, 32
 
+# The target agrees with what its modules hold likeliest more often than they say. Of powers 1 to 3
+# the last brought most on the bundled model: 1 to 3 % more tokens a step than the first.
+_SHARPNESS = 3.0
+
 _MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
 
 
@@ -475,8 +479,9 @@ class MtpStep(DrafterStep):
             likeliest = likeliest if token_map is None else token_map[likeliest]
             place = int(likeliest[0] == token)
             other = min(float(np.exp(self._their_logprobs[depth].host[index, place])), 1.0)
-            candidates.append((path * other, other, depth, int(likeliest[place])))
-            path *= chance
+            first, second = _sharpened(chance, other)
+            candidates.append((path * second, other, depth, int(likeliest[place])))
+            path *= first
             candidates.append((path, chance, depth, token))
         # Chances fall along a path, and the chain's own come first: parents precede.
         order = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], 1 - i % 2))
@@ -651,3 +656,10 @@ class MtpStep(DrafterStep):
             num_draft_tokens=target.num_draft_tokens,
             out=drafter.index_view(which, size, size) if follows else None,
         )
+
+
+def _sharpened(first: float, second: float) -> tuple[float, float]:
+    """The chances of two tokens by which a tree's nodes are chosen, all others being one third."""
+    others = max(1.0 - first - second, 0.0)
+    weights = [chance**_SHARPNESS for chance in (first, second, others)]
+    return weights[0] / sum(weights), weights[1] / sum(weights)

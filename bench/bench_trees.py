@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of drafts beside chains of as many drafts: what attention costs, and what they bring.
+
+The op: four requests of 4,096 tokens, each verifying 16 nodes, bf16, 16 query and 8 KV heads of
+128: `copy_kv` and `append_attention` over the chains of a tree, beside `append_attention` over one
+chain. The host: `tree_chains` for 16 such requests.
+
+The engine: emitted tokens per step of the bundled model, which depend on no clock. Chain and tree
+have the same method and the same number of drafts, so a step of both has as many rows.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from specops import batching
+from specops.attention import append_attention, attention_workspace_size, copy_kv
+from specops.batching import BatchIndices, TreeChains
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from torch import Tensor
+
+from bench.bench_engine import prompt_token_ids
+from bench.common import Bench, Figure
+
+QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LEAF = 16, 8, 128, 16, 64
+BATCH, KV_LEN, HOST_BATCH = 4, 4096, 16
+NUM_PROMPTS, NEW_TOKENS = 16, 96
+# 16 nodes: one likely path with a second guess at every other token; and every node with two below.
+TREES = {
+    "likely_path": [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 7, 5, 3, 1, 0, -1],
+    "binary": [-1, 0, 1, 2, 2, 1, 5, 0, 7, 7, -1, 10, 11, 11, 10, 14],
+}
+CHAIN = list(range(-1, 15))
+# Method, drafts a step, text, temperature.
+RUNS = [
+    (method, k, text, temperature)
+    for method, k in (("suffix", 16), ("mtp", 4), ("mtp", 6))
+    for text in ("edits", "completions")
+    for temperature in (0.0, 0.8)
+]
+
+
+def run_trees(bench: Bench) -> None:
+    """The op, the host's part, and whole engine runs."""
+    for name, parents in TREES.items():
+        cases = {"tree": _attention(parents), "chain": _attention(CHAIN)}
+        timing = bench.alternate(cases, rounds=15, window_s=0.06)
+        count = 1 + sum(parent != node - 1 for node, parent in enumerate(parents))
+        bench.add(
+            Figure(
+                f"trees.attention.{name}",
+                f"attention of {BATCH} trees of 16 nodes in {count} chains, {KV_LEN:,} tokens "
+                "before: times as long as of chains of 16",
+                timing.median("tree") * 1e3,
+                "ms",
+                "chains",
+                timing.median("chain") * 1e3,
+                timing.ratio("tree", "chain"),
+                "ratio <= 1.1",
+                threads=bench.num_threads,
+                read_gb_s=timing.read_gb_s(),
+            )
+        )
+    _add_host(bench)
+    for method, k, text, temperature in RUNS:
+        _add_run(bench, method, k, text, temperature)
+
+
+def _requests(parents: list[int], batch: int) -> dict[str, Tensor]:
+    """A batch of one tree, as `tree_chains` takes it."""
+    nodes, root = len(parents), KV_LEN - 1
+    pages = -(-(KV_LEN + nodes) // PAGE_SIZE)
+    order = torch.randperm(batch * (pages + 2 * nodes), generator=_seeded()).int()
+    return {
+        "parents": torch.tensor([parents] * batch, dtype=torch.int32),
+        "num_draft_tokens": torch.full((batch,), nodes, dtype=torch.int32),
+        "qo_lens": torch.full((batch,), 1 + nodes, dtype=torch.int32),
+        "kv_lens": torch.full((batch,), root + 1 + nodes, dtype=torch.int32),
+        "kv_indptr": torch.arange(batch + 1, dtype=torch.int32) * pages,
+        "kv_indices": order[: batch * pages],
+        "spare_pages": order[batch * pages :],
+    }
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _attention(parents: list[int]) -> Callable[[], object]:
+    """One layer's attention over a batch of trees, and the copies that it needs."""
+    requests = _requests(parents, BATCH)
+    chains = batching.tree_chains(**requests, page_size=PAGE_SIZE)
+    count, copies = int(chains.chain_indptr[-1]), int((chains.to_slots >= 0).sum())
+    rows = BATCH * (1 + len(parents))
+    indices = batching.prepare_batch(
+        chains.qo_lens,
+        chains.kv_lens,
+        torch.zeros_like(chains.qo_lens),
+        chains.kv_indptr,
+        chains.kv_indices,
+        page_size=PAGE_SIZE,
+        total_rows=rows,
+        num_output_rows=0,
+        out=BatchIndices.empty(len(chains.qo_lens), total_rows=rows, num_output_rows=0),
+    )
+    num_pages = len(requests["kv_indices"]) + len(requests["spare_pages"])
+    shape, generator = (num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM), _seeded()
+    caches = [torch.randn(shape, generator=generator).bfloat16() for _ in range(2)]
+    q = torch.randn(rows, QO_HEADS, HEAD_DIM, generator=generator).bfloat16()
+    groups = {}
+    if count > BATCH:
+        leaders = torch.repeat_interleave(chains.chain_indptr[:-1], chains.chain_indptr.diff())
+        groups["prefix_leaders"] = leaders[None].int()
+        groups["prefix_lens"] = torch.full((1, count), (KV_LEN - 1) // LEAF * LEAF).int()
+    floats = attention_workspace_size(q.shape, caches[0].shape, len(chains.kv_indices), count)
+    call = partial(
+        append_attention,
+        q,
+        *caches,
+        indices.qo_indptr[: count + 1],
+        chains.kv_indptr[: count + 1],
+        chains.kv_indices,
+        chains.kv_lens[:count],
+        out=torch.empty_like(q),
+        workspace=torch.empty(floats),
+        **groups,
+    )
+    slots = chains.from_slots[:copies], chains.to_slots[:copies]
+
+    def run() -> None:
+        if copies:
+            copy_kv(*caches, *slots)
+        call()
+
+    return run
+
+
+def _add_host(bench: Bench) -> None:
+    """What the host does before a step."""
+    requests = _requests(TREES["likely_path"], HOST_BATCH)
+    found = batching.tree_chains(**requests, page_size=PAGE_SIZE)
+    sizes = (len(found.qo_lens), len(found.kv_indices), len(found.from_slots))
+    out = TreeChains.empty(HOST_BATCH, chains=sizes[0], pages=sizes[1], copies=sizes[2])
+    call = partial(batching.tree_chains, **requests, page_size=PAGE_SIZE, out=out)
+    timing = bench.alternate({"host": call}, rounds=9)
+    what = f"tree_chains, {HOST_BATCH} requests of 16 nodes, {KV_LEN:,} tokens before"
+    bench.add(Figure("trees.host", what, timing.median("host") * 1e6, "us"))
+
+
+def _add_run(bench: Bench, method: str, k: int, text: str, temperature: float) -> None:
+    """Emitted tokens per step, of chains and of trees of as many drafts."""
+    tokens = {}
+    for tree in (False, True):
+        engine = Engine(
+            EngineConfig(
+                device="cpu",
+                max_num_seqs=8,
+                num_threads=bench.num_threads,
+                speculative_config=SpeculativeConfig(
+                    method=method,
+                    num_speculative_tokens=k,
+                    tree=tree,
+                    suffix_decoding_max_spec_factor=4.0,
+                    suffix_decoding_min_token_prob=0.02,
+                ),
+            )
+        )
+        prompts = prompt_token_ids(engine, text)[:NUM_PROMPTS]
+        params = [
+            SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
+            for i in range(len(prompts))
+        ]
+        done = engine.generate(prompts, params)
+        stats = engine.stats.speculative
+        tokens[tree] = 1 + stats.num_accepted_tokens / max(stats.num_steps, 1)
+        texts = [one.token_ids for one in done]
+        if not tree:
+            expected = texts
+    bench.add(
+        Figure(
+            f"trees.tokens.{method}{k}.{text}.t{temperature:g}",
+            f"tokens per step, {method} with {k} drafts, {text} at temperature {temperature:g}: "
+            "tree over chain",
+            tokens[True],
+            "tokens",
+            "chain",
+            tokens[False],
+            tokens[True] / tokens[False],
+            threads=bench.num_threads,
+        )
+    )
+    assert texts == expected, "trees changed a text"
