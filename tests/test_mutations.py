@@ -46,9 +46,38 @@ SAMPLE_RACE = "test_sampling.py row_identity"
 DRAFT_PROB_ROWS = "test_verify.py rows_of_draft_probs"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
 PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
+TREES = "test_trees.py copy_kv or node_is_a_row or compaction or states_of"
 NGRAM = "test_ngram.py not distance and not refusals"
 
 MUTATIONS = [
+    Mutation(
+        "values are copied from keys",
+        "attention/copy_kv.cuh",
+        "part < pieces ? params.k_cache : params.v_cache",
+        "params.k_cache",
+        TREES,
+    ),
+    Mutation(
+        "values of an accepted path stay where they are",
+        "attention/compact_kv.h",
+        "return params.v_cache == nullptr ? 1 : 2;",
+        "return 1;",
+        TREES,
+    ),
+    Mutation(
+        "a chain has its own pages from the end of its path on",
+        "batching/tree_chains.cpp",
+        "(root_ + 1 + static_cast<int64_t>(in_place)) / params_.page_size",
+        "(root_ + static_cast<int64_t>(path_.size())) / params_.page_size",
+        TREES,
+    ),
+    Mutation(
+        "a path's keys are taken from where the first chain's lie",
+        "batching/tree_chains.cpp",
+        "root_ + 1 + path_[token - root_ - 1]",
+        "token",
+        TREES,
+    ),
     Mutation(
         "the row of a rejected draft is run",
         "batching/prepare_draft_batch.h",
