@@ -5,4 +5,5 @@
 
 namespace specops {
 void register_batching(pybind11::module_& m);
-}
+void register_tree_chains(pybind11::module_& m);  // a part of the same
+}  // namespace specops

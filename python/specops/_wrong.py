@@ -12,5 +12,5 @@ def unless_wrong(make: Callable[[], Any]) -> Any:
     """
     try:
         return make()
-    except (AttributeError, IndexError, TypeError, ValueError):
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return None
