@@ -350,7 +350,7 @@ class Step:
             kv_lens=batch.kv_lens,
             kv_indptr=batch.kv_indptr,
             kv_indices=batch.kv_indices,
-            # Of chains, where there are trees: then drafters read what they share once each.
+            # Where there are trees these are of their chains, which drafters know nothing of.
             prefix_leaders=None if arrays.trees else batch.prefix_leaders,
             prefix_lens=None if arrays.trees else batch.prefix_lens,
             token_ids=self._parts.tables.token_ids,
