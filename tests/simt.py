@@ -50,7 +50,8 @@ def load(name: str = "_simt", build: str = BUILD) -> ModuleType:
         raise RuntimeError(
             f"the interpreter's module {name} is not in {folder}: run `make {TARGETS[build]}`"
         )
-    spec = importlib.util.spec_from_file_location(name, found[0])
+    # The variants of a module have one name, so it takes the folder to tell them apart.
+    spec = importlib.util.spec_from_file_location(f"{folder.name}.{name}", found[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
