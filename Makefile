@@ -24,7 +24,7 @@ export SPECOPS_CUDA
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
