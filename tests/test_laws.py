@@ -614,7 +614,7 @@ TOLD = {bug.checks[0] for bug in BUGS}
 LONG = {"keys", "block one_hot", "block rows", "tree REJECTION one_hot"}
 LONG |= {"two steps REJECTION", "two steps BLOCK", "tree processors", "tree TARGET_MATCH"}
 LONG |= {"block sparse", "tree REJECTION sparse", "filters REJECTION", "steps of rows REJECTION"}
-LONG |= {"policies REJECTION", "policies TOPP"}
+LONG |= {"policies REJECTION", "policies TOPP", "policies TARGET_MATCH", "filters TARGET_MATCH"}
 
 
 def cases() -> list[Any]:
