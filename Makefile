@@ -24,6 +24,7 @@ export SPECOPS_CUDA
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Python makes byte code at the first import, of the part that is used.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
