@@ -50,8 +50,9 @@ def load(name: str = "_simt", build: str = BUILD) -> ModuleType:
         raise RuntimeError(
             f"the interpreter's module {name} is not in {folder}: run `make {TARGETS[build]}`"
         )
-    # The variants of a module have one name, so it takes the folder to tell them apart.
-    spec = importlib.util.spec_from_file_location(f"{folder.name}.{name}", found[0])
+    # The variants of a module have one name: the folder tells them apart.
+    full_name = name if build == "plain" else f"{folder.name}.{name}"
+    spec = importlib.util.spec_from_file_location(full_name, found[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
