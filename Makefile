@@ -24,7 +24,8 @@ export SPECOPS_CUDA
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+# Python makes byte code at the first import, of the part that is used.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
@@ -78,11 +79,15 @@ $(VENV)/lint-deps: $(VENV)/serve-deps
 	$(PIP) ruff mypy clang-format
 	touch $@
 
-# The SIMT interpreter: the CUDA kernels on CPU tensors, for tests.
-simt: $(VENV)/simt
+# The SIMT interpreter: the CUDA kernels on CPU tensors, for tests. With the package in one build, so
+# that the compiler is never idle, and without torch: where that has CUDA, $(VENV)/built adds its part.
+simt: $(VENV)/simt $(VENV)/serve-deps
 
-$(VENV)/simt: $(VENV)/built
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target _simt _simt_test _simt_test_race _simt_test_asan _scripted _scripted_simt
+SIMT_TARGETS := all _simt _simt_test _simt_test_race _simt_test_asan _scripted _scripted_simt
+SIMT_SOURCES := $(shell find tests/simt_kernels tests/scripted -type f)
+
+$(VENV)/simt: $(VENV)/build-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES) $(SIMT_SOURCES)
+	SPECOPS_ISAS=all SPECOPS_TARGETS="$(SIMT_TARGETS)" $(BUILD)
 	touch $@
 
 # The same with every access to memory checked for races, and under AddressSanitizer: test-smoke
@@ -130,7 +135,10 @@ serve:
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
 
-test: setup simt $(VENV)/test-deps
+# The wheels come in while the compiler works.
+test:
+	$(MAKE) --no-print-directory -j2 $(VENV)/simt $(VENV)/test-deps
+	$(MAKE) --no-print-directory setup
 	$(PYTEST)
 
 test-smoke: simt-race simt-asan $(VENV)/test-deps

@@ -5,6 +5,7 @@ SPECOPS_CUDA=auto|ON|OFF says whether CUDA kernels are built (auto: if nvcc is t
 installed torch has CUDA), SPECOPS_CUDA_ARCHS for which GPUs (`80 90a`; default: those of this
 machine, else that list). SPECOPS_ISAS=all|native says which CPU kernels: those of every instruction
 set, as a wheel needs them, or what this machine runs (its best and the portable one).
+SPECOPS_TARGETS names what else to build (`all _simt`: the interpreter, for tests).
 """
 
 import os
@@ -39,7 +40,8 @@ class CMakeBuild(build_ext):
             *os.environ.get("SPECOPS_CMAKE_ARGS", "").split(),
         ]
         subprocess.run(["cmake", "-G", "Ninja", "-S", ROOT, "-B", work, *options], check=True)
-        subprocess.run(["cmake", "--build", work], check=True)
+        targets = os.environ.get("SPECOPS_TARGETS", "all").split()
+        subprocess.run(["cmake", "--build", work, "--target", *targets], check=True)
 
 
 setup(ext_modules=[Extension("specops._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

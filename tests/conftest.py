@@ -48,6 +48,9 @@ def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if id(item) in kept]
 
 
+# Of the kernels that avx512_bf16 has of its own (SPECOPS_BF16_KERNELS in CMakeLists.txt).
+BF16_OPS = frozenset({"append_attention", "linear", "pack_weight"})
+
 OP_MODULES = [attention, batching, dense, ngram, runtime, sampling]
 
 
@@ -73,14 +76,17 @@ def leave_to_prove(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs an op test on cpu (under every instruction set, if it asks), simt and cuda."""
+    isas = specops.supported_isas()
+    if metafunc.definition.get_closest_marker("no_bf16") and "avx512_bf16" in isas:
+        isas.remove("avx512")
     if "device" not in metafunc.fixturenames:
         if "isa" in metafunc.fixturenames:
-            metafunc.parametrize("isa", specops.supported_isas(), indirect=True)
+            metafunc.parametrize("isa", isas, indirect=True)
         return
     if "isa" not in metafunc.fixturenames:
         metafunc.parametrize("device", ["cpu", "simt", "cuda"], indirect=True, scope="function")
         return
-    pairs = [("cpu", isa) for isa in specops.supported_isas()]
+    pairs = [("cpu", isa) for isa in isas]
     metafunc.parametrize(
         ("device", "isa"),
         [*pairs, ("simt", "simt"), ("cuda", "cuda")],
@@ -161,7 +167,10 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "cuda" and not (specops.has_cuda() and torch.cuda.is_available()):
         pytest.skip("needs an NVIDIA GPU and a build with CUDA kernels: make gpu-check")
     module: Any = simt.UnderEverySchedule(simt.load()) if request.param == "simt" else _C
-    module = exercised.Recorded(module, request.path.name, request.param)
+    marked = request.node.get_closest_marker("no_bf16") is not None
+    module = exercised.Recorded(
+        module, request.path.name, request.param, BF16_OPS if marked else frozenset()
+    )
     for op_module in OP_MODULES:
         monkeypatch.setattr(op_module, "_C", module)
     return "cpu" if request.param == "simt" else str(request.param)
@@ -212,7 +221,10 @@ def expect_fault(on_cuda: bool, match: str) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed_and_threads() -> Iterator[None]:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # without the stack trace that torch keeps for a GPU that may come
+        torch.default_generator.manual_seed(0)
     before = specops.get_num_threads()
     yield
     specops.set_num_threads(before)

@@ -27,13 +27,21 @@ def test_and_device(item: Any) -> tuple[str, str]:
 
 
 class Recorded:
-    """Looks like `_C` or a stand-in for it, and notes every call that returns."""
+    """Looks like `_C` or a stand-in for it, and notes every call that returns; refuses some."""
 
-    def __init__(self, module: ModuleType | Any, file: str, device: str) -> None:
+    def __init__(
+        self,
+        module: ModuleType | Any,
+        file: str,
+        device: str,
+        refused: frozenset[str] = frozenset(),
+    ) -> None:
         self._module = module
         self._ops = calls[file, device]
+        self._refused = refused
 
     def __getattr__(self, name: str) -> Any:
+        assert name not in self._refused, f"{name} has bf16 products: no_bf16 does not hold"
         value = getattr(self._module, name)
         if not callable(value):
             return value

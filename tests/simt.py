@@ -44,13 +44,15 @@ _ONCE = {"take_error"}
 @cache
 def load(name: str = "_simt", build: str = BUILD) -> ModuleType:
     """Imports a module of the interpreter from the build folder."""
-    name = name if build == "plain" else f"{name}_{build}"
-    found = sorted((ROOT / "build" / "simt").glob(f"{name}.*so"))
+    folder = ROOT / "build" / ("simt" if build == "plain" else f"simt_{build}")
+    found = sorted(folder.glob(f"{name}.*so"))
     if not found:
         raise RuntimeError(
-            f"the interpreter's module {name} is not built: run `make {TARGETS[build]}`"
+            f"the interpreter's module {name} is not in {folder}: run `make {TARGETS[build]}`"
         )
-    spec = importlib.util.spec_from_file_location(name, found[0])
+    # The variants of a module have one name: the folder tells them apart.
+    full_name = name if build == "plain" else f"{folder.name}.{name}"
+    spec = importlib.util.spec_from_file_location(full_name, found[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

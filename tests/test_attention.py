@@ -541,7 +541,7 @@ def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda
     "dtype,head_dim,window",
     [(torch.bfloat16, 64, None), (torch.float32, 64, 9000), (torch.float16, 64, 3000)],
 )
-@pytest.mark.corners("fma-*-dtype[01]-*", "hopper-*-dtype2-*")
+@pytest.mark.corners("fma-*-dtype0-*", "hopper-*-dtype2-*")
 def test_append_attention_prefix_schedules(
     device: str,
     request: pytest.FixtureRequest,
@@ -758,6 +758,8 @@ def test_the_comparison_catches_faults() -> None:
 @pytest.mark.parametrize("head_dim,rotary_dim", [(64, 64), (96, 24), (128, 128), (256, 64)])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.corners("*-40-*", "*-1-*-64-64-*")
+@pytest.mark.no_bf16
 def test_rope_append_kv(
     device: str,
     isa: str,
@@ -830,6 +832,7 @@ def test_rope_append_kv(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.no_bf16
 def test_rope_append_kv_does_not_depend_on_where_things_lie(
     device: str, isa: str, dtype: torch.dtype, interleaved: bool
 ) -> None:
@@ -927,6 +930,7 @@ def test_rope_cos_sin_refuses(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("states,rows", [(1, 3), (2, 1), (7, 1500)])
+@pytest.mark.no_bf16
 def test_merge_states(device: str, isa: str, dtype: torch.dtype, states: int, rows: int) -> None:
     outs, lses = torch.randn(states, rows, 3, 64).to(dtype), 5 * torch.randn(states, rows, 3)
     lses[torch.rand(lses.shape) < 0.3] = -torch.inf
@@ -939,6 +943,7 @@ def test_merge_states(device: str, isa: str, dtype: torch.dtype, states: int, ro
     assert torch.equal(alone[0][0], out[row]) and torch.equal(alone[1][0], lse[row])
 
 
+@pytest.mark.no_bf16
 def test_merge_states_empty_changes_nothing(device: str, isa: str) -> None:
     outs, lses = torch.randn(3, 4, 2, 64), torch.randn(3, 4, 2)
     expected = attention.merge_states(outs, lses)
@@ -1001,6 +1006,7 @@ def paged_trees(
         (torch.bfloat16, 1, 13),
     ],
 )
+@pytest.mark.no_bf16
 def test_compact_kv(
     device: str, isa: str, page_size: int, dtype: torch.dtype, heads: int, head_dim: int
 ) -> None:
@@ -1029,6 +1035,7 @@ def test_compact_kv(
 
 
 @pytest.mark.parametrize("nodes", [7, 300])
+@pytest.mark.no_bf16
 def test_compact_kv_moves_tokens_alone(device: str, isa: str, on_cuda: bool, nodes: int) -> None:
     """Token by token against plain indexing: the path follows the root, the rest stays."""
     paths = [sorted(torch.randperm(nodes)[: nodes // 2].tolist()) for _ in range(3)]
@@ -1050,6 +1057,7 @@ def test_compact_kv_moves_tokens_alone(device: str, isa: str, on_cuda: bool, nod
     assert torch.equal(after[~owned], before[~owned])
 
 
+@pytest.mark.no_bf16
 def test_compact_kv_of_nobody(device: str, isa: str) -> None:
     case = paged_trees([], 5, [], 16, torch.float32, 2, 8, device)
     attention.compact_kv(**case)

@@ -14,6 +14,8 @@ from specops import reference, sampling
 from specops.sampling import FinishReason
 from torch import Tensor
 
+pytestmark = pytest.mark.no_bf16
+
 POISON = 3  # a token id that rules of these tests would act on, where nobody may look
 
 

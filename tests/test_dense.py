@@ -16,6 +16,7 @@ COUNTERS = 128  # at the head of linear's workspace
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,width", [(0, 64), (1, 64), (5, 77), (1500, 128)])
+@pytest.mark.no_bf16
 def test_silu_mul(device: str, isa: str, dtype: torch.dtype, rows: int, width: int) -> None:
     gate_up = (4 * torch.randn(rows, 2 * width)).to(dtype).to(device)
     out = dense.silu_mul(gate_up)
@@ -24,6 +25,7 @@ def test_silu_mul(device: str, isa: str, dtype: torch.dtype, rows: int, width: i
         assert_close(reference.silu_mul, out, gate_up)
 
 
+@pytest.mark.no_bf16
 def test_silu_mul_strided_rows(device: str, isa: str) -> None:
     wide = torch.randn(6, 300, device=device)
     for view in (wide[:, 10:266], wide[:, 4:260], wide[:, 7:171]):
@@ -482,6 +484,7 @@ def test_linear_refuses_views_off_16_bytes(device: str, on_cuda: bool) -> None:
 @pytest.mark.parametrize(
     "rows,width", [(0, 64), (1, 1), (3, 77), (6, 1024), (1500, 48), (2, 17003)]
 )
+@pytest.mark.no_bf16
 def test_rms_norm(
     device: str, isa: str, dtype: torch.dtype, use_residual: bool, rows: int, width: int
 ) -> None:
@@ -499,6 +502,7 @@ def test_rms_norm(
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.no_bf16
 def test_rms_norm_rounds_as_its_reference(device: str, isa: str, dtype: torch.dtype) -> None:
     """Rounded twice, at the same places: all but a few elements are equal to the bit."""
     x, residual = torch.randn(2, 40, 512).to(dtype).to(device)
@@ -511,6 +515,7 @@ def test_rms_norm_rounds_as_its_reference(device: str, isa: str, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 77, 1024])
+@pytest.mark.no_bf16
 def test_rms_norm_rows_keep_their_bits(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, width: int
 ) -> None:
@@ -554,6 +559,7 @@ def test_rms_norm_refuses(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,width", [(0, 8), (1, 3), (1500, 65), (3, 5000), (7, 66)])
+@pytest.mark.no_bf16
 def test_embedding(device: str, isa: str, dtype: torch.dtype, rows: int, width: int) -> None:
     weight = torch.randn(50, width).to(dtype).to(device)
     token_ids = torch.randint(50, (rows,), dtype=torch.int32).to(device)

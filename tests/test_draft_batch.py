@@ -12,6 +12,8 @@ from specops import batching, dense, reference
 from specops.batching import DraftIndices
 from torch import Tensor
 
+pytestmark = pytest.mark.no_bf16
+
 POISON = -(1 << 30)
 
 

@@ -50,11 +50,12 @@ LIMITS: list[dict[str, Any]] = [
     {"max_num_seqs": 16},
     {"max_num_seqs": 6, "max_num_batched_tokens": 48, "page_size": 32},
     {"max_num_seqs": 12, "num_pages": 90, "max_model_len": 1024},
+    {"max_num_seqs": 12, "max_num_batched_tokens": 96, "num_pages": 90, "max_model_len": 1024},
 ]
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=["wide", "chunks", "preemption"])
-@pytest.mark.corners("chunks", "preemption")
+@pytest.mark.parametrize("limits", LIMITS, ids=["wide", "chunks", "preemption", "both"])
+@pytest.mark.corners("both")
 def test_a_drafter_of_one_file_changes_nothing(toy: None, limits: dict[str, Any]) -> None:
     texts, each, expected = plain()
     engine = make(SpeculativeConfig(method="toy", num_speculative_tokens=3), **limits)

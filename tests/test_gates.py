@@ -231,11 +231,16 @@ __global__ void __launch_bounds__(128) planted_kernel(float* x) {
 }
 
 
-@pytest.mark.parametrize("sentence", PLANTED)
-def test_planted_kernels_are_refused(sentence: str, tmp_path: Path) -> None:
-    nvcc = find_nvcc()
-    if nvcc is None:
+@pytest.fixture
+def nvcc() -> Path:
+    found = find_nvcc()
+    if found is None:
         pytest.skip("needs nvcc, which `make gates` fetches")
+    return found
+
+
+@pytest.mark.parametrize("sentence", PLANTED)
+def test_planted_kernels_are_refused(sentence: str, nvcc: Path, tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(PLANTED[sentence])
     for arch in DEFAULT_ARCHS:
@@ -244,6 +249,13 @@ def test_planted_kernels_are_refused(sentence: str, tmp_path: Path) -> None:
         assert any(sentence in problem for problem in problems), problems
         again = kernels.compile_source(nvcc, source, arch, tmp_path / "work")
         assert again.cached == bool(result.kernels) and again.problems == result.problems
+
+
+def test_a_mended_kernel_is_compiled_again(nvcc: Path, tmp_path: Path) -> None:
+    source, arch = tmp_path / "planted.cu", DEFAULT_ARCHS[0]
+    source.write_text(PLANTED["has no __launch_bounds__"])
+    planted = kernels.compile_source(nvcc, source, arch, tmp_path / "work")
+    assert list(judge(*planted.kernels))
     source.write_text("__global__ void __launch_bounds__(128) planted_kernel() {}")
     mended = kernels.compile_source(nvcc, source, arch, tmp_path / "work")
     assert not mended.cached and not mended.problems and not list(judge(*mended.kernels))

@@ -610,9 +610,11 @@ CHECKS = {**LAWS, **EQUALITIES}
 # What `make test` leaves to `make prove`: the reference where no bug below is told by the check
 # alone.
 TOLD = {bug.checks[0] for bug in BUGS}
-# What takes the interpreter long, too.
+# What takes the interpreter long, too; and what it has in another form or with another strategy.
 LONG = {"keys", "block one_hot", "block rows", "tree REJECTION one_hot"}
 LONG |= {"two steps REJECTION", "two steps BLOCK", "tree processors", "tree TARGET_MATCH"}
+LONG |= {"block sparse", "tree REJECTION sparse", "filters REJECTION", "steps of rows REJECTION"}
+LONG |= {"policies REJECTION", "policies TOPP", "policies TARGET_MATCH", "filters TARGET_MATCH"}
 
 
 def cases() -> list[Any]:

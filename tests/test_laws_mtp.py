@@ -265,6 +265,13 @@ TRIALS = [
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
+@pytest.mark.corners(
+    "*modules=1, k=1, *'rejection'*",
+    "*modules=1, k=3, *'rejection'*",
+    "*modules=2, k=3, *'rejection'*",
+    "*modules=1, k=1, *'block'*",
+    "*modules=2, k=2, *'block'*",
+)
 def test_texts_follow_the_target(tinies: dict[int, Tiny], trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(tinies[trial.modules], trial, 1200)
     found["drafts"] = drafts.p_value()

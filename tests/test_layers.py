@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import BF16_OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -147,13 +148,51 @@ def test_kernel_files_use_no_standard_templates(path: Path) -> None:
     assert "std::sort" not in path.read_text()
 
 
+def closure(path: Path, seen: set[Path]) -> set[Path]:
+    """The file and what it includes of ours."""
+    seen.add(path)
+    for name in includes(path):
+        if (CSRC / name).is_file() and CSRC / name not in seen:
+            closure(CSRC / name, seen)
+    return seen
+
+
+def test_what_avx512_bf16_has_of_its_own() -> None:
+    """Files with instructions that only it has; avx512's objects serve it for all others."""
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    named = {}
+    for variable in ("SPECOPS_CPU_KERNELS", "SPECOPS_BF16_KERNELS"):
+        match = re.search(rf"^set\({variable}\n(.*?)\)", cmake, re.MULTILINE | re.DOTALL)
+        assert match is not None
+        named[variable] = set(re.findall(r"csrc/\S+", match.group(1)))
+    own = set()
+    for name in named["SPECOPS_CPU_KERNELS"]:
+        files = closure(ROOT / name, set()) - {CSRC / "common" / "simd.h"}
+        texts = [path.read_text() for path in files]
+        if any("dot_pairs(" in text or "ISA_avx512_bf16" in text for text in texts):
+            own.add(name)
+    assert own == named["SPECOPS_BF16_KERNELS"]
+    # simd.h is everyone's: once for what avx512 has as well, once for dot_pairs.
+    assert (CSRC / "common" / "simd.h").read_text().count("ISA_avx512_bf16") == 2
+    declared = {
+        op
+        for name in own
+        for op in re.findall(
+            r"^SPECOPS_DECLARE_CPU\((\w+)_cpu,",
+            (ROOT / name.replace("_cpu.cpp", ".h")).read_text(),
+            re.MULTILINE,
+        )
+    }
+    assert declared == BF16_OPS
+
+
 OBJECTS = [
     folder
     for folder in sorted(
         ROOT.glob(f"build/cmake-{sys.implementation.cache_tag}/CMakeFiles/specops_*.dir")
     )
     # Not those for tests alone, and host code, which is compiled for any machine.
-    if not {"simt", "scripted", "bindings"} & set(folder.stem.split("_"))
+    if not {"simt", "host"} & set(folder.stem.split("_"))
 ]
 
 

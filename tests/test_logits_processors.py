@@ -15,6 +15,8 @@ from specops import reference, sampling
 from specops.sampling import LogitsProcessors, Purpose
 from torch import Tensor
 
+pytestmark = pytest.mark.no_bf16
+
 INF = math.inf
 
 
@@ -237,6 +239,7 @@ def test_typical_p_keeps_the_smallest_typical_set(device: str, isa: str) -> None
 
 
 @pytest.mark.parametrize("vocab", [7_003, 151_936, 40_003])
+@pytest.mark.corners("cpu-*", "simt-7003", "simt-40003")
 def test_typical_p_of_large_rows(device: str, isa: str, on_cuda: bool, vocab: int) -> None:
     """More kept tokens than a list holds, ties among them, and whatever else narrows the row."""
     cases: list[dict[str, Any]] = [

@@ -24,7 +24,7 @@ from specops.engine.tokenizer import Tokenizer
 from specops.ngram import NgramIndex
 
 PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
-NUM_PROMPTS, NUM_TOKENS = 50, 128
+NUM_PROMPTS, NUM_TOKENS = 50, 96
 
 
 @lru_cache

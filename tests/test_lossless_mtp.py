@@ -262,7 +262,7 @@ def test_modules_change_nothing(
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.corners("1-5", "2-3", "3-1", "3-5")
+@pytest.mark.corners("1-5", "2-3", "3-5")
 def test_drafts_depend_on_the_text_alone(tinies: dict[int, Tiny], modules: int, k: int) -> None:
     """Not on chunks, pages, prefixes found, preemptions, rests, or who else is there.
 

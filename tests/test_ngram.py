@@ -13,6 +13,8 @@ from specops import ngram, reference
 from specops.ngram import NgramIndex
 from torch import Tensor
 
+pytestmark = pytest.mark.no_bf16
+
 POISON = 1_000_003
 
 

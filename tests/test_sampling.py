@@ -15,6 +15,8 @@ from specops import _C, reference, sampling
 from specops.sampling import Purpose
 from torch import Tensor
 
+pytestmark = pytest.mark.no_bf16
+
 INF = math.inf
 
 

@@ -14,6 +14,8 @@ from specops import reference, sampling
 from specops.sampling import AcceptPolicy, Purpose, VerifyStrategy
 from torch import Tensor
 
+pytestmark = pytest.mark.no_bf16
+
 GREEDY, TARGET_MATCH, REJECTION, BLOCK, TOPP = VerifyStrategy
 NORMAL, ACCEPT_ALL, REJECT_ALL, SYNTHETIC = AcceptPolicy
 
@@ -919,6 +921,7 @@ def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
 
 @pytest.mark.parametrize("strategy", VerifyStrategy)
 @pytest.mark.parametrize("policy", AcceptPolicy)
+@pytest.mark.corners("cpu-*", "simt-0-[03]", "simt-[123]-2")
 def test_one_number_for_all_requests(device: str, isa: str, strategy: int, policy: int) -> None:
     step = ragged_step(40, 3, 50, given="dense", strategies=[strategy], policies=[policy])
     numbers = {"temperature": 0.75, "top_k": 30, "top_p": 0.875, "min_p": 0.0625}

@@ -15,22 +15,24 @@ struct CudaStream {
 // Whether a kernel may be started before the one ahead of it has ended (common/launch.cuh).
 inline std::atomic<bool> kernels_overlap{true};
 
-#if defined(SPECOPS_CUDA) || defined(SPECOPS_SIMT)
-constexpr bool kHasCuda = true;
-#else
-constexpr bool kHasCuda = false;
-#endif
+// Which CUDA kernels a module has, and what runs them: a GPU, or the interpreter (csrc/simt) on CPU
+// tensors. The linker decides, so that host code is compiled once for all modules.
+enum class CudaKernels { kNone, kOnGpu, kInterpreted };
+CudaKernels cuda_kernels();
+
+inline bool has_cuda() { return cuda_kernels() != CudaKernels::kNone; }
+inline bool interprets_cuda() { return cuda_kernels() == CudaKernels::kInterpreted; }
 
 }  // namespace specops
 
-// Declares a CUDA launcher. In a build without CUDA kernels Checker refuses CUDA tensors, so that
-// the call is never reached.
-#if defined(SPECOPS_CUDA) || defined(SPECOPS_SIMT)
+// Declares a CUDA launcher. Host code holds the place of the kernel's own in a module without it; the
+// call is never reached there, since Checker refuses CUDA tensors.
+#if defined(SPECOPS_CUDA) || defined(SPECOPS_SIMT) || defined(SPECOPS_ISA)
 #define SPECOPS_DECLARE_CUDA(fn, Params) void fn(const Params& params, CudaStream stream)
 #else
-#define SPECOPS_DECLARE_CUDA(fn, Params)                            \
-  inline void fn(const Params& /*params*/, CudaStream /*stream*/) { \
-    throw std::logic_error(#fn ": this build has no CUDA kernels"); \
-  }                                                                 \
+#define SPECOPS_DECLARE_CUDA(fn, Params)                                           \
+  __attribute__((weak)) void fn(const Params& /*params*/, CudaStream /*stream*/) { \
+    throw std::logic_error(#fn ": this build has no CUDA kernels");                \
+  }                                                                                \
   static_assert(true, "a semicolon follows")
 #endif

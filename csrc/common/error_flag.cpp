@@ -337,9 +337,9 @@ std::string error_sentence(const Fault& fault) {
   return out.insert(out.find(" must "), element + "]");
 }
 
-#if !defined(SPECOPS_CUDA) && !defined(SPECOPS_SIMT)
-ErrorFlag error_flag(int /*device*/) { return {}; }
-int32_t take_error_sync(int /*device*/) { return 0; }
-#endif
+// Of a module without CUDA kernels: those of error_flag.cu take their place.
+__attribute__((weak)) CudaKernels cuda_kernels() { return CudaKernels::kNone; }
+__attribute__((weak)) ErrorFlag error_flag(int /*device*/) { return {}; }
+__attribute__((weak)) int32_t take_error_sync(int /*device*/) { return 0; }
 
 }  // namespace specops

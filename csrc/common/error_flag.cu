@@ -14,6 +14,12 @@ __global__ void __launch_bounds__(1) take_error_kernel(TakeErrorParams params) {
 
 }  // namespace
 
+#if defined(SPECOPS_SIMT)
+CudaKernels cuda_kernels() { return CudaKernels::kInterpreted; }
+#else
+CudaKernels cuda_kernels() { return CudaKernels::kOnGpu; }
+#endif
+
 ErrorFlag error_flag(int device) {
 #if defined(SPECOPS_SIMT)
   static_cast<void>(device);

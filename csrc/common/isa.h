@@ -3,8 +3,9 @@
 // once per instruction set, each time into a namespace of that name (see CMakeLists.txt).
 #pragma once
 
-#if defined(SPECOPS_SIMT)
+#if !defined(SPECOPS_ISA)
 #include <stdexcept>
+#include <string>
 #endif
 
 namespace specops {
@@ -19,54 +20,56 @@ void set_isa(Isa isa);        // for tests and benches; the caller checks isa_su
 }  // namespace specops
 
 // Declares a CPU launcher: the variants, and the function that picks one.
-#if defined(SPECOPS_SIMT)
-// The interpreter's module has CUDA kernels alone (csrc/simt).
-#define SPECOPS_DECLARE_CPU(fn, Params)                                 \
-  inline void fn(const Params& /*params*/) {                            \
-    throw std::logic_error(#fn ": the interpreter has no CPU kernels"); \
-  }                                                                     \
-  static_assert(true, "a semicolon follows")
-#elif defined(SPECOPS_ISA)
+#if defined(SPECOPS_ISA)
 // A kernel file defines its own variant.
 #define SPECOPS_DECLARE_CPU(fn, Params) \
   namespace SPECOPS_ISA {               \
   void fn(const Params& params);        \
   }                                     \
   static_assert(true, "a semicolon follows")
-#elif defined(__x86_64__)
-// Weak: a build may leave variants out (SPECOPS_ISAS), and no other object file depends on which.
-// isa_supported() knows them, so that none is called which is not there.
-#define SPECOPS_DECLARE_CPU(fn, Params)                \
-  namespace portable {                                 \
-  void fn(const Params& params);                       \
-  }                                                    \
-  namespace avx2 {                                     \
+#else
+
+namespace specops {
+
+// The variants of a launcher, by Isa; nullptr where a module has none.
+template <typename Params>
+using CpuVariants = void (*const[4])(const Params& params);
+
+// Runs that of the active instruction set. A build may leave sets out (SPECOPS_ISAS), and
+// isa_supported() knows them; avx512_bf16 has variants only of the files with such instructions.
+template <typename Params>
+void run_variant(const char* op, const CpuVariants<Params>& variants, const Params& params) {
+  int isa = static_cast<int>(active_isa());
+  constexpr int kBf16 = static_cast<int>(Isa::kAvx512Bf16);
+  if (isa == kBf16 && variants[kBf16] == nullptr) isa = static_cast<int>(Isa::kAvx512);
+  if (variants[isa] == nullptr) {
+    throw std::logic_error(std::string(op) + ": this module has no CPU kernels");
+  }
+  variants[isa](params);
+}
+
+}  // namespace specops
+
+// Weak: no object file depends on which variants there are, nor on whether there are any: the
+// interpreter's module has CUDA kernels alone (csrc/simt).
+#define SPECOPS_DECLARE_VARIANT(isa, fn, Params)       \
+  namespace isa {                                      \
   __attribute__((weak)) void fn(const Params& params); \
-  }                                                    \
-  namespace avx512 {                                   \
-  __attribute__((weak)) void fn(const Params& params); \
-  }                                                    \
-  namespace avx512_bf16 {                              \
-  __attribute__((weak)) void fn(const Params& params); \
-  }                                                    \
-  inline void fn(const Params& params) {               \
-    switch (active_isa()) {                            \
-      case Isa::kAvx512Bf16:                           \
-        return avx512_bf16::fn(params);                \
-      case Isa::kAvx512:                               \
-        return avx512::fn(params);                     \
-      case Isa::kAvx2:                                 \
-        return avx2::fn(params);                       \
-      default:                                         \
-        return portable::fn(params);                   \
-    }                                                  \
-  }                                                    \
+  }
+#if defined(__x86_64__)
+#define SPECOPS_DECLARE_CPU(fn, Params)                                                      \
+  SPECOPS_DECLARE_VARIANT(portable, fn, Params)                                              \
+  SPECOPS_DECLARE_VARIANT(avx2, fn, Params)                                                  \
+  SPECOPS_DECLARE_VARIANT(avx512, fn, Params)                                                \
+  SPECOPS_DECLARE_VARIANT(avx512_bf16, fn, Params)                                           \
+  inline void fn(const Params& params) {                                                     \
+    run_variant<Params>(#fn, {portable::fn, avx2::fn, avx512::fn, avx512_bf16::fn}, params); \
+  }                                                                                          \
   static_assert(true, "a semicolon follows")
 #else
-#define SPECOPS_DECLARE_CPU(fn, Params)                                 \
-  namespace portable {                                                  \
-  void fn(const Params& params);                                        \
-  }                                                                     \
-  inline void fn(const Params& params) { return portable::fn(params); } \
+#define SPECOPS_DECLARE_CPU(fn, Params)                                                      \
+  SPECOPS_DECLARE_VARIANT(portable, fn, Params)                                              \
+  inline void fn(const Params& params) { run_variant<Params>(#fn, {portable::fn}, params); } \
   static_assert(true, "a semicolon follows")
+#endif
 #endif

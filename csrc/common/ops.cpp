@@ -21,7 +21,7 @@ void take_error(const TensorView& out) {
 }  // namespace
 
 void register_errors(pybind11::module_& m) {
-  m.attr("has_cuda") = kHasCuda;
+  m.attr("has_cuda") = has_cuda();
   m.def("take_error", &take_error);
   m.def("take_error_sync", &take_error_sync);
   m.def("error_sentence", [](int32_t code) -> pybind11::object {

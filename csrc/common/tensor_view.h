@@ -242,21 +242,17 @@ class Checker {
   }
 
   // Where the op runs: on the device of its tensors, which must all be on one.
-#if defined(SPECOPS_SIMT)
-  bool on_cuda() const { return true; }
-  CudaStream stream() const { return {}; }
-#else
-  bool on_cuda() const { return device_.device_type == kDLCUDA; }
+  bool on_cuda() const { return device_.device_type == kDLCUDA || interprets_cuda(); }
 
   // The caller's current stream on that device.
   CudaStream stream() const {
+    if (interprets_cuda()) return {};
     void* handle = nullptr;
     if (exchange_api->current_work_stream(kDLCUDA, device_.device_id, &handle) != 0) {
       throw pybind11::error_already_set();
     }
     return {handle, device_.device_id};
   }
-#endif
 
   // Where a CUDA kernel reports wrong data; CPU ops raise.
   ErrorFlag error_flag() const {
@@ -281,10 +277,10 @@ class Checker {
   }
 
   void check_device(const char* name, DLDevice device) {
-    bool known = device.device_type == kDLCPU || (kHasCuda && device.device_type == kDLCUDA);
+    bool known = device.device_type == kDLCPU || (has_cuda() && device.device_type == kDLCUDA);
     if (!known) {
       fail(name,
-           kHasCuda ? "on cpu or cuda" : "on cpu (this build has no CUDA kernels)",
+           has_cuda() ? "on cpu or cuda" : "on cpu (this build has no CUDA kernels)",
            "on " + device_name(device));
     }
     if (first_ == nullptr) {

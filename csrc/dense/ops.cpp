@@ -55,12 +55,6 @@ void silu_mul(const TensorView& gate_up, const TensorView& out) {
   silu_mul_cpu(params);
 }
 
-#if defined(SPECOPS_SIMT)
-constexpr bool kSimulated = true;  // CUDA kernels on tensors of the cpu
-#else
-constexpr bool kSimulated = false;
-#endif
-
 // The shape of a packed weight: [blocks, steps, word], as linear.h describes the layouts.
 struct PackedDims {
   Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
@@ -86,7 +80,8 @@ PackedDims packed_dims(bool on_cuda, DType dtype, int64_t num_outputs, int64_t n
 
 // Whether an op on this weight runs CUDA kernels, which have layouts and dtypes of their own.
 bool wants_cuda(const TensorView& weight) {
-  return kSimulated || (kHasCuda && weight.is_tensor && weight.dl.device.device_type == kDLCUDA);
+  return interprets_cuda() ||
+         (has_cuda() && weight.is_tensor && weight.dl.device.device_type == kDLCUDA);
 }
 
 // A weight, plain or packed.
@@ -108,7 +103,7 @@ std::array<int64_t, 5> packed_weight_layout(const std::string& device,
                                             int64_t element_bytes,
                                             int64_t num_outputs,
                                             int64_t num_inputs) {
-  bool on_cuda = kSimulated || device == "cuda";
+  bool on_cuda = interprets_cuda() || device == "cuda";
   DType dtype = element_bytes == 2 ? DType::kBFloat16 : DType::kFloat32;
   PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs);
   int64_t leaves = 1, split_rows = 0;

@@ -171,9 +171,7 @@ namespace {
 // What a call on the device needs; device_index as torch gives it, -1 for cpu.
 int64_t sampling_workspace_bytes(
     int64_t rows, int64_t vocab_size, int64_t element_bytes, int64_t batch, int device_index) {
-#if !defined(SPECOPS_SIMT)
-  if (device_index < 0) return 0;
-#endif
+  if (device_index < 0 && !interprets_cuda()) return 0;
   int64_t num_bytes = 0;
   if (vocab_size < 1 || element_bytes < 1) return 0;  // the op refuses it
   sampling_workspace_cuda({.num_bytes = &num_bytes,

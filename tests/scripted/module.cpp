@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "common/isa.h"
 #include "common/ops.h"
 #include "common/parallel.h"
 #include "common/philox.h"
@@ -51,7 +50,6 @@ float scripted_uniform(const UniformKey& key, Purpose purpose) {
 PYBIND11_MODULE(SPECOPS_MODULE, m) {
   using namespace specops;
   m.def("set_num_threads", [](int count) { set_num_threads(count); });
-  m.def("set_isa", [](int isa) { set_isa(static_cast<Isa>(isa)); });
   m.def("set_uniforms", [](std::vector<Key> given, uintptr_t address, size_t num_rows) {
     keys = std::move(given);
     uniforms = reinterpret_cast<const float*>(address);
