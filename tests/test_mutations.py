@@ -46,6 +46,7 @@ SAMPLE_RACE = "test_sampling.py row_identity"
 DRAFT_PROB_ROWS = "test_verify.py rows_of_draft_probs"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
 PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
+OVERLAYS = "test_logits_processors.py in_the_workspace"
 NGRAM = "test_ngram.py not distance and not refusals"
 
 MUTATIONS = [
@@ -476,16 +477,30 @@ MUTATIONS = [
     Mutation(
         "no barrier between clearing the overlay's bits and setting them",
         "sampling/overlay.cuh",
-        "    bits[word] = {0u, ~allowed};\n  }\n  __syncthreads();",
-        "    bits[word] = {0u, ~allowed};\n  }",
+        "    part.bits[word] = {0u, ~allowed};\n  }\n  __syncthreads();",
+        "    part.bits[word] = {0u, ~allowed};\n  }",
         PROCESSORS,
     ),
     Mutation(
         "a table's stretch ends a token early",
         "sampling/overlay.cuh",
-        "min(max(begins[id / kStretchTokens + 1], 0), size)",
-        "min(max(begins[id / kStretchTokens + 1] - 1, 0), size)",
+        "min(max(begins[stretch + 1], 0), size)",
+        "min(max(begins[stretch + 1] - 1, 0), size)",
         PROCESSORS,
+    ),
+    Mutation(
+        "a block's part of an overlay in the workspace ends a leaf early",
+        "sampling/row_plan.cuh",
+        "plan.end_leaf(all) * leaf_words",
+        "(plan.end_leaf(all) - 1) * leaf_words",
+        OVERLAYS,
+    ),
+    Mutation(
+        "two rows have one overlay in the workspace",
+        "sampling/row_plan.cuh",
+        "reinterpret_cast<OverlayBits*>(row + plan.leaves_bytes())",
+        "reinterpret_cast<OverlayBits*>(workspace_end - plan.row_bytes() + plan.leaves_bytes())",
+        OVERLAYS,
     ),
     Mutation(
         "one read of a logit does not see the overlay",
