@@ -265,6 +265,54 @@ def test_typical_p_of_large_rows(device: str, isa: str, on_cuda: bool, vocab: in
         assert (got[i] - want).abs().sum() < 2e-4
 
 
+def typical_row(kind: str, vocab: int) -> Tensor:
+    """Logits that typical-p cuts through few tokens of, many, or more ties than a list holds."""
+    row = torch.randn(vocab)
+    if kind == "flat":
+        return 0.2 * row
+    if kind == "peaked":
+        return 5 * row
+    if kind == "tied":
+        return row.sign()
+    if kind == "rounded":
+        return (4 * row).round() / 2
+    if kind == "tail":
+        row[: vocab // 2] = -INF
+        row[vocab // 3 : vocab // 2] = math.nan
+    return 2 * row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["flat", "spread", "peaked", "tied", "rounded", "tail"])
+@pytest.mark.corners("cpu-*", "simt-*-dtype1", "simt-tied-dtype0")
+def test_typical_p_cuts_by_distance(device: str, isa: str, kind: str, dtype: torch.dtype) -> None:
+    """What is kept are the nearest tokens to the mean surprise, as many as typical_p asks for."""
+    vocab, shares = 20_011, [0.02, 0.3, 0.8, 0.995]
+    logits = torch.stack([typical_row(kind, vocab)] * len(shares)).to(dtype)
+    params = row_params(len(shares), temperature=0.75, top_k=[0, 0, 9000, 0])
+    params["typical_p"] = torch.tensor(shares)
+    probs = run(logits.to(device), positions_from(3, len(shares)), params)[3]
+    for i, share in enumerate(shares):
+        x = logits[i].float().nan_to_num(-INF, neginf=-INF)
+        if params["top_k"][i] > 0:  # ties to the lower id
+            x[x.argsort(descending=True, stable=True)[9000:]] = -INF
+        surprise = (x.max() - x) / params["temperature"][i]
+        weights = (-surprise.double()).exp()
+        weights /= weights.sum()
+        mean = (weights * surprise.double()).nan_to_num(0.0).sum().float()
+        kept = probs[i] > 0
+        distance = (surprise - mean).abs().double()
+        furthest, nearest = distance[kept].max(), distance[~kept & (weights > 0)].min()
+        assert furthest <= nearest + 1e-5
+        mass, last = weights[kept].sum(), weights[kept & (distance >= furthest - 1e-5)].max()
+        assert share - 1e-5 <= mass < share + last + 1e-5
+        # of those whose logits are equal the lower ids stay
+        for value in x[kept & (distance >= furthest - 1e-5)].unique():
+            tied = (x == value).nonzero().flatten()
+            stays = kept[tied]
+            assert not (stays[1:] & ~stays[:-1]).any()
+
+
 def test_drafts_are_drawn_apart_and_anchors_count(device: str, isa: str) -> None:
     logits = torch.zeros(64, 4096, device=device)
     positions, params = positions_from(0, 64), row_params(64, seeds=9)

@@ -47,6 +47,8 @@ DRAFT_PROB_ROWS = "test_verify.py rows_of_draft_probs"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
 PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
 OVERLAYS = "test_logits_processors.py in_the_workspace"
+TYPICAL = "test_logits_processors.py typical and not large and not spread"
+TYPICAL_RACE = "test_logits_processors.py keeps_the_smallest"
 NGRAM = "test_ngram.py not distance and not refusals"
 
 MUTATIONS = [
@@ -516,6 +518,28 @@ MUTATIONS = [
         "leaf_sum(x, stats.raw_max, kLog2e);\n    x.process(leaf);\n"
         "    stats.raw_max = leaf_max(x);",
         PROCESSORS,
+    ),
+    Mutation(
+        "of the last typical token's leaf every equally distant one is weighed",
+        "sampling/typical.cuh",
+        "bool kept = row.keeps(value, divided",
+        "bool kept = row.shared.kept.keeps(value, divided",
+        PROCESSORS,
+    ),
+    Mutation(
+        "what is equally distant is weighed behind the last typical token, not before it",
+        "sampling/typical.cuh",
+        "leaf < divided ? sums.raw : sums.warm",
+        "leaf > divided ? sums.raw : sums.warm",
+        TYPICAL,
+    ),
+    Mutation(
+        "no barrier between emptying the bins of surprises and filling them",
+        "sampling/typical_passes.cuh",
+        "    surprise_bins(row.shared)[bin] = 0;\n  }\n  __syncthreads();",
+        "    surprise_bins(row.shared)[bin] = 0;\n  }",
+        TYPICAL_RACE,
+        "race",
     ),
     Mutation(
         "equal logits count for the rank",

@@ -16,7 +16,7 @@ namespace specops {
 //          than a block may have.
 // Cost:    one read of rows * vocab_size logits from memory, 3 (6 with a sum) instructions a logit;
 //          top-p reads the row once more, top-k and min-p the leaves that reach their bound, typical-p
-//          17 times what the others keep. Processors: the tables' entries of the request.
+//          three times what the others keep. Processors: the tables' entries of the request.
 // Assumes: rows contiguous, positions >= 0.
 // Order:   row.cuh; a row depends on nothing but itself.
 // Source:  inverse transform sampling; filters in the order of transformers' logits warpers.
