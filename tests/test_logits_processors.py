@@ -301,6 +301,7 @@ def test_typical_p_cuts_by_distance(device: str, isa: str, kind: str, dtype: tor
         weights /= weights.sum()
         mean = (weights * surprise.double()).nan_to_num(0.0).sum().float()
         kept = probs[i] > 0
+        assert abs(float(probs[i].double().sum()) - 1.0) < 1e-5
         distance = (surprise - mean).abs().double()
         furthest, nearest = distance[kept].max(), distance[~kept & (weights > 0)].min()
         assert furthest <= nearest + 1e-5

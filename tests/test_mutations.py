@@ -500,8 +500,8 @@ MUTATIONS = [
     Mutation(
         "two rows have one overlay in the workspace",
         "sampling/row_plan.cuh",
-        "reinterpret_cast<OverlayBits*>(row + plan.leaves_bytes())",
-        "reinterpret_cast<OverlayBits*>(workspace_end - plan.row_bytes() + plan.leaves_bytes())",
+        "unsigned char* row = workspace_end - plan.row_bytes() * (item + 1);",
+        "unsigned char* row = workspace_end - plan.row_bytes() * (item / 2 + 1);",
         OVERLAYS,
     ),
     Mutation(
