@@ -543,8 +543,10 @@ MUTATIONS = [
     Mutation(
         "no barrier between emptying the bins of surprises and filling them",
         "sampling/typical_passes.cuh",
-        "    surprise_bins(row.shared)[bin] = 0;\n  }\n  __syncthreads();",
-        "    surprise_bins(row.shared)[bin] = 0;\n  }",
+        "row.shared.sums[row.thread()] = 0;\n  __syncthreads();\n#pragma unroll 1\n"
+        "  for (int32_t leaf = warp_id(); leaf < row.num_leaves; leaf += num_warps()) {\n    if",
+        "row.shared.sums[row.thread()] = 0;\n#pragma unroll 1\n"
+        "  for (int32_t leaf = warp_id(); leaf < row.num_leaves; leaf += num_warps()) {\n    if",
         TYPICAL_RACE,
         "race",
     ),

@@ -43,32 +43,32 @@ __device__ __forceinline__ Moments take_moments(const Row<T, kProcessed>& row) {
   for (int bin = row.thread(); bin < kSurpriseBins; bin += row.threads()) {
     surprise_bins(row.shared)[bin] = 0;
   }
+  if (row.thread() < 2) row.shared.sums[row.thread()] = 0;
   __syncthreads();
-  Moments moments{0, 0};
 #pragma unroll 1
   for (int32_t leaf = warp_id(); leaf < row.num_leaves; leaf += num_warps()) {
     if (row.stats(leaf).max < row.shared.kept.value) continue;
     int32_t begin = leaf * Leaf<T>::kSize;
     Leaf<T> x;
     x.load(row.logits, leaf);
-    float weights[4] = {}, surprises[4] = {};
-    x.for_each([&](int i, float value, int place) {
-      if (!row.shared.kept.keeps(value, begin + place)) return;
-      float weight = row.weight(value);
-      if (!(weight > 0.0f)) return;
-      float surprise = (row.max - value) * row.shared.inverse;
-      weights[i % 4] += weight;
-      surprises[i % 4] += weight * surprise;
-      count_surprise(row.shared, surprise);
-    });
-    moments.total += row.mass(warp_sum((weights[0] + weights[1]) + (weights[2] + weights[3])));
-    moments.surprise +=
-        row.mass(warp_sum((surprises[0] + surprises[1]) + (surprises[2] + surprises[3])));
+    // One sum at a time, which costs a weight more and registers less.
+#pragma unroll 1
+    for (int power = 0; power < 2; ++power) {
+      float sums[4] = {};
+      x.for_each([&](int i, float value, int place) {
+        if (!row.shared.kept.keeps(value, begin + place)) return;
+        float weight = row.weight(value);
+        if (!(weight > 0.0f)) return;
+        float surprise = (row.max - value) * row.shared.inverse;
+        sums[i % 4] += power == 0 ? weight : weight * surprise;
+        if (power == 0) count_surprise(row.shared, surprise);
+      });
+      Mass own = row.mass(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
+      if (lane_id() == 0) atomicAdd(&row.shared.sums[power], own);
+    }
   }
-  if (lane_id() != 0) moments = {0, 0};
-  moments.total = block_reduce<Add>(row.shared, moments.total);
-  moments.surprise = block_reduce<Add>(row.shared, moments.surprise);
-  return moments;
+  __syncthreads();
+  return {row.shared.sums[0], row.shared.sums[1]};
 }
 
 // A distance as an integer of the same order.
@@ -123,7 +123,8 @@ struct Around {
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Around weigh_around(const Row<T, kProcessed>& row, int32_t distance) {
   __syncthreads();
-  Around around{0, 0};
+  if (row.thread() < 2) row.shared.sums[row.thread()] = 0;
+  __syncthreads();
 #pragma unroll 1
   for (int32_t leaf = warp_id(); leaf < row.num_leaves; leaf += num_warps()) {
     float nearer = 0.0f, upto = 0.0f;
@@ -131,26 +132,25 @@ __device__ __forceinline__ Around weigh_around(const Row<T, kProcessed>& row, in
       int32_t begin = leaf * Leaf<T>::kSize;
       Leaf<T> x;
       x.load(row.logits, leaf);
-      float less[4] = {}, most[4] = {};
-      x.for_each([&](int i, float value, int place) {
-        int32_t bits = distance_bits(row, value);
-        if (bits > distance || !row.shared.kept.keeps(value, begin + place)) return;
-        float weight = row.weight(value);
-        most[i % 4] += weight;
-        less[i % 4] += bits < distance ? weight : 0.0f;
-      });
-      nearer = warp_sum((less[0] + less[1]) + (less[2] + less[3]));
-      upto = warp_sum((most[0] + most[1]) + (most[2] + most[3]));
+#pragma unroll 1
+      for (int end = distance - 1; end <= distance; ++end) {
+        float sums[4] = {};
+        x.for_each([&](int i, float value, int place) {
+          if (distance_bits(row, value) > end) return;
+          if (row.shared.kept.keeps(value, begin + place)) sums[i % 4] += row.weight(value);
+        });
+        nearer = upto;
+        upto = warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+      }
     }
     if (lane_id() != 0) continue;
     row.shared.row_stats[leaf].warm = nearer;
     row.shared.row_stats[leaf].raw = upto;
-    around.nearer += row.mass(nearer);
-    around.upto += row.mass(upto);
+    atomicAdd(&row.shared.sums[0], row.mass(nearer));
+    atomicAdd(&row.shared.sums[1], row.mass(upto));
   }
-  around.nearer = block_reduce<Add>(row.shared, around.nearer);
-  around.upto = block_reduce<Add>(row.shared, around.upto);
-  return around;
+  __syncthreads();
+  return {row.shared.sums[0], row.shared.sums[1]};
 }
 
 // shared.sums[j] += mass of the kept tokens no further than shared.thresholds[j].
