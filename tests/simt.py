@@ -106,6 +106,16 @@ class UnderEverySchedule:
         return call
 
 
+@contextmanager
+def block_memory(kib: int) -> Iterator[None]:
+    """The interpreter's blocks have so much shared memory meanwhile; elsewhere nothing changes."""
+    load().set_max_shared_bytes(kib << 10)
+    try:
+        yield
+    finally:
+        load().set_max_shared_bytes(0)
+
+
 def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     """The tensors among arguments, and in a tuple among them."""
     for arg in args:

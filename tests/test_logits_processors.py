@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import simt
 import specops
 import torch
 from conftest import expect_fault
@@ -267,6 +268,55 @@ def test_typical_p_of_large_rows(device: str, isa: str, on_cuda: bool, vocab: in
         assert (got[i] - want).abs().sum() < 2e-4
 
 
+def typical_row(kind: str, vocab: int) -> Tensor:
+    """Logits that typical-p cuts through few tokens of, many, or more ties than a list holds."""
+    row = torch.randn(vocab)
+    if kind == "flat":
+        return 0.2 * row
+    if kind == "peaked":
+        return 5 * row
+    if kind == "tied":
+        return row.sign()
+    if kind == "rounded":
+        return (4 * row).round() / 2
+    if kind == "tail":
+        row[: vocab // 2] = -INF
+        row[vocab // 3 : vocab // 2] = math.nan
+    return 2 * row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["flat", "spread", "peaked", "tied", "rounded", "tail"])
+@pytest.mark.corners("cpu-*", "simt-*-dtype1", "simt-tied-dtype0")
+def test_typical_p_cuts_by_distance(device: str, isa: str, kind: str, dtype: torch.dtype) -> None:
+    """What is kept are the nearest tokens to the mean surprise, as many as typical_p asks for."""
+    vocab, shares = 20_011, [0.02, 0.3, 0.8, 0.995]
+    logits = torch.stack([typical_row(kind, vocab)] * len(shares)).to(dtype)
+    params = row_params(len(shares), temperature=0.75, top_k=[0, 0, 9000, 0])
+    params["typical_p"] = torch.tensor(shares)
+    probs = run(logits.to(device), positions_from(3, len(shares)), params)[3]
+    for i, share in enumerate(shares):
+        x = logits[i].float().nan_to_num(-INF, neginf=-INF)
+        if params["top_k"][i] > 0:  # ties to the lower id
+            x[x.argsort(descending=True, stable=True)[9000:]] = -INF
+        surprise = (x.max() - x) / params["temperature"][i]
+        weights = (-surprise.double()).exp()
+        weights /= weights.sum()
+        mean = (weights * surprise.double()).nan_to_num(0.0).sum().float()
+        kept = probs[i] > 0
+        assert abs(float(probs[i].double().sum()) - 1.0) < 1e-5
+        distance = (surprise - mean).abs().double()
+        furthest, nearest = distance[kept].max(), distance[~kept & (weights > 0)].min()
+        assert furthest <= nearest + 1e-5
+        mass, last = weights[kept].sum(), weights[kept & (distance >= furthest - 1e-5)].max()
+        assert share - 1e-5 <= mass < share + last + 1e-5
+        # of those whose logits are equal the lower ids stay
+        for value in x[kept & (distance >= furthest - 1e-5)].unique():
+            tied = (x == value).nonzero().flatten()
+            stays = kept[tied]
+            assert not (stays[1:] & ~stays[:-1]).any()
+
+
 def test_drafts_are_drawn_apart_and_anchors_count(device: str, isa: str) -> None:
     logits = torch.zeros(64, 4096, device=device)
     positions, params = positions_from(0, 64), row_params(64, seeds=9)
@@ -499,15 +549,86 @@ def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change
         assert torch.equal(got[others], want[others]) and (got[others, 0] >= 0).all()
 
 
-def test_rows_too_wide_for_the_overlay_are_refused(device: str, on_cuda: bool) -> None:
-    vocab = 448 * 1024 + 1
-    logits, positions = torch.zeros(1, vocab, device=device), torch.zeros(1).int().to(device)
-    processors = LogitsProcessors(
-        allowed_token_mask=torch.full((1, (vocab + 31) // 32), -1).int().to(device),
-        mask_indices=torch.zeros(1).int().to(device),
-    )
-    if not on_cuda:
-        assert int(sampling.sample(logits, positions, processors=processors)) == 0
+# ---- bits of the overlay that find no room in a block ----
+
+
+def overlay_in_workspace(device: str, logits: Tensor, kib: int, batch: int = 0) -> None:
+    """In the interpreter: that in blocks of so little memory every row's bits are in it."""
+    if device != "simt":
         return
-    with pytest.raises(ValueError, match="at most 458752 tokens wide on this CUDA"):
-        sampling.sample(logits, positions, processors=processors)
+
+    def workspace_bytes() -> int:
+        rows, vocab = logits.shape
+        size = logits.element_size()
+        return int(simt.load().sampling_workspace_bytes(rows, vocab, size, batch, 0))
+
+    before = workspace_bytes()
+    with simt.block_memory(kib):
+        assert workspace_bytes() >= before + len(logits) * logits.shape[1] // 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows,vocab,kib", [(13, 9001, 42), (2, 9001, 42), (1, 151_936, 44)])
+@pytest.mark.corners("cpu-*", "simt-*-9001-*", "simt-1-*-dtype1")
+def test_sample_with_the_overlay_in_the_workspace(
+    request: pytest.FixtureRequest,
+    device: str,
+    isa: str,
+    dtype: torch.dtype,
+    rows: int,
+    vocab: int,
+    kib: int,
+) -> None:
+    """As where every block has the bits in its own memory; rows of one block and of several."""
+    logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
+    positions = torch.randint(0, 20, (rows,), dtype=torch.int32)
+    processors = random_processors(rows, rows, vocab, positions)
+    params = with_typical(mixed_params(rows))
+    want = run(logits, positions, params, processors, processed_logprobs=True)
+    overlay_in_workspace(request.node.callspec.params["device"], logits, kib)
+    with simt.block_memory(kib):
+        check_as_if_edited(logits, positions, params, processors)
+        got = run(logits, positions, params, processors, processed_logprobs=True)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_top_logprobs_with_the_overlay_in_the_workspace(
+    request: pytest.FixtureRequest, device: str, isa: str
+) -> None:
+    batch, k, vocab, n = 3, 2, 9001, 20
+    step = chains_of(batch, k, vocab)
+    rows = int(step["output_indptr"][-1]) + 1
+    logits = (3 * torch.randn(rows, vocab)).to(device)
+    positions = torch.randint(0, 20, (batch,), dtype=torch.int32)
+    processors = random_processors(batch, rows, vocab, positions, step["draft_token_ids"])
+    params = with_typical(mixed_params(batch))
+    del params["seeds"], params["choice_index"]
+
+    def scored() -> list[Tensor]:
+        return sampling.top_logprobs(
+            logits,
+            n,
+            processed_logprobs=True,
+            **on_device({**step, "positions": positions, **params}, device),
+            processors=to_device(processors, device),
+        )
+
+    want = scored()
+    edited = reference.process_logits(logits.cpu(), processors, positions, **step)
+    assert torch.equal(want[0].cpu()[:, 0].long(), edited.argmax(-1))
+    overlay_in_workspace(request.node.callspec.params["device"], logits, 42)
+    with simt.block_memory(42):
+        got = scored()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_no_row_is_too_wide_for_processors(device: str, isa: str) -> None:
+    """Wider than any block's memory could say what becomes of each token."""
+    vocab = 448 * 1024 + 1
+    logits = torch.randn(1, vocab).bfloat16().to(device)
+    positions = torch.full((1,), 9, dtype=torch.int32)
+    processors = random_processors(1, 1, vocab, positions)
+    processors.mask_indices[:] = 2
+    processors.slots[:] = 1
+    check_as_if_edited(logits, positions, row_params(1, top_p=0.7), processors)

@@ -47,6 +47,9 @@ DRAFT_PROB_ROWS = "test_verify.py rows_of_draft_probs"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
 PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
 TREES = "test_trees.py copy_kv or node_is_a_row or compaction or states_of"
+OVERLAYS = "test_logits_processors.py in_the_workspace"
+TYPICAL = "test_logits_processors.py typical and not large and not spread"
+TYPICAL_RACE = "test_logits_processors.py keeps_the_smallest"
 NGRAM = "test_ngram.py not distance and not refusals"
 
 MUTATIONS = [
@@ -505,16 +508,30 @@ MUTATIONS = [
     Mutation(
         "no barrier between clearing the overlay's bits and setting them",
         "sampling/overlay.cuh",
-        "    bits[word] = {0u, ~allowed};\n  }\n  __syncthreads();",
-        "    bits[word] = {0u, ~allowed};\n  }",
+        "    part.bits[word] = {0u, ~allowed};\n  }\n  __syncthreads();",
+        "    part.bits[word] = {0u, ~allowed};\n  }",
         PROCESSORS,
     ),
     Mutation(
         "a table's stretch ends a token early",
         "sampling/overlay.cuh",
-        "min(max(begins[id / kStretchTokens + 1], 0), size)",
-        "min(max(begins[id / kStretchTokens + 1] - 1, 0), size)",
+        "min(max(begins[stretch + 1], 0), size)",
+        "min(max(begins[stretch + 1] - 1, 0), size)",
         PROCESSORS,
+    ),
+    Mutation(
+        "a block's part of an overlay in the workspace ends a leaf early",
+        "sampling/row_plan.cuh",
+        "plan.end_leaf(all) * leaf_words",
+        "(plan.end_leaf(all) - 1) * leaf_words",
+        OVERLAYS,
+    ),
+    Mutation(
+        "two rows have one overlay in the workspace",
+        "sampling/row_plan.cuh",
+        "unsigned char* row = workspace_end - plan.row_bytes() * (item + 1);",
+        "unsigned char* row = workspace_end - plan.row_bytes() * (item / 2 + 1);",
+        OVERLAYS,
     ),
     Mutation(
         "one read of a logit does not see the overlay",
@@ -530,6 +547,37 @@ MUTATIONS = [
         "leaf_sum(x, stats.raw_max, kLog2e);\n    x.process(leaf);\n"
         "    stats.raw_max = leaf_max(x);",
         PROCESSORS,
+    ),
+    Mutation(
+        "the first token is alone although it does not reach top-p",
+        "sampling/filtered_row.cuh",
+        ">= target) return Where::kFirst;",
+        ">= target / 2) return Where::kFirst;",
+        SAMPLE,
+    ),
+    Mutation(
+        "of the last typical token's leaf every equally distant one is weighed",
+        "sampling/typical.cuh",
+        "bool kept = row.keeps(value, divided",
+        "bool kept = row.shared.kept.keeps(value, divided",
+        PROCESSORS,
+    ),
+    Mutation(
+        "what is equally distant is weighed behind the last typical token, not before it",
+        "sampling/typical.cuh",
+        "leaf < divided ? sums.raw : sums.warm",
+        "leaf > divided ? sums.raw : sums.warm",
+        TYPICAL,
+    ),
+    Mutation(
+        "no barrier between emptying the bins of surprises and filling them",
+        "sampling/typical_passes.cuh",
+        "row.shared.sums[row.thread()] = 0;\n  __syncthreads();\n#pragma unroll 1\n"
+        "  for (int32_t leaf = warp_id(); leaf < row.num_leaves; leaf += num_warps()) {\n    if",
+        "row.shared.sums[row.thread()] = 0;\n#pragma unroll 1\n"
+        "  for (int32_t leaf = warp_id(); leaf < row.num_leaves; leaf += num_warps()) {\n    if",
+        TYPICAL_RACE,
+        "race",
     ),
     Mutation(
         "equal logits count for the rank",

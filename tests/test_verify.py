@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import pytest
+import simt
 import specops
 import torch
 from conftest import expect_fault
@@ -309,6 +310,32 @@ def test_verify_with_processors(
     assert torch.equal(raw["output_token_ids"], got["output_token_ids"])
     plain = run_verify(step, device)
     assert not torch.equal(plain["output_token_ids"], got["output_token_ids"])
+
+
+@pytest.mark.parametrize("given", ["none", "sparse"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_verify_with_the_overlay_in_the_workspace(
+    device: str, isa: str, given: str, tree: bool
+) -> None:
+    """As where a block has the bits in its own memory; of rows that are looked at again, too."""
+    batch, vocab = 5, 9001
+    step = ragged_step(
+        batch,
+        3,
+        vocab,
+        given=given,
+        strategies=[TARGET_MATCH, REJECTION] + [BLOCK] * (not tree),
+        policies=[NORMAL],
+        tree=tree,
+    )
+    step["positions"] = torch.randint(0, 20, (batch,), dtype=torch.int32)
+    drafts = step["draft_token_ids"].clamp(max=vocab - 1)
+    rows = len(step["logits"])
+    processors = random_processors(batch, rows, vocab, step["positions"], drafts)
+    want = check_step(step, device, processors=processors, processed_logprobs=True)
+    with simt.block_memory(42):
+        got = run_verify(step, device, processors=processors, processed_logprobs=True)
+    assert same(got, want)
 
 
 # ---- draft_prob_rows ----

@@ -35,7 +35,7 @@ void launch(void (*kernel)(Params...),
 inline int num_sms(CudaStream /*stream*/) { return simt::num_sms(); }
 
 // What a block may ask for.
-inline int max_shared_bytes(CudaStream /*stream*/) { return simt::kMaxSharedBytes; }
+inline int max_shared_bytes(CudaStream /*stream*/) { return simt::settings.max_shared_bytes; }
 
 #else
 

@@ -13,10 +13,6 @@
 
 namespace specops {
 
-// The widest row for which a block of a large device can say what becomes of each token. One with less
-// shared memory has a limit of its own (overlay.cuh).
-constexpr int64_t kMaxProcessedVocab = 448 << 10;
-
 // Tables with one row per slot, so that they stay where they are while requests come and go. Every
 // pointer may be nullptr: off.
 struct LogitsProcessors {

@@ -115,15 +115,6 @@ LogitsProcessors check_processors(Checker& check,
   check.optional("processors.allowed_token_mask", mask, {DType::kInt32}, {&num_masks, &mask_words});
   check.optional("processors.mask_indices", mask_indices, {DType::kInt32}, {&output_rows});
 
-  if (check.on_cuda()) {
-    int64_t max_tokens = 0;
-    processed_vocab_cuda({.max_tokens = &max_tokens}, check.stream());
-    check.that(vocab_size <= max_tokens,
-               "logits",
-               "at most " + std::to_string(max_tokens) +
-                   " tokens wide on this CUDA device, where processors are given",
-               vocab_size.value);
-  }
   auto needs = [&](const char* name, const TensorView& view, bool wanted, const char* why) {
     check.that(view.defined() || !wanted, name, std::string("given with ") + why, "None");
   };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How rows are dealt to blocks, and where their leaves are kept. A schedule: it changes no bit.
+// How rows are dealt to blocks, and where their leaves and overlays are kept. A schedule: it changes
+// no bit.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +12,19 @@
 
 namespace specops {
 
+// What a plan must know of a device.
+struct DeviceLimits {
+  int num_sms;
+  int64_t shared_bytes;  // that a block may have
+};
+
 struct RowPlan {
   int32_t num_leaves;  // of a row
   int32_t splits;      // blocks that share a row
   int32_t run;         // leaves of one block
   int32_t threads;     // of a block
   bool shared_leaves;  // statistics and masses fit a block's shared memory
+  OverlayPlan overlay;
 
   static constexpr int64_t kAlignment = 16;
 
@@ -26,9 +34,22 @@ struct RowPlan {
     return (counters * int64_t{sizeof(int32_t)} + kAlignment - 1) / kAlignment * kAlignment;
   }
   // Of one row's leaves: statistics, then masses.
-  __host__ __device__ int64_t row_bytes() const {
+  __host__ __device__ int64_t leaves_bytes() const {
     int64_t bytes = num_leaves * static_cast<int64_t>(sizeof(LeafStats) + sizeof(Mass));
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  // Of one row in the workspace: its leaves, then the bits of its overlay where they are there.
+  __host__ __device__ int64_t row_bytes() const {
+    return leaves_bytes() +
+           (overlay.is_shared ? 0 : overlay.num_words * static_cast<int64_t>(sizeof(OverlayBits)));
+  }
+
+  // The leaves that a block scans of its row: [begin, end).
+  __device__ int32_t begin_leaf(bool all) const {
+    return all ? 0 : static_cast<int32_t>(blockIdx.x) % splits * run;
+  }
+  __device__ int32_t end_leaf(bool all) const {
+    return all ? num_leaves : min(begin_leaf(false) + run, num_leaves);
   }
 };
 
@@ -37,10 +58,14 @@ constexpr int64_t kFewRowWarps = 16;  // where rows are very few
 
 // Many rows: a block each, two to an SM. Fewer: several blocks share a row, and the last of them
 // ends it. Very few: blocks of twice the warps, since what filters read again is one block's work.
-inline RowPlan plan_rows(int64_t rows, int64_t vocab_size, int64_t element_bytes, int num_sms) {
+inline RowPlan plan_rows(int64_t rows,
+                         int64_t vocab_size,
+                         int64_t element_bytes,
+                         const DeviceLimits& device) {
   int64_t leaf_size = kLeafBytes / element_bytes;
   int64_t num_leaves = (vocab_size - 1) / leaf_size + 1;
   rows = std::max(rows, int64_t{1});
+  int num_sms = device.num_sms;
   bool few = 4 * rows <= num_sms;
   int64_t warps = std::min(num_leaves, few ? kFewRowWarps : kRowWarps);
   int64_t blocks = few ? num_sms : 2 * int64_t{num_sms};  // that run at once
@@ -51,23 +76,27 @@ inline RowPlan plan_rows(int64_t rows, int64_t vocab_size, int64_t element_bytes
           .splits = static_cast<int32_t>(splits),
           .run = static_cast<int32_t>(run),
           .threads = static_cast<int32_t>(warps) * kWarpSize,
-          .shared_leaves = splits == 1 && num_leaves <= kSharedLeaves};
+          .shared_leaves = splits == 1 && num_leaves <= kSharedLeaves,
+          .overlay = plan_overlay(num_leaves * leaf_size, device.shared_bytes)};
 }
 
 // Shared memory of a block.
-inline size_t row_smem_bytes(const RowPlan& plan, bool processed, int64_t element_bytes) {
+inline size_t row_smem_bytes(const RowPlan& plan, bool processed) {
   if (!processed) return sizeof(RowShared);
-  return static_cast<size_t>(kRowSharedBytes +
-                             overlay_bytes(plan.num_leaves * (kLeafBytes / element_bytes)));
+  return static_cast<size_t>(kRowSharedBytes + plan.overlay.smem_bytes());
 }
 
 // What a call needs, and every call of no more rows and requests: fewer rows may be shared by blocks
 // where more are not, and counters must never come to stand where another call has left leaves.
-inline int64_t workspace_bytes(
-    int64_t rows, int64_t vocab_size, int64_t element_bytes, int64_t batch, int num_sms) {
-  RowPlan plan = plan_rows(rows, vocab_size, element_bytes, num_sms);
-  int64_t split_rows = plan.num_leaves > kRowWarps ? std::min(rows, int64_t{num_sms}) : 0;
-  int64_t kept_rows = plan.num_leaves > kSharedLeaves ? rows : split_rows;
+inline int64_t workspace_bytes(int64_t rows,
+                               int64_t vocab_size,
+                               int64_t element_bytes,
+                               int64_t batch,
+                               const DeviceLimits& device) {
+  RowPlan plan = plan_rows(rows, vocab_size, element_bytes, device);
+  int64_t split_rows = plan.num_leaves > kRowWarps ? std::min(rows, int64_t{device.num_sms}) : 0;
+  bool all_kept = plan.num_leaves > kSharedLeaves || !plan.overlay.is_shared;
+  int64_t kept_rows = all_kept ? rows : split_rows;
   return RowPlan::counter_bytes(batch + split_rows) + kept_rows * plan.row_bytes();
 }
 
@@ -89,6 +118,21 @@ struct RowSlots {
     masses = reinterpret_cast<Mass*>(stats + plan.num_leaves);
   }
 };
+
+// Of the row that the workspace keeps as number `item`. all: of its bits, not the block's share.
+__device__ inline OverlayPart overlay_part(const RowPlan& plan,
+                                           unsigned char* workspace_end,
+                                           int64_t item,
+                                           bool all = false) {
+  if (plan.overlay.is_shared) {
+    return {shared_overlay_bits(plan.overlay), 0, plan.overlay.num_words};
+  }
+  unsigned char* row = workspace_end - plan.row_bytes() * (item + 1);
+  int32_t leaf_words = plan.overlay.num_words / plan.num_leaves;
+  return {reinterpret_cast<OverlayBits*>(row + plan.leaves_bytes()),
+          plan.begin_leaf(all) * leaf_words,
+          plan.end_leaf(all) * leaf_words};
+}
 
 // Whether this block is the last of `expected` that count themselves here. What they wrote before is
 // then visible to it, and the counter is zero again.
@@ -119,9 +163,14 @@ __device__ inline bool scan_row(const RowPlan& plan,
                                 bool want_warm,
                                 float scale,
                                 Counter counter) {
-  int32_t begin = all ? 0 : static_cast<int32_t>(blockIdx.x) % plan.splits * plan.run;
-  int32_t end = all ? plan.num_leaves : min(begin + plan.run, plan.num_leaves);
-  scan_leaves(shared, row, begin, end, want_raw, want_warm, scale, slots.stats);
+  scan_leaves(shared,
+              row,
+              plan.begin_leaf(all),
+              plan.end_leaf(all),
+              want_raw,
+              want_warm,
+              scale,
+              slots.stats);
   if (plan.splits > 1 && !all) return last_to_arrive(shared, counter(), plan.splits);
   __syncthreads();
   return true;

@@ -5,11 +5,13 @@
 namespace specops {
 
 void sample_cuda(const SampleParams& params, CudaStream stream) {
-  RowPlan plan =
-      plan_rows(params.rows, params.vocab_size, dtype_bytes(params.dtype), num_sms(stream));
+  RowPlan plan = plan_rows(params.rows,
+                           params.vocab_size,
+                           dtype_bytes(params.dtype),
+                           {num_sms(stream), max_shared_bytes(stream)});
   dim3 grid(static_cast<unsigned>(params.rows * plan.splits));
   bool processed = has_processors(params.processors);
-  size_t smem_bytes = row_smem_bytes(plan, processed, dtype_bytes(params.dtype));
+  size_t smem_bytes = row_smem_bytes(plan, processed);
   auto run = [&](auto kernel) {
     launch(kernel, grid, plan.threads, smem_bytes, stream, params, plan);
   };
@@ -21,12 +23,11 @@ void sample_cuda(const SampleParams& params, CudaStream stream) {
 }
 
 void sampling_workspace_cuda(const SamplingWorkspaceParams& params, CudaStream stream) {
-  *params.num_bytes = workspace_bytes(
-      params.rows, params.vocab_size, params.element_bytes, params.batch, num_sms(stream));
-}
-
-void processed_vocab_cuda(const ProcessedVocabParams& params, CudaStream stream) {
-  *params.max_tokens = max_processed_vocab(max_shared_bytes(stream));
+  *params.num_bytes = workspace_bytes(params.rows,
+                                      params.vocab_size,
+                                      params.element_bytes,
+                                      params.batch,
+                                      {num_sms(stream), max_shared_bytes(stream)});
 }
 
 }  // namespace specops

@@ -12,10 +12,11 @@ namespace specops {
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
-//          40 KB more at 151,936 tokens, a quarter byte each.
+//          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
+//          than a block may have.
 // Cost:    one read of rows * vocab_size logits from memory, 3 (6 with a sum) instructions a logit;
 //          top-p reads the row once more, top-k and min-p the leaves that reach their bound, typical-p
-//          17 times what the others keep. Processors: the tables' entries of the request.
+//          three times what the others keep. Processors: the tables' entries of the request.
 // Assumes: rows contiguous, positions >= 0.
 // Order:   row.cuh; a row depends on nothing but itself.
 // Source:  inverse transform sampling; filters in the order of transformers' logits warpers.
@@ -42,6 +43,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     if (params.ranks) params.ranks[idx] = 0;
     return;
   }
+  auto* workspace_end = static_cast<unsigned char*>(params.workspace) + params.workspace_bytes;
   if constexpr (kProcessed) {
     build_overlay(params.processors,
                   idx,
@@ -49,11 +51,11 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                   params.positions[idx],
                   {},
                   row.size,
-                  plan.num_leaves * (RowLogits<T>::kLeafSize / 32));
+                  plan.overlay,
+                  overlay_part(plan, workspace_end, idx));
   }
   WantedSums wanted(filters, row.size, params.logprobs != nullptr, params.processed_logprobs);
-  auto* workspace = static_cast<unsigned char*>(params.workspace);
-  RowSlots slots(plan, shared, workspace + params.workspace_bytes, idx);
+  RowSlots slots(plan, shared, workspace_end, idx);
   if (!scan_row(plan,
                 shared,
                 row,

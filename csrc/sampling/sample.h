@@ -65,10 +65,4 @@ struct SamplingWorkspaceParams {
 
 SPECOPS_DECLARE_CUDA(sampling_workspace_cuda, SamplingWorkspaceParams);
 
-struct ProcessedVocabParams {
-  int64_t* max_tokens;  // receives how wide logits may be where processors are given
-};
-
-SPECOPS_DECLARE_CUDA(processed_vocab_cuda, ProcessedVocabParams);
-
 }  // namespace specops

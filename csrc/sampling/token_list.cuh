@@ -90,16 +90,29 @@ __device__ inline void find_bin(RowShared& shared,
   shared.key_low = bottom > low && bottom <= top ? bottom : low;
 }
 
+// The ranking by logit: a token's place in it, and what it weighs.
+struct ByLogit {
+  template <typename AnyRow>
+  __device__ RankKey key(const AnyRow& /*row*/, float x, int32_t id) const {
+    return rank_key(x, id);
+  }
+  template <typename AnyRow>
+  __device__ Mass mass(const AnyRow& row, float x) const {
+    return row.mass(row.weight(x));
+  }
+};
+
 // The key of the listed token, its key within [low, high], at which the ranking first reaches the
 // target: the last token where it never does, high + 1 where there is none. `above` is the mass
 // before the range. Keys split into 256 bins, then the bin that reaches the target does.
-template <typename T, bool kProcessed>
+template <typename T, bool kProcessed, typename Ranking = ByLogit>
 __device__ inline RankKey select_listed(const Row<T, kProcessed>& row,
                                         bool by_mass,
                                         RankKey low,
                                         RankKey high,
                                         Mass above,
-                                        Mass target) {
+                                        Mass target,
+                                        Ranking ranking = {}) {
   RankKey none = high + 1;
   int count = row.shared.list_count;
   while (true) {
@@ -114,12 +127,12 @@ __device__ inline RankKey select_listed(const Row<T, kProcessed>& row,
     __syncthreads();
 #pragma unroll 1
     for (int i = row.thread(); i < count; i += row.threads()) {
-      RankKey key = rank_key(row.shared.list_x[i], row.shared.list_id[i]);
+      RankKey key = ranking.key(row, row.shared.list_x[i], row.shared.list_id[i]);
       if (key < low || key > high) continue;
       int bin = static_cast<int>((high - key) >> shift);
       atomicAdd(&row.shared.number[bin], 1u);
       if (!by_mass) continue;
-      Mass own = row.mass(row.weight(row.shared.list_x[i]));
+      Mass own = ranking.mass(row, row.shared.list_x[i]);
       atomicAdd(&row.shared.low_mass[bin], static_cast<uint32_t>(own & ((1u << kLowMassBits) - 1)));
       atomicAdd(&row.shared.high_mass[bin], static_cast<uint32_t>(own >> kLowMassBits));
     }
@@ -134,7 +147,7 @@ __device__ inline RankKey select_listed(const Row<T, kProcessed>& row,
   if (row.shared.bin_number == 0) return none;
 #pragma unroll 1
   for (int i = row.thread(); i < count; i += row.threads()) {
-    RankKey key = rank_key(row.shared.list_x[i], row.shared.list_id[i]);
+    RankKey key = ranking.key(row, row.shared.list_x[i], row.shared.list_id[i]);
     if (key >= low && key <= high) row.shared.key = key;
   }
   __syncthreads();

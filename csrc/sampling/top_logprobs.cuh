@@ -83,7 +83,8 @@ __device__ inline ErrorCode fault_of(const TopLogprobsParams& params, RowOwner o
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
-//          40 KB more at 151,936 tokens, a quarter byte each.
+//          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
+//          than a block may have.
 // Cost:    one read of rows * vocab_size logits from memory, then the leaves that reach the n-th
 //          largest of the leaves' maxima once more; processed, what sample's filters cost.
 // Assumes: rows contiguous, n <= vocab_size.
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   float* values = params.logprobs + idx * params.n;
   int32_t* ranks = params.ranks ? params.ranks + idx * params.n : nullptr;
   RowLogits<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
+  auto* workspace_end = static_cast<unsigned char*>(params.workspace) + params.workspace_bytes;
   if (processed) {
     RowOwner owner(params, idx);
     bool owned = owner.batch_idx >= 0;
@@ -128,11 +130,11 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                      params.parents ? params.parents + first : nullptr,
                      owner.idx - 1},
                     row.size,
-                    plan.num_leaves * (RowLogits<T>::kLeafSize / 32));
+                    plan.overlay,
+                    overlay_part(plan, workspace_end, idx));
     }
   }
-  auto* workspace = static_cast<unsigned char*>(params.workspace);
-  RowSlots slots(plan, shared, workspace + params.workspace_bytes, idx);
+  RowSlots slots(plan, shared, workspace_end, idx);
   WantedSums wanted(filters, row.size, true, processed);
   if (!scan_row(plan,
                 shared,

@@ -5,159 +5,222 @@
 
 #include "sampling/block_reduce.cuh"
 #include "sampling/row.cuh"
+#include "sampling/token_list.cuh"
+#include "sampling/typical_passes.cuh"
 
 namespace specops {
 
-// Sums weigh(logit, id), at most 1, over the leaves, each in fp32 in one fixed tree; row.masses()
-// ends as the leaves' where `keep` says so. Leaves whose logits all are below `least` are passed
-// over.
-template <typename T, bool kProcessed, typename Weigh>
-__device__ __forceinline__ Mass
-weigh_leaves(const Row<T, kProcessed>& row, bool keep, float least, Weigh weigh) {
-  __syncthreads();
-  Mass total = 0;
-#pragma unroll 1
-  for (int32_t leaf = warp_id(); leaf < row.num_leaves; leaf += num_warps()) {
-    Mass own = 0;
-    if (row.stats(leaf).max >= least) {
-      int32_t begin = leaf * Leaf<T>::kSize;
-      Leaf<T> x;
-      x.load(row.logits, leaf);
-      float sums[4] = {};
-      x.for_each(
-          [&](int i, float value, int place) { sums[i % 4] += weigh(value, begin + place); });
-      own = row.mass(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
-    }
-    if (lane_id() != 0) continue;
-    if (keep) row.masses()[leaf] = own;
-    total += own;
+// Distances, as integers, between which the cut is: what is no further than `low` weighs too little,
+// what is no further than `high` enough.
+struct DistanceBracket {
+  int32_t low, high;
+
+  __device__ bool single() const { return high - low <= 1; }
+};
+
+// The ranking by distance, the nearest first.
+struct ByDistance {
+  template <typename AnyRow>
+  __device__ RankKey key(const AnyRow& row, float x, int32_t id) const {
+    return rank_key(-row.distance(x), id);
   }
-  return block_reduce<Add>(row.shared, total);
+  template <typename AnyRow>
+  __device__ Mass mass(const AnyRow& row, float x) const {
+    return counted_mass(row, x);
+  }
+};
+
+// The whole of it: every distance there is.
+__device__ inline DistanceBracket all_distances() {
+  return {-1, static_cast<int32_t>(__float_as_uint(INFINITY))};
 }
 
-// The first token, in id order, at which the sum of amount(logit, id) reaches `wanted`; the last one
-// that has an amount where it never does. A warp has a run of leaves, a lane a run of a leaf.
-template <typename T, bool kProcessed, typename Amount>
-__device__ __forceinline__ int32_t
-id_reaching(const Row<T, kProcessed>& row, Mass wanted, float least, Amount amount) {
-  int32_t run = (row.num_leaves - 1) / num_warps() + 1;
-  int32_t begin = warp_id() * run, end = min(begin + run, row.num_leaves);
-  auto lane_amount = [&](int32_t leaf) {
-    Mass own = 0;
-    if (row.stats(leaf).max < least) return own;
-    for_each_in_order(row.logits, leaf, [&](float x, int32_t id) {
-      if (id < row.logits.size) own += amount(x, id);
-    });
-    return own;
+// Turns surprise_bins() into what the tokens before each bin's beginning weigh, in list_x.
+template <typename T, bool kProcessed>
+__device__ __forceinline__ void sum_surprise_bins(const Row<T, kProcessed>& row) {
+  auto mass_of = [&](int bin) {
+    float first = ptx::exp2_approx(static_cast<float>(-bin) * (kLog2e / kBinsPerNat));
+    float number = static_cast<float>(surprise_bins(row.shared)[bin]) / kBinUnit;
+    return static_cast<Mass>(number * first * row.unit());
   };
+  int run = (kSurpriseBins - 1) / row.threads() + 1;
+  int begin = min(row.thread() * run, kSurpriseBins), end = min(begin + run, kSurpriseBins);
   Mass own = 0, total;
 #pragma unroll 1
-  for (int32_t leaf = begin; leaf < end; ++leaf) own += lane_amount(leaf);
-  Mass upto = block_inclusive(row.shared, own, &total);
-  Mass before = __shfl_sync(kFullMask, upto - own, 0);  // of the warp's run
-  wanted = wanted < total ? wanted : total;
-  wanted = wanted > 0 ? wanted : 1;
+  for (int bin = begin; bin < end; ++bin) own += mass_of(bin);
+  Mass before = block_inclusive(row.shared, own, &total) - own;
 #pragma unroll 1
-  for (int32_t leaf = begin; leaf < end && before < wanted; ++leaf) {
-    own = lane_amount(leaf);
-    upto = before + warp_inclusive(own);
-    Mass running = upto - own;
-    if (running < wanted && wanted <= upto) {
-      for_each_in_order(row.logits, leaf, [&](float x, int32_t id) {
-        Mass here = id < row.logits.size ? amount(x, id) : 0;
-        if (here > 0 && running < wanted && wanted <= running + here) row.shared.rest_id = id;
-        running += here;
-      });
-    }
-    before = __shfl_sync(kFullMask, upto, kWarpSize - 1);
+  for (int bin = begin; bin < end; ++bin) {
+    row.shared.list_x[bin] = static_cast<float>(before);
+    before += mass_of(bin);
   }
+  if (row.thread() == 0) row.shared.list_x[kSurpriseBins] = static_cast<float>(total);
   __syncthreads();
-  return row.shared.rest_id;
 }
 
-// shared.sums[j] += mass of the kept tokens no further than shared.thresholds[j].
+// A bracket that most probably is right, a few bins wide on both sides of the mean.
 template <typename T, bool kProcessed>
-__device__ __forceinline__ void masses_within(const Row<T, kProcessed>& row) {
+__device__ __forceinline__ DistanceBracket guess_distances(const Row<T, kProcessed>& row,
+                                                           Mass target) {
+  sum_surprise_bins(row);
+  auto place = [](float bin) {
+    return static_cast<int>(fminf(fmaxf(bin, 0.0f), static_cast<float>(kSurpriseBins)));
+  };
+  auto between = [&](float from, float upto) {
+    return row.shared.list_x[place(upto)] - row.shared.list_x[place(from)];
+  };
+  float mean = row.shared.typical.mean * kBinsPerNat;
+  float slack = row.shared.list_x[kSurpriseBins] / 2048.0f;
+  float wanted = static_cast<float>(target);
+  int low = 0, high = kSurpriseBins;
 #pragma unroll 1
-  for (int32_t leaf = warp_id(); leaf < row.num_leaves; leaf += num_warps()) {
-    if (row.stats(leaf).max < row.shared.kept.value) continue;
-    int32_t begin = leaf * Leaf<T>::kSize;
-    Leaf<T> x;
-    x.load(row.logits, leaf);
-#pragma unroll 1
-    for (int j = 0; j < kThresholds; ++j) {
-      float furthest = row.shared.thresholds[j], sums[4] = {};
-      x.for_each([&](int i, float value, int place) {
-        bool within =
-            row.shared.kept.keeps(value, begin + place) && row.distance(value) <= furthest;
-        sums[i % 4] += within ? row.weight(value) : 0.0f;
-      });
-      Mass own = row.mass(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
-      if (lane_id() == 0) atomicAdd(&row.shared.sums[j], own);
-    }
+  for (int bins = 1 + row.thread(); bins < kSurpriseBins; bins += row.threads()) {
+    float from = mean - static_cast<float>(bins), upto = mean + static_cast<float>(bins);
+    if (between(floorf(from), ceilf(upto)) + slack < wanted) low = bins;
+    if (between(ceilf(from), floorf(upto)) - slack >= wanted) high = min(high, bins);
+  }
+  // As masses, for which a block has an address at hand: of another width it would be spilled.
+  low = static_cast<int>(block_reduce<Max>(row.shared, static_cast<Mass>(low)));
+  high = static_cast<int>(block_reduce<Min>(row.shared, static_cast<Mass>(high)));
+  DistanceBracket found = all_distances();
+  auto bits = [](float bins) { return static_cast<int32_t>(__float_as_uint(bins / kBinsPerNat)); };
+  if (low > 0) found.low = bits(static_cast<float>(low) - 0.125f);
+  if (high < kSurpriseBins) found.high = bits(static_cast<float>(high) + 0.125f);
+  return found;
+}
+
+// Shrinks a bracket of more than one distance by thresholds inside another one; where it ends with
+// that, no threshold is spent on the end.
+template <typename T, bool kProcessed>
+__device__ __forceinline__ void narrow(const Row<T, kProcessed>& row,
+                                       Mass target,
+                                       DistanceBracket inside,
+                                       DistanceBracket* bracket) {
+  __syncthreads();
+  if (row.thread() < kThresholds) {
+    int parts = kThresholds + (inside.high == bracket->high ? 1 : 0);
+    int64_t width = int64_t{inside.high} - inside.low;
+    int32_t bits = inside.low + static_cast<int32_t>(width * (row.thread() + 1) / parts);
+    row.shared.thresholds[row.thread()] = distance_of(max(bits, inside.low + 1));
+    row.shared.sums[row.thread()] = 0;
   }
   __syncthreads();
+  masses_within(row);
+#pragma unroll 1
+  for (int j = 0; j < kThresholds; ++j) {
+    int32_t bits = static_cast<int32_t>(__float_as_uint(row.shared.thresholds[j]));
+    if (bits <= bracket->low || bits >= bracket->high) continue;
+    if (row.shared.sums[j] >= target) {
+      bracket->high = bits;
+      break;
+    }
+    bracket->low = bits;
+  }
+  __syncthreads();
+}
+
+// The distance of the listed token at which those that lie within the bracket, `nearer` before them,
+// reach the target, as far as a sum of their masses tells.
+template <typename T, bool kProcessed>
+__device__ __forceinline__ int32_t
+listed_distance(const Row<T, kProcessed>& row, DistanceBracket bracket, Mass nearer, Mass target) {
+  RankKey low = rank_key(-distance_of(bracket.high), INT32_MAX);
+  RankKey high = rank_key(-distance_of(bracket.low + 1), 0);
+  RankKey key = select_listed(row, true, low, high, nearer, target, ByDistance());
+  return static_cast<int32_t>(__float_as_uint(fabsf(cut_at(key).value)));
+}
+
+// The token of that distance, all of which are listed, up to which they are kept.
+template <typename T, bool kProcessed>
+__device__ __forceinline__ int32_t listed_last(const Row<T, kProcessed>& row,
+                                               int32_t distance,
+                                               Mass wanted) {
+  float own = distance_of(distance);
+  RankKey low = rank_key(-own, INT32_MAX), high = rank_key(-own, 0);
+  return cut_at(select_listed(row, true, low, high, 0, wanted, ByDistance())).last_id;
+}
+
+// Where distances are to be cut: the least one, within which tokens weigh `target`, and the last id
+// of its own. Three passes, where the bins tell it: one took them, one lists what is about as far,
+// one weighs what is nearer than the distance that the list tells. What the list tells is a sum of
+// masses in another order, so it is looked at; where it is wrong, or too many tokens are about as
+// far, brackets shrink. Leaves the sums of weigh_around.
+template <typename T, bool kProcessed>
+__device__ __forceinline__ TypicalCut cut_distances(const Row<T, kProcessed>& row, Mass target) {
+  DistanceBracket known = all_distances();
+  DistanceBracket tried = guess_distances(row, target);
+#pragma unroll 1
+  while (true) {
+    Mass nearer = gather_distances(row, tried.low, tried.high);
+    int count = row.shared.list_count;
+    bool listed = count <= kListCapacity;
+    if (nearer >= target) {
+      known.high = tried.low;
+    } else {
+      known.low = max(known.low, tried.low);
+      int32_t distance = known.high;
+      if (listed && count > 0) distance = listed_distance(row, tried, nearer, target);
+      if ((listed && count > 0) || known.single()) {
+        Around around = weigh_around(row, distance);
+        if (around.nearer < target && target <= around.upto) {
+          Mass wanted = target - around.nearer;
+          int32_t last = listed && count > 0 ? listed_last(row, distance, wanted)
+                                             : id_reaching(row, distance, wanted);
+          return {row.shared.typical.mean, distance_of(distance), last};
+        }
+        if (around.nearer >= target) {
+          known.high = distance - 1;
+        } else {
+          known.low = distance;
+        }
+      } else if (listed) {
+        known.low = tried.high;
+      }
+    }
+    bool about_as_far = !listed && nearer < target;
+    if (!known.single()) narrow(row, target, about_as_far ? tried : known, &known);
+    tried = known;
+  }
 }
 
 // Of the tokens in shared.kept, those whose surprise -log(probability) is nearest to its mean, the
-// entropy, until they have typical_p of the mass; ties to the lower id. Above the first token's, a
-// surprise is (max - logit) / temperature, so no logarithm is taken. Leaves the cut in
+// entropy, until they have typical_p of the mass; ties to the lower id. Leaves the cut in
 // shared.typical, and its mass in row.masses().
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void keep_typical(const Row<T, kProcessed>& row) {
-  auto weight_kept = [&](float x, int32_t id) { return row.keeps(x, id) ? row.weight(x) : 0.0f; };
-  float least = row.shared.kept.value;
-  Mass total = weigh_leaves(row, true, least, weight_kept);
-  Mass surprise = weigh_leaves(row, false, least, [&](float x, int32_t id) {
-    float own = weight_kept(x, id);
-    return own > 0.0f ? own * ((row.max - x) * row.shared.inverse) : 0.0f;
-  });
-  double part = static_cast<double>(row.shared.filters.typical_p) * static_cast<double>(total);
+  Moments moments = take_moments(row);
+  double part =
+      static_cast<double>(row.shared.filters.typical_p) * static_cast<double>(moments.total);
   Mass target = part < 1.0 ? 1 : static_cast<Mass>(part);
   if (row.thread() == 0) {
-    double mean = static_cast<double>(surprise) / static_cast<double>(total);
+    double mean = static_cast<double>(moments.surprise) / static_cast<double>(moments.total);
     row.shared.typical.mean = static_cast<float>(mean);
   }
   __syncthreads();
-  // A distance's bits ascend with it: more than `low` is needed, `high` is enough.
-  int32_t low = -1, high = static_cast<int32_t>(__float_as_uint(INFINITY));
-  Mass below = 0;
-#pragma unroll 1
-  while (high - low > 1) {
-    if (row.thread() < kThresholds) {
-      int64_t width = int64_t{high} - low;
-      int32_t bits = low + static_cast<int32_t>(width * (row.thread() + 1) / (kThresholds + 1));
-      bits = max(bits, low + 1);
-      row.shared.thresholds[row.thread()] = __uint_as_float(static_cast<uint32_t>(bits));
-      row.shared.sums[row.thread()] = 0;
-    }
-    __syncthreads();
-    masses_within(row);
-#pragma unroll 1
-    for (int j = 0; j < kThresholds; ++j) {
-      int32_t bits = static_cast<int32_t>(__float_as_uint(row.shared.thresholds[j]));
-      if (bits <= low || bits >= high) continue;
-      if (row.shared.sums[j] >= target) {
-        high = bits;
-        break;
-      }
-      low = bits;
-      below = row.shared.sums[j];
-    }
-    __syncthreads();
-  }
-  float furthest = __uint_as_float(static_cast<uint32_t>(high));
-  int32_t last = id_reaching(row, target - below, least, [&](float x, int32_t id) {
-    if (!row.keeps(x, id) || row.distance(x) != furthest) return Mass{0};
-    Mass own = row.mass(row.weight(x));
-    return own > 0 ? own : Mass{1};
-  });
+  TypicalCut cut = cut_distances(row, target);
   __syncthreads();
-  if (row.thread() == 0) {
-    row.shared.typical.distance = furthest;
-    row.shared.typical.last_id = last;
+  if (row.thread() == 0) row.shared.typical = cut;
+  __syncthreads();
+  // Ties lie before the last one's leaf, behind it, or on both sides of it.
+  int32_t divided = cut.last_id / Leaf<T>::kSize;
+#pragma unroll 1
+  for (int32_t leaf = row.thread(); leaf < row.num_leaves; leaf += row.threads()) {
+    if (leaf == divided) continue;
+    LeafStats sums = row.stats(leaf);
+    row.masses()[leaf] = row.mass(leaf < divided ? sums.raw : sums.warm);
   }
-  weigh_leaves(row, true, least, weight_kept);
+  if (warp_id() == 0) {
+    Leaf<T> x;
+    x.load(row.logits, divided);
+    float sums[4] = {};
+    x.for_each([&](int i, float value, int place) {
+      bool kept = row.keeps(value, divided * Leaf<T>::kSize + place);
+      sums[i % 4] += kept ? row.weight(value) : 0.0f;
+    });
+    Mass own = row.mass(warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
+    if (lane_id() == 0) row.masses()[divided] = own;
+  }
+  __syncthreads();
 }
 
 }  // namespace specops

@@ -5,12 +5,14 @@
 namespace specops {
 
 void verify_cuda(const VerifyParams& params, CudaStream stream) {
-  RowPlan plan =
-      plan_rows(params.rows, params.vocab_size, dtype_bytes(params.dtype), num_sms(stream));
+  RowPlan plan = plan_rows(params.rows,
+                           params.vocab_size,
+                           dtype_bytes(params.dtype),
+                           {num_sms(stream), max_shared_bytes(stream)});
   int64_t items = params.batch * (params.max_draft_tokens + 1);
   dim3 grid(static_cast<unsigned>(items * plan.splits));
   bool processed = has_processors(params.processors);
-  size_t smem_bytes = row_smem_bytes(plan, processed, dtype_bytes(params.dtype));
+  size_t smem_bytes = row_smem_bytes(plan, processed);
   auto run = [&](auto kernel) {
     launch(kernel, grid, plan.threads, smem_bytes, stream, params, plan);
   };

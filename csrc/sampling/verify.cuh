@@ -18,7 +18,8 @@ namespace specops {
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends the row, the
 //          last row of a request walks, and in block verification looks at rejected rows again.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
-//          40 KB more at 151,936 tokens, a quarter byte each.
+//          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
+//          than a block may have.
 // Cost:    one read of num_output_rows * vocab_size logits; filters as in sample. A rejection reads a
 //          leaf for one-hot drafts, the leaves a list names, or the kept leaves and draft_probs.
 // Assumes: rows contiguous.
@@ -65,7 +66,11 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                       params.positions[shared.batch_idx],
                       draft_path(params, shared.batch_idx, shared.row_of_request),
                       row.size,
-                      plan.num_leaves * (RowLogits<T>::kLeafSize / 32));
+                      plan.overlay,
+                      overlay_part(plan,
+                                   workspace + params.workspace_bytes,
+                                   row_idx,
+                                   kStrategies && shared.again != 0));
       }
       // Asked for again after the scan, and not kept over it.
       auto slots = [&] {

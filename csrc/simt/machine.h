@@ -38,6 +38,7 @@ struct Settings {
   uint64_t fuzz = 0;  // not 0: approximate functions are off by up to 2 units in the last place
   bool bank_conflicts = false;  // note the worst bank conflict of ldmatrix
   int num_sms = 4;
+  int max_shared_bytes = kMaxSharedBytes;  // of a block; at most that
 };
 
 // Since the last reset.

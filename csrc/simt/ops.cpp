@@ -43,6 +43,15 @@ void set_num_sms(int count) {
   simt::settings.num_sms = count;
 }
 
+// 0: as much as there is.
+void set_max_shared_bytes(int count) {
+  constexpr int kMost = static_cast<int>(simt::kMaxSharedBytes);
+  if (count < 0 || count > kMost) {
+    throw std::invalid_argument("max_shared_bytes must be at most " + std::to_string(kMost));
+  }
+  simt::settings.max_shared_bytes = count == 0 ? kMost : count;
+}
+
 pybind11::dict counters() {
   const simt::Counters& now = simt::counters;
   pybind11::dict out;
@@ -65,6 +74,7 @@ void register_simt(pybind11::module_& m) {
   m.def("set_landing", &set_landing);
   m.def("set_accumulation", &set_accumulation);
   m.def("set_num_sms", &set_num_sms);
+  m.def("set_max_shared_bytes", &set_max_shared_bytes);
   m.def("set_fuzz", [](uint64_t seed) { simt::settings.fuzz = seed; });
   m.def("set_bank_conflicts", [](bool on) { simt::settings.bank_conflicts = on; });
   m.def("set_regions", [](const std::vector<std::pair<uintptr_t, uintptr_t>>& regions) {

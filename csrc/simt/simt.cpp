@@ -231,8 +231,8 @@ void Machine::run(dim3 grid,
     refuse("a grid must have 1 to 2^31 - 1, 65535 and 65535 blocks, got " +
            triple(grid.x, grid.y, grid.z));
   }
-  if (smem_bytes > kMaxSharedBytes) {
-    refuse("a block has at most " + std::to_string(kMaxSharedBytes) +
+  if (smem_bytes > static_cast<size_t>(settings.max_shared_bytes)) {
+    refuse("a block has at most " + std::to_string(settings.max_shared_bytes) +
            " bytes of shared memory, got " + std::to_string(smem_bytes));
   }
   prepare(static_cast<int>(threads), smem_bytes);

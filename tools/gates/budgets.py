@@ -85,7 +85,7 @@ def _spilled(number: int) -> dict[str, int]:
     return {"86": number, "89": number}
 
 
-_OVERLAY = "processors work up to vocabularies of about 220,000 tokens, and are refused beyond"
+_OVERLAY = "its launcher asks the device, and puts what does not fit into the workspace"
 
 BUDGETS: tuple[Budget, ...] = (
     # common
@@ -136,7 +136,7 @@ BUDGETS: tuple[Budget, ...] = (
     # sampling
     Budget("commit_kernel<*", registers=128),
     # 256 threads a block where rows are many, two such blocks to an SM. Under processors
-    # (true) a block holds two bits of every token of the largest vocabulary, 448 * 1024.
+    # (true) a block holds two bits of every token, of up to 121 KiB.
     Budget("sample_kernel<*, false>", 128, 512, smem_bytes=41 << 10, spills=_spilled(12)),
     Budget("verify_kernel<*, false, *>", 128, 512, smem_bytes=41 << 10, spills=_spilled(12)),
     Budget("top_logprobs_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
