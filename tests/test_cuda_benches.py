@@ -161,8 +161,8 @@ def asks_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "sampling_workspace_bytes", lambda *_: 64)
     pack = dense.pack_weight
 
-    def split(weight):
-        return dataclasses.replace(pack(weight), num_leaves=2, max_split_rows=4096)
+    def split(weight, **how):
+        return dataclasses.replace(pack(weight, **how), num_leaves=2, max_split_rows=4096)
 
     monkeypatch.setattr(bench_dense, "pack_weight", split)
 
