@@ -319,6 +319,13 @@ MUTATIONS = [
         ROPE,
     ),
     Mutation(
+        "a phase's time counts for the next one, too",
+        "attention/attention_stamps.cuh",
+        "    stamps[kStampLast] = now;\n",
+        "",
+        ATTENTION,
+    ),
+    Mutation(
         "two matrices of K exchanged",
         "attention/attention_tile.cuh",
         "LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);",

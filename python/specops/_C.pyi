@@ -156,6 +156,7 @@ def attention_workspace_size(
     batch: int,
     device: int,
 ) -> tuple[int, int]: ...
+def set_phase_stamps(stamps: object | None) -> None: ...
 def merge_states(outs: Tensor, lses: Tensor, out: Written, lse: Written) -> None: ...
 def compact_kv(
     k_cache: Written,
@@ -181,8 +182,8 @@ def linear(
     packed: Tensor,
     packed_outputs: Size,
     packed_inputs: Size,
-    bias: Tensor | None,
     gate_up: bool,
+    bias: Tensor | None,
     out: Written,
     workspace: Written | None,
 ) -> None: ...
