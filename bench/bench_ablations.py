@@ -10,12 +10,14 @@ Each case leaves one thing out of the whole call, and no kernel is built for it:
 * `unsplit`: a workspace too small to split in. No states are written and merged: if it is faster
   than the whole call, splitting costs more than it gains; if slower, that is what it gains.
 
-What they say together is `tools/gpu_check/held_back.py`'s to conclude.
+Beside them stand the phases of the whole call, by a kernel whose blocks keep time
+(`bench/attention_phases.py`). What all say together is for `tools/gpu_check/held_back.py`.
 """
 
 import torch
 from torch import Tensor
 
+from bench.attention_phases import add_phases
 from bench.cuda import Call, CudaBench, time_figure
 from bench.cuda_caches import Cache, loads
 
@@ -39,17 +41,18 @@ def run_ablations_cuda(bench: CudaBench) -> None:
                 id = f"ablations.{name}.g{group}.q{q_len}"
                 cases = _cases(bench, id, cache, *cache.queries(bench, q_len, group), q_len)
                 timings = bench.time(cases)
+                what = f"append_attention bf16 {name}, group {group}, {q_len} rows"
                 for case in cases:
-                    what = f"append_attention bf16 {name}, group {group}, {q_len} rows, "
                     bench.add(
                         time_figure(
                             timings,
                             case,
                             f"{id}.{case}",
-                            what + WHAT[case],
+                            f"{what}, {WHAT[case]}",
                             over=("whole", "the whole call"),
                         )
                     )
+                add_phases(bench, id, what, cases["whole"])
         del cache, cases
 
 

@@ -41,7 +41,65 @@ def run_linear(bench: Bench) -> None:
     ):
         _matrices(bench, f"linear.{name}.layer", LAYER, dtype, row_counts)
     _matrices(bench, "linear.bf16.head", HEAD, torch.bfloat16, (1, 5, 8))
+    _gate_up(bench)
     _cached(bench)
+
+
+def _gate_up(bench: Bench) -> None:
+    """Gate and up of a layer, and their activation: in one call, beside two."""
+    outputs, inputs = LAYER[2]
+    copies = -(-COLD_BYTES // (2 * outputs * inputs))
+    plain = [torch.randn(outputs, inputs).to(torch.bfloat16) * 0.02 for _ in range(copies)]
+    weights = {
+        gate_up: [pack_weight(weight, gate_up=gate_up) for weight in plain]
+        for gate_up in (True, False)
+    }
+    for rows in (1, 5, 64):
+        x = torch.randn(rows, inputs).to(torch.bfloat16)
+        calls = {
+            name: _in_turn(_gated(x, weights[name == "one call"], outputs))
+            for name in ("one call", "two calls")
+        }
+        with torch.inference_mode():
+            timing = bench.alternate(calls, rounds=7, window_s=0.1)
+        bench.add(
+            Figure(
+                f"linear.bf16.gate_up.m{rows}",
+                f"linear with gate_up, {inputs} to {outputs}, M={rows}, cold weights",
+                timing.median("one call") * 1e6,
+                "us",
+                "linear, then silu_mul",
+                timing.median("two calls") * 1e6,
+                timing.ratio("two calls", "one call"),
+                "ratio >= 0.97",
+                threads=bench.num_threads,
+                read_gb_s=timing.read_gb_s("one call"),
+            )
+        )
+
+
+def _gated(x: Tensor, weights: list[PackedWeight], outputs: int) -> list[Call]:
+    """Calls that end in silu(gate) * up: one for each weight, of linear alone or silu_mul too."""
+    apart = x.new_empty(x.shape[0], outputs)
+    out = x.new_empty(x.shape[0], outputs // 2)
+    multiply = _linear(x.shape[0], weights)
+
+    def call(weight: PackedWeight) -> None:
+        if weight.gate_up:
+            multiply(x, weight, out=out)
+        else:
+            silu_mul(multiply(x, weight, out=apart), out=out)
+
+    return [partial(call, weight) for weight in weights]
+
+
+def _in_turn(calls: list[Call]) -> Callable[[], None]:
+    turns = cycle(calls)
+
+    def call() -> None:
+        next(turns)()
+
+    return call
 
 
 def _cached(bench: Bench) -> None:
@@ -179,6 +237,7 @@ def run_linear_cuda(bench: CudaBench) -> None:
     _cuda_matrices(bench, "layer", CUDA_LAYER, CUDA_ROWS)
     _cuda_matrices(bench, "head", CUDA_HEAD, (1, 5, 8, 64, 512, 1280))
     _cuda_matrices(bench, "small", (SMALL,), (1, 5, 8))
+    _cuda_gate_up(bench)
 
 
 def _cuda_matrices(
@@ -212,6 +271,22 @@ def _cuda_matrices(
     text = f"linear bf16, {name}: time at M=8 over M=1"
     id = f"linear.{name}.m8_over_m1"
     bench.add(time_figure(timings, "m8", id, text, over=("m1", "M=1"), bar="ratio <= 1.1"))
+
+
+def _cuda_gate_up(bench: CudaBench) -> None:
+    """Microseconds of gate, up and their activation in one launch, beside two."""
+    outputs, inputs = bench.pick(CUDA_LAYER[2], (64, 64))
+    copies = range(bench.copies(2 * outputs * inputs))
+    plain = [bench.randn(outputs, inputs, scale=0.02) for _ in copies]
+    fused = [pack_weight(weight, gate_up=True) for weight in plain]
+    apart = [pack_weight(weight) for weight in plain]
+    for rows in (1, 8, 64, 512, 2048):
+        x = bench.randn(rows, inputs)
+        cases = {"one call": _gated(x, fused, outputs), "two calls": _gated(x, apart, outputs)}
+        timings = bench.time(cases)
+        id, what = f"linear.gate_up.m{rows}", f"linear bf16 with gate_up, M={rows}"
+        peers = {"two calls": "linear, then silu_mul"}
+        bench.add(time_figure(timings, "one call", id, what, peers, "ratio >= 1"))
 
 
 def _linear(rows: int, weights: list[PackedWeight]) -> Callable[..., object]:

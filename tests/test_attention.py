@@ -364,6 +364,68 @@ def test_append_attention_reports_a_workspace_that_does_not_begin_with_zeros(
             attention.append_attention(*batch.tensors(), workspace=workspace)
 
 
+def stamped(batch: Batch, stamps: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
+    """The call with its phases stamped."""
+    attention.set_phase_stamps(stamps)
+    try:
+        return attention.append_attention(*batch.tensors(), workspace=workspace, return_lse=True)
+    finally:
+        attention.set_phase_stamps(None)
+
+
+def test_append_attention_phase_stamps(
+    request: pytest.FixtureRequest, device: str, on_cuda: bool
+) -> None:
+    """The kernel that keeps time gives the same bits; its blocks account for all of their time."""
+    stamps = torch.zeros(1024, 8, dtype=torch.int64, device=device)
+    if not on_cuda:
+        with pytest.raises(ValueError, match="set_phase_stamps: stamps must be on cuda"):
+            attention.set_phase_stamps(stamps)
+        return
+    if simt.BUILD == "race":
+        pytest.skip("the detector knows the tensors of the call, and stamps are none")
+    batch = random_batch([2300, 40, 0], [3, 2, 0], torch.bfloat16, head_dim=128)
+    plain = attention.append_attention(*batch.tensors(), return_lse=True)
+    floats = attention.attention_workspace_size(
+        batch.q.shape, batch.k_cache.shape, batch.kv_indices.shape[0], 3, device
+    )
+    got = stamped(batch, stamps, new_workspace(floats, on_cuda, device))
+    assert all(torch.equal(as_bits(x), as_bits(y)) for x, y in zip(got, plain, strict=True))
+    rows = stamps[stamps[:, 0] != 0].cpu()
+    begin, end, cycles, last = rows[:, 0], rows[:, 1], rows[:, 2:7], rows[:, 7]
+    assert rows.shape[0] % 2 == 0 and (stamps[rows.shape[0] :] == 0).all()
+    assert (end >= begin).all() and (cycles >= 0).all()
+    plan, _, load, stream, merge = cycles.unbind(1)
+    assert (plan > 0).all() and (load > 0).any() and ((stream > 0) == (load > 0)).all()
+    assert (merge > 0).any()
+    if request.node.callspec.params["device"] == "simt":  # its clocks count how often they are read
+        assert torch.equal(cycles.sum(1), last - (begin // 64 + 1) * 100)
+    again = stamps.clone()
+    attention.append_attention(*batch.tensors())
+    assert torch.equal(stamps, again)
+
+
+def test_append_attention_phase_stamps_refuse(device: str, on_cuda: bool) -> None:
+    if not on_cuda:
+        pytest.skip("a CPU keeps no stamps")
+    batch = random_batch([40], [2], torch.bfloat16, head_dim=128)
+    for wrong, words in [
+        (torch.zeros(8, dtype=torch.int64, device=device), "stamps must be int64"),
+        (torch.zeros(64, 8, device=device), "stamps must be int64"),
+        (torch.zeros(64, 7, dtype=torch.int64, device=device), "stamps must be .*words=8"),
+    ]:
+        with pytest.raises(ValueError, match=f"set_phase_stamps: {words}"):
+            attention.set_phase_stamps(wrong)
+    few = torch.zeros(1, 8, dtype=torch.int64, device=device)
+    workspace = new_workspace(COUNTERS, on_cuda, device)
+    with pytest.raises(ValueError, match=r"phase stamps must have a row for each of .* got 1"):
+        stamped(batch, few, workspace)
+    assert not few.any()
+    other = random_batch([40], [2], torch.bfloat16)
+    with pytest.raises(ValueError, match="q must be bfloat16 with head_dim=128 while phases"):
+        stamped(other, torch.zeros(1024, 8, dtype=torch.int64, device=device), workspace)
+
+
 def test_append_attention_window_pages_may_be_gone(device: str, isa: str) -> None:
     batch = random_batch([300], [3], torch.bfloat16)
     expected = attention.append_attention(*batch.tensors(), sliding_window=100)

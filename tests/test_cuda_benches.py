@@ -12,16 +12,26 @@ from pathlib import Path
 
 import fake_flashinfer
 import pytest
+import simt
 import torch
 from specops import _C, attention, dense, sampling
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import bench_attention_cuda, bench_attention_peers, bench_dense, common, variants
+from bench import (
+    attention_phases,
+    bench_ablations,
+    bench_attention_cuda,
+    bench_attention_peers,
+    bench_dense,
+    common,
+    variants,
+)
 from bench.__main__ import CUDA_FAMILIES
 from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
 from bench.cuda_caches import Cache, loads
 from bench.peers import flashinfer_attention, flashinfer_cascade, flashinfer_peer
 from bench.recorded_logits import record
+from tools.gpu_check import held_back
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -161,8 +171,8 @@ def asks_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "sampling_workspace_bytes", lambda *_: 64)
     pack = dense.pack_weight
 
-    def split(weight):
-        return dataclasses.replace(pack(weight), num_leaves=2, max_split_rows=4096)
+    def split(weight, **how):
+        return dataclasses.replace(pack(weight, **how), num_leaves=2, max_split_rows=4096)
 
     monkeypatch.setattr(bench_dense, "pack_weight", split)
 
@@ -187,6 +197,41 @@ def test_benches_on_the_cpu(family: str, flashinfer: dict, asks_for_workspaces: 
     assert (family in UNTIMED) == (not timed.made.keys() - THEIRS)
     made = {case: seen for case, seen in timed.made.items() if seen and case not in THEIRS}
     assert not made
+
+
+@pytest.mark.skipif(simt.BUILD == "race", reason="the detector knows a call's tensors alone")
+def test_phases_are_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ablations over CUDA's own kernels, in the interpreter; the cpu's have no phases."""
+    for name, few in {"LOADS": ("b1.4k",), "GROUPS": (4,), "ROWS": (1,)}.items():
+        monkeypatch.setattr(bench_ablations, name, few)
+    id = "ablations.b1.4k.g4.q1"
+    without = rehearsed("ablations")
+    assert "stamps must be on cuda, got a tensor on cpu" in without.notes[f"{id}.phases"]
+    assert {figure.id.removeprefix(f"{id}.") for figure in without.figures} == set(
+        bench_ablations.WHAT
+    )
+    module = simt.load()
+    module.set_regions([])
+    monkeypatch.setattr(attention, "_C", module)
+    bench = rehearsed("ablations")
+    assert not bench.notes
+    found = {figure.id.removeprefix(f"{id}."): figure for figure in bench.figures}
+    assert set(found) == {*bench_ablations.WHAT, *attention_phases.SHARES}
+    assert set(attention_phases.SHARES) == set(held_back.PHASES)
+    shares = {phase: found[phase].ratio for phase in attention_phases.SHARES}
+    assert sum(shares.values()) == pytest.approx(1.0) and min(shares.values()) >= 0.0
+    assert shares["plan"] > 0 and shares["stream"] > 0
+
+
+def test_shares_of_stamps() -> None:
+    """Two blocks at 2 cycles a nanosecond; the second begins 100 ns late and waits for nobody."""
+    stamps = torch.zeros(4, attention_phases.WORDS, dtype=torch.int64)
+    stamps[0] = torch.tensor([1000, 1400, 80, 20, 100, 400, 200, 9999])
+    stamps[2] = torch.tensor([1100, 1300, 100, 0, 100, 200, 0, 7777])
+    us, shares = attention_phases.shares_of(stamps)
+    assert us == pytest.approx(0.4)
+    wanted = {"plan": 45, "unit": 5, "load": 50, "stream": 150, "merge": 50, "idle": 100}
+    assert shares == pytest.approx({phase: ns / 400 for phase, ns in wanted.items()})
 
 
 def test_the_watch_on_memory_sees_a_missing_workspace(asks_for_workspaces: None) -> None:

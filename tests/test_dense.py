@@ -476,6 +476,140 @@ def test_linear_refuses_views_off_16_bytes(device: str, on_cuda: bool) -> None:
             assert torch.equal(call(), expected)
 
 
+# linear, of gates and ups: the bits of `linear`, then `silu_mul`
+
+
+def gated_apart(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What a weight packed with gate_up must give, in two calls."""
+    return dense.silu_mul(dense.linear(x, dense.pack_weight(weight), bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize(
+    "rows,num_inputs,width",
+    [(0, 8, 8), (1, 0, 5), (1, 1, 1), (3, 7, 17), (5, 256, 192), (13, 129, 125), (300, 64, 22)],
+)
+def test_linear_gate_up(
+    device: str,
+    isa: str,
+    linear_dtype: torch.dtype,
+    dtype: torch.dtype,
+    use_bias: bool,
+    rows: int,
+    num_inputs: int,
+    width: int,
+) -> None:
+    x, weight, all_bias = make_linear(device, rows, num_inputs, 2 * width, dtype)
+    bias = all_bias if use_bias else None
+    slack = torch.full((rows * width + 64,), 7.0, dtype=dtype, device=device)
+    out = slack[: rows * width].view(rows, width)
+    packed = dense.pack_weight(weight, gate_up=True)
+    assert dense.linear(x, packed, bias, out=out) is out
+    assert torch.equal(out, gated_apart(x, weight, bias))
+    assert torch.equal(dense.linear(x, packed, bias), out)
+    assert (slack[rows * width :] == 7.0).all()
+    if rows:
+
+        def op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return reference.linear(x, weight, bias if use_bias else None, gate_up=True)
+
+        assert_close(op, out, x, weight, all_bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_inputs,width", [(256, 1000), (77, 50), (1030, 24)])
+def test_linear_gate_up_rows_keep_their_bits(
+    device: str, isa: str, on_cuda: bool, dtype: torch.dtype, num_inputs: int, width: int
+) -> None:
+    """Alone and in batches, from strided rows, on 1 to 3 threads: gates meet their own ups."""
+    many = 18 if on_cuda else 130
+    width = min(width, 60) if on_cuda else width
+    x, weight, bias = make_linear(device, many, num_inputs, 2 * width, dtype)
+    packed = dense.pack_weight(weight, gate_up=True)
+    whole = gated_apart(x, weight, bias)
+    wide = torch.full((many, num_inputs + 3), float("nan"), dtype=dtype, device=device)
+    wide[:, 1:-2] = x
+    for num_threads in (1, 2, 3):
+        if on_cuda and num_threads != 2:
+            continue
+        specops.set_num_threads(num_threads)
+        for rows in [1, 2, 5, 9, 17] if on_cuda else [1, 2, 3, 4, 5, 6, 7, 8, 9, 23, 64]:
+            first = (7 * rows) % (many + 1 - rows)
+            got = dense.linear(x[first : first + rows], packed, bias)
+            assert torch.equal(got, whole[first : first + rows]), (num_threads, rows)
+        assert torch.equal(dense.linear(wide[:, 1:-2], packed, bias), whole)
+
+
+@pytest.mark.parametrize(
+    "rows,num_inputs,width,dtype",
+    [
+        (1, 40, 12, torch.bfloat16),
+        (8, 1100, 131, torch.float16),
+        (16, 568, 20, torch.bfloat16),
+        (66, 104, 149, torch.float16),
+        (130, 1208, 35, torch.bfloat16),
+    ],
+)
+def test_linear_gate_up_kernels_keep_their_bits(
+    device: str,
+    on_cuda: bool,
+    force_linear: Callable[[str | None], None],
+    rows: int,
+    num_inputs: int,
+    width: int,
+    dtype: torch.dtype,
+) -> None:
+    """Whichever kernel multiplies, with a workspace and without."""
+    if dtype == torch.float16 and not on_cuda:
+        pytest.skip("float16 weights are for CUDA")
+    x, weight, bias = make_linear(device, rows, num_inputs, 2 * width, dtype)
+    packed = dense.pack_weight(weight, gate_up=True)
+    whole = gated_apart(x, weight, bias)
+    workspace = torch.zeros(dense.linear_workspace_size(rows, packed), device=device)
+    short = torch.zeros(3, device=device)
+    for name in dense.linear_kernels(rows):
+        if name == "tile_256x128" and not (num_inputs % 8 == 0 and has_large_blocks(device)):
+            continue
+        force_linear(name)
+        for memory in (workspace, short):
+            got = dense.linear(x, packed, bias, workspace=memory)
+            assert torch.equal(got, whole), name
+        assert not workspace[:COUNTERS].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [3, 20])
+def test_linear_gate_up_of_any_alignment(device: str, dtype: torch.dtype, rows: int) -> None:
+    """Where out begins changes nothing."""
+    x, weight, bias = make_linear(device, rows, 72, 48, dtype)
+    packed = dense.pack_weight(weight, gate_up=True)
+    expected = gated_apart(x, weight, bias)
+    for shift in (1, 2, 4, 8):
+        memory = torch.full((rows * 24 + shift,), float("nan"), dtype=dtype, device=device)
+        out = memory[shift:].view(rows, 24)
+        dense.linear(x, packed, bias, out=out)
+        assert torch.equal(out, expected)
+
+
+def test_linear_gate_up_refuses(device: str) -> None:
+    x, weight, bias = make_linear(device, 2, 8, 6, torch.bfloat16)
+    packed = dense.pack_weight(weight, gate_up=True)
+    for call, words in [
+        (lambda: dense.pack_weight(weight[:5], gate_up=True), "pack_weight: weight must be .* 5"),
+        (
+            lambda: dense.linear(x, packed, out_dtype=torch.float32),
+            "linear: out must be bfloat16",
+        ),
+        (lambda: dense.linear(x, packed, out=x[:, :6].contiguous()), "linear: out must be .*6"),
+        (lambda: dense.linear(x, packed, bias[:3]), "linear: bias must be .*num_outputs=6"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
 # rms_norm
 
 

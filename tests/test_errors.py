@@ -225,7 +225,7 @@ def silu_mul() -> dict[str, Any]:
 
 
 def pack_weight() -> dict[str, Any]:
-    return {"weight": torch.zeros(5, 4), "packed": torch.zeros(1, 4, 16)}
+    return {"weight": torch.zeros(5, 4), "packed": torch.zeros(1, 4, 16), "gate_up": False}
 
 
 def linear() -> dict[str, Any]:
@@ -234,6 +234,7 @@ def linear() -> dict[str, Any]:
         "packed": dense.pack_weight(torch.zeros(5, 4)).data,
         "packed_outputs": 5,
         "packed_inputs": 4,
+        "gate_up": False,
         "bias": torch.zeros(5),
         "out": torch.zeros(3, 5),
         "workspace": torch.zeros(8),

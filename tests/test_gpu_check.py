@@ -371,6 +371,10 @@ def test_what_holds_a_call_back(
     ):
         assert held_back.of_figure(rows, id) == found
     assert held_back.of_figure(rows, "attention.b8.4k.g8.q8") == ""  # not measured
+    phases = {"plan": 0.06, "unit": 0.01, "load": 0.2, "stream": 0.5, "merge": 0.04, "idle": 0.19}
+    stamped = [figure(f"ablations.b8.4k.g4.q8.{name}", ratio=x) for name, x in phases.items()]
+    told = held_back.of_figure({**rows, **by_id(*stamped)}, "attention.b8.4k.g4.q5")
+    assert told == f"{found}; its blocks' time: stream 0.50, load 0.20, idle 0.19, plan 0.06"
 
 
 def test_what_holds_verification_back() -> None:
@@ -396,7 +400,7 @@ def test_the_report() -> None:
         figure("facts.read", us=1.0),
         *(
             figure(f"ablations.b8.4k.g4.q8.{case}", us=us, ratio=us / 80)
-            for case, us in {"whole": 80.0, "hot": 79.0, "launch": 8.0}.items()
+            for case, us in {"whole": 80.0, "hot": 79.0, "launch": 8.0, "stream": 48.0}.items()
         ),
     ]
     found = {"check": "interpreter", "cases": 9, "equal": 8, "worst": 0.5, "remark": "odd"}
@@ -411,6 +415,8 @@ def test_the_report() -> None:
     assert text.startswith("# GPU check: NVIDIA H200")
     goal = next(line for line in text.splitlines() if line.startswith("| G1 | append"))
     assert "NOT reached" in goal and "instructions: with pages in the cache" in goal
+    assert "its blocks' time: stream 0.60" in goal
+    assert "| b8.4k.g4.q8 | 80.0 | 0.99 | 0.10 |  |  |  |  | 0.60 |  |  | instructions" in text
     assert "attention.b8.4k.g4.q8 (80 us, predicted 40)" in goal
     assert "| G1 | attention.b8.4k.g4.q8 | us | 40 | 80 | 2.00 |" in text
     assert "| interpreter: linear | 8 of 9 | 5.0e-01 | odd |" in text

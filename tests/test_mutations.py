@@ -238,6 +238,27 @@ MUTATIONS = [
         "race",
     ),
     Mutation(
+        "a gate and its up exchanged",
+        "dense/linear.cuh",
+        "finish_gated<T>(params, output / 2, sum_of(item), sum_of(item + 1));",
+        "finish_gated<T>(params, output / 2, sum_of(item + 1), sum_of(item));",
+        LINEAR,
+    ),
+    Mutation(
+        "gates are not rounded before they are multiplied",
+        "dense/linear.cuh",
+        "    gate = rounded.x;\n",
+        "",
+        LINEAR,
+    ),
+    Mutation(
+        "every up has the bias of a gate",
+        "dense/linear.cuh",
+        "gates[params.num_outputs / 2 + column]",
+        "gates[column]",
+        LINEAR,
+    ),
+    Mutation(
         "no barrier between the warps' sums and their total",
         "dense/norm_row.cuh",
         "= squares;\n  __syncthreads();",
@@ -328,6 +349,13 @@ MUTATIONS = [
         "first_half ? half / kRopeChunk : -half",
         "first_half ? half / kRopeChunk - 1 : -half",
         ROPE,
+    ),
+    Mutation(
+        "a phase's time counts for the next one, too",
+        "attention/attention_stamps.cuh",
+        "    stamps[kStampLast] = now;\n",
+        "",
+        ATTENTION,
     ),
     Mutation(
         "two matrices of K exchanged",

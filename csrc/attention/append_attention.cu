@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "attention/append_attention.cuh"
 #include "attention/attention_groups.cuh"
@@ -69,13 +70,15 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStre
                                 " elements on this device, got " +
                                 std::to_string(launch_params.params.workspace_size));
   }
+  auto* kernel = append_attention_kernel<T, kHeadDim>;
+  if constexpr (std::is_same_v<T, bfloat16> && kHeadDim == 128) {
+    if (launch_params.params.stamps != nullptr) {
+      kernel = append_attention_stamped_kernel<T, kHeadDim>;
+    }
+  }
   auto start = [&](size_t more_bytes) {
-    launch(append_attention_kernel<T, kHeadDim>,
-           blocks,
-           kAttentionThreads,
-           Shape::kSharedBytes + more_bytes,
-           stream,
-           launch_params);
+    launch(
+        kernel, blocks, kAttentionThreads, Shape::kSharedBytes + more_bytes, stream, launch_params);
   };
   if (launch_params.groups != nullptr) {
     launch(plan_groups_kernel,
@@ -119,6 +122,11 @@ void attention_workspace_size_cuda(const AttentionWorkspaceParams& params, CudaS
 void append_attention_cuda(const AppendAttentionParams& params, CudaStream stream) {
   int sms = num_sms(stream);
   int blocks = sms * kAttentionBlocksPerSm;
+  if (params.stamps != nullptr && params.stamped_blocks < blocks) {
+    throw std::invalid_argument("append_attention: phase stamps must have a row for each of " +
+                                std::to_string(blocks) + " blocks, got " +
+                                std::to_string(params.stamped_blocks));
+  }
   Sizes sizes = workspace_sizes({.rows = params.rows,
                                  .batch = params.batch,
                                  .num_qo_heads = params.num_qo_heads,

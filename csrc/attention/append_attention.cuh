@@ -42,4 +42,12 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
   run_all(AttentionBlock<T, kHeadDim, kExact>(launch));
 }
 
+// The same, to the same bits, by a kernel whose blocks keep time: for measuring, never otherwise.
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
+    append_attention_stamped_kernel(const __grid_constant__ AttentionLaunch launch) {
+  wait_for_previous_kernel();
+  run_all(AttentionBlock<T, kHeadDim, true, true>(launch));
+}
+
 }  // namespace specops

@@ -20,6 +20,20 @@ constexpr int64_t kAttentionLeaf = 64;
 constexpr int64_t kAttentionChunk = 8 * kAttentionLeaf;
 constexpr int64_t kAttentionTile = 64;  // rows of a tile: (query row, query head of one KV head)
 
+// Where a block on CUDA spends its time, when asked to keep it.
+enum class AttentionPhase {
+  kPlan,    // who does what, from the lengths
+  kUnit,    // which unit of work is next, and the ends of the kernel
+  kLoad,    // queries and page table, until the first tile of K is there
+  kStream,  // tiles of K and V, and what is written of them
+  kMerge,   // states of others, and waiting for memory that tells who is last
+};
+constexpr int kAttentionPhases = 5;
+
+// Of each block: begin and end in ns by one clock for all blocks, cycles of its SM in each phase, and
+// its clock at the end.
+constexpr int64_t kAttentionStampWords = 3 + kAttentionPhases;
+
 struct AppendAttentionParams {
   const void* q;              // [rows, num_qo_heads, head_dim], rows q_stride apart
   const void* k_cache;        // [num_pages, page_size, num_kv_heads, head_dim]
@@ -52,6 +66,8 @@ struct AppendAttentionParams {
   float sm_scale;
   DType dtype;  // float32, bfloat16 or float16; of q, caches and out
   ErrorFlag error;
+  int64_t* stamps;         // CUDA: [stamped_blocks, kAttentionStampWords]; may be nullptr
+  int64_t stamped_blocks;  // at least those of the grid
 };
 
 // Of a request's rows and lengths; an idle one may hold anything. CUDA leaves out rows that are not
@@ -82,6 +98,11 @@ SPECOPS_HOST_DEVICE Fault fault_of_page(const AppendAttentionParams& params,
 
 SPECOPS_DECLARE_CPU(append_attention_cpu, AppendAttentionParams);
 SPECOPS_DECLARE_CUDA(append_attention_cuda, AppendAttentionParams);
+
+// The stamped kernel has one form.
+inline bool has_stamped_kernel(const AppendAttentionParams& params) {
+  return params.dtype == DType::kBFloat16 && params.head_dim == 128;
+}
 
 // How much workspace lets append_attention split as it likes, for calls of no larger shapes.
 struct AttentionWorkspaceParams {

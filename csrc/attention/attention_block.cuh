@@ -55,8 +55,8 @@ struct Turns {
 
 // kExact = false is for a bench to price exactness: a chunk runs from end to end in one state,
 // without the folds of its leaves. Launch it with tail_units = 0 and no prefixes; the product has
-// no instance.
-template <typename T, int kDim, bool kExact = true>
+// no instance. kIsStamped keeps time (attention_stamps.cuh).
+template <typename T, int kDim, bool kExact = true, bool kIsStamped = false>
 struct AttentionBlock {
   using Element = T;
   using Shape = AttentionShape<T, kDim>;
@@ -66,6 +66,7 @@ struct AttentionBlock {
   static constexpr int kScoreTiles = Shape::kScoreTiles;
   static constexpr int kStages = Shape::kStages;
   static constexpr int kLeaf = kExact ? kLeafTokens : kChunkTokens;
+  static constexpr bool kStamped = kIsStamped;
 
   const AttentionLaunch& launch;
   const AppendAttentionParams& params;

@@ -170,7 +170,8 @@ __device__ __forceinline__ int cut_groups(
 // Cost:    a few reads of the lengths, level by level; latency.
 // Assumes: the shared memory for the batch; tile_rows and blocks are those of the launches.
 // Order:   integers.
-__global__ void __launch_bounds__(kAttentionThreads)
+// One block an SM is enough, and ptxas must be told: for sm_80 it would spill to fit sixteen.
+__global__ void __launch_bounds__(kAttentionThreads, 1)
     plan_groups_kernel(const __grid_constant__ AttentionLaunch launch, int tile_rows, int blocks) {
   wait_for_previous_kernel();
   int* ints = reinterpret_cast<int*>(shared_memory());

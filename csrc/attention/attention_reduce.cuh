@@ -8,6 +8,7 @@
 #include "attention/attention_leaf.cuh"
 #include "attention/attention_loads.cuh"
 #include "attention/attention_results.cuh"
+#include "attention/attention_stamps.cuh"
 #include "attention/attention_tile.cuh"
 #include "common/device.cuh"
 
@@ -76,6 +77,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
     } else {
       __syncthreads();  // weights, this tile's V and the next one's K are there
     }
+    if (Block::kStamped && tile == first - 1) stamp(block, AttentionPhase::kLoad);
     if (tile >= first) {
       accumulate<kRowTiles>(block, tile, leaf);
       last = block.last_tile();

@@ -9,6 +9,7 @@
 #include "attention/attention_reduce.cuh"
 #include "attention/attention_results.cuh"
 #include "attention/attention_split.cuh"
+#include "attention/attention_stamps.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -190,7 +191,10 @@ __device__ __forceinline__ void run_unit(const Block& block) {
   if (!unit.valid) return;
   if (!unit.request.valid) return write_zeros(block);
   run_rows(block);
-  if (unit.state != nullptr && unit.arrivals > 0) call_arrive<Block>(&block.launch);
+  stamp(block, AttentionPhase::kStream);
+  if (unit.state == nullptr || unit.arrivals == 0) return;
+  call_arrive<Block>(&block.launch);
+  stamp(block, AttentionPhase::kMerge);
 }
 
 template <typename Block>
@@ -199,6 +203,7 @@ __device__ __forceinline__ void run_turns(const Block& block) {
     __syncthreads();  // the unit before is done with shared memory
     if (threadIdx.x == 0) next_unit(block);
     __syncthreads();
+    stamp(block, AttentionPhase::kUnit);
     if (block.turns.now >= block.turns.end) break;
     run_unit(block);
   }
@@ -248,6 +253,7 @@ __device__ __forceinline__ void plan_shared_turns(const Block& block) {
 
 template <typename Block>
 __device__ __forceinline__ void run_all(const Block& block) {
+  begin_stamps(block);
   if (threadIdx.x == 0) block.turns.row_end = 0;
   __syncthreads();
   for (int64_t first = 0; first < block.params.batch;
@@ -257,10 +263,12 @@ __device__ __forceinline__ void run_all(const Block& block) {
     } else {
       plan_turns(block, first);
     }
+    stamp(block, AttentionPhase::kPlan);
     run_turns(block);
     if (block.launch.is_shared_launch) return;
   }
   zero_padding(block);
+  end_stamps(block);
 }
 
 }  // namespace specops

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 #include <utility>
 
 #include "attention/append_attention.h"
@@ -210,6 +211,29 @@ void check_aligned(Checker& check, const char* name, const TensorView& view) {
              "an address or a row stride that is no multiple of 16 bytes");
 }
 
+// Where append_attention on CUDA keeps time.
+struct PhaseStamps {
+  int64_t* words = nullptr;
+  int64_t blocks = 0;
+};
+
+std::mutex phase_stamps_mutex;
+PhaseStamps given_phase_stamps;
+
+PhaseStamps phase_stamps() {
+  std::lock_guard<std::mutex> lock(phase_stamps_mutex);
+  return given_phase_stamps;
+}
+
+void set_phase_stamps(const TensorView& stamps) {
+  Checker check("set_phase_stamps");
+  Dim blocks{"blocks"}, words{"words", kAttentionStampWords};
+  check.optional("stamps", stamps, {DType::kInt64}, {&blocks, &words});
+  if (stamps.defined() && !check.on_cuda()) check.fail("stamps", "on cuda", "a tensor on cpu");
+  std::lock_guard<std::mutex> lock(phase_stamps_mutex);
+  given_phase_stamps = {stamps.data<int64_t>(), stamps.defined() ? blocks.value : 0};
+}
+
 void append_attention(const TensorView& q,
                       const TensorView& k_cache,
                       const TensorView& v_cache,
@@ -285,8 +309,17 @@ void append_attention(const TensorView& q,
       .sm_scale = static_cast<float>(sm_scale),
       .dtype = dtype,
       .error = check.error_flag(),
+      .stamps = nullptr,
+      .stamped_blocks = 0,
   };
   if (check.on_cuda()) {
+    PhaseStamps to = phase_stamps();
+    params.stamps = to.words;
+    params.stamped_blocks = to.blocks;
+    check.that(to.words == nullptr || has_stamped_kernel(params),
+               "q",
+               "bfloat16 with head_dim=128 while phases are stamped",
+               "head_dim=" + std::to_string(head_dim));
     check_aligned(check, "q", q);
     check_aligned(check, "k_cache", k_cache);
     check_aligned(check, "v_cache", v_cache);
@@ -458,6 +491,7 @@ void register_attention(pybind11::module_& m) {
   m.def("rope_append_kv", &rope_append_kv);
   m.def("append_attention", &append_attention);
   m.def("attention_workspace_size", &attention_workspace_size);
+  m.def("set_phase_stamps", &set_phase_stamps);
   m.def("merge_states", &merge_states);
   m.def("compact_kv", &compact_kv);
   m.def("copy_kv", &copy_kv);

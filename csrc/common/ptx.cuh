@@ -231,6 +231,20 @@ __device__ inline void forget(V*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 
+// Clocks: nanoseconds of the device, in steps of up to a microsecond; cycles of the SM.
+
+__device__ inline int64_t global_timer() {
+  int64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
+  return ns;
+}
+
+__device__ inline int64_t clock() {
+  int64_t cycles;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles)::"memory");
+  return cycles;
+}
+
 // Named barriers 1 to 15; `threads` is a multiple of the warp size.
 
 __device__ inline void barrier_sync(int id, int threads) {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "dense/chunk.cuh"
+#include "dense/gated.cuh"
 #include "dense/linear.h"
 
 namespace specops {
@@ -37,7 +38,7 @@ __device__ inline void multiply(float (&d)[4], uint4 w, uint4 x) {
   ptx::mma_m16n8k16<T>(d, {w.x, w.y, w.z, w.w}, {half.x, half.y});
 }
 
-// The only place outputs are finished: bias in fp32, then one rounding.
+// Outputs are finished here and nowhere else: bias in fp32, then one rounding.
 template <typename T>
 __device__ inline void finish(const LinearParams& params, int64_t row, int64_t output, float sum) {
   if (params.bias != nullptr) {
@@ -53,10 +54,62 @@ __device__ inline void finish(const LinearParams& params, int64_t row, int64_t o
   static_cast<float*>(params.out)[at] = sum;
 }
 
+// A gate and its up, which are outputs 2 * column and 2 * column + 1 of the packed weight: finished as
+// above, rounding included, and multiplied.
+template <typename T>
+__device__ inline float finish_gated(const LinearParams& params,
+                                     int64_t column,
+                                     float gate,
+                                     float up) {
+  if (params.bias != nullptr) {
+    const T* gates = static_cast<const T*>(params.bias);
+    gate = __fadd_rn(gate, to_float(gates[column]));
+    up = __fadd_rn(up, to_float(gates[params.num_outputs / 2 + column]));
+  }
+  if constexpr (sizeof(T) == 2) {
+    float2 rounded = ptx::unpack2<T>(ptx::pack2<T>(gate, up));
+    gate = rounded.x;
+    up = rounded.y;
+  }
+  return silu_mul_of(gate, up);
+}
+
+template <typename T>
+__device__ inline void store_gated(const LinearParams& params,
+                                   int64_t row,
+                                   int64_t column,
+                                   float value) {
+  int64_t at = row * (params.num_outputs / 2) + column;
+  if constexpr (sizeof(T) == 2) {
+    static_cast<T*>(params.out)[at] = T{static_cast<uint16_t>(ptx::pack2<T>(value, 0.0f))};
+  } else {
+    static_cast<float*>(params.out)[at] = value;
+  }
+}
+
+// Two gates and ups, of four neighbouring outputs.
+template <typename T>
+__device__ inline void finish4_gated(
+    const LinearParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
+  if (output >= params.num_outputs) return;
+  int64_t column = output / 2;
+  float low = finish_gated<T>(params, column, sum.x, sum.y);
+  bool has_high = output + 2 < params.num_outputs;
+  float high = has_high ? finish_gated<T>(params, column + 1, sum.z, sum.w) : 0.0f;
+  if (quads) {
+    int64_t at = row * (params.num_outputs / 2) + column;
+    *reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + at) = ptx::pack2<T>(low, high);
+    return;
+  }
+  store_gated<T>(params, row, column, low);
+  if (has_high) store_gated<T>(params, row, column + 1, high);
+}
+
 // Four neighbouring outputs; the first is a multiple of four.
 template <typename T>
 __device__ inline void finish4(
     const LinearParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
+  if (params.gate_up) return finish4_gated<T>(params, quads, row, output, sum);
   float sums[4] = {sum.x, sum.y, sum.z, sum.w};
   if (!quads) {
 #pragma unroll
@@ -101,7 +154,8 @@ __global__ void __launch_bounds__(kPackThreads)
   int64_t block = index / kWarpSize / steps;  // the group; of 16-bit types the tile
   auto load = [&](int64_t output, int64_t first) {
     if (output >= params.num_outputs || first >= params.num_inputs) return make_uint4(0, 0, 0, 0);
-    const T* row = static_cast<const T*>(params.weight) + output * params.weight_stride;
+    int64_t from = params.gate_up ? output / 2 + output % 2 * (params.num_outputs / 2) : output;
+    const T* row = static_cast<const T*>(params.weight) + from * params.weight_stride;
     int n = static_cast<int>(min(params.num_inputs - first, int64_t{kChunk<T>}));
     return load_chunk(row + first, n, aligned);
   };
@@ -120,7 +174,8 @@ __global__ void __launch_bounds__(kPackThreads)
 
 constexpr int kStreamRing = 1280;  // uint4 of a warp
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for at most 8 * kColumns rows.
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for at most 8 * kColumns rows; of gate and
+// up: silu(out[row, n]) * out[row, width + n], both rounded first.
 // Grid:    x = kTiles tiles of 16 outputs each, several to a block where there are few leaves.
 // Block:   up to 4 warps; a warp owns one leaf of kTiles tiles and all rows.
 // Smem:    a ring of 20 KiB a warp; a lane reads back what it copied itself, so that no warp waits
@@ -251,17 +306,27 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
   __syncthreads();
   if (unit >= units) return;
   const auto* leaves = reinterpret_cast<const float*>(rings + slot * plan.leaves * kStreamRing);
-  for (int item = leaf * kWarpSize + lane; item < kItems; item += plan.leaves * kWarpSize) {
+  auto sum_of = [&](int item) {
+    float sum = leaves[item];
+    for (int other = 1; other < plan.leaves; ++other) {
+      sum = __fadd_rn(sum, leaves[other * kStreamRing * 4 + item]);
+    }
+    return sum;
+  };
+  int apart = params.gate_up ? 2 : 1;  // a gate and its up are one item
+  for (int turn = leaf * kWarpSize + lane; turn * apart < kItems; turn += plan.leaves * kWarpSize) {
+    int item = turn * apart;
     int row = item / kOutputs, i = item % kOutputs;
     int64_t output = unit * kOutputs + i;
     // One tile alone has every other pair of its group.
     if (kTiles == 1) output = unit / 2 * kLinearGroup + i / 2 * 4 + unit % 2 * 2 + i % 2;
     if (row >= params.rows || output >= params.num_outputs) continue;
-    float sum = leaves[item];
-    for (int other = 1; other < plan.leaves; ++other) {
-      sum = __fadd_rn(sum, leaves[other * kStreamRing * 4 + item]);
+    if (params.gate_up) {
+      float value = finish_gated<T>(params, output / 2, sum_of(item), sum_of(item + 1));
+      store_gated<T>(params, row, output / 2, value);
+    } else {
+      finish<T>(params, row, output, sum_of(item));
     }
-    finish<T>(params, row, output, sum);
   }
 }
 
@@ -632,12 +697,20 @@ __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, 
   int64_t output = group * kLinearGroup + lane;
   if (output >= params.num_outputs) return;
   for (int r = leaf; r < kFloatRows && first_row + r < params.rows; r += plan.leaves) {
-    const float* from = leaves + (slot * plan.leaves * kFloatRows + r) * kWarpSize + lane;
-    float sum = from[0];
-    for (int other = 1; other < plan.leaves; ++other) {
-      sum = __fadd_rn(sum, from[other * kFloatRows * kWarpSize]);
+    auto sum_of = [&](int place) {
+      const float* from = leaves + (slot * plan.leaves * kFloatRows + r) * kWarpSize + place;
+      float sum = from[0];
+      for (int other = 1; other < plan.leaves; ++other) {
+        sum = __fadd_rn(sum, from[other * kFloatRows * kWarpSize]);
+      }
+      return sum;
+    };
+    if (!params.gate_up) {
+      finish<float>(params, first_row + r, output, sum_of(lane));
+    } else if (lane % 2 == 0) {
+      float value = finish_gated<float>(params, output / 2, sum_of(lane), sum_of(lane + 1));
+      store_gated<float>(params, first_row + r, output / 2, value);
     }
-    finish<float>(params, first_row + r, output, sum);
   }
 }
 

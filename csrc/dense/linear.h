@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear: x * weight^T (+ bias) over packed weights, one order of additions per output element.
+// linear: x * weight^T (+ bias) over packed weights, one order of additions per output element; of a
+// weight that holds gate and up, silu(gate) * up of these.
 // pack_weight: brings a weight into that layout.
 //
 // Layout on cpu: outputs in blocks of 16, inputs in steps of one 32-bit word: a float, or two
@@ -18,6 +19,10 @@
 // 4 * quad + {0 .. 3}.
 //
 // Numbers past the last output or input are zero.
+//
+// A weight of gate and up, so many outputs each, is packed so that whoever computes a gate has its up
+// beside it: on CUDA outputs 2 i and 2 i + 1 of the above are gate i and up i, on cpu blocks 2 i and
+// 2 i + 1 are block i of the gates and block i of the ups.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +39,11 @@ constexpr int64_t kLinearBlock = 16;  // outputs that share a block
 
 inline int64_t linear_blocks(int64_t num_outputs) {
   return (num_outputs + kLinearBlock - 1) / kLinearBlock;
+}
+
+// Of all of a packed weight.
+inline int64_t linear_packed_blocks(int64_t num_outputs, bool gate_up) {
+  return gate_up ? 2 * linear_blocks(num_outputs / 2) : linear_blocks(num_outputs);
 }
 
 inline int64_t linear_steps(int64_t num_inputs, DType dtype) {
@@ -143,19 +153,21 @@ struct PackWeightParams {
   int64_t num_inputs;
   int64_t weight_stride;  // elements between rows
   DType dtype;            // bfloat16 or float32; CUDA: or float16
+  bool gate_up;           // the first half of the outputs are gates, the others ups
 };
 
 struct LinearParams {
   const void* x;       // [rows, num_inputs], rows x_stride apart
   const void* packed;  // as pack_weight writes it
   const void* bias;    // [num_outputs], of dtype; may be nullptr
-  void* out;           // [rows, num_outputs], contiguous
+  void* out;           // [rows, num_outputs], contiguous; of gate and up half as wide
   int64_t rows;
   int64_t num_outputs;
   int64_t num_inputs;
   int64_t x_stride;        // elements between rows
   DType dtype;             // bfloat16 or float32, CUDA: or float16; of x, weight and bias
-  DType out_dtype;         // of out: dtype, or float32
+  DType out_dtype;         // of out: dtype, or float32; of gate and up dtype
+  bool gate_up;            // packed and bias hold gates, then ups
   float* workspace;        // CUDA: counters and leaves of split sums; may be nullptr
   int64_t workspace_size;  // floats; too few: nothing is split
   LinearKernel kernel;     // CUDA, 16-bit types

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
-#include "common/simd.h"
+#include "dense/gated_cpu.h"
 #include "dense/linear.h"
 
 namespace specops::SPECOPS_ISA {
@@ -116,7 +116,7 @@ struct Shape {
 #endif
 };
 
-// The only place outputs are finished: bias in fp32, then one rounding. `sums` is [rows, blocks, 16];
+// Outputs are finished here and below: bias in fp32, then one rounding. `sums` is [rows, blocks, 16];
 // it comes through memory because gcc keeps accumulators passed by value out of registers on AVX2.
 template <typename T>
 [[gnu::noinline]] void finish(const LinearParams& params,
@@ -143,7 +143,39 @@ template <typename T>
   }
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for a tile of kRows rows, kBlocks blocks.
+// The same of gates and ups. Blocks come in order, a block of gates before that of their ups: gates
+// wait in `out`, rounded as they are anyway, until the product with the ups takes their place.
+template <typename T>
+[[gnu::noinline]] void finish_gated(const LinearParams& params,
+                                    int64_t row,
+                                    int64_t block,
+                                    int rows,
+                                    int blocks,
+                                    const float* sums) {
+  int64_t width = params.num_outputs / 2;
+  for (int r = 0; r < rows; ++r) {
+    for (int b = 0; b < blocks; ++b, sums += kLinearBlock) {
+      int64_t first = (block + b) / 2 * kLinearBlock;
+      bool is_up = (block + b) % 2 != 0;
+      int n = static_cast<int>(min64(width - first, kLinearBlock));
+      F32x16 sum = load(sums);
+      if (params.bias != nullptr) {
+        const T* bias = static_cast<const T*>(params.bias) + (is_up ? width : 0);
+        sum = add(sum, load_partial(bias + first, n));
+      }
+      T* out = static_cast<T*>(params.out) + (row + r) * width + first;
+      if (is_up) {
+        T up[kLinearBlock];
+        store_partial(up, sum, kLinearBlock);
+        sum = silu_mul_of(load_partial(out, n), load_partial(up, n));
+      }
+      store_partial(out, sum, n);
+    }
+  }
+}
+
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for a tile of kRows rows, kBlocks blocks;
+// of gates and ups: silu(out[row, n]) * out[row, width + n].
 // Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products a step.
 // Assumes: weights packed by pack_weight; any alignment. `ahead` blocks further on lie the weights
 //          to fetch meanwhile (0: none).
@@ -188,7 +220,8 @@ template <typename T, int kRows, int kBlocks>
     unrolled<kBlocks>(
         [&](int b) SPECOPS_INLINE { put(sums + (r * kBlocks + b) * kLinearBlock, acc[r][b]); });
   });
-  finish<T>(params, row, block, kRows, kBlocks, sums);
+  auto* end = params.gate_up ? finish_gated<T> : finish<T>;
+  end(params, row, block, kRows, kBlocks, sums);
 }
 
 template <typename T, int kRows, int kBlocks>
@@ -251,10 +284,12 @@ void run_range(const LinearParams& params,
 }
 
 // Cuts the output into ranges of blocks, and of rows where there are too few blocks: one range for
-// work not worth waking a thread, one a thread for small work, several for large work.
+// work not worth waking a thread, one a thread for small work, several for large work. A block of
+// gates and that of their ups are never parted.
 template <typename T>
 void run(const LinearParams& params) {
-  int64_t blocks = linear_blocks(params.num_outputs);
+  int64_t together = params.gate_up ? 2 : 1;
+  int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
   int64_t row_tiles = ceil_div(params.rows, Shape<T>::kMaxRows);
   // Time in bytes of cached weights: from one row to sixty-four it grows as (rows + 2) / 3.
   int64_t bytes = blocks * linear_steps(params.num_inputs, params.dtype) * 64;
@@ -265,19 +300,21 @@ void run(const LinearParams& params) {
   int64_t chunks = 1;
   if (cost > kInlineCost) chunks = max64(1, min64(8, cost / kChunkCost / threads)) * threads;
   int max_blocks = Shape<T>::kMaxBlocks[ceil_div(params.rows, row_tiles)];
-  int64_t columns = min64(chunks, ceil_div(blocks, (max_blocks + 1) / 2));
+  int64_t least = max64((max_blocks + 1) / 2, together);
+  int64_t columns = min64(chunks, ceil_div(blocks, least));
   int64_t row_ranges = min64(row_tiles, ceil_div(chunks, columns));
   parallel_for(columns * row_ranges, 1, [&](int64_t index, int64_t) {
     int64_t c = index / row_ranges, r = index % row_ranges;
     run_range<T>(params,
                  part_begin(params.rows, row_ranges, r),
                  part_begin(params.rows, row_ranges, r + 1),
-                 part_begin(blocks, columns, c),
-                 part_begin(blocks, columns, c + 1));
+                 together * part_begin(blocks / together, columns, c),
+                 together * part_begin(blocks / together, columns, c + 1));
   });
 }
 
-// packed[block][step][i] = the word of inputs `step` of output 16 * block + i, zero where missing.
+// packed[block][step][i] = the word of inputs `step` of output 16 * block + i, zero where missing;
+// of gates and ups in the order of linear.h.
 // Cost:    the weight read and written once.
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.
@@ -289,15 +326,18 @@ void pack(const PackWeightParams& params) {
   constexpr int64_t kStrip = 64;  // steps whose 4 KiB stay in cache while 16 rows are read
   int64_t steps = linear_steps(params.num_inputs, params.dtype);
   int64_t full_steps = params.num_inputs / kInputs;
-  parallel_for(linear_blocks(params.num_outputs), 1, [&](int64_t block, int64_t) {
+  int64_t width = params.gate_up ? params.num_outputs / 2 : params.num_outputs;
+  int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
+  parallel_for(blocks, 1, [&](int64_t block, int64_t) {
+    int64_t first = (params.gate_up ? block / 2 : block) * kLinearBlock;
+    int64_t from = params.gate_up && block % 2 != 0 ? width : 0;
     auto* packed = static_cast<uint32_t*>(params.packed) + block * steps * kLinearBlock;
     for (int64_t strip = 0; strip < steps; strip += kStrip) {
       int64_t end = min64(strip + kStrip, steps);
       for (int64_t i = 0; i < kLinearBlock; ++i) {
-        int64_t output = block * kLinearBlock + i;
-        bool present = output < params.num_outputs;
-        const T* src =
-            static_cast<const T*>(params.weight) + (present ? output * params.weight_stride : 0);
+        bool present = first + i < width;
+        const T* src = static_cast<const T*>(params.weight);
+        if (present) src += (from + first + i) * params.weight_stride;
         for (int64_t step = strip; step < end; ++step) {
           uint32_t word = 0;
           if (present && step < full_steps) {

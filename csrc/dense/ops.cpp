@@ -60,10 +60,11 @@ struct PackedDims {
   Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
 };
 
-PackedDims packed_dims(bool on_cuda, DType dtype, int64_t num_outputs, int64_t num_inputs) {
+PackedDims packed_dims(
+    bool on_cuda, DType dtype, int64_t num_outputs, int64_t num_inputs, bool gate_up) {
   PackedDims dims;
   if (!on_cuda) {
-    dims.blocks.value = linear_blocks(num_outputs);
+    dims.blocks.value = linear_packed_blocks(num_outputs, gate_up);
     dims.steps.value = linear_steps(num_inputs, dtype);
     dims.word.value = kLinearBlock * 4 / dtype_bytes(dtype);
   } else if (dtype == DType::kFloat32) {
@@ -102,10 +103,11 @@ void check_weight(Checker& check,
 std::array<int64_t, 5> packed_weight_layout(const std::string& device,
                                             int64_t element_bytes,
                                             int64_t num_outputs,
-                                            int64_t num_inputs) {
+                                            int64_t num_inputs,
+                                            bool gate_up) {
   bool on_cuda = interprets_cuda() || device == "cuda";
   DType dtype = element_bytes == 2 ? DType::kBFloat16 : DType::kFloat32;
-  PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs);
+  PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, gate_up);
   int64_t leaves = 1, split_rows = 0;
   if (on_cuda) {
     leaves = linear_leaves(num_inputs).leaves;
@@ -114,12 +116,18 @@ std::array<int64_t, 5> packed_weight_layout(const std::string& device,
   return {dims.blocks, dims.steps, dims.word, leaves, split_rows};
 }
 
-void pack_weight(const TensorView& weight, const TensorView& packed) {
+// Gates and ups are of one number.
+void check_halves(Checker& check, const char* argument, int64_t num_outputs, bool gate_up) {
+  check.that(!gate_up || num_outputs % 2 == 0, argument, "gates and as many ups", num_outputs);
+}
+
+void pack_weight(const TensorView& weight, const TensorView& packed, bool gate_up) {
   Checker check("pack_weight");
   Dim num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
   check_weight(check, weight, {&num_outputs, &num_inputs}, Layout::kRows);
+  check_halves(check, "weight", num_outputs, gate_up);
   DType dtype = weight.dtype();
-  PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs);
+  PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs, gate_up);
   check.tensor("packed", packed, {dtype}, {&dims.blocks, &dims.steps, &dims.word});
   if (num_outputs == 0 || num_inputs == 0) return;
   if (check.on_cuda()) check.on_16_bytes("packed", packed);
@@ -130,6 +138,7 @@ void pack_weight(const TensorView& weight, const TensorView& packed) {
       .num_inputs = num_inputs,
       .weight_stride = weight.stride(0),
       .dtype = dtype,
+      .gate_up = gate_up,
   };
   if (check.on_cuda()) return pack_weight_cuda(params, check.stream());
   ReleaseGil release(num_outputs * num_inputs > (256 << 10));
@@ -178,18 +187,23 @@ void linear(const TensorView& x,
             const TensorView& packed,
             int64_t packed_outputs,
             int64_t packed_inputs,
+            bool gate_up,
             const TensorView& bias,
             const TensorView& out,
             const TensorView& workspace) {
   Checker check("linear");
   Dim rows{"rows"}, num_outputs{"num_outputs", packed_outputs};
   Dim num_inputs{"num_inputs", packed_inputs}, workspace_size{"floats"};
+  Dim width{"num_outputs / 2", packed_outputs / 2};
+  check_halves(check, "num_outputs", num_outputs, gate_up);
   DType dtype = packed.dtype();
-  PackedDims dims = packed_dims(wants_cuda(packed), dtype, num_outputs, num_inputs);
+  PackedDims dims = packed_dims(wants_cuda(packed), dtype, num_outputs, num_inputs, gate_up);
   check_weight(check, packed, {&dims.blocks, &dims.steps, &dims.word});
   check.tensor("x", x, {dtype}, {&rows, &num_inputs}, Layout::kRows);
   check.optional("bias", bias, {dtype}, {&num_outputs});
-  if (dtype == DType::kFloat32) {
+  if (gate_up) {
+    check.tensor("out", out, {dtype}, {&rows, &width});
+  } else if (dtype == DType::kFloat32) {
     check.tensor("out", out, {DType::kFloat32}, {&rows, &num_outputs});
   } else {
     check.tensor("out", out, {dtype, DType::kFloat32}, {&rows, &num_outputs});
@@ -211,6 +225,7 @@ void linear(const TensorView& x,
       .x_stride = x.stride(0),
       .dtype = dtype,
       .out_dtype = out.dtype(),
+      .gate_up = gate_up,
       .workspace = workspace.data<float>(),
       .workspace_size = workspace.defined() ? workspace_size.value : 0,
       .kernel = LinearKernel::kByShape,

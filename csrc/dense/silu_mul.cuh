@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dense/chunk.cuh"
+#include "dense/gated.cuh"
 #include "dense/silu_mul.h"
 
 namespace specops {
@@ -32,10 +33,7 @@ __global__ void __launch_bounds__(kSiluMulThreads)
   unpack_chunk<T>(gate, gate_chunk);
   unpack_chunk<T>(up, up_chunk);
 #pragma unroll
-  for (int i = 0; i < kChunk<T>; ++i) {
-    float silu = __fdiv_rn(gate[i], __fadd_rn(1.0f, expf(-gate[i])));
-    up[i] = __fmul_rn(silu, up[i]);
-  }
+  for (int i = 0; i < kChunk<T>; ++i) up[i] = silu_mul_of(gate[i], up[i]);
   store_chunk(
       static_cast<T*>(params.out) + row * params.width + col, pack_chunk<T>(up), n, aligned);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
-#include "common/simd.h"
+#include "dense/gated_cpu.h"
 #include "dense/silu_mul.h"
 
 namespace specops::SPECOPS_ISA {
@@ -29,10 +29,8 @@ void run(const SiluMulParams& params) {
       T* dst = out + row * params.width;
       for (int64_t col = first; col < last; col += kLanes) {
         int n = static_cast<int>(last - col < kLanes ? last - col : kLanes);
-        F32x16 x = load_partial(gate + col, n);
-        F32x16 one = set1(1.0f);
-        F32x16 silu = div(x, add(one, exp(sub(zero(), x))));
-        store_partial(dst + col, mul(silu, load_partial(up + col, n)), n);
+        F32x16 value = silu_mul_of(load_partial(gate + col, n), load_partial(up + col, n));
+        store_partial(dst + col, value, n);
       }
     }
   });

@@ -129,6 +129,11 @@ void check_shared(const void* pointer, size_t bytes, const char* what, const Sit
 // for the same argument, as in hardware.
 float approximate(float exact, float argument);
 
+// How often the clocks have been read in this launch, this time included.
+constexpr int64_t kTimerStepNs = 64;
+constexpr int64_t kClockStep = 100;
+int64_t next_tick();
+
 // Told to the race detector; nothing in other builds. `thread`: -1 is the one that runs.
 #if defined(SPECOPS_SIMT_RACE)
 void on_read(const void* pointer, size_t bytes, const Site& site, int thread = -1);

@@ -172,6 +172,12 @@ inline void prefetch_l2(const void* global, uint32_t bytes, Site site = Site::cu
 inline void wait_for_dependencies() {}
 inline void release_dependents() {}
 
+// Clocks: they advance by a step whenever one of them is read, so that a launch keeps the same time
+// whenever it runs.
+
+inline int64_t global_timer() { return simt::kTimerStepNs * simt::next_tick(); }
+inline int64_t clock() { return simt::kClockStep * simt::next_tick(); }
+
 // Named barriers
 
 inline void barrier_sync(int id, int threads, Site site = Site::current()) {

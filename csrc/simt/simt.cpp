@@ -35,6 +35,7 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;  // of address space; a thread touches a few pages
 constexpr size_t kPageBytes = 4 << 10;
 constexpr int kNumBarriers = 16;
+int64_t ticks = 0;                        // of the clocks, in this launch
 constexpr uint32_t kPoison = 0x7fa17fa1;  // a signalling NaN in fp32, bf16 and fp16
 
 enum class Wait : uint8_t { kNothing, kBarrier, kCollective };
@@ -243,6 +244,7 @@ void Machine::run(dim3 grid,
   if (random_ == 0) random_ = 1;
   gridDim = grid;
   blockDim = block;
+  ticks = 0;
   ++counters.launches;
 
   int64_t blocks = int64_t{grid.x} * grid.y * grid.z;
@@ -800,6 +802,8 @@ void check_shared(const void* pointer, size_t bytes, const char* what, const Sit
   if (machine.in_arena(pointer, bytes)) return;
   fail(std::string(what) + " of an address outside the shared memory of the block", site);
 }
+
+int64_t next_tick() { return ++ticks; }
 
 float approximate(float exact, float argument) {
   if (settings.fuzz == 0 || exact == 0.0f || exact == 1.0f || !std::isfinite(exact)) return exact;

@@ -382,6 +382,31 @@ def attention_workspace_size(
     return _workspace_size(q_shape, cache_shape, num_pages, batch, torch.device(device))[0]
 
 
+# Where a block of `append_attention` on CUDA spends its time; see `set_phase_stamps`.
+PHASES = ("plan", "unit", "load", "stream", "merge")
+
+
+def set_phase_stamps(stamps: Tensor | None) -> None:
+    """Has `append_attention` on CUDA note how long each of its blocks spends on what (benches).
+
+    Calls then run another build of the kernel, which keeps time, and gives the same bits more
+    slowly; the usual one has no trace of it. It exists for bfloat16 with head_dim 128; other calls
+    on CUDA are refused meanwhile. A captured graph keeps what was set at its capture.
+
+    Args:
+        stamps: [blocks, 8], int64, on CUDA; at least two rows for each SM. It must live until the
+            last such call has ended, which leaves in row b, of its block b: when it began and
+            ended, in nanoseconds by one clock for all blocks; the cycles of its SM that each of
+            `PHASES` took; and that SM's clock at the end. Rows of no block stay. Of a call with
+            shared prefixes, which is several launches, the last one counts. None: no more stamps,
+            the default.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+    """
+    _C.set_phase_stamps(stamps)
+
+
 def _workspace_size(
     q_shape: Sequence[int],
     cache_shape: Sequence[int],

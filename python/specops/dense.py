@@ -30,6 +30,8 @@ class PackedWeight:
         dtype: dtype of the original weight, and of the `x` it is multiplied with.
         num_leaves: of how many chains of additions a sum is made; 1 on cpu, up to 4 on CUDA.
         max_split_rows: up to how many rows `linear` gains from a workspace; 0 on cpu.
+        gate_up: whether its outputs are gates, then as many ups, of which `linear` makes
+            `silu(gate) * up`.
     """
 
     data: Tensor
@@ -38,18 +40,22 @@ class PackedWeight:
     dtype: torch.dtype
     num_leaves: int = 1
     max_split_rows: int = 0
+    gate_up: bool = False
 
 
-def pack_weight(weight: Tensor) -> PackedWeight:
+def pack_weight(weight: Tensor, *, gate_up: bool = False) -> PackedWeight:
     """Copies a weight into the layout `linear` reads.
 
     Args:
         weight: [num_outputs, num_inputs], bfloat16 or float32; on CUDA also float16. Rows may be
             strided.
+        gate_up: whether the first half of its rows makes gates and the other half ups. `linear`
+            then returns `silu(gate) * up`, half as wide.
 
     Returns:
-        The packed copy. It takes the bytes of `weight`, with num_outputs rounded up to 16 and, for
-        bfloat16, num_inputs to 2; on CUDA to 32 and 64. `weight` may be freed.
+        The packed copy. It takes the bytes of `weight`, with num_outputs (of gate_up: each half of
+        it) rounded up to 16 and, for bfloat16, num_inputs to 2; on CUDA to 32 and 64. `weight` may
+        be freed.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above.
@@ -62,11 +68,13 @@ def pack_weight(weight: Tensor) -> PackedWeight:
         raise ValueError(f"pack_weight: weight must be [num_outputs, num_inputs], got {got}")
     num_outputs, num_inputs = weight.shape
     *shape, num_leaves, max_split_rows = _C.packed_weight_layout(
-        weight.device.type, weight.element_size(), num_outputs, num_inputs
+        weight.device.type, weight.element_size(), num_outputs, num_inputs, gate_up
     )
     data = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-    _C.pack_weight(weight, data)
-    return PackedWeight(data, num_outputs, num_inputs, weight.dtype, num_leaves, max_split_rows)
+    _C.pack_weight(weight, data, gate_up)
+    return PackedWeight(
+        data, num_outputs, num_inputs, weight.dtype, num_leaves, max_split_rows, gate_up
+    )
 
 
 def linear(
@@ -81,13 +89,15 @@ def linear(
     """Multiplies rows with a packed weight: `x @ weight.T + bias`.
 
     Same as `reference.linear` on the weight before packing: products summed in fp32, bias added
-    last, rounded once.
+    last, rounded once. A weight packed with `gate_up` makes `silu_mul` of that, to the same bits
+    as the op `silu_mul` after it.
 
     Args:
         x: [rows, num_inputs], dtype of the weight. Rows may be strided.
         weight: [num_outputs, num_inputs], packed by `pack_weight`.
         bias: [num_outputs], dtype of the weight; or None.
-        out: [rows, num_outputs], dtype of the weight, or float32. Allocated when absent.
+        out: [rows, num_outputs], dtype of the weight, or float32; of gate_up: [rows, num_outputs /
+            2], dtype of the weight. Allocated when absent.
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
         workspace: [floats], float32, for partial sums when a CUDA device would be left idle by few
             rows and outputs; see `linear_workspace_size`. Allocated when absent; a short one means
@@ -109,8 +119,9 @@ def linear(
     if not isinstance(weight, PackedWeight):
         got = type(weight).__name__
         raise ValueError(f"linear: weight must be a PackedWeight of pack_weight, got {got}")
+    width = weight.num_outputs // 2 if weight.gate_up else weight.num_outputs
     if out is None:
-        out = unless_wrong(lambda: x.new_empty(x.shape[0], weight.num_outputs, dtype=out_dtype))
+        out = unless_wrong(lambda: x.new_empty(x.shape[0], width, dtype=out_dtype))
     elif out_dtype is not None and out.dtype != out_dtype:
         raise ValueError(f"linear: out_dtype must be that of out, {out.dtype}, got {out_dtype}")
     if workspace is None and weight.max_split_rows > 0:
@@ -118,7 +129,16 @@ def linear(
         if floats:
             workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
             workspace[:_WORKSPACE_COUNTERS] = 0
-    _C.linear(x, weight.data, weight.num_outputs, weight.num_inputs, bias, out, workspace)
+    _C.linear(
+        x,
+        weight.data,
+        weight.num_outputs,
+        weight.num_inputs,
+        weight.gate_up,
+        bias,
+        out,
+        workspace,
+    )
     return out
 
 

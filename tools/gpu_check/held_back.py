@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a call holds it back, concluded from the ablations (bench/bench_ablations.py).
+"""Which part of a call holds it back, concluded from the ablations (bench/bench_ablations.py), and
+what its blocks did meanwhile, from their stamps (bench/attention_phases.py).
 
 The order of the questions matters: what splitting costs shows only in the whole call, and a call
 that does not wait for memory is not made faster by reading better.
@@ -14,6 +15,8 @@ Figures = Mapping[str, Mapping[str, Any]]
 NO_GAIN = 0.97  # of the whole call: unsplit it is faster than split
 BUSY = 0.90  # of the whole call, when nothing comes from memory
 FIXED = 0.25  # of the whole call, when there is nothing to stream
+PHASES = ("plan", "unit", "load", "stream", "merge", "idle")
+TOLD = 0.05  # of the call: blocks spend at least so much on a phase that is worth a word
 
 
 def of_attention(figures: Figures, load: str, group: int, q_len: int) -> str:
@@ -28,6 +31,10 @@ def of_attention(figures: Figures, load: str, group: int, q_len: int) -> str:
     if not {"whole", "hot", "launch"} <= us.keys():
         return ""
     shares = {case: us[case] / us["whole"] for case in us}
+    return _concluded(shares) + _phases(figures, prefix)
+
+
+def _concluded(shares: Mapping[str, float]) -> str:
     if shares.get("unsplit", 1.0) < NO_GAIN:
         return f"splitting: unsplit it takes {shares['unsplit']:.2f} of the time"
     if shares["hot"] >= BUSY:
@@ -38,6 +45,15 @@ def of_attention(figures: Figures, load: str, group: int, q_len: int) -> str:
     if shares["launch"] >= FIXED:
         return f"launch, plan and results: alone {shares['launch']:.2f} of the time"
     return f"memory: with pages in the cache it takes {shares['hot']:.2f} of the time"
+
+
+def _phases(figures: Figures, prefix: str) -> str:
+    """What blocks spend their time on, the most first; empty where they were not stamped."""
+    ids = {phase: f"{prefix}{phase}" for phase in PHASES}
+    shares = {phase: float(figures[id]["ratio"]) for phase, id in ids.items() if id in figures}
+    most = sorted(shares, key=lambda phase: shares[phase], reverse=True)
+    told = [f"{phase} {shares[phase]:.2f}" for phase in most if shares[phase] >= TOLD]
+    return f"; its blocks' time: {', '.join(told)}" if told else ""
 
 
 def of_verify(figures: Figures, prefix: str) -> str:

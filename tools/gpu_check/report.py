@@ -109,14 +109,14 @@ def _ablations(figures: Figures) -> Iterator[str]:
         if id.startswith("ablations."):
             case, _, name = id.removeprefix("ablations.").rpartition(".")
             cases.setdefault(case, {})[name] = row
-    names = ("hot", "launch", "unsplit")
+    names = ("hot", "launch", "unsplit", *held_back.PHASES)
     rows = []
     for case, found in cases.items():
         shares = [f"{found[n]['ratio']:.2f}" if n in found else "" for n in names]
         whole = f"{found['whole']['us']:.1f}" if "whole" in found else ""
         rows.append((case, whole, *shares, held_back.of_figure(figures, f"attention.{case}")))
     heads = ("append_attention", "us", *names, "held back by")
-    yield from _table("Ablations: shares of the whole call", heads, rows)
+    yield from _table("Ablations and phases: shares of the whole call", heads, rows)
 
 
 def _numerics(found: Mapping[str, Any]) -> Iterator[str]:

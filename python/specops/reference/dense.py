@@ -17,13 +17,19 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    *,
+    gate_up: bool = False,
 ) -> Tensor:
-    """`x @ weight.T + bias` in fp32 (fp64 for fp64 input), rounded once to out_dtype."""
+    """`x @ weight.T + bias` in fp32 (fp64 for fp64 input), rounded once to out_dtype.
+
+    gate_up: then `silu_mul` of that.
+    """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.to(wide) @ weight.to(wide).T
     if bias is not None:
         out = out + bias.to(wide)
-    return out.to(out_dtype or x.dtype)
+    out = out.to(out_dtype or x.dtype)
+    return silu_mul(out) if gate_up else out
 
 
 def rms_norm(

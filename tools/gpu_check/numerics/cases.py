@@ -109,13 +109,14 @@ def ngram_propose(generator: torch.Generator, move: Move) -> Call:
 
 
 def linear(generator: torch.Generator, move: Move) -> Call:
-    """Every form of the kernel: few rows, and tiles."""
+    """Every form of the kernel: few rows, and tiles; of gates and ups, too."""
     rows = _one_of(generator, 1, 2, 5, 8, 9, 16, 17, 33, 65, 130)
     inputs, outputs = 32 * _number(generator, 1, 12), 16 * _number(generator, 1, 12)
     dtype = _dtype(generator)
     x = move(_randn(generator, rows, inputs, dtype=dtype))
-    weight = dense.pack_weight(move(_randn(generator, outputs, inputs, dtype=dtype)))
-    return lambda: [dense.linear(x, weight)]
+    weight = move(_randn(generator, outputs, inputs, dtype=dtype))
+    packed = dense.pack_weight(weight, gate_up=_one_of(generator, 0, 1) == 1)
+    return lambda: [dense.linear(x, packed)]
 
 
 def rms_norm(generator: torch.Generator, move: Move) -> Call:

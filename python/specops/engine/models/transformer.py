@@ -35,7 +35,7 @@ class Layer:
     o: PackedWeight
     o_bias: Tensor | None
     post_norm: Tensor
-    gate_up: PackedWeight
+    gate_up: PackedWeight  # packed so that `linear` makes silu(gate) * up
     gate_up_bias: Tensor | None
     down: PackedWeight
     down_bias: Tensor | None
@@ -94,7 +94,6 @@ class Activations:
         self.q_rotated = buffers.q_rotated[:rows].view(rows, qo_heads, dim)
         self.attended_rows = buffers.attended[:rows]
         self.attended = self.attended_rows.view(rows, qo_heads, dim)
-        self.gate_up = buffers.gate_up[:rows]
         self.activated = buffers.activated[:rows]
 
 
@@ -115,7 +114,6 @@ class _Buffers:
         self.qkv = new(heads * config.head_dim)
         self.q_rotated = new(config.num_qo_heads * config.head_dim)
         self.attended = new(config.num_qo_heads * config.head_dim)
-        self.gate_up = new(2 * config.intermediate_size)
         self.activated = new(config.intermediate_size)
 
 
@@ -309,9 +307,9 @@ class Transformer:
         )
         dense.linear(buffers.attended_rows, layer.o, layer.o_bias, out=branch, workspace=sums)
         dense.rms_norm(branch, layer.post_norm, eps, residual=residual, out=normed)
-        dense.linear(normed, layer.gate_up, layer.gate_up_bias, out=buffers.gate_up, workspace=sums)
-        dense.silu_mul(buffers.gate_up, out=buffers.activated)
-        dense.linear(buffers.activated, layer.down, layer.down_bias, out=branch, workspace=sums)
+        activated = buffers.activated
+        dense.linear(normed, layer.gate_up, layer.gate_up_bias, out=activated, workspace=sums)
+        dense.linear(activated, layer.down, layer.down_bias, out=branch, workspace=sums)
 
     def logits(
         self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the blocks of `append_attention` do while a call lasts: its phase stamps, as shares of it.
+
+A call takes from the first block's begin to the last one's end. Its blocks together have that time
+once each: what they spend in a phase is its share, and what is left, they are not there: `idle`.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from specops import attention
+from torch import Tensor
+
+from bench.common import Figure
+from bench.cuda import Call, CudaBench
+
+IDLE = "idle"  # blocks that have not begun or have ended
+SHARES = (*attention.PHASES, IDLE)
+WORDS = 3 + len(attention.PHASES)
+MOST_BLOCKS = 1024  # of any GPU's grid
+CALLS = 9
+WHAT = {
+    "plan": "working out who does what",
+    "unit": "finding units of work",
+    "load": "from a unit's begin to its first tile",
+    "stream": "over tiles of keys and values",
+    "merge": "merging states",
+    IDLE: "not begun or ended",
+}
+
+
+def add_phases(bench: CudaBench, id: str, what: str, calls: Sequence[Call]) -> None:
+    """Microseconds of a call in which its blocks do each of these, and the share of the call.
+
+    Each of some calls, on pages that are cold, is stamped; a figure is the median of them. Where
+    the calls cannot be stamped, a note says why.
+    """
+    stamps = torch.zeros(MOST_BLOCKS, WORDS, dtype=torch.int64, device=bench.device)
+    if not bench.runs(f"{id}.phases", lambda: attention.set_phase_stamps(stamps)):
+        return
+    found = []
+    try:
+        for turn in range(bench.pick(CALLS, 1)):
+            stamps.zero_()
+            calls[turn % len(calls)]()
+            bench.synchronize()
+            found.append(shares_of(stamps.cpu()))
+    finally:
+        attention.set_phase_stamps(None)
+    us = median([took for took, _ in found])
+    for phase in SHARES:
+        share = median([shares[phase] for _, shares in found])
+        bench.add(
+            Figure(
+                f"{id}.{phase}",
+                f"{what}: blocks {WHAT[phase]}",
+                share * us,
+                "us",
+                "the stamped call",
+                us,
+                share,
+                us=share * us,
+            )
+        )
+
+
+def shares_of(stamps: Tensor) -> tuple[float, dict[str, float]]:
+    """How long a call took, in microseconds, and the share of it that blocks spent on each thing.
+
+    Args:
+        stamps: [rows, 8], int64, as `attention.set_phase_stamps` describes them; rows of zeros
+            belong to no block.
+    """
+    rows = stamps[stamps[:, 0] != 0].double()
+    begin, end, cycles = rows[:, 0], rows[:, 1], rows[:, 2:-1]
+    took = float(end.max() - begin.min())
+    # The clock of all blocks has steps of up to a microsecond: one rate for all of them.
+    ns_of_cycle = float((end - begin).sum() / cycles.sum())
+    spent = cycles.mean(dim=0) * ns_of_cycle / took
+    shares = dict(zip(attention.PHASES, spent.tolist(), strict=True))
+    return took * 1e-3, {**shares, IDLE: max(0.0, 1.0 - sum(shares.values()))}
