@@ -168,7 +168,9 @@ __device__ inline void build_overlay(const LogitsProcessors& all,
 
 // The overlay of `count` tokens from `first` on, which lie in one word.
 __device__ inline OverlayBits overlay_of(int32_t first, int count) {
-  OverlayBits bits = row_overlay().bits[first / 32];
+  // Asked for again by every read: kept, it costs registers over every loop.
+  OverlayBits* const volatile& all = row_overlay().bits;
+  OverlayBits bits = all[first / 32];
   uint32_t mask = (1u << count) - 1;
   return {bits.changed >> first % 32 & mask, bits.forbidden >> first % 32 & mask};
 }
