@@ -577,13 +577,6 @@ MUTATIONS = [
         PROCESSORS,
     ),
     Mutation(
-        "the first token is alone although it does not reach top-p",
-        "sampling/filtered_row.cuh",
-        ">= target) return Where::kFirst;",
-        ">= target / 2) return Where::kFirst;",
-        SAMPLE,
-    ),
-    Mutation(
         "of the last typical token's leaf every equally distant one is weighed",
         "sampling/typical.cuh",
         "bool kept = row.keeps(value, divided",

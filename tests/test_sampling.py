@@ -218,38 +218,6 @@ def test_top_p_keeps_the_smallest_prefix(device: str, isa: str) -> None:
     assert max(kept_by_sampling(flat, top_p=1050.5 / 2100)) <= 1050
 
 
-def test_a_first_token_that_reaches_top_p_is_alone(
-    request: pytest.FixtureRequest, device: str, isa: str
-) -> None:
-    """What top-k 1 gives, to the bit, the lower id of two equal ones; the row is not read again."""
-    vocab, first = 20_003, 12_345
-    logits = torch.randn(4, vocab)
-    weights = logits.double().exp().sum(1)
-    logits[:, first] = (1.5 * weights).log().float()  # 0.6 of what is then there
-    logits[2:, first + 5000] = logits[2:, first]  # 0.375 each
-    positions = positions_from(0, 4)
-
-    def step(**filters: Any) -> tuple[list[Tensor], float]:
-        probs = torch.zeros(4, vocab, device=device)
-        logprobs = torch.zeros(4, device=device)
-        params = on_device({**row_params(4, **filters), "positions": positions}, device)
-        simt.load().reset_counters()
-        tokens = sampling.sample(
-            logits.to(device), **params, probs=probs, logprobs=logprobs, processed_logprobs=True
-        )
-        counters = simt.load().counters()
-        return [tokens, probs, logprobs], counters["barriers"] / max(1, counters["launches"])
-
-    alone, barriers = step(top_p=[0.59, 0.3, 0.37, 0.1])
-    for got, want in zip(alone, step(top_k=1)[0], strict=True):
-        assert torch.equal(got, want)
-    assert (alone[0] == first).all()
-    more, barriers_of_more = step(top_p=[0.61, 0.9, 0.38, 0.76])
-    assert ((more[1] > 0).sum(1) > 1).all()
-    if request.node.callspec.params["device"] == "simt":
-        assert barriers < 0.5 * barriers_of_more
-
-
 def test_top_p_is_renormalised_after_top_k(device: str, isa: str) -> None:
     row = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).log()
     assert kept_by_sampling(row, top_p=0.5) == {0, 1}

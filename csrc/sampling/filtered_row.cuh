@@ -14,12 +14,11 @@
 
 namespace specops {
 
-// Where the kept tokens' weights are: in the scan's sums, in the list, in row.masses(), in none of
-// these; or only the first token is kept.
-enum class Where { kScan, kList, kMasses, kNowhere, kFirst };
+// Where the kept tokens' weights are: in the scan's sums, in the list, in row.masses().
+enum class Where { kScan, kList, kMasses, kNowhere };
 
 // All filters but typical-p: a prefix of the ranking. Leaves the cut in shared.cut; returns where
-// the kept tokens' weights are, the scan's sums or row.masses(), or kFirst, which leaves no cut.
+// the kept tokens' weights are, the scan's sums or row.masses().
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Where cut_ranking(const Row<T, kProcessed>& row) {
   if (row.thread() == 0) {
@@ -56,8 +55,6 @@ __device__ __forceinline__ Where cut_ranking(const Row<T, kProcessed>& row) {
       if (!weighed) break;
       double part = static_cast<double>(row.shared.filters.top_p) * static_cast<double>(total);
       Mass target = part < 1.0 ? 1 : static_cast<Mass>(part);
-      // However the row were searched, its first token would reach the target: nothing is read.
-      if (row.mass(row.weight(row.max)) >= target) return Where::kFirst;
       begin_selection(row, row.shared.cut, target, total);
       if (where == Where::kList) {
         RankKey least = rank_key(row.shared.cut.value, row.shared.cut.last_id);
@@ -84,23 +81,15 @@ __device__ __forceinline__ Where cut_ranking(const Row<T, kProcessed>& row) {
 // what is kept, and leaves it in shared.kept and shared.typical.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void filter(const Row<T, kProcessed>& row) {
-  bool one_hot = row.one_hot();
-  Where where = one_hot ? Where::kFirst : cut_ranking(row);
-  if (where == Where::kFirst) {
+  if (row.one_hot()) {
     RowToken first{0, row.max};
     if (row.max > -INFINITY) first = first_token(row);
     if (row.thread() == 0) row.shared.kept = {row.max, first.id};
     __syncthreads();
-    if (one_hot) return;
-    int32_t own = row.shared.kept.last_id / Leaf<T>::kSize;
-#pragma unroll 1
-    for (int32_t leaf = row.thread(); leaf < row.num_leaves; leaf += row.threads()) {
-      row.masses()[leaf] = leaf == own ? row.mass(row.weight(row.max)) : 0;
-    }
-  } else if (row.thread() == 0) {
-    row.shared.kept = row.shared.cut;
+    return;
   }
-  bool weighed = where == Where::kMasses || where == Where::kFirst;
+  bool weighed = cut_ranking(row) == Where::kMasses;
+  if (row.thread() == 0) row.shared.kept = row.shared.cut;
   __syncthreads();
   if (row.shared.filters.typical_p < 1.0f) {
     keep_typical(row);
