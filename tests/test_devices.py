@@ -30,6 +30,8 @@ OWN_TESTS = {
     "advance_draft_batch": "test_draft_batch.py",
     "keep_hidden_rows": "test_draft_batch.py",
     "mtp_input": "test_draft_batch.py",
+    "copy_kv": "test_trees.py",
+    "tree_chains": "test_trees.py",
     "commit": "test_commit.py",
     "verify": "test_verify.py",
 }

@@ -65,7 +65,7 @@ def test_the_request_fields_in_the_docs() -> None:
 def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
     accepted = {field.name for field in dataclasses.fields(SpeculativeConfig)}
     own = {"synthetic_acceptance_rates", "ngram_match", "max_total_draft_tokens"}
-    own |= {"adaptive_verification", "suffix_decoding_read_on", "draft_vocab"}
+    own |= {"adaptive_verification", "tree", "suffix_decoding_read_on", "draft_vocab"}
     own |= {f"suffix_decoding_max_cached_{budget}" for budget in ("tokens", "bytes")}
     assert accepted - own | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
     assert not accepted & set(REFUSED_FIELDS)

@@ -127,7 +127,8 @@ def room(want: dict[str, Tensor], more: int) -> TreeChains:
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
-def test_tree_chains(page_size: int) -> None:
+def test_tree_chains(device: str, page_size: int) -> None:
+    """On the host, wherever the chains are computed."""
     draw = random.Random(page_size)
     for seed in range(60):
         count = draw.randrange(6)
@@ -423,7 +424,6 @@ def test_a_node_is_a_row_of_plain_decoding(
             assert torch.equal(one, other)
 
 
-@pytest.mark.no_bf16
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_after_compaction_the_cache_is_plain_decodings(
     device: str, isa: str, page_size: int

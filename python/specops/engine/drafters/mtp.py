@@ -592,6 +592,17 @@ class MtpStep(DrafterStep):
             kept=self._drafter.kept,
         )
 
+    def _note_likeliest(self, choices: _Choices, step: int) -> None:
+        """Notes the two likeliest tokens of a pass, for trees."""
+        sampling.top_logprobs(
+            choices.logits,
+            2,
+            token_ids=self._likeliest[step].device,
+            logprobs=self._their_logprobs[step].device,
+            lse=choices.lse,
+            workspace=self._drafter.workspace,
+        )
+
     def _choose(
         self,
         target: TargetStep,
@@ -616,14 +627,7 @@ class MtpStep(DrafterStep):
             choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
         )
         if self._likeliest:
-            sampling.top_logprobs(
-                choices.logits,
-                2,
-                token_ids=self._likeliest[step].device,
-                logprobs=self._their_logprobs[step].device,
-                lse=choices.lse,
-                workspace=drafter.workspace,
-            )
+            self._note_likeliest(choices, step)
         if self._shape.has_own_numbers:
             assert drafter.draft_probs is not None
             sampling.sample(
