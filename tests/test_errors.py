@@ -631,11 +631,6 @@ def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     return function, {argument: good[argument] for argument in good if argument in needed}
 
 
-def needs_values(name: str) -> set[str]:
-    """All ops take two caches but one, which also moves what is in one array."""
-    return set() if name == "compact_kv" else {"v_cache"}
-
-
 WRONG_KINDS: dict[str, Callable[[Tensor], Any]] = {
     "none": lambda t: None,
     "list": lambda t: t.tolist(),
@@ -656,7 +651,9 @@ def test_wrong_kind_before_allocation(name: str, wrong: str) -> None:
     for argument, value in public_call(name)[1].items():
         if not isinstance(value, Tensor) or (wrong == "flat" and value.dim() == 1):
             continue
-        if wrong == "none" and argument in {"residual", "bias", "v_cache"} - needs_values(name):
+        if wrong == "none" and (
+            argument in {"residual", "bias"} or (name, argument) == ("compact_kv", "v_cache")
+        ):
             continue
         with pytest.raises(ValueError) as caught:
             function(**{**public_call(name)[1], argument: WRONG_KINDS[wrong](value)})

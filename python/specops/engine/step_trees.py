@@ -5,6 +5,7 @@ To attention, and to nobody else, each chain of a tree is a request (`batching.t
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,20 +108,15 @@ class StepTrees:
         self._chain_indices = BatchIndices(
             **{name: array.device for name, array in self._indices.items()}
         )
-        return StepBatch(
-            token_ids=requests.token_ids,
+        return replace(
+            requests,
             positions=self._chain_indices.positions,
-            cache_slots=requests.cache_slots,
             qo_indptr=self._chain_indices.qo_indptr,
             kv_indptr=self._kv_indptr.device,
             kv_indices=self._kv_indices.device,
             kv_lens=self._columns.kv_lens,
-            prefix_leaders=requests.prefix_leaders,
-            prefix_lens=requests.prefix_lens,
             from_slots=self._from_slots.device,
             to_slots=self._to_slots.device,
-            workspace=requests.workspace,
-            sums=requests.sums,
         )
 
     def prepare(self) -> None:
