@@ -98,18 +98,20 @@ class SuffixDrafter(Drafter):
                 self._tell(self._requests[slot], slot, int(before[row]))
         self._lens_told[slots] = lens[slots]
         # Trees and chains are calls of their own; mostly all are one or the other.
-        for tree in {part.request.speculative.tree for part in results.parts}:
-            self._draft(results, limits, tree)
+        kinds = [part.request.speculative.tree for part in results.parts]
+        for tree in set(kinds):
+            self._draft(results, limits, kinds, tree)
 
-    def _draft(self, results: StepResults, limits: list[int], tree: bool) -> None:
+    def _draft(
+        self, results: StepResults, limits: list[int], kinds: list[bool], tree: bool
+    ) -> None:
         """Appends what was emitted by those who draft trees, or chains, and continues them."""
         proposals, batch, slots = results.proposals, len(limits), results.slots
         requests, *others = self._views(batch, proposals.token_ids.shape[1])
         # Slots are not out of range, and no mode but this writes without a copy.
         np.take(self._numbers, slots, out=self._rows[:batch], mode="clip")
-        for row, part in enumerate(results.parts):
-            if part.request.speculative.tree != tree:
-                self._rows[row] = -1
+        if (not tree) in kinds:
+            self._rows[:batch][np.array(kinds) != tree] = -1
         np.subtract(results.lens[slots], results.lens_before, out=self._num_tokens[:batch])
         given = self._num_given[:batch]
         np.take(proposals.counts, slots, out=given, mode="clip")
