@@ -156,12 +156,20 @@ def paged_cache() -> dict[str, Any]:
     return {"k_cache": torch.zeros(3, 16, 2, 64), "v_cache": torch.zeros(3, 16, 2, 64)}
 
 
+def quantized_cache() -> dict[str, Any]:
+    return {
+        **{name: cache.to(torch.int8) for name, cache in paged_cache().items()},
+        "k_scales": torch.ones(3, 16, 2),
+        "v_scales": torch.ones(3, 16, 2),
+    }
+
+
 def rope_append_kv() -> dict[str, Any]:
     return {
         "q": torch.zeros(3, 4, 64),
         "k": torch.zeros(3, 2, 64),
         "v": torch.zeros(3, 2, 64),
-        **paged_cache(),
+        **quantized_cache(),
         "cache_slots": torch.tensor([0, 17, -1]),
         "positions": ints(0, 1, 2),
         "cos_sin": torch.zeros(8, 64),
@@ -176,7 +184,7 @@ def rope_append_kv() -> dict[str, Any]:
 def append_attention() -> dict[str, Any]:
     return {
         "q": torch.zeros(3, 4, 64),
-        **paged_cache(),
+        **quantized_cache(),
         "qo_indptr": ints(0, 1, 3),
         "kv_indptr": ints(0, 1, 3),
         "kv_indices": ints(0, 2, 1),
@@ -500,9 +508,10 @@ def test_the_good_calls_are_good(name: str) -> None:
         assert holds_tensor == isinstance(arguments[argument], Tensor)
         if kind.startswith("Tensor") and kind.endswith("None"):
             without = {**GOOD_CALLS[name](), argument: None}
-            # The arrays of max_seq_len go together, and those of prefixes and of sampling do.
+            # The arrays of max_seq_len go together, those of prefixes and of sampling do, and
+            # 8-bit caches with their scales.
             together = name in ("prepare_batch", "advance_draft_batch") or argument.startswith(
-                ("prefix_", "draft_prob")
+                ("prefix_", "draft_prob", "k_scales", "v_scales")
             )
             together |= name == "ngram_propose" and argument in ("table", "state")
             needed = {"temperature", "seeds", "accept_rates", "positions", "output_indptr"}
@@ -621,7 +630,7 @@ def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         good["weight"] = dense.pack_weight(torch.zeros(5, 4))
     if name == "top_logprobs":
         good = {"logits": good["logits"], "n": 3}
-    given = {"residual", "bias"}
+    given = {"residual", "bias", "k_scales", "v_scales"}
     needed = {
         argument
         for argument, parameter in inspect.signature(function).parameters.items()

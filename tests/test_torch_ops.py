@@ -80,7 +80,8 @@ def test_what_an_op_writes_is_what_its_schema_says(op: Any) -> None:
     poisoned = good_arguments(op)
     for argument, value in zip(op._schema.arguments, poisoned, strict=True):
         mark = argument.alias_info is not None and argument.alias_info.is_write
-        kept = "cache" in argument.name or argument.name in ("residual", "workspace", "kept")
+        kept = argument.name.endswith(("cache", "scales"))
+        kept |= argument.name in ("residual", "workspace", "kept")
         if mark and not kept and op._schema.name not in KEEPERS:
             value.fill_(77)
     before = [v.clone() if isinstance(v, Tensor) else v for v in poisoned]
@@ -365,7 +366,7 @@ def run_steps(step: Callable[..., tuple[Tensor, ...]], model: Transformer) -> li
         drafts = torch.randint(0, model.config.vocab_size, (3, 2), dtype=torch.int32)
         arguments = (token_ids, drafts, history, qo_lens, kv_lens, ints(0, 4, 8, 12), pages)
         done += [tensor.clone() for tensor in step(cache, *arguments)]
-    return [*done, *cache.k, *cache.v]
+    return [*done, *cache.tensors]
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("bundled", marks=pytest.mark.prove)])

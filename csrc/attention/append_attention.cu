@@ -60,9 +60,22 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
 // Shared memory of plan_groups_kernel.
 int64_t plan_bytes(int64_t batch) { return (kScanInts + kGroupSums * batch) * sizeof(int); }
 
-template <typename T, int kHeadDim>
+// The kernel for caches of elements `Cache`.
+template <typename T, typename Cache, int kHeadDim>
+auto* kernel_of([[maybe_unused]] const AppendAttentionParams& params) {
+  if constexpr (kIsScaled<Cache>) {
+    return append_8bit_attention_kernel<T, Cache, kHeadDim>;
+  } else {
+    if constexpr (std::is_same_v<T, bfloat16> && kHeadDim == 128) {
+      if (params.stamps != nullptr) return append_attention_stamped_kernel<T, kHeadDim>;
+    }
+    return append_attention_kernel<T, kHeadDim>;
+  }
+}
+
+template <typename T, typename Cache, int kHeadDim>
 void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
-  using Shape = AttentionShape<T, kHeadDim>;
+  using Shape = AttentionShape<T, kHeadDim, Cache>;
   size_t totals = launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0;
   if (Shape::kSharedBytes + totals > static_cast<size_t>(max_shared_bytes(stream))) {
     throw std::invalid_argument("append_attention: workspace must have at least " +
@@ -70,12 +83,7 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStre
                                 " elements on this device, got " +
                                 std::to_string(launch_params.params.workspace_size));
   }
-  auto* kernel = append_attention_kernel<T, kHeadDim>;
-  if constexpr (std::is_same_v<T, bfloat16> && kHeadDim == 128) {
-    if (launch_params.params.stamps != nullptr) {
-      kernel = append_attention_stamped_kernel<T, kHeadDim>;
-    }
-  }
+  auto* kernel = kernel_of<T, Cache, kHeadDim>(launch_params.params);
   auto start = [&](size_t more_bytes) {
     launch(
         kernel, blocks, kAttentionThreads, Shape::kSharedBytes + more_bytes, stream, launch_params);
@@ -96,17 +104,17 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStre
   start(totals);
 }
 
-template <typename T>
+template <typename T, typename Cache = T>
 void run(const AttentionLaunch& launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
   switch (launch_params.params.head_dim) {
     case 64:
-      return run<T, 64>(launch_params, sizes, blocks, stream);
+      return run<T, Cache, 64>(launch_params, sizes, blocks, stream);
     case 96:
-      return run<T, 96>(launch_params, sizes, blocks, stream);
+      return run<T, Cache, 96>(launch_params, sizes, blocks, stream);
     case 128:
-      return run<T, 128>(launch_params, sizes, blocks, stream);
+      return run<T, Cache, 128>(launch_params, sizes, blocks, stream);
     default:
-      return run<T, 256>(launch_params, sizes, blocks, stream);
+      return run<T, Cache, 256>(launch_params, sizes, blocks, stream);
   }
 }
 
@@ -175,7 +183,11 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
     launch_params.chunk_states = next;
     launch_params.chunk_capacity = static_cast<int>(left / 4);
   }
-  if (params.dtype == DType::kBFloat16) {
+  if (params.cache_dtype == DType::kInt8) {
+    run<bfloat16, KvInt8>(launch_params, sizes, blocks, stream);
+  } else if (params.cache_dtype == DType::kFloat8E4M3) {
+    run<bfloat16, KvE4M3>(launch_params, sizes, blocks, stream);
+  } else if (params.dtype == DType::kBFloat16) {
     run<bfloat16>(launch_params, sizes, blocks, stream);
   } else if (params.dtype == DType::kFloat16) {
     run<float16>(launch_params, sizes, blocks, stream);

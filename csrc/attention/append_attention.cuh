@@ -42,6 +42,14 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
   run_all(AttentionBlock<T, kHeadDim, kExact>(launch));
 }
 
+// The same over 8-bit caches: a tile is copied as it lies and widened in shared memory.
+template <typename T, typename Cache, int kHeadDim>
+__global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
+    append_8bit_attention_kernel(const __grid_constant__ AttentionLaunch launch) {
+  wait_for_previous_kernel();
+  run_all(AttentionBlock<T, kHeadDim, true, false, Cache>(launch));
+}
+
 // The same, to the same bits, by a kernel whose blocks keep time: for measuring, never otherwise.
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)

@@ -35,9 +35,13 @@ constexpr int kAttentionPhases = 5;
 constexpr int64_t kAttentionStampWords = 3 + kAttentionPhases;
 
 struct AppendAttentionParams {
-  const void* q;              // [rows, num_qo_heads, head_dim], rows q_stride apart
-  const void* k_cache;        // [num_pages, page_size, num_kv_heads, head_dim]
-  const void* v_cache;        // as k_cache
+  const void* q;        // [rows, num_qo_heads, head_dim], rows q_stride apart
+  const void* k_cache;  // [num_pages, page_size, num_kv_heads, head_dim]
+  const void* v_cache;  // as k_cache
+  // What multiplies the elements of a token's head in 8-bit caches: [num_pages, page_size,
+  // num_kv_heads] each; nullptr for others.
+  const float* k_scales;
+  const float* v_scales;
   const int32_t* qo_indptr;   // [batch + 1]
   const int32_t* kv_indptr;   // [batch + 1], in pages
   const int32_t* kv_indices;  // [pages]
@@ -64,7 +68,8 @@ struct AppendAttentionParams {
   int64_t q_stride;
   int64_t sliding_window;  // a row sees this many positions, its own included; 0: all
   float sm_scale;
-  DType dtype;  // float32, bfloat16 or float16; of q, caches and out
+  DType dtype;        // float32, bfloat16 or float16; of q and out
+  DType cache_dtype;  // `dtype`, int8 or float8_e4m3fn
   ErrorFlag error;
   int64_t* stamps;         // CUDA: [stamped_blocks, kAttentionStampWords]; may be nullptr
   int64_t stamped_blocks;  // at least those of the grid
@@ -101,7 +106,7 @@ SPECOPS_DECLARE_CUDA(append_attention_cuda, AppendAttentionParams);
 
 // The stamped kernel has one form.
 inline bool has_stamped_kernel(const AppendAttentionParams& params) {
-  return params.dtype == DType::kBFloat16 && params.head_dim == 128;
+  return params.cache_dtype == DType::kBFloat16 && params.head_dim == 128;
 }
 
 // How much workspace lets append_attention split as it likes, for calls of no larger shapes.

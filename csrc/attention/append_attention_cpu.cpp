@@ -14,23 +14,25 @@ namespace {
 // Order:   fp32 states; leaves of 64 tokens, each from a fresh state, folded left into chunks of 8
 //          leaves, those folded left into the row's result. A dot product is 16 lanes over head_dim,
 //          then one tree; a column of the output is one chain over tokens. Probabilities are rounded
-//          to bf16 for bf16 caches. What a row does not see never enters its arithmetic.
+//          to bf16 where q is. What a row does not see never enters its arithmetic. 8-bit elements
+//          are as exact in the dtype of q, and multiplied as such; a score takes its scale after
+//          sm_scale, a probability its own before it is rounded.
 // Source:  Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 and 2023 (FlashAttention).
 // Threads: (request, tile of rows, chunks, KV heads): as few pieces as keep the threads busy. A
 //          thread takes all KV heads of a leaf in turn, so that pages are read in memory order.
 // Shared:  what neighbours of one prefix share is reduced first, where that pays: leaves are read once
 //          and multiplied for the rows of all, tile by tile. Each request goes on from these states.
-template <typename T, int D>
-void run(const AppendAttentionParams& params) {
+template <typename T, int D, bool kScaled>
+void run_all(const AppendAttentionParams& params) {
   Plan plan;
   for (int64_t first = 0; first < params.batch; first += kPlanned) {
     make_plan<T, D>(params, first, plan);
     int64_t grain = plan.small ? plan.bundle_units : 1;
     parallel_for(plan.bundle_units, grain, [&](int64_t begin, int64_t end) {
-      run_shared_units<T, D>(params, plan, begin, end);
+      run_shared_units<T, D, kScaled>(params, plan, begin, end);
     });
     parallel_for(plan.units, plan.small ? plan.units : 1, [&](int64_t begin, int64_t end) {
-      run_units<T, D>(params, plan, begin, end);
+      run_units<T, D, kScaled>(params, plan, begin, end);
     });
     for (int64_t i = 0; i < plan.count; ++i) {
       const Request& r = plan.requests[i];
@@ -38,6 +40,12 @@ void run(const AppendAttentionParams& params) {
     }
   }
   zero_padding<T, D>(params);
+}
+
+template <typename T, int D>
+void run(const AppendAttentionParams& params) {
+  if (params.k_scales != nullptr) return run_all<T, D, true>(params);
+  run_all<T, D, false>(params);
 }
 
 template <typename T>

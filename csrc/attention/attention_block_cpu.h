@@ -74,6 +74,11 @@ struct Scratch {
   float m[2][kMaxUnitRows], l[2][kMaxUnitRows];
   alignas(64) T packed_k[kPageBlock * kMaxHeadDim];
   alignas(64) T packed_v[kLeafTokens * kMaxHeadDim];
+  // Of 8-bit caches: a block of K, a leaf of V, and its scales, of one head.
+  alignas(64) T wide_k[kPageBlock * kMaxHeadDim];
+  alignas(64) T wide_v[kLeafTokens * kMaxHeadDim];
+  alignas(64) float k_scales[kLeafTokens];
+  alignas(64) float v_scales[kLeafTokens];
 };
 
 // One block per thread, made at its first leaf: thread_local arrays of this size would be zeroed in

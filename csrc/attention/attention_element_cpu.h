@@ -99,14 +99,14 @@ inline BF16x32 keep_halves(BF16x32 x, bool first, bool second) {
 }
 inline F32x16 keep_halves(F32x16 x, bool, bool) { return x; }
 
-// x in the lanes whose bit is set, -inf elsewhere.
-inline F32x16 keep_lanes(F32x16 x, uint32_t bits) {
+// x in the lanes whose bit is set, `other` elsewhere.
+inline F32x16 keep_lanes(F32x16 x, uint32_t bits, float other = -INFINITY) {
 #if defined(SPECOPS_AVX512)
-  return {_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), static_cast<__mmask16>(bits), x.v)};
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(other), static_cast<__mmask16>(bits), x.v)};
 #else
   float lanes[kLanes];
   store(lanes, x);
-  for (int i = 0; i < kLanes; ++i) lanes[i] = bits >> i & 1 ? lanes[i] : -INFINITY;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = bits >> i & 1 ? lanes[i] : other;
   return load(lanes);
 #endif
 }

@@ -3,6 +3,8 @@
 // states, in the one order there is.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/attention_fold_cpu.h"
 #include "attention/attention_loads_cpu.h"
 #include "attention/attention_tile_cpu.h"
@@ -11,8 +13,8 @@ namespace specops::SPECOPS_ISA {
 namespace {
 
 // chunk = chunk, then one leaf, of the rows [first, last), which all read it from where this member
-// does. `chunk`: which of the scratch states.
-template <typename T, int D>
+// does. `chunk`: which of the scratch states. kScaled: the caches are of 8 bits.
+template <typename T, int D, bool kScaled>
 void fold_leaf(const AppendAttentionParams& params,
                const Unit& unit,
                const UnitRows<T>& rows,
@@ -23,16 +25,25 @@ void fold_leaf(const AppendAttentionParams& params,
                int chunk,
                Scratch<T>& own) {
   int64_t group = params.num_qo_heads / params.num_kv_heads;
-  LeafKv<T> kv, head_kv;
+  using Stored = std::conditional_t<kScaled, uint8_t, T>;
+  LeafKv<Stored> kv;
+  LeafKv<T> head_kv;
+  [[maybe_unused]] RawHead raw;
   Tile<T> tile;
-  load_table<T, D>(params, unit, member, base, kv);
-  if (unit.cold) load_leaf<T, D>(params, unit, kv);
-  head_kv.stride = kv.stride;
+  load_table<Stored, D>(params, unit, member, base, kv);
+  if (unit.cold) load_leaf<Stored, D>(params, unit, kv);
+  head_kv.stride = kScaled ? D : kv.stride;
   int tile_rows = last - first <= kMaxTile ? last - first : kWholeTile;
   for (int64_t head = 0; head < unit.num_heads; ++head) {
+    if constexpr (kScaled) load_raw_head<T, D>(params, kv, head, raw, own);
     for (int block = 0; block < kLeafBlocks; ++block) {
-      head_kv.k[block] = kv.k[block] == nullptr ? nullptr : kv.k[block] + head * D;
-      head_kv.v[block] = kv.v[block] == nullptr ? nullptr : kv.v[block] + head * D;
+      if constexpr (kScaled) {
+        head_kv.k[block] = nullptr;
+        head_kv.v[block] = own.wide_v + block * kPageBlock * D;
+      } else {
+        head_kv.k[block] = kv.k[block] == nullptr ? nullptr : kv.k[block] + head * D;
+        head_kv.v[block] = kv.v[block] == nullptr ? nullptr : kv.v[block] + head * D;
+      }
     }
     for (int begin = first; begin < last; begin += tile_rows) {
       tile.rows = last - begin < tile_rows ? last - begin : tile_rows;
@@ -49,7 +60,8 @@ void fold_leaf(const AppendAttentionParams& params,
         tile.q[row] = rows.first_q[begin + row] + head * group * D;
         dst[row] = (l[row] == 0.0f ? o : own.leaf_o) + row * D;
       }
-      reduce_leaf<T, D>(tile, head_kv, params.sm_scale, own.leaf_m, own.leaf_l, dst, own);
+      reduce_leaf<T, D, kScaled>(
+          tile, head_kv, raw, params.sm_scale, own.leaf_m, own.leaf_l, dst, own);
       fold(m, l, o, own.leaf_m, own.leaf_l, dst, tile.rows, D);
     }
   }

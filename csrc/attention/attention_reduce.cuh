@@ -10,6 +10,7 @@
 #include "attention/attention_results.cuh"
 #include "attention/attention_stamps.cuh"
 #include "attention/attention_tile.cuh"
+#include "attention/attention_widen.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -52,15 +53,21 @@ __device__ __forceinline__ bool attend(const Block& block) {
     if (tile >= first) {
       weigh<kRowTiles>(block, tile, s, leaf);
     }
+    [[maybe_unused]] float scale = 0.0f;
+    if constexpr (Shape::kScaled) {
+      if (tile >= first - 1 && tile < last) scale = load_scale(block, tile + 1);
+    }
     int ahead = tile + Block::kStages - 1;
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
       int wanted = ahead + 1 - which;
       if (wanted < first || wanted > last) continue;
-      load_tile(block,
-                which == 0 ? block.params.k_cache : block.params.v_cache,
-                which == 0 ? block.k_slot(wanted) : block.v_slot(wanted),
-                wanted);
+      const void* cache = which == 0 ? block.params.k_cache : block.params.v_cache;
+      if constexpr (Shape::kScaled) {
+        load_raw_tile(block, cache, block.raw_slot(which, wanted), wanted);
+      } else {
+        load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
+      }
     }
     ptx::cp_async_commit();
     if (tile < first - 1) continue;
@@ -69,7 +76,18 @@ __device__ __forceinline__ bool attend(const Block& block) {
       load_table(block, tile / Shape::kTilesPerChunk + 1);
     }
     ptx::cp_async_wait<Block::kStages - 1>();
-    if (tile >= first && unit.many_queries && block.partly_seen(tile)) {
+    if constexpr (Shape::kScaled) {
+#pragma unroll 1
+      for (int which = 0; which < 2; ++which) {
+        int landed = tile + 1 - which;
+        if (landed < block.first_tile() || landed > block.last_tile()) continue;
+        widen_tile<Block>(block.raw_slot(which, landed),
+                          which == 0 ? block.k_slot(landed) : block.v_slot(landed));
+      }
+      if (tile < block.last_tile()) keep_scale(block, tile + 1, scale);
+    }
+    // Elements of 8-bit caches are finite, and their scales reach no row that does not see them.
+    if (!Shape::kScaled && tile >= first && unit.many_queries && block.partly_seen(tile)) {
       if (__syncthreads_or(has_nonfinite(block, tile))) {
         ptx::cp_async_wait<0>();
         return false;

@@ -12,7 +12,7 @@ namespace {
 // Leaves in order; within a leaf, the heads in turn. Writes the rows of out, or the chunk's states.
 // A leaf that members share is computed for all of their rows at once; rows do not see each other,
 // so a row's bits are those it has alone.
-template <typename T, int D>
+template <typename T, int D, bool kScaled>
 void attend(const AppendAttentionParams& params, const Unit& unit) {
   Scratch<T>& own = scratch<T>();
   UnitRows<T> rows;
@@ -34,7 +34,8 @@ void attend(const AppendAttentionParams& params, const Unit& unit) {
         last += rows.members[at].rows;
       }
       if (leaf >= member.end_leaf || base + kLeafTokens <= member.first_seen) continue;
-      fold_leaf<T, D>(params, unit, rows, member, base, member.first_row, last, chunk, own);
+      fold_leaf<T, D, kScaled>(
+          params, unit, rows, member, base, member.first_row, last, chunk, own);
     }
     bool chunk_ends = (leaf + 1) * kLeafTokens % kAttentionChunk == 0;
     if (!chunk_ends && leaf != unit.last_leaf) continue;

@@ -103,6 +103,20 @@ __device__ __forceinline__ void score(const Block& block,
       for (int e = 0; e < 4; ++e) s[i][n][e] = __fmul_rn(s[i][n][e], scale);
     }
   }
+  if constexpr (Shape::kScaled) {
+#pragma unroll
+    for (int n = 0; n < Block::kScoreTiles; ++n) {
+      float2 of_tokens =
+          *reinterpret_cast<const float2*>(block.k_scales() + first + 8 * n + 2 * (lane % 4));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[i][n][e] = __fmul_rn(s[i][n][e], e % 2 == 0 ? of_tokens.x : of_tokens.y);
+        }
+      }
+    }
+  }
   if (block.partly_seen(tile)) {
     const int2* rows = reinterpret_cast<const int2*>(block.smem + Shape::kSeen);
 #pragma unroll
@@ -186,6 +200,13 @@ __device__ __forceinline__ void weigh(const Block& block,
       float p0 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half], origin));
       float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
       sum = __fadd_rn(sum, __fadd_rn(p0, p1));
+      if constexpr (Shape::kScaled) {
+        int token = warp * (8 * Block::kScoreTiles) + 8 * n + 2 * (lane % 4);
+        float2 of_tokens = *reinterpret_cast<const float2*>(block.v_scales(tile) + token);
+        // A scale may be NaN, and a token that the row does not see has a weight of zero.
+        p0 = p0 == 0.0f ? 0.0f : __fmul_rn(p0, of_tokens.x);
+        p1 = p1 == 0.0f ? 0.0f : __fmul_rn(p1, of_tokens.y);
+      }
       unsigned char* place = probs[n] + 8 * r * Shape::kProbVectors * 16;
       if constexpr (sizeof(T) == 2) {
         *reinterpret_cast<uint32_t*>(place) = ptx::pack2<T>(p0, p1);

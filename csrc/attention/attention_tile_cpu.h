@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "attention/attention_block_cpu.h"
+#include "attention/attention_widen_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
@@ -329,12 +330,16 @@ void weigh_rows(const typename Element<T>::Prob* p,
   }
 }
 
-// Probabilities, relative to the row's maximum m, and their sum l, over the tokens a row sees.
-template <typename T>
+// Probabilities, relative to the row's maximum m, and their sum l, over the tokens a row sees. Where
+// tokens have scales, scores are first multiplied with those of K, and probabilities, which l has
+// without, are kept times those of V. A scale that the row does not see may be NaN.
+template <typename T, bool kScaled>
 SPECOPS_FLATTEN void softmax(const Tile<T>& tile,
                              int first,
                              int last,
                              const float* all_scores,
+                             [[maybe_unused]] const float* k_scales,
+                             [[maybe_unused]] const float* v_scales,
                              typename Element<T>::Prob* probs,
                              float* m,
                              float* l) {
@@ -343,7 +348,10 @@ SPECOPS_FLATTEN void softmax(const Tile<T>& tile,
         (tile.hi[row] < 64 ? (uint64_t{1} << tile.hi[row]) : 0) - (uint64_t{1} << tile.lo[row]);
     const float* scores = all_scores + row * kLeafTokens;
     F32x16 s[kLeafBlocks];
-    for (int i = 0; i < kLeafBlocks; ++i) s[i] = load(scores + i * kPageBlock);
+    for (int i = 0; i < kLeafBlocks; ++i) {
+      s[i] = load(scores + i * kPageBlock);
+      if constexpr (kScaled) s[i] = mul(s[i], load(k_scales + i * kPageBlock));
+    }
     if (seen != ~uint64_t{0}) {
       for (int i = 0; i < kLeafBlocks; ++i) s[i] = keep_lanes(s[i], seen >> (16 * i) & 0xffff);
     }
@@ -351,7 +359,12 @@ SPECOPS_FLATTEN void softmax(const Tile<T>& tile,
     F32x16 shift = set1(top == -INFINITY ? 0.0f : top);
     for (int i = 0; i < kLeafBlocks; ++i) {
       s[i] = exp(sub(s[i], shift));
-      store_prob(probs + row * kLeafTokens + i * kPageBlock, s[i]);
+      F32x16 weight = s[i];
+      if constexpr (kScaled) {
+        weight = mul(weight, load(v_scales + i * kPageBlock));
+        if (seen != ~uint64_t{0}) weight = keep_lanes(weight, seen >> (16 * i) & 0xffff, 0.0f);
+      }
+      store_prob(probs + row * kLeafTokens + i * kPageBlock, weight);
     }
     m[row] = top;
     l[row] = row_sum(add(add(s[0], s[1]), add(s[2], s[3])));
@@ -384,10 +397,12 @@ using PackedTiles = TileSizes<2, 1>;
 #endif
 
 // One leaf of one tile from a fresh state. m, l: of every row, l = 0 where the row sees nothing;
-// o[r]: the unnormalised output, written where l is not 0.
-template <typename T, int D>
+// o[r]: the unnormalised output, written where l is not 0. kScaled: the leaf lies in `raw`, its scales
+// in `own`; of `kv` only V is read, where it will be widened.
+template <typename T, int D, bool kScaled>
 void reduce_leaf(const Tile<T>& tile,
                  const LeafKv<T>& kv,
+                 [[maybe_unused]] const RawHead& raw,
                  float scale,
                  float* m,
                  float* l,
@@ -403,6 +418,10 @@ void reduce_leaf(const Tile<T>& tile,
   int first_block = tile.lo[first] / kPageBlock, last_block = (tile.hi[last - 1] - 1) / kPageBlock;
   for (int block = first_block; block <= last_block; ++block) {
     const T* k = kv.k[block];
+    if constexpr (kScaled) {
+      widen_block<T, D>(raw.k[block], raw, own.wide_k);
+      k = own.wide_k;
+    }
     float* scores = own.scores + block * kPageBlock;
 #if defined(SPECOPS_AVX512)
     if constexpr (!std::is_same_v<T, float16>) {
@@ -425,9 +444,14 @@ void reduce_leaf(const Tile<T>& tile,
     }
   }
 
-  softmax(tile, first, last, own.scores, own.probs, m, l);
+  softmax<T, kScaled>(tile, first, last, own.scores, own.k_scales, own.v_scales, own.probs, m, l);
 
   // P V.
+  if constexpr (kScaled) {
+    for (int block = first_block; block <= last_block; ++block) {
+      widen_block<T, D>(raw.v[block], raw, own.wide_v + block * kPageBlock * D);
+    }
+  }
   if (packed) {
     int steps = tile.hi[last - 1] / Element<T>::kStep;  // the last half pair is read in place
     for (int step = tile.lo[first] / Element<T>::kStep; step < steps; ++step) {

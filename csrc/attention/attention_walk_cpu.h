@@ -64,18 +64,18 @@ inline Unit find_shared_unit(const AppendAttentionParams& params,
 }
 
 // Units begin .. end of the requests of a plan.
-template <typename T, int D>
+template <typename T, int D, bool kScaled>
 void run_units(const AppendAttentionParams& params, const Plan& plan, int64_t begin, int64_t end) {
   int64_t at = 0;
   for (int64_t index = begin; index < end; ++index) {
     while (at + 1 < plan.count && plan.requests[at + 1].first_unit <= index) ++at;
     const Request& r = plan.requests[at];
-    attend<T, D>(params, find_unit(params, r, index - r.first_unit, plan.cold));
+    attend<T, D, kScaled>(params, find_unit(params, r, index - r.first_unit, plan.cold));
   }
 }
 
 // Units begin .. end of its bundles.
-template <typename T, int D>
+template <typename T, int D, bool kScaled>
 void run_shared_units(const AppendAttentionParams& params,
                       const Plan& plan,
                       int64_t begin,
@@ -84,7 +84,8 @@ void run_shared_units(const AppendAttentionParams& params,
   for (int64_t index = begin; index < end; ++index) {
     while (at + 1 < plan.num_bundles && plan.bundles[at + 1].first_unit <= index) ++at;
     const Bundle& bundle = plan.bundles[at];
-    attend<T, D>(params, find_shared_unit(params, plan, bundle, index - bundle.first_unit));
+    attend<T, D, kScaled>(params,
+                          find_shared_unit(params, plan, bundle, index - bundle.first_unit));
   }
 }
 

@@ -19,6 +19,8 @@ namespace {
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+constexpr auto kSlots = {
+    DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8, DType::kFloat8E4M3};
 
 // Above this many elements of work an op takes more than about 50 us and lets go of the GIL.
 constexpr int64_t kGilElements = int64_t{1} << 18;
@@ -30,11 +32,53 @@ void launch(int64_t elements, Fn&& fn) {
   fn();
 }
 
+bool is_8_bit(DType cache_dtype) {
+  return cache_dtype == DType::kInt8 || cache_dtype == DType::kFloat8E4M3;
+}
+
+// The shape of a pair of caches.
+struct CacheDims {
+  Dim& num_pages;
+  Dim& page_size;
+  Dim& heads;
+  Dim& head_dim;
+};
+
+// Caches of `dtype`, or of 8 bits an element with their scales; returns which.
+DType check_caches(Checker& check,
+                   DType dtype,
+                   const TensorView& k_cache,
+                   const TensorView& v_cache,
+                   const TensorView& k_scales,
+                   const TensorView& v_scales,
+                   CacheDims d) {
+  std::initializer_list<Dim*> slots = {&d.num_pages, &d.page_size, &d.heads, &d.head_dim};
+  std::initializer_list<Dim*> scales = {&d.num_pages, &d.page_size, &d.heads};
+  check.tensor("k_cache", k_cache, {dtype, DType::kInt8, DType::kFloat8E4M3}, slots);
+  check.tensor("v_cache", v_cache, {k_cache.dtype()}, slots);
+  for (auto [name, view] : {std::pair{"k_scales", &k_scales}, std::pair{"v_scales", &v_scales}}) {
+    if (is_8_bit(k_cache.dtype())) {
+      check.tensor(name, *view, {DType::kFloat32}, scales);
+    } else if (view->defined()) {
+      check.fail(name,
+                 std::string("None where the caches are ") + dtype_name(dtype),
+                 Checker::describe_object(view->object));
+    }
+  }
+  check.that(!check.on_cuda() || !is_8_bit(k_cache.dtype()) || dtype == DType::kBFloat16,
+             "q",
+             "bfloat16 where the caches have 8 bits on cuda",
+             dtype_name(dtype));
+  return k_cache.dtype();
+}
+
 void rope_append_kv(const TensorView& q,
                     const TensorView& k,
                     const TensorView& v,
                     const TensorView& k_cache,
                     const TensorView& v_cache,
+                    const TensorView& k_scales,
+                    const TensorView& v_scales,
                     const TensorView& cache_slots,
                     const TensorView& positions,
                     const TensorView& cos_sin,
@@ -51,8 +95,13 @@ void rope_append_kv(const TensorView& q,
   DType dtype = q.dtype();
   check.tensor("k", k, {dtype}, {&rows, &kv_heads, &head_dim}, Layout::kRows);
   check.tensor("v", v, {dtype}, {&rows, &kv_heads, &head_dim}, Layout::kRows);
-  check.tensor("k_cache", k_cache, {dtype}, {&num_pages, &page_size, &kv_heads, &head_dim});
-  check.tensor("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &kv_heads, &head_dim});
+  DType cache_dtype = check_caches(check,
+                                   dtype,
+                                   k_cache,
+                                   v_cache,
+                                   k_scales,
+                                   v_scales,
+                                   {num_pages, page_size, kv_heads, head_dim});
   check.tensor("cache_slots", cache_slots, {DType::kInt64}, {&rows});
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
   check.tensor("cos_sin", cos_sin, {DType::kFloat32}, {&max_positions, &rotary_dim});
@@ -90,7 +139,10 @@ void rope_append_kv(const TensorView& q,
       .norm_eps = static_cast<float>(norm_eps),
       .interleaved = interleaved,
       .dtype = dtype,
+      .cache_dtype = cache_dtype,
       .error = check.error_flag(),
+      .k_scales = k_scales.data<float>(),
+      .v_scales = v_scales.data<float>(),
   };
   if (check.on_cuda()) return rope_append_kv_cuda(params, check.stream());
 
@@ -237,6 +289,8 @@ void set_phase_stamps(const TensorView& stamps) {
 void append_attention(const TensorView& q,
                       const TensorView& k_cache,
                       const TensorView& v_cache,
+                      const TensorView& k_scales,
+                      const TensorView& v_scales,
                       const TensorView& qo_indptr,
                       const TensorView& kv_indptr,
                       const TensorView& kv_indices,
@@ -254,8 +308,13 @@ void append_attention(const TensorView& q,
   Dim num_indices{"pages"}, workspace_size{"floats"}, levels{"levels"};
   check.tensor("q", q, kFloats, {&rows, &qo_heads, &head_dim}, Layout::kRows);
   DType dtype = q.dtype();
-  check.tensor("k_cache", k_cache, {dtype}, {&num_pages, &page_size, &kv_heads, &head_dim});
-  check.tensor("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &kv_heads, &head_dim});
+  DType cache_dtype = check_caches(check,
+                                   dtype,
+                                   k_cache,
+                                   v_cache,
+                                   k_scales,
+                                   v_scales,
+                                   {num_pages, page_size, kv_heads, head_dim});
   check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
   batch_plus_1.value = batch + 1;
   check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
@@ -285,6 +344,8 @@ void append_attention(const TensorView& q,
       .q = q.raw(),
       .k_cache = k_cache.raw(),
       .v_cache = v_cache.raw(),
+      .k_scales = k_scales.data<float>(),
+      .v_scales = v_scales.data<float>(),
       .qo_indptr = qo_indptr.data<int32_t>(),
       .kv_indptr = kv_indptr.data<int32_t>(),
       .kv_indices = kv_indices.data<int32_t>(),
@@ -308,6 +369,7 @@ void append_attention(const TensorView& q,
       .sliding_window = sliding_window,
       .sm_scale = static_cast<float>(sm_scale),
       .dtype = dtype,
+      .cache_dtype = cache_dtype,
       .error = check.error_flag(),
       .stamps = nullptr,
       .stamped_blocks = 0,
@@ -422,7 +484,7 @@ void compact_kv(const TensorView& k_cache,
   Checker check("compact_kv");
   Dim num_pages{"num_pages"}, page_size{"page_size"}, heads{"num_kv_heads"}, head_dim{"head_dim"};
   Dim batch{"batch"}, batch_plus_1{"batch + 1"}, nodes{"nodes"}, num_indices{"pages"};
-  check.tensor("k_cache", k_cache, kFloats, {&num_pages, &page_size, &heads, &head_dim});
+  check.tensor("k_cache", k_cache, kSlots, {&num_pages, &page_size, &heads, &head_dim});
   DType dtype = k_cache.dtype();
   check.optional("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &heads, &head_dim});
   check.tensor("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &nodes});
@@ -463,7 +525,7 @@ void copy_kv(const TensorView& k_cache,
   Checker check("copy_kv");
   Dim num_pages{"num_pages"}, page_size{"page_size"}, heads{"num_kv_heads"}, head_dim{"head_dim"};
   Dim copies{"copies"};
-  check.tensor("k_cache", k_cache, kFloats, {&num_pages, &page_size, &heads, &head_dim});
+  check.tensor("k_cache", k_cache, kSlots, {&num_pages, &page_size, &heads, &head_dim});
   DType dtype = k_cache.dtype();
   check.tensor("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &heads, &head_dim});
   check.tensor("from_slots", from_slots, {DType::kInt64}, {&copies});

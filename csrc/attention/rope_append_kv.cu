@@ -39,10 +39,16 @@ void rope_append_kv_cuda(const RopeAppendKvParams& params, CudaStream stream) {
   auto run = [&](auto kernel) {
     launch(kernel, dim3(static_cast<unsigned>(blocks)), kRopeThreads, 0, stream, params, cut);
   };
+  bool vectors = in_vectors(params);
   auto pick = [&]<typename T>() {
-    if (in_vectors(params)) return run(rope_append_kv_kernel<T, true>);
-    run(rope_append_kv_kernel<T, false>);
+    run(vectors ? rope_append_kv_kernel<T, true> : rope_append_kv_kernel<T, false>);
   };
+  auto pick_8bit = [&]<typename Cache>() {
+    run(vectors ? rope_append_kv_kernel<bfloat16, true, Cache>
+                : rope_append_kv_kernel<bfloat16, false, Cache>);
+  };
+  if (params.cache_dtype == DType::kInt8) return pick_8bit.operator()<KvInt8>();
+  if (params.cache_dtype == DType::kFloat8E4M3) return pick_8bit.operator()<KvE4M3>();
   if (params.dtype == DType::kBFloat16) return pick.operator()<bfloat16>();
   if (params.dtype == DType::kFloat16) return pick.operator()<float16>();
   pick.operator()<float>();

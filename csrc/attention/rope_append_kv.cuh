@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "attention/kv_element.h"
 #include "attention/rope_append_kv.h"
 #include "common/device.cuh"
 
@@ -130,6 +131,44 @@ __device__ inline RopeHead<T> rope_head(const RopeAppendKvParams& params,
           false};
 }
 
+// The lane's part of a head of an 8-bit cache; `place` is the head's, `mask` names the lanes of it.
+template <typename T, typename Cache, bool kVector>
+__device__ inline void store_quantized(const RopeWords<T>& words,
+                                       void* cache,
+                                       float* scales,
+                                       int64_t place,
+                                       int head_dim,
+                                       int count,
+                                       unsigned mask,
+                                       int chunk_idx,
+                                       int lanes) {
+  float x[kRopeChunk];
+  to_floats<T>(words, x);
+  uint32_t largest = 0;
+#pragma unroll
+  for (int j = 0; j < kRopeChunk; ++j) largest = max(largest, magnitude_bits(x[j]));
+  for (int offset = 1; offset < lanes; offset *= 2) {
+    largest = max(largest, __shfl_xor_sync(mask, largest, offset));
+  }
+  float scale = scale_of<Cache>(largest);
+  if (chunk_idx == 0) scales[place] = scale;
+  auto* dst = static_cast<uint8_t*>(cache) + place * head_dim + chunk_idx * kRopeChunk;
+  uint32_t bytes[2] = {};
+#pragma unroll
+  for (int j = 0; j < kRopeChunk; ++j) {
+    auto element = static_cast<uint8_t>(quantized<Cache>(x[j], scale).bits);
+    bytes[j / 4] |= static_cast<uint32_t>(element) << j % 4 * 8;
+  }
+  if constexpr (kVector) {
+    if (count > 0) *reinterpret_cast<uint2*>(dst) = uint2{bytes[0], bytes[1]};
+  } else {
+#pragma unroll
+    for (int j = 0; j < kRopeChunk; ++j) {
+      if (j < count) dst[j] = static_cast<uint8_t>(bytes[j / 4] >> j % 4 * 8);
+    }
+  }
+}
+
 // q_out = rope(norm(q)); cache[slot] = rope(norm(k)), v.
 // Grid:    x = groups of lanes, groups_per_row to a row; unbounded.
 // Block:   128 threads; 8, 16 or 32 lanes own a head at a time and go from head to head of a row, a
@@ -143,8 +182,9 @@ __device__ inline RopeHead<T> rope_head(const RopeAppendKvParams& params,
 //          zero, then a tree over neighbouring lanes; absent lanes add zeros. Roundings as on cpu.
 //          A row whose slot or position is out of range is reported: its q_out is zero, its k and v
 //          are not written.
+//          What goes into an 8-bit cache is what would go into another, quantized.
 // Source:  Su et al. 2021 (RoPE); per-head norm as in Qwen3.
-template <typename T, bool kVector>
+template <typename T, bool kVector, typename Cache = T>
 __global__ void __launch_bounds__(kRopeThreads,
                                   !kVector         ? 4
                                   : sizeof(T) == 4 ? 6
@@ -211,6 +251,7 @@ __global__ void __launch_bounds__(kRopeThreads,
   while (true) {
     RopeHead<T> now = rope_head<T>(params, row, slot, head);
     RopeWords<T> words = next;
+    [[maybe_unused]] int cache_head = head - num_qo_heads;
     head += grid.groups_per_row;
     if (head < last_head) {
       next = load_chunk<T, kVector>(rope_head<T>(params, row, slot, head).src + begin, count);
@@ -278,7 +319,26 @@ __global__ void __launch_bounds__(kRopeThreads,
       }
       words = to_words<T>(x);
     }
-    store_chunk<T, kVector>(now.dst + begin, words, count);
+    if constexpr (kIsScaled<Cache>) {
+      if (cache_head >= 0) {
+        int num_kv_heads = static_cast<int>(params.num_kv_heads);
+        bool is_key = cache_head < num_kv_heads;
+        store_quantized<T, Cache, kVector>(
+            words,
+            is_key ? params.k_cache : params.v_cache,
+            is_key ? params.k_scales : params.v_scales,
+            slot * num_kv_heads + (is_key ? cache_head : cache_head - num_kv_heads),
+            head_dim,
+            count,
+            mask,
+            chunk_idx,
+            grid.lanes);
+      } else {
+        store_chunk<T, kVector>(now.dst + begin, words, count);
+      }
+    } else {
+      store_chunk<T, kVector>(now.dst + begin, words, count);
+    }
     if (head >= last_head) return;
   }
 }

@@ -35,9 +35,12 @@ struct RopeAppendKvParams {
   int64_t k_stride;
   int64_t v_stride;
   float norm_eps;
-  bool interleaved;  // pairs are neighbours; otherwise the halves of the rotary part
-  DType dtype;       // float32, bfloat16 or float16; of all but cos_sin
-  ErrorFlag error;   // CUDA: where wrong slots and positions are reported
+  bool interleaved;   // pairs are neighbours; otherwise the halves of the rotary part
+  DType dtype;        // float32, bfloat16 or float16; of all but caches, scales and cos_sin
+  DType cache_dtype;  // `dtype`, int8 or float8_e4m3fn
+  ErrorFlag error;    // CUDA: where wrong slots and positions are reported
+  float* k_scales;    // [num_pages, page_size, num_kv_heads]; nullptr: caches of `dtype`
+  float* v_scales;    // as k_scales
 };
 
 SPECOPS_HOST_DEVICE Fault fault_of(const RopeAppendKvParams& params, int64_t row) {

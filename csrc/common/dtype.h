@@ -9,7 +9,18 @@
 
 namespace specops {
 
-enum class DType : int8_t { kFloat32, kFloat16, kBFloat16, kInt32, kInt64, kUInt8, kBool, kOther };
+enum class DType : int8_t {
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kFloat8E4M3,
+  kInt8,
+  kInt32,
+  kInt64,
+  kUInt8,
+  kBool,
+  kOther
+};
 
 inline const char* dtype_name(DType dtype) {
   switch (dtype) {
@@ -19,6 +30,10 @@ inline const char* dtype_name(DType dtype) {
       return "float16";
     case DType::kBFloat16:
       return "bfloat16";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3fn";
+    case DType::kInt8:
+      return "int8";
     case DType::kInt32:
       return "int32";
     case DType::kInt64:

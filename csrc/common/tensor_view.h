@@ -41,9 +41,12 @@ struct TensorView {
                                      : DType::kOther;
       case kDLBfloat:
         return dl.dtype.bits == 16 ? DType::kBFloat16 : DType::kOther;
+      case kDLFloat8_e4m3fn:
+        return DType::kFloat8E4M3;
       case kDLInt:
         return dl.dtype.bits == 32   ? DType::kInt32
                : dl.dtype.bits == 64 ? DType::kInt64
+               : dl.dtype.bits == 8  ? DType::kInt8
                                      : DType::kOther;
       case kDLUInt:
         return dl.dtype.bits == 8 ? DType::kUInt8 : DType::kOther;

@@ -184,6 +184,8 @@ def rope_append_kv(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     q_out: Tensor | None = None,
 ) -> Tensor:
     """Rotates q and k by their positions and writes k and v INTO THE CACHE, in one pass.
@@ -191,12 +193,23 @@ def rope_append_kv(
     Same as `reference.rope_append_kv`. Per head: optional RMSNorm (rounded to the dtype, times the
     weight, rounded), then RoPE of the first rotary_dim elements in fp32, rounded once.
 
+    A cache of the dtype of `q` takes keys and values as they then are. One of int8 or float8_e4m3fn
+    takes them quantized, each token's head x with a scale of its own::
+
+        scale = max |x| / 127              of float8_e4m3fn: / 448, the largest number it has
+        elements = round(x / scale)        to the nearest element, ties to even
+
+    all in fp32. Where that scale is no normal float32 (below 2^-126), as of zeros, the elements and
+    the scale are 0. Where x has a NaN or an infinity, the elements are 0 and the scale is NaN, so
+    that whoever sees the token has NaN as its result.
+
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided, as in
             views of one packed qkv; each row is contiguous. head_dim is at most 256.
         k: [rows, num_kv_heads, head_dim], dtype of `q`.
         v: [rows, num_kv_heads, head_dim], dtype of `q`.
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`. Written.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`, int8 or
+            float8_e4m3fn; the last two on CUDA with a `q` of bfloat16 alone. Written.
         v_cache: as `k_cache`. Written.
         cache_slots: [rows], int64. Slot page * page_size + offset of each row; -1 writes nothing.
         positions: [rows], int32. Absolute position of each row; -1 is a padding row: its q_out is
@@ -206,6 +219,9 @@ def rope_append_kv(
         q_norm_weight: [head_dim], dtype of `q`. None: q is not normalised.
         k_norm_weight: [head_dim], dtype of `q`. None: k is not normalised.
         norm_eps: added to the mean square of a head.
+        k_scales: [num_pages, page_size, num_kv_heads], float32: what the elements of `k_cache` are
+            multiplied with. Written. Needed by 8-bit caches, None with others.
+        v_scales: as `k_scales`, of `v_cache`.
         q_out: [rows, num_qo_heads, head_dim], dtype of `q`. May be `q`. Allocated when absent.
 
     Returns:
@@ -217,6 +233,7 @@ def rope_append_kv(
 
     Note:
         Deterministic; a row depends on nothing but itself. Two rows with one slot: either wins.
+        What an 8-bit cache holds is what any device and instruction set makes of the same keys.
 
     Source: Su et al. 2021, "RoFormer".
     """
@@ -228,6 +245,8 @@ def rope_append_kv(
         v,
         k_cache,
         v_cache,
+        k_scales,
+        v_scales,
         cache_slots,
         positions,
         cos_sin,
@@ -251,6 +270,8 @@ def append_attention(
     *,
     sm_scale: float | None = None,
     sliding_window: int | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     prefix_leaders: Tensor | None = None,
     prefix_lens: Tensor | None = None,
     out: Tensor | None = None,
@@ -263,6 +284,13 @@ def append_attention(
     Same as `reference.append_attention`. Row i of a request with qo_len rows sits at position
     kv_len - qo_len + i and sees the positions up to its own, at most `sliding_window` of them. One
     call serves decoding (qo_len 1), verification (k + 1), prefill chunks and any mixture.
+
+    Keys and values of 8-bit caches are elements times the scale of their token and head, as
+    `rope_append_kv` writes them. The scales stay outside of the inner products::
+
+        score[t] = sum_d q[d] k_cache[t, d] * sm_scale * k_scales[t]
+        p = softmax(score)
+        out[d] = sum_t (p[t] v_scales[t]) v_cache[t, d]
 
     Requests that begin with the same pages (a system prompt, several samples of one prompt) may be
     declared as groups, in levels from the widest to the narrowest, so that what they share is read
@@ -281,8 +309,10 @@ def append_attention(
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided.
             head_dim is 64, 96, 128 or 256.
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`. page_size is 16, 32
-            or 64; num_kv_heads divides num_qo_heads.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`, int8 or
+            float8_e4m3fn; the last two on CUDA with a `q` of bfloat16 alone. page_size is 16, 32 or
+            64; num_kv_heads divides num_qo_heads. The two patterns of float8_e4m3fn that mean NaN
+            read as 480 and -480.
         v_cache: as `k_cache`.
         qo_indptr: [batch + 1], int32. Rows qo_indptr[b] to qo_indptr[b + 1] belong to request b;
             a request may have none. Rows past the last entry yield zeros and an lse of -inf.
@@ -292,6 +322,9 @@ def append_attention(
         sm_scale: scale of the scores. None: 1 / sqrt(head_dim).
         sliding_window: positions a row sees, its own included. None: all. Pages before every row's
             window are not read; their ids may be anything.
+        k_scales: [num_pages, page_size, num_kv_heads], float32. Needed by 8-bit caches, None with
+            others. Scales per head alone are the same value in all slots.
+        v_scales: as `k_scales`, of `v_cache`.
         prefix_leaders: [levels, batch], int32. Requests with one value on a level are a group; they
             stand next to each other, and the value is the index of the first. A group lies within
             one group of the level before. None: no request shares anything.
@@ -320,7 +353,7 @@ def append_attention(
     Note:
         The bits of a row depend only on its own query, its request's KV up to its position, the
         scale and the window: not on the other rows, the batch, page size, page order, threads or
-        declared prefixes.
+        declared prefixes. They do depend on what the caches are made of.
 
     Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV).
     """
@@ -343,6 +376,8 @@ def append_attention(
         q,
         k_cache,
         v_cache,
+        k_scales,
+        v_scales,
         qo_indptr,
         kv_indptr,
         kv_indices,
@@ -493,7 +528,9 @@ def compact_kv(
     cache of pages of one token, page r is row r, and a request's tokens are its rows.
 
     Args:
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16 or float16.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16, float16, int8 or
+            float8_e4m3fn. The scales of 8-bit caches are a pair of caches, too, which moves in a
+            call of its own: k_scales[..., None] and v_scales[..., None].
         v_cache: as `k_cache`; None: there is one cache.
         accepted_nodes: [batch, nodes], int32. Ascending; not looked at past
             num_accepted_tokens[b], where `verify` leaves -1.
@@ -539,7 +576,9 @@ def copy_kv(k_cache: Tensor, v_cache: Tensor, from_slots: Tensor, to_slots: Tens
     `batching.tree_chains` says which tokens the chains of a tree need on pages of their own.
 
     Args:
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16 or float16.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16, float16, int8 or
+            float8_e4m3fn. The scales of 8-bit caches are a pair of caches, too, which moves in a
+            call of its own: k_scales[..., None] and v_scales[..., None].
         v_cache: as `k_cache`.
         from_slots: [copies], int64. Slots in the paged cache, page * page_size + offset. Not looked
             at where there is no copy.

@@ -95,8 +95,8 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("prepare_draft_batch_kernel", 40, threads=256, smem_bytes=6208, blocks_per_sm=6),
     # attention
     # By occupancy: what is in flight hides the latency of memory.
-    Budget("rope_append_kv_kernel<*float16, true>", registers=64, threads=128, blocks_per_sm=8),
-    Budget("rope_append_kv_kernel<float, true>", registers=80, threads=128, blocks_per_sm=6),
+    Budget("rope_append_kv_kernel<*float16, true, *", registers=64, threads=128, blocks_per_sm=8),
+    Budget("rope_append_kv_kernel<float, true, *", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
     # A tile of rows lives in registers; two blocks of it fill an SM of 90a, one an SM of 80. Every
     # architecture has the shared memory; without a workspace totals come on top.
@@ -114,6 +114,11 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("append_attention_kernel<float, 96, *", 255, 128, smem_bytes=72528),
     Budget("append_attention_kernel<float, 128, *", 255, 128, smem_bytes=93008),
     Budget("append_attention_kernel<float, 256, *", 255, 128, smem_bytes=88912),
+    # Tiles of 8-bit caches as they come, and one of each widened.
+    Budget("append_8bit_attention_kernel<*, 64>", 255, threads=128, smem_bytes=77392),
+    Budget("append_8bit_attention_kernel<*, 96>", 255, threads=128, smem_bytes=81488),
+    Budget("append_8bit_attention_kernel<*, 128>", 255, threads=128, smem_bytes=81104),
+    Budget("append_8bit_attention_kernel<*, 256>", 255, threads=128, smem_bytes=91344),
     # As the kernel whose time it keeps.
     Budget(
         "append_attention_stamped_kernel<*",

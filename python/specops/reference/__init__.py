@@ -9,6 +9,7 @@ from specops.reference.attention import (
     compact_kv,
     copy_kv,
     merge_states,
+    quantized,
     rope_append_kv,
     rope_cos_sin,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "prepare_batch",
     "prepare_draft_batch",
     "process_logits",
+    "quantized",
     "rms_norm",
     "rope_append_kv",
     "rope_cos_sin",

@@ -50,6 +50,34 @@ def rope_cos_sin(
     return (amplitude * torch.cat([angles.cos(), angles.sin()], dim=1)).float()
 
 
+# The largest element of each dtype of 8-bit caches.
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Heads [.., head_dim] as elements of an 8-bit cache, and their scales [..] in float32."""
+    scales = x.float().abs().amax(-1) / _LARGEST[dtype]
+    scales = torch.where(scales < 2.0**-126, 0.0, scales)
+    scales = torch.where(x.isfinite().all(-1), scales, torch.nan)
+    shares = torch.where(scales[..., None] > 0, x.float() / scales[..., None], 0.0)
+    return (shares.round() if dtype == torch.int8 else shares).to(dtype), scales
+
+
+def _as_bits(cache: Tensor) -> Tensor:
+    """The slots of a cache; torch does not index those of float8_e4m3fn."""
+    flat = cache.flatten(0, 1)
+    return flat.view(torch.uint8) if flat.element_size() == 1 else flat
+
+
+def _elements(cache: Tensor, slots: Tensor, wide: torch.dtype) -> Tensor:
+    """The elements in some slots. Those of float8_e4m3fn have no NaN: it reads as 480."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return cache.flatten(0, 1)[slots].to(wide)
+    bits = _as_bits(cache)[slots]
+    values = bits.view(torch.float8_e4m3fn).to(wide)
+    return torch.where(values.isnan(), 480.0 - 960.0 * (bits >> 7).to(wide), values)
+
+
 def rope_append_kv(
     q: Tensor,
     k: Tensor,
@@ -64,6 +92,8 @@ def rope_append_kv(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm per head, RoPE in fp32 (fp64 for fp64), k and v scattered INTO THE CACHE."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -86,8 +116,17 @@ def rope_append_kv(
         return y.to(x.dtype)
 
     kept = cache_slots >= 0
-    k_cache.flatten(0, 1)[cache_slots[kept]] = turn(k, k_norm_weight)[kept]
-    v_cache.flatten(0, 1)[cache_slots[kept]] = v[kept]
+    slots = cache_slots[kept]
+    for cache, scales, x in (
+        (k_cache, k_scales, turn(k, k_norm_weight)[kept]),
+        (v_cache, v_scales, v[kept]),
+    ):
+        if scales is None:
+            cache.flatten(0, 1)[slots] = x
+            continue
+        elements, of_heads = quantized(x, cache.dtype)
+        _as_bits(cache)[slots] = elements.view(torch.uint8)
+        scales.flatten(0, 1)[slots] = of_heads
     return turn(q, q_norm_weight) * (positions >= 0)[:, None, None]
 
 
@@ -102,16 +141,23 @@ def append_attention(
     *,
     sm_scale: float | None = None,
     sliding_window: int | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     prefix_leaders: Tensor | None = None,
     prefix_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of each request in fp32 (fp64 for fp64), rounded once; and the lse.
 
-    Shared prefixes change nothing.
+    A score takes the scale of its key and a probability that of its value. Shared prefixes change
+    nothing.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    group = q.shape[1] // k_cache.shape[2]
+    group, page_size = q.shape[1] // k_cache.shape[2], k_cache.shape[1]
+
+    def of_heads(scales: Tensor, slots: Tensor) -> Tensor:  # [query heads, tokens]
+        return scales.flatten(0, 1)[slots].to(wide).repeat_interleave(group, 1).T
+
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=wide)
     for request, kv_len in enumerate(kv_lens.tolist()):
         begin, end = qo_indptr[request : request + 2].tolist()
@@ -124,13 +170,19 @@ def append_attention(
         if sliding_window is not None:
             seen &= column > position - sliding_window
         used = seen.any(0)  # pages before every window may not exist
-        page, slot = pages[column // k_cache.shape[1]], column % k_cache.shape[1]
-        keys = k_cache[page[used], slot[used]].to(wide).repeat_interleave(group, 1)
-        values = v_cache[page[used], slot[used]].to(wide).repeat_interleave(group, 1)
+        slots = pages[column // page_size] * page_size + column % page_size
+        keys = _elements(k_cache, slots[used], wide).repeat_interleave(group, 1)
+        values = _elements(v_cache, slots[used], wide).repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->qhk", q[begin:end].to(wide), keys) * scale
-        scores = scores.masked_fill(~seen[:, None, used], -torch.inf)
+        if k_scales is not None:
+            scores = scores * of_heads(k_scales, slots[used])
+        hidden = ~seen[:, None, used]
+        scores = scores.masked_fill(hidden, -torch.inf)
         lse[begin:end] = scores.logsumexp(-1)
-        out[begin:end] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+        weights = scores.softmax(-1)
+        if v_scales is not None:
+            weights = (weights * of_heads(v_scales, slots[used])).masked_fill(hidden, 0.0)
+        out[begin:end] = torch.einsum("qhk,khd->qhd", weights, values).to(q.dtype)
     return out, lse
 
 
@@ -164,7 +216,7 @@ def compact_kv(
         slots = pages[tokens // page_size] * page_size + tokens % page_size
         for cache in (k_cache, v_cache):
             if cache is not None:
-                flat = cache.view(-1, *cache.shape[2:])
+                flat = _as_bits(cache)
                 flat[slots[1]] = flat[slots[0]].clone()
 
 
@@ -172,5 +224,5 @@ def copy_kv(k_cache: Tensor, v_cache: Tensor, from_slots: Tensor, to_slots: Tens
     """Indexing, with a gather before any write, IN THE CACHES."""
     used = to_slots >= 0
     for cache in (k_cache, v_cache):
-        flat = cache.view(-1, *cache.shape[2:])
+        flat = _as_bits(cache)
         flat[to_slots[used]] = flat[from_slots[used]].clone()
