@@ -70,8 +70,8 @@ def _step(bench: CudaBench, model: Transformer, batch: int, rows: int) -> tuple[
     positions = torch.arange(KV_LEN - rows, KV_LEN).repeat(batch)
     first_pages = torch.arange(batch).repeat_interleave(rows) * pages
     cache = model.new_kv_cache(batch * pages, PAGE_SIZE)
-    for layer in (*cache.k, *cache.v):
-        layer.normal_(generator=bench.generator)
+    for tensor in cache.tensors:
+        tensor.normal_(generator=bench.generator)
     model.reserve(total)
     step = StepBatch(
         positions=bench.ints(positions),

@@ -79,7 +79,7 @@ class Runner:
         """`steps[s][i]` rows of sequence i go into step s. Returns the logits of each sequence."""
         count = len(sequences)
         cache = self.model.new_kv_cache(self.pages_each * count + 3, self.page_size)
-        for tensor in [*cache.k, *cache.v]:
+        for tensor in cache.tensors:
             tensor.fill_(float("nan"))
         order = torch.arange(self.pages_each * count)
         if self.shuffle:

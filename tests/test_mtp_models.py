@@ -92,7 +92,7 @@ def pass_of(text: list[int], drafts: list[int], begin: int, end: int) -> MtpBatc
 
 
 def poisoned(cache: KvCache) -> KvCache:
-    for tensor in [*cache.k, *cache.v]:
+    for tensor in cache.tensors:
         tensor.fill_(float("nan"))
     return cache
 

@@ -71,6 +71,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="logprobs of the model's logits, or of what tokens are drawn from (default: raw)",
     )
     add("--dtype", choices=("auto", "bfloat16", "float32"), help="(default: the checkpoint's)")
+    add(
+        "--kv-cache-dtype",
+        choices=("auto", "int8", "fp8_e4m3"),
+        help="of keys and values: 8 bits take half the memory (default: the model's)",
+    )
     _add_sizes(parser)
     add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
     add(

@@ -74,9 +74,10 @@ def _identity(config: EngineConfig) -> list[str]:
         device = torch.cuda.get_device_name()
     else:
         device = f"{_cpu_name()} {specops.get_isa()} x {specops.get_num_threads()}"
-    settings = (config.dtype, config.page_size, config.max_num_seqs, config.max_num_batched_tokens)
+    settings = (config.dtype, config.kv_cache_dtype, config.page_size, config.max_num_seqs)
+    rows = config.max_num_batched_tokens
     drafting = (config.speculative_config.draft_stages, config.enforce_eager)
-    return [specops.__version__, digest, device, *map(str, (*settings, *drafting))]
+    return [specops.__version__, digest, device, *map(str, (*settings, rows, *drafting))]
 
 
 def _cpu_name() -> str:

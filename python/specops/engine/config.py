@@ -15,6 +15,7 @@ _MAX_REQUESTED_MODEL_STEPS = 16
 
 _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "dtype": ("auto", "bfloat16", "float32"),
+    "kv_cache_dtype": ("auto", "int8", "fp8_e4m3"),
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "page_size": (16, 32, 64),
@@ -35,6 +36,9 @@ class EngineConfig:
         speculative_config: the method for requests that do not choose their own.
         served_model_name: the name clients use; the directory's name when absent.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+        kv_cache_dtype: what keys and values are kept in: "auto" (the model's dtype), or 8 bits an
+            element and a scale per token and head, "int8" or "fp8_e4m3", which need half the memory
+            and are a little off. Speculation still changes no bit.
         device: "auto" (a GPU where this build and this machine can use one, else the CPU), "cpu",
             "cuda" or "cuda:N".
         enforce_eager: on a GPU, launch every step's kernels one by one rather than replay the
@@ -70,6 +74,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig = field(default_factory=_default_drafts)
     served_model_name: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     enforce_eager: bool = False
     load_format: str = "auto"

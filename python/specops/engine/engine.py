@@ -78,6 +78,7 @@ class Engine:
             max_model_len=config.max_model_len,
             device=self._device.device,
             load_format=config.load_format,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         self.model_name = config.model_name
         self.max_model_len = model.max_model_len

@@ -160,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="of the first prompt (default: 0)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    add("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8_e4m3"))
     add("--max-num-seqs", type=int, default=8, metavar="N", help="together (default: 8)")
     add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
     return parser
@@ -212,6 +213,7 @@ def _open_engine(args: argparse.Namespace, config: SpeculativeConfig) -> Engine:
             model=args.model,
             device=args.device,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             max_num_seqs=args.max_num_seqs,
             num_threads=args.num_threads,
             speculative_config=config,

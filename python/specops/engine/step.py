@@ -108,7 +108,7 @@ class Exchange:
         self.trees_scratch, trees_inputs = Layout(), Layout()
         self.trees = None
         if shape.chains:
-            page_size = parts.cache.k[0].shape[1]
+            page_size = parts.cache.page_size
             self.trees = StepTrees(shape, page_size, results, trees_inputs, self.trees_scratch)
         self.shared = shared = Layout(results.end)
         self.slot_state = shared.int32(len(SlotState._fields), slots)
@@ -407,7 +407,7 @@ class Step:
             row.output_modes,
             self._batch.kv_indptr,
             self._batch.kv_indices,
-            page_size=parts.cache.k[0].shape[1],
+            page_size=parts.cache.page_size,
             total_rows=shape.rows,
             num_output_rows=shape.outputs,
             out=indices,

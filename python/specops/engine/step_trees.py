@@ -139,8 +139,9 @@ class StepTrees:
         """Moves keys and values of accepted paths to where plain decoding would have put them."""
         accepted = (self.accepted_nodes.device, num_accepted, qo_indptr)
         pages = (requests.kv_lens, requests.kv_indptr, requests.kv_indices)
-        for k_cache, v_cache in zip(cache.k, cache.v, strict=True):
-            attention.compact_kv(k_cache, v_cache, *accepted, *pages)
+        for layer in cache.layers:
+            for pair in layer.pairs:
+                attention.compact_kv(*pair, *accepted, *pages)
 
     def keep_states(
         self,

@@ -20,6 +20,7 @@ from specops.engine.models.dry_run import dry_run
 from specops.engine.models.transformer import Layer, Transformer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 # Arguments of the ops that config.json calls otherwise.
 _FIELD_OF_ARGUMENT = {
@@ -107,6 +108,7 @@ def load_model(
     max_model_len: int | None = None,
     device: torch.device | str = "cpu",
     load_format: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> Transformer:
     """Loads a Llama, Mistral, Qwen2, Qwen3, MiMo or dense GLM-4.5 checkpoint.
 
@@ -116,6 +118,7 @@ def load_model(
         max_model_len: positions to prepare; the model's own limit when absent.
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
+        kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
 
     Raises:
         ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, or
@@ -137,19 +140,28 @@ def load_model(
         raise ModelError(
             f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
         )
-    kind, device = _DTYPES[chosen], torch.device(device)
-    _refuse_what_ops_refuse(config, kind, device, file)
+    if kv_cache_dtype not in _KV_CACHE_DTYPES:
+        raise ModelError(
+            f"kv_cache_dtype must be {', '.join(_KV_CACHE_DTYPES)}, got {kv_cache_dtype}"
+        )
+    kind, kv_kind = _DTYPES[chosen], _KV_CACHE_DTYPES[kv_cache_dtype]
+    device = torch.device(device)
+    _refuse_what_ops_refuse(config, kind, kv_kind, device, file)
     with ExitStack() as stack:
         source: Source = (
             RandomWeights(device)
             if load_format == "dummy"
             else Checkpoint(directory, device, stack)
         )
-        return _build(config, source, kind, max_model_len or config.max_model_len)
+        return _build(config, source, kind, kv_kind, max_model_len or config.max_model_len)
 
 
 def _build(
-    config: ModelConfig, source: Source, dtype: torch.dtype, max_model_len: int
+    config: ModelConfig,
+    source: Source,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype | None,
+    max_model_len: int,
 ) -> Transformer:
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = source.get("model.embed_tokens.weight", (vocab, hidden), dtype)
@@ -164,11 +176,16 @@ def _build(
         layers=list(_layers(config, source, dtype)),
         final_norm=source.get("model.norm.weight", (hidden,), dtype),
         lm_head=dense.pack_weight(head),
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 
 def _refuse_what_ops_refuse(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, file: Path
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype | None,
+    device: torch.device,
+    file: Path,
 ) -> None:
     """Runs a narrow model with the heads, windows and positions of `config`, before it is read."""
     windows = tuple(dict.fromkeys(config.sliding_windows))  # one layer for each
@@ -181,7 +198,7 @@ def _refuse_what_ops_refuse(
         sliding_windows=windows,
     )
     try:
-        dry_run(_build(narrow, RandomWeights(device), dtype, max_model_len=1))
+        dry_run(_build(narrow, RandomWeights(device), dtype, kv_cache_dtype, max_model_len=1))
     except ValueError as error:
         op, _, sentence = str(error).partition(": ")
         sentence = re.sub(r"\w+", lambda word: _FIELD_OF_ARGUMENT.get(word[0], word[0]), sentence)

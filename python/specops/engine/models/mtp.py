@@ -266,7 +266,7 @@ class MtpModules:
         residual, sums = buffers.residual, batch.sums
         dense.linear(pairs, module.projection, module.projection_bias, out=residual, workspace=sums)
         dense.rms_norm(residual, module.layer.input_norm, eps, out=buffers.normed)
-        target.run_layer(module.layer, batch, cache.k[index], cache.v[index], buffers)
+        target.run_layer(module.layer, batch, cache.layers[index], buffers)
         return self._finish(module, buffers)
 
     def _finish(self, module: MtpModule, buffers: Activations) -> MtpOutput:

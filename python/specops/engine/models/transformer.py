@@ -8,6 +8,7 @@ and verification rows. Activations live in one set of buffers, so that a step al
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,11 +44,40 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class KvCache:
-    """The paged key and value caches, one pair per layer."""
+class LayerKv:
+    """The paged key and value caches of one layer."""
 
-    k: list[Tensor]  # each [num_pages, page_size, num_kv_heads, head_dim]
-    v: list[Tensor]
+    k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
+    v: Tensor
+    # Of 8-bit caches, float32 [num_pages, page_size, num_kv_heads]; None: the model's dtype.
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+    @cached_property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """What moves when tokens move: the caches, and their scales as caches of width 1."""
+        pairs = [(self.k, self.v)]
+        if self.k_scales is not None and self.v_scales is not None:
+            pairs.append((self.k_scales[..., None], self.v_scales[..., None]))
+        return pairs
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """The paged key and value caches of all layers."""
+
+    layers: list[LayerKv]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.layers[0].k.shape[1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of it, scales included."""
+        of_layers = [(one.k, one.v, one.k_scales, one.v_scales) for one in self.layers]
+        return [tensor for tensors in of_layers for tensor in tensors if tensor is not None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,9 +186,11 @@ class Transformer:
         layers: list[Layer],
         final_norm: Tensor,
         lm_head: PackedWeight,
+        kv_cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.kv_cache_dtype = dtype if kv_cache_dtype is None else kv_cache_dtype
         self.device = embedding.device
         self.max_model_len = max_model_len
         self.embedding = embedding
@@ -187,23 +219,33 @@ class Transformer:
         """Allocates the paged cache of every layer, or of another number of such layers."""
         config = self.config
         count = config.num_layers if num_layers is None else num_layers
-        shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+        slots = (num_pages, page_size, config.num_kv_heads)
 
-        def caches() -> list[Tensor]:
-            return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(count)]
+        def cache() -> Tensor:
+            shape = (*slots, config.head_dim)
+            return torch.zeros(shape, dtype=self.kv_cache_dtype, device=self.device)
 
-        return KvCache(caches(), caches())
+        def scales() -> Tensor | None:
+            return torch.zeros(slots, device=self.device) if self._has_scales else None
+
+        return KvCache([LayerKv(cache(), cache(), scales(), scales()) for _ in range(count)])
 
     def kv_bytes_per_token(self) -> int:
         """Returns the bytes one cached token takes over all layers."""
         config = self.config
-        per_layer = 2 * config.num_kv_heads * config.head_dim * self.dtype.itemsize
-        return per_layer * config.num_layers
+        head_bytes = config.head_dim * self.kv_cache_dtype.itemsize
+        if self._has_scales:
+            head_bytes += torch.float32.itemsize
+        return 2 * config.num_kv_heads * head_bytes * config.num_layers
+
+    @property
+    def _has_scales(self) -> bool:
+        return self.kv_cache_dtype.itemsize == 1
 
     def workspace_size(self, rows: int, batch: int, pages: int, cache: KvCache) -> int:
         """Returns the floats of workspace for steps of up to these sizes."""
         q_shape = (rows, self.config.num_qo_heads, self.config.head_dim)
-        cache_shape = cache.k[0].shape
+        cache_shape = cache.layers[0].k.shape
         return attention.attention_workspace_size(q_shape, cache_shape, pages, batch, self.device)
 
     def sums_size(self, rows: int, outputs: int) -> int:
@@ -237,7 +279,7 @@ class Transformer:
             out=buffers.normed,
         )
         for index, layer in enumerate(self._layers):
-            self.run_layer(layer, batch, cache.k[index], cache.v[index], buffers)
+            self.run_layer(layer, batch, cache.layers[index], buffers)
             dense.rms_norm(
                 buffers.branch,
                 self._next_norms[index],
@@ -262,8 +304,7 @@ class Transformer:
         self,
         layer: Layer,
         batch: LayerBatch,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerKv,
         buffers: Activations,
     ) -> None:
         """Runs one layer from `normed`, all but its last addition: `branch` is yet to be added.
@@ -278,28 +319,33 @@ class Transformer:
             buffers.q,
             buffers.k,
             buffers.v,
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             batch.cache_slots,
             batch.positions,
             self._cos_sin,
             q_norm_weight=layer.q_norm,
             k_norm_weight=layer.k_norm,
             norm_eps=eps,
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
             q_out=buffers.q_rotated,
         )
         if batch.from_slots is not None and batch.to_slots is not None:
-            attention.copy_kv(k_cache, v_cache, batch.from_slots, batch.to_slots)
+            for pair in cache.pairs:
+                attention.copy_kv(*pair, batch.from_slots, batch.to_slots)
         attention.append_attention(
             buffers.q_rotated,
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             batch.qo_indptr,
             batch.kv_indptr,
             batch.kv_indices,
             batch.kv_lens,
             sm_scale=self._sm_scale,
             sliding_window=layer.sliding_window,
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
             prefix_leaders=batch.prefix_leaders,
             prefix_lens=batch.prefix_lens,
             out=buffers.attended,

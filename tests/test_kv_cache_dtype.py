@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose keys and values have 8 bits: speculation changes nothing there, either."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simt
+from checkpoints import write_config
+from specops.engine import EngineConfig, SpeculativeConfig
+from specops.engine.__main__ import main
+from test_trees import (
+    MTP_TREE,
+    NAIVE,
+    SUFFIX_TREE,
+    VOCAB,
+    count_steps,
+    make,
+    run,
+)
+from twin_device import OP_MODULES, TwinDevice
+
+KINDS = ["int8", "fp8_e4m3"]
+CHAINS = {"num_speculative_tokens": 4, "adaptive_verification": False}
+METHODS = {
+    "ngram": SpeculativeConfig(method="ngram", min_ngram_size=1, **CHAINS),
+    "suffix": SpeculativeConfig(method="suffix", **CHAINS),
+    "mtp": SpeculativeConfig(method="mtp", **CHAINS),
+    "mtp+ngram": SpeculativeConfig(method="mtp", mtp_strategy="with_ngram", **CHAINS),
+    "suffix tree": SUFFIX_TREE,
+    "mtp tree": MTP_TREE,
+}
+LIMITS: dict[str, dict[str, Any]] = {
+    "at once": {"max_num_seqs": 8},
+    "chunks": {"max_num_seqs": 4, "max_num_batched_tokens": 48, "page_size": 32},
+    "preempted": {"max_num_seqs": 5, "max_model_len": 96, "num_pages": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(
+        tmp_path_factory.mktemp("model"),
+        num_hidden_layers=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=192,
+        num_nextn_predict_layers=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> dict[str, list[Any]]:
+    """Plain decoding, one at a time."""
+    return {
+        kind: run(make(model_dir, NAIVE, max_num_seqs=1, kv_cache_dtype=kind))
+        for kind in ("auto", *KINDS)
+    }
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.corners("int8-*-at once", "fp8_e4m3-*-preempted", "fp8_e4m3-* tree-chunks")
+def test_speculation_changes_no_bit(
+    model_dir: Path,
+    expected: dict[str, list[Any]],
+    kind: str,
+    method: str,
+    limits: dict[str, Any],
+) -> None:
+    """Every token and every bit of a logprob; the second time, prefixes are found and shared."""
+    engine = make(model_dir, METHODS[method], kv_cache_dtype=kind, **limits)
+    branches = count_steps(engine)
+    for _ in range(2):
+        assert run(engine) == expected[kind]
+    assert (max(branches) > 0) == METHODS[method].tree
+    stats = engine.stats.speculative
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert engine.stats.num_preemptions > 0 or "num_pages" not in limits
+
+
+def test_the_kinds_are_three(expected: dict[str, list[Any]]) -> None:
+    """Or nothing of the above would say anything."""
+    logprobs = [[one[2] for one in expected[kind]] for kind in ("auto", *KINDS)]
+    assert all(logprobs[a] != logprobs[b] for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.fixture
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
+    """Makes the device of the next engine a twin."""
+
+    def make_twin(**arguments: Any) -> TwinDevice:
+        device = TwinDevice(**arguments)
+        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+        return device
+
+    return make_twin
+
+
+@pytest.mark.parametrize("method", ["mtp+ngram", "suffix tree", "mtp tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_steps(
+    model_dir: Path,
+    expected: dict[str, list[Any]],
+    twin: Callable[..., TwinDevice],
+    kind: str,
+    method: str,
+) -> None:
+    """Padded shapes, poisoned memory, replayed graphs."""
+    twin(captures=True, poison=0xFF)
+    engine = make(model_dir, METHODS[method], max_num_seqs=4, kv_cache_dtype=kind)
+    for _ in range(2):
+        assert run(engine) == expected[kind]
+    assert engine.num_captures > 0 and engine.stats.speculative.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_interpreter(
+    tmp_path: Path,
+    twin: Callable[..., TwinDevice],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """The CUDA kernels."""
+    model_dir = write_config(
+        tmp_path,
+        num_hidden_layers=1,
+        vocab_size=VOCAB,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=96,
+        num_nextn_predict_layers=1,
+    )
+    module = simt.load()
+    module.set_schedule("in_order", 0)
+    module.set_landing("late")
+    for op_module in OP_MODULES:
+        monkeypatch.setattr(op_module, "_C", module)
+    twin()
+    want = run(make(model_dir, NAIVE, max_num_seqs=1, kv_cache_dtype=kind), count=2)
+    for captures, speculative in ((True, MTP_TREE), (False, METHODS["ngram"])):
+        twin(captures=captures, poison=0xFF)
+        engine = make(model_dir, speculative, max_num_seqs=2, kv_cache_dtype=kind)
+        assert run(engine, count=2) == want
+        assert engine.stats.speculative.num_draft_tokens > 0
+
+
+def test_pages_are_counted_with_their_true_bytes(model_dir: Path) -> None:
+    config = {"kv_cache_bytes": 200_000, "max_model_len": 96, "max_num_seqs": 64}
+    pages = {}
+    for kind in ("auto", *KINDS):
+        engine = make(model_dir, METHODS["mtp"], kv_cache_dtype=kind, **config)
+        cache = engine._runner._parts.cache
+        of_modules = engine.drafters["mtp"].cache  # type: ignore[attr-defined]
+        tensors = [*cache.tensors, *of_modules.tensors]
+        assert len(tensors) == (6 if kind == "auto" else 12)
+        taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        assert 0 <= 200_000 - taken < taken / engine.num_pages
+        pages[kind] = engine.num_pages
+    assert pages["int8"] == pages["fp8_e4m3"] > 1.7 * pages["auto"]
+
+
+def test_other_kinds_are_refused() -> None:
+    for wrong in ("fp8", "bfloat16", 8, None):
+        with pytest.raises(ValueError, match="kv_cache_dtype must be auto, int8 or fp8_e4m3, got"):
+            EngineConfig(kv_cache_dtype=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_exactness(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["verify-exactness", "--device", "cpu", "--num-threads", "2", "--max-tokens", "24"]
+    assert main([*command, "--prompts", "3", "--kv-cache-dtype", kind]) == 0
+    assert "No difference: every token and rank" in capsys.readouterr().out
