@@ -29,6 +29,7 @@ FAMILIES = {
     "binding": "binding",
     "linear": "dense",
     "attention": "attention",
+    "kv_cache": "kv_cache",
     "cascade": "cascade",
     "trees": "trees",
     "sampling": "sampling",

@@ -2,10 +2,12 @@
 """`append_attention` over a paged cache in bf16, beside the read line of the same run.
 
 On a CPU: batch 8, 16 query and 8 KV heads of 128, kv 4,096. Bytes are those of the keys and values,
-128 MiB, which no cache of this kind of machine holds.
+128 MiB, which no cache of this kind of machine holds. Caches of 8 bits stand beside bf16 ones: as
+many tokens of 8 requests, and one request of 16,384.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,8 @@ from torch import Tensor
 from bench.common import Bench, Figure
 
 BATCH, QO_HEADS, KV_HEADS, HEAD_DIM, KV_LEN, PAGE_SIZE = 8, 16, 8, 128, 4096, 16
+# Caches of 8 bits: batch and tokens of a request.
+SIZES_8BIT = ((8, 4096), (1, 16384))
 
 
 def run_attention(bench: Bench) -> None:
@@ -70,6 +74,57 @@ def run_attention(bench: Bench) -> None:
                 read_gb_s=timing.read_gb_s(),
             )
         )
+    for batch, kv_len in SIZES_8BIT:
+        for q_len in (1, 5):
+            _run_8bit(bench, batch, kv_len, q_len)
+
+
+def _run_8bit(bench: Bench, batch: int, kv_len: int, q_len: int) -> None:
+    """int8 and float8_e4m3fn beside bf16."""
+    pages = batch * kv_len // PAGE_SIZE
+    generator = torch.Generator().manual_seed(0)
+    slots = (pages, PAGE_SIZE, KV_HEADS)
+    q = torch.randn(batch * q_len, QO_HEADS, HEAD_DIM, generator=generator).bfloat16()
+    index = (
+        torch.arange(batch + 1, dtype=torch.int32) * q_len,
+        torch.arange(batch + 1, dtype=torch.int32) * (kv_len // PAGE_SIZE),
+        torch.arange(pages, dtype=torch.int32),
+        torch.full((batch,), kv_len, dtype=torch.int32),
+    )
+    cases: dict[str, Callable[[], object]] = {}
+    for name, dtype in (("bf16", None), ("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        caches = [
+            torch.randn(*slots, HEAD_DIM, generator=generator).bfloat16()
+            if dtype is None
+            else torch.randint(-120, 120, (*slots, HEAD_DIM), generator=generator)
+            .to(torch.int8)
+            .view(dtype)
+            for _ in range(2)
+        ]
+        scales = {} if dtype is None else {n: torch.full(slots, 0.01) for n in _SCALES}
+        call = partial(append_attention, q, *caches, *index, out=torch.empty_like(q), **scales)
+        cases[name] = call
+    timing = bench.alternate(cases, rounds=9, window_s=0.1)
+    for name in ("int8", "fp8"):
+        is_goal = (name, kv_len, q_len) == ("int8", 16384, 1)
+        bench.add(
+            Figure(
+                f"attention.{name}.kv{kv_len}.q{q_len}.vs_bf16",
+                f"append_attention {name} cache, batch {batch}, kv {kv_len:,}, q_len {q_len}: "
+                "times faster than bf16",
+                timing.median(name) * 1e3,
+                "ms",
+                "bf16 cache",
+                timing.median("bf16") * 1e3,
+                timing.ratio("bf16", name),
+                "ratio >= 1.5" if is_goal else None,
+                threads=bench.num_threads,
+                read_gb_s=timing.read_gb_s(),
+            )
+        )
+
+
+_SCALES = ("k_scales", "v_scales")
 
 
 def _ours(q: Tensor, q_len: int, caches: list[Tensor], kv_indices: Tensor) -> Callable[[], object]:

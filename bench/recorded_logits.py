@@ -47,7 +47,7 @@ def record(device: torch.device, num_rows: int, max_prompt: int) -> Recorded:
     left = num_rows
     for token_ids in _prompts():
         rows = min(left, len(token_ids) - 1, max_prompt)
-        logits.append(_logits(model, token_ids[:rows]))
+        logits.append(one_step(model, token_ids[:rows]))
         following.append(torch.tensor(token_ids[1 : rows + 1], dtype=torch.int32))
         left -= rows
         if left == 0:
@@ -62,8 +62,8 @@ def _prompts() -> Iterator[list[int]]:
             yield tokenizer.encode(prompt["text"])
 
 
-def _logits(model: Transformer, token_ids: list[int]) -> Tensor:
-    """[len(token_ids), vocab_size] of one request, read in one step."""
+def one_step(model: Transformer, token_ids: list[int]) -> Tensor:
+    """The logits [len(token_ids), vocab_size] of one request, read in one step."""
     rows, device = len(token_ids), model.device
     pages = -(-rows // PAGE_SIZE)
 

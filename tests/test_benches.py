@@ -25,7 +25,8 @@ SMALL: dict[str, dict[str, Any]] = {
         "HEAD": ((96, 32),),
         "SMALL": (32, 16),
     },
-    "attention": {"BATCH": 2, "KV_LEN": 64},
+    "attention": {"BATCH": 2, "KV_LEN": 64, "SIZES_8BIT": ((2, 64), (1, 128))},
+    "kv_cache": {"PROMPTS": 2, "TOKENS": 40, "NEW_TOKENS": 8, "RANDOM_TOKENS": 100},
     "cascade": {
         "SHARING": 3,
         "PREFIX_LEN": 128,
