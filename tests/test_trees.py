@@ -759,6 +759,49 @@ def test_selection_verifies_parts_of_trees(
     assert max(branches) > 0 and engine.stats.speculative.num_accepted_tokens > 0
 
 
+ROOT_TEXT, BRANCH_TEXT = [7, 8, 9] * 22, [5, 6, 7, 1] * 17
+SHARED = [
+    [*ROOT_TEXT, 1, 2, 3],
+    [*ROOT_TEXT, *BRANCH_TEXT, 4],
+    [9, 4] * 40,  # alone
+    [*ROOT_TEXT, *BRANCH_TEXT, 2, 2],
+    [3, 1],  # not even a leaf
+]
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_trees_of_requests_that_share_prefixes(
+    model_dir: Path, scripted: Scripted, page_size: int
+) -> None:
+    """On some levels and with some of the others only, or with nobody."""
+
+    def decode(engine: Engine) -> list[Any]:
+        asked = [params(index, False) for index in range(len(SHARED))]
+        engine.add_request(
+            ROOT_TEXT + BRANCH_TEXT,
+            SamplingParams(max_tokens=1),
+            speculative_config={"method": "naive"},
+        )
+        engine.step()
+        return bits(engine.generate(SHARED, asked))
+
+    want = decode(make(model_dir, NAIVE, max_num_seqs=1, enable_prefix_caching=False))
+    engine, _ = scripted(model_dir, want, k=6, max_num_seqs=8, page_size=page_size)
+    found = []
+    execute = engine._runner.execute
+
+    def watch(plan: Any) -> Any:
+        if plan.prefixes is not None:
+            chains = [part.num_chains for part in plan.parts]
+            found.append((len(plan.prefixes.lens), len(chains), max(chains)))
+        return execute(plan)
+
+    engine._runner.execute = watch  # type: ignore[method-assign]
+    assert decode(engine) == want
+    assert max(found) >= (3, 5, 2), "two levels of requests, and one of trees"
+    assert engine.stats.speculative.num_accepted_tokens > 0
+
+
 def test_where_others_cannot_verify_trees_their_first_path_is_left(
     model_dir: Path, expected: dict[tuple[bool, str], list[Any]], scripted: Scripted
 ) -> None:
