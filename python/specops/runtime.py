@@ -33,7 +33,10 @@ def supported_isas() -> list[str]:
 
 
 def set_isa(isa: str) -> None:
-    """Chooses the instruction set of the CPU kernels (tests and benches; the best is the default).
+    """Chooses the instruction set of the CPU kernels (tests and benches).
+
+    The default is the last of `supported_isas()`, but "avx512" instead of "avx512_bf16" on CPUs by
+    Intel, whose dot products of bfloat16 pairs take twice as long.
 
     Args:
         isa: one of `supported_isas()`: "portable", "avx2", "avx512", "avx512_bf16".
