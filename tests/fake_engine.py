@@ -81,6 +81,7 @@ class FakeEngine:
         )
         self.tokenizer = byte_tokenizer()
         self.model_name = self.config.model_name
+        self.model_dtype, self.device = "bfloat16", "cpu"
         self.max_model_len = self.config.max_model_len or 256
         self.vocab_size = 257
         self.runnable_methods = methods

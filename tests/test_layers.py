@@ -35,6 +35,7 @@ ENGINE_GROUPS = (
     {"admission", "runner"},
     {"calibration"},
     {"engine"},
+    {"contract"},
     {"", "config_file", "exactness"},
     {"server"},
     {"__main__"},

@@ -52,6 +52,16 @@ def get_isa() -> str:
     return _C.active_isa()
 
 
+def build_facts() -> dict[str, str]:
+    """Returns what was compiled, and by what.
+
+    Returns:
+        "source_digest", of the sources of all kernels; "compiler", its name, version and target.
+        Builds that agree in both compute the same bits on the same instruction set or GPU.
+    """
+    return {"source_digest": _C.source_digest, "compiler": _C.compiler}
+
+
 def set_kernel_overlap(overlap: bool) -> None:
     """Chooses whether a CUDA kernel may start while the one before it still runs (the default).
 

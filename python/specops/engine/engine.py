@@ -36,7 +36,7 @@ _CPU_BYTES = 4 << 30  # for keys and values, where nothing else is said
 
 # Attention shares whole leaves of so many tokens. On a GPU declaring adds two launches to each
 # layer, in the time of which so many bytes are read.
-_LEAF_TOKENS = {"cpu": 64, "cuda": 256}
+LEAF_TOKENS = {"cpu": 64, "cuda": 256}
 _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 
 
@@ -80,6 +80,7 @@ class Engine:
             load_format=config.load_format,
         )
         self.model_name = config.model_name
+        self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len = model.max_model_len
         self.vocab_size = model.config.vocab_size
         self.tokenizer = _tokenizer_of(config, self.vocab_size)
@@ -440,7 +441,7 @@ class Engine:
         self._cascade_bytes_per_token = layer_bytes * num_whole
         return PrefixFinder(
             self._pool,
-            leaf_tokens=_LEAF_TOKENS[kind],
+            leaf_tokens=LEAF_TOKENS[kind],
             least_saved_tokens=-(-_LEAST_SAVED_BYTES[kind] // layer_bytes),
         )
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
 
-import specops
 from specops.engine.outputs import Completion, SpeculativeStats
 from specops.engine.server.api_error import server_error
 from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span
@@ -39,6 +38,7 @@ class Answer(Generic[R]):
         job: Job,
         tokenizer: Tokenizer,
         model_name: str,
+        fingerprint: str,
         num_speculative_tokens: int,
     ) -> None:
         self.request: R = request
@@ -49,7 +49,7 @@ class Answer(Generic[R]):
             "id": self.id_prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model_name,
-            "system_fingerprint": f"specops-{specops.__version__}",
+            "system_fingerprint": fingerprint,
         }
         self._completions: dict[int, Completion] = {}
         self._spans: list[Span] = []

@@ -140,6 +140,10 @@ def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter
         generation.check_model(name)
         return JSONResponse(generation.model_card())
 
+    @api.api_route("/v1/contract", methods=_READ)
+    async def contract() -> Response:
+        return JSONResponse(generation.contract)
+
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await generation.answer(request, CompletionRequest, TextAnswer)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, QueueFull
 from specops.engine.server.answers import Answer
@@ -62,6 +63,8 @@ class Generation:
         # Only what never changes is read from the engine here; the rest is its thread's.
         self.tokenizer = engine.tokenizer
         self.model_name = engine.model_name
+        self.contract = contract_of(engine)
+        self._fingerprint = f"specops-{self.contract['specops']}-{self.contract['digest']}"
         self._engine = engine
         self._thread = thread
         self._chat_format = chat_format
@@ -114,7 +117,12 @@ class Generation:
             streaming=request.stream,
         )
         answer = answer_type(
-            request, job, self.tokenizer, self.model_name, speculative.num_speculative_tokens
+            request,
+            job,
+            self.tokenizer,
+            self.model_name,
+            self._fingerprint,
+            speculative.num_speculative_tokens,
         )
         try:
             await until_gone(self._thread.submit(job), http.receive)
