@@ -190,6 +190,7 @@ class FakeEngine:
             self._running.remove(request)
             self._done[request.id] = request
         self.stats.num_steps += 1
+        self.stats.num_rows += len(self._running)
         return outputs
 
     def completion(self, request_id: str) -> Completion:

@@ -45,6 +45,7 @@ class EngineStats:
     """Counters over the engine's life; they only ever grow."""
 
     num_steps: int = 0
+    num_rows: int = 0  # of all steps: tokens of prompts, decoding and drafts
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -276,6 +277,7 @@ class Engine:
     def _run(self, plan: Plan) -> list[RequestOutput]:
         emitted = self._runner.execute(plan)
         self.stats.num_steps += 1
+        self.stats.num_rows += sum(part.num_rows for part in plan.parts)
         if plan.prefixes is not None:
             saved = plan.prefixes.num_saved_tokens
             self.stats.cascade_saved_bytes += saved * self._cascade_bytes_per_token

@@ -29,6 +29,7 @@ from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
 from specops.engine.server.metrics import Metrics
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest
+from specops.engine.server.request_counts import RequestCounts
 from specops.engine.server.request_ids import RequestIds
 
 _READ = ["GET", "HEAD"]
@@ -86,6 +87,7 @@ def make_app(
     app.include_router(_openai_routes(generation, api_keys))
     _add_error_handlers(app)
     app.add_middleware(RequestIds)
+    app.add_middleware(RequestCounts, count=metrics.answer)
     return app
 
 
