@@ -25,10 +25,11 @@ from specops.engine.server.jobs import Job, JobFailed
 from specops.engine.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
-    Strict,
     parse,
 )
 from specops.engine.server.streaming import ClientGone, EventStream, until_gone
+from specops.engine.server.strict import Strict
+from specops.engine.server.structured import Compiling
 from specops.engine.server.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -65,6 +66,7 @@ class Generation:
         self._engine = engine
         self._thread = thread
         self._chat_format = chat_format
+        self._compiling = Compiling(engine)
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
         self._created = int(time.time())
@@ -106,10 +108,16 @@ class Generation:
         params = request.sampling_params()
         speculative = self._speculative_config(request)
         prompts = await self._tokenize(request)
+        try:
+            compiling = self._compiling.compile(params, request.form_field)
+            grammar = await until_gone(compiling, http.receive)
+        except ClientGone:
+            return Response(status_code=499)  # for the access log: nobody reads it
         job = Job(
             prompts,
             params,
             request.speculative_config,
+            grammar=grammar,
             client=http.state.client,
             streaming=request.stream,
         )

@@ -7,10 +7,12 @@ A field is either honoured or refused by name, never ignored.
 import json
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from specops.engine.sampling_params import MAX_SEQUENCES, SamplingParams
 from specops.engine.server.api_error import ApiError, bad_value
+from specops.engine.server.strict import Strict
+from specops.engine.server.structured import ResponseFormat, StructuredOutputs, wanted_output
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -40,7 +42,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -52,12 +53,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-
-
-class Strict(BaseModel):
-    """A body that has what it names, in the types that it names, and nothing else."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 B = TypeVar("B", bound=Strict)
@@ -83,14 +78,14 @@ class _Request(Strict):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = Field({})
     bad_words: list[str] = Field([], fail_fast=True)
     bad_words_token_ids: list[list[int]] = Field([], fail_fast=True)
     allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
     min_tokens: int = 0
     n: int = 1
     seed: int | None = None
-    stop: str | list[str] = []
+    stop: str | list[str] = Field([])
     stop_token_ids: list[int] = Field([], fail_fast=True)
     stop_token_sequences: list[list[int]] = Field([], fail_fast=True)
     ignore_eos: bool = False
@@ -101,6 +96,8 @@ class _Request(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative_config: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # They say who asks and for what; nothing depends on them.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -120,8 +117,10 @@ class _Request(Strict):
             )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream", param="stream_options")
+        wanted = wanted_output(self.response_format, self.structured_outputs)
         try:
             return SamplingParams(
+                structured_output=wanted,
                 max_tokens=self._max_tokens(),
                 top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 is off, too
                 stop=stop,
@@ -131,6 +130,11 @@ class _Request(Strict):
             )
         except ValueError as error:
             raise bad_value(error, type(self)) from None
+
+    @property
+    def form_field(self) -> str:
+        """The field that constrains the output's form, if one does."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens
@@ -253,7 +257,7 @@ class ChatCompletionRequest(_Request):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None  # a variable of the template, too
 
     def template_variables(self) -> dict[str, Any]:

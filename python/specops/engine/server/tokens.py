@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from specops.engine.server.protocol import Message, Strict
+from specops.engine.server.protocol import Message
+from specops.engine.server.strict import Strict
 from specops.engine.tokenizer import Tokenizer
 
 
