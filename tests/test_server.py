@@ -501,7 +501,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"echo": True, "logprobs": 1}, 400, "echo", "not supported"),
     (CHAT | {"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
     (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "not supported"),
-    (CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    (CHAT | {"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
     (CHAT | {"reasoning_effort": "low"}, 400, "chat_template_kwargs", "template reads"),
     (TEXT | {"temprature": 1}, 400, "temprature", "unknown field temprature"),
     (CHAT | {"prompt": "a"}, 400, "prompt", "unknown field prompt"),
