@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 
 from specops.engine.structured.matching import GrammarState
 
+# A mask takes 20 us. So few are done before another thread is there, which beside other work on the
+# same cores may take milliseconds.
+_MANY_ROWS = 64
+
 
 @dataclass(slots=True)
 class MaskRows:
@@ -51,6 +55,7 @@ class MaskFiller:
     def __init__(self, num_threads: int) -> None:
         from llguidance import LLExecutor
 
+        self._num_threads = num_threads
         self._executor = LLExecutor(num_threads)
         self._rows: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
 
@@ -77,17 +82,33 @@ class MaskFiller:
                 chains.append((one.state.matcher, one.first + begin, drafts))
             else:
                 roots.append((one.state.matcher, one.first + begin))
-        place = rows.ctypes.data, 4 * rows.shape[1], len(rows)
-        if roots:
-            self._executor.unsafe_compute_mask_ptr(roots, *place)
-        if chains:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(chains, *place)
+        self._compute(roots, chains, rows)
         for one in trees:
             _walk(one, rows)
         for one in wanted:
             if one.state.matcher.is_error():
                 _fill_anew(one, rows)
             _translate(one, rows, out)
+
+    def _compute(
+        self,
+        roots: list[tuple[Any, int]],
+        chains: list[tuple[Any, int, list[int]]],
+        rows: NDArray[np.int32],
+    ) -> None:
+        """Fills the rows of single tokens and of chains: here if they are few, else by threads."""
+        place = rows.ctypes.data, 4 * rows.shape[1], len(rows)
+        executor = self._executor
+        if self._num_threads > 1 and len(rows) >= _MANY_ROWS:
+            if roots:
+                executor.unsafe_compute_mask_ptr(roots, *place)
+            if chains:
+                executor.unsafe_compute_mask_ptr_with_draft_token(chains, *place)
+            return
+        for root in roots:  # a list of one is computed on the thread that asks
+            executor.unsafe_compute_mask_ptr([root], *place)
+        for chain in chains:
+            executor.unsafe_compute_mask_ptr_with_draft_token([chain], *place)
 
     def _room(self, count: int, vocab_size: int) -> NDArray[np.int32]:
         """Rows that allow everything."""
