@@ -30,6 +30,7 @@ from specops.engine.structured import (
 from specops.engine.structured.forcing import complete
 from specops.engine.structured.wanted import MAX_CHOICES, MAX_DEPTH, MAX_REGEX, MAX_TEXT
 from specops.engine.tokenizer import Tokenizer
+from test_tokenizer import byte_fallback
 
 VOCAB, EOS = 4096, 0
 
@@ -179,6 +180,23 @@ def test_forced_texts_are_encoded_without_special_tokens(text: str) -> None:
     assert EOS not in ids
     if "<" not in text:
         assert ids == tokens_of(text)
+
+
+@pytest.mark.parametrize("text", ["ab ab", "a", " b", "日é", "xyz ab", "<s>ab"])
+def test_a_tokenizer_with_bytes_and_a_space_before_texts(text: str) -> None:
+    """Forced texts have no space more, and characters their own tokens where there are some."""
+    of_bytes = Tokenizer(byte_fallback())
+    own = GrammarCompiler(of_bytes, of_bytes.vocab_size + 5)  # the model has more than that
+    ids = own.compile(StructuredOutput(regex="a")).vocabulary.matcher_tokenizer.tokenize_str(text)
+    assert b"".join(map(of_bytes.token_bytes, ids)) == text.encode()
+    expected = of_bytes.encode_as_text("\x02" + text)[2:]  # behind a space and the mark's byte
+    assert ids == expected
+    # Both tokens of a character may stand for it where a choice is left.
+    state = GrammarState(own.compile(StructuredOutput(regex="[ab]+")), [])
+    out = np.zeros((1, -(-(of_bytes.vocab_size + 5) // 32)), dtype=np.int32)
+    MaskFiller(1).fill([MaskRows(state, 0, [])], out)
+    spelt = [of_bytes.token_bytes(token) for token in sorted(allowed(out)[0])]
+    assert sorted(spelt) == [b"a", b"a", b"ab", b"b", b"b"]
 
 
 # ---- masks ----

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from specops.engine.tokenizer import Tokenizer
 
+_MARK = "\x02"  # a character that tokenizers merge with no other
 _MARKER = 0xFF  # begins what llguidance takes for a special token; no text has such a byte
 
 
@@ -69,18 +70,28 @@ class _Wrapper:
     def __init__(self, tokenizer: Tokenizer, tokens: list[bytes]) -> None:
         self.tokens = tokens
         self._tokenizer = tokenizer
-        self._ids: dict[bytes, int] = {}
-        for token_id, spelt in enumerate(tokens):
-            if spelt:
-                self._ids.setdefault(spelt, token_id)
+        # Of several with the same bytes the last: a byte's own token stands before a character's.
+        self._ids = {spelt: token_id for token_id, spelt in enumerate(tokens) if spelt}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        spelt = text.encode()
-        ids = self._tokenizer.encode_as_text(text)
-        if b"".join(self._bytes(token) for token in ids) == spelt:
-            return ids
-        # The tokenizer changes texts, or puts a space before them: the longest tokens instead.
+        for mark in ("", _MARK):  # behind a mark there is no space that a tokenizer puts first
+            ids = self._tokenizer.encode_as_text(mark + text)
+            ids = ids[self._num_before(ids, mark.encode()) :]
+            if b"".join(self._bytes(token) for token in ids) == text.encode():
+                return ids
+        return self._longest_tokens(text.encode())
+
+    def _num_before(self, ids: list[int], mark: bytes) -> int:
+        """How many tokens spell what stands before a text: a mark, and a space before that."""
+        spelt, count = b"", 0
+        while mark and count < len(ids) and not spelt.endswith(mark):
+            spelt += self._bytes(ids[count])
+            count += 1
+        return count
+
+    def _longest_tokens(self, spelt: bytes) -> list[int]:
+        """A text in tokens as long as possible, for tokenizers that change texts."""
         ids, at = [], 0
         while at < len(spelt):
             lengths = range(min(self._longest, len(spelt) - at), 0, -1)
