@@ -164,9 +164,9 @@ class Generation:
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "prompt or messages must be given, and not both", param="prompt")
         if request.messages is not None:
-            messages = [message.for_template() for message in request.messages]
             prompt = request.add_generation_prompt
             try:
+                messages = [message.for_template() for message in request.messages]
                 text = self._chat_format.render(messages, add_generation_prompt=prompt)
             except ValueError as error:
                 raise bad_value(error, TokenizeRequest, "messages") from None
@@ -239,8 +239,13 @@ class Generation:
     ) -> list[list[int]]:
         if isinstance(request, ChatCompletionRequest):
             try:
-                messages = [message.for_template() for message in request.messages]
-                text = self._chat_format.render(messages, variables=request.template_variables())
+                if request.uses_tools:
+                    self._chat_format.require_tools()
+                text = self._chat_format.render(
+                    [message.for_template() for message in request.messages],
+                    variables=request.template_variables(),
+                    tools=[tool.model_dump(exclude_none=True) for tool in request.tools],
+                )
             except ValueError as error:
                 raise bad_value(error, ChatCompletionRequest, "messages") from None
             prompts: list[str | list[int]] = [text]

@@ -5,7 +5,7 @@ A field is either honoured or refused by name, never ignored.
 """
 
 import json
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -13,6 +13,8 @@ from specops.engine.sampling_params import MAX_SEQUENCES, SamplingParams
 from specops.engine.server.api_error import ApiError, bad_value
 from specops.engine.server.strict import Strict
 from specops.engine.server.structured import ResponseFormat, StructuredOutputs, wanted_output
+from specops.engine.server.tools import Tool, ToolCall, ToolChoice, calls_wanted, check_tools
+from specops.engine.structured import StructuredOutput
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -29,7 +31,10 @@ MAX_LISTS = {
 MAX_PARTS = 1000  # of one message
 
 # What pydantic calls the branches of a union: they are left out of the paths that clients are told.
-_UNION_BRANCHES = ("str", "list[str]", "list[TextPart]")
+_UNION_BRANCHES = (
+    *("str", "list[str]", "list[TextPart]", "NamedTool", "literal['none','auto','required']"),
+    *("system", "developer", "user", "assistant", "tool"),
+)
 
 # Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
 # values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
@@ -117,7 +122,7 @@ class _Request(Strict):
             )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream", param="stream_options")
-        wanted = wanted_output(self.response_format, self.structured_outputs)
+        wanted = self.wanted_output()
         try:
             return SamplingParams(
                 structured_output=wanted,
@@ -130,6 +135,14 @@ class _Request(Strict):
             )
         except ValueError as error:
             raise bad_value(error, type(self)) from None
+
+    def wanted_output(self) -> StructuredOutput | None:
+        """The form that the output must have, if it must have one.
+
+        Raises:
+            ApiError: there is no such form, or there are two.
+        """
+        return wanted_output(self.response_format, self.structured_outputs)
 
     @property
     def form_field(self) -> str:
@@ -234,31 +247,107 @@ class TextPart(Strict):
 class Message(Strict):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user"]
     content: str | list[TextPart]
     name: str | None = None
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
         # "developer" is OpenAI's newer word; templates know "system".
         role = "system" if self.role == "developer" else self.role
         named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": content, **named}
+        return {"role": role, "content": _joined(self.content), **named}
+
+
+class AssistantMessage(Strict):
+    """What the assistant has said, or which tools it has called."""
+
+    role: Literal["assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] = Field([], fail_fast=True)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it.
+
+        Raises:
+            ValueError: it says nothing, or a call's arguments are no JSON object.
+        """
+        if self.content is None and not self.tool_calls:
+            raise ValueError("messages: content of an assistant without tool calls is missing")
+        message: dict[str, Any] = {"role": self.role, "content": _joined(self.content or "")}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+class ToolMessage(Strict):
+    """What a tool has answered."""
+
+    role: Literal["tool"]
+    content: str | list[TextPart]
+    tool_call_id: str
+    name: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        named = {} if self.name is None else {"name": self.name}
+        answer = {"role": self.role, "content": _joined(self.content)}
+        return {**answer, "tool_call_id": self.tool_call_id, **named}
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+AnyMessage = Annotated[Message | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class ChatCompletionRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
-    messages: list[Message] = Field(fail_fast=True)
+    messages: list[AnyMessage] = Field(fail_fast=True)
+    tools: list[Tool] = Field([], fail_fast=True)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None  # a variable of the template, too
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether tools are offered, or have been called."""
+        return bool(self.tools) or any(
+            isinstance(message, ToolMessage)
+            or (isinstance(message, AssistantMessage) and bool(message.tool_calls))
+            for message in self.messages
+        )
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def wanted_output(self) -> StructuredOutput | None:
+        """The form that the output must have, that of calls included."""
+        check_tools(self.tools, self.tool_choice)
+        form = super().wanted_output()
+        calls = calls_wanted(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if form is not None and calls is not None:
+            message = f"{self.form_field} must be absent where tools may be called"
+            raise ApiError(400, message, param=self.form_field, code="invalid_value")
+        return calls or form
+
+    @property
+    def form_field(self) -> str:
+        """As for any request; calls have their form from the tools."""
+        is_form = self.structured_outputs is not None or self.response_format is not None
+        return super().form_field if is_form or not self.tools else "tools"
 
     def template_variables(self) -> dict[str, Any]:
         """What the chat template is given besides the messages."""
@@ -297,7 +386,7 @@ def parse(model: type[B], body: bytes) -> B:
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_json_type(values)}")
     for name in list(values):
-        if name in _NEUTRAL:
+        if name in _NEUTRAL and name not in model.model_fields:
             value = values.pop(name)
             if value is not None and value not in _NEUTRAL[name]:
                 raise ApiError(
@@ -332,6 +421,13 @@ def _from_validation(error: ValidationError) -> ApiError:
     param = ".".join(path)
     if kind == "extra_forbidden":
         return _unknown_field(param)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # of messages, by their role
+        context = first["ctx"]
+        param = f"{param}.{context['discriminator'].strip(chr(39))}"
+        if "tag" not in context:
+            return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
+        message = f"{param} must be one of {context['expected_tags']}, got {context['tag']!r}"
+        return ApiError(400, message, param=param, code="invalid_value")
     if kind == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
     if kind == "literal_error":
