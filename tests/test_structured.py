@@ -128,6 +128,7 @@ def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
         ({"grammar": "start: other"}, "grammar cannot be used: .*unknown name"),
         ({"grammar": "start: start"}, "grammar cannot be used"),
         ({"grammar": ""}, "grammar cannot be used"),
+        ({"grammar": "start: a\na[max_tokens=3, temperature=0.5]: /x+/"}, "temperature"),
         ({"grammar": "start: <|endoftext|>"}, "grammar cannot be used"),
         ({"grammar": "start: <[0]>"}, "grammar cannot be used"),
     ],
@@ -254,6 +255,9 @@ FORMS: list[dict[str, Any]] = [
     {"regex": "[a-z]{2,5}(-[0-9]+)*"},
     {"choice": CHOICES},
     {"grammar": 'start: item ("," item)*\nitem: /[a-z]+/ | "(" start ")"'},
+    # Text up to a mark, whatever may come; and text that ends at a word.
+    {"grammar": 'start: called* TEXT\nTEXT: /(.|\\n)*/\ncalled[lazy]: TEXT "<t>" /[0-9]{2}/ "."'},
+    {"grammar": 'start: a /[0-9]+/\na[suffix="end"]: /[a-z ]+/'},
 ]
 
 

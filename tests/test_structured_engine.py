@@ -18,6 +18,7 @@ pytest.importorskip("jsonschema")
 import jsonschema
 from schemas import BY_HAND, generated, record
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.cost_table import STEP, CostTable
 from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
 from twin_device import TwinDevice
 
@@ -181,6 +182,7 @@ def mixed(index: int, draw: random.Random) -> SamplingParams:
         {"regex": "[a-z ]{3,30}(\\([a-z]*\\))?"},
         {"choice": ("return", "return None", "raise", "pass\n")},
         {"grammar": 'start: call ("." call)*\ncall: /[a-z_]+/ "(" [/[a-z0-9]+/] ")"'},
+        {"grammar": 'start: called* TEXT\nTEXT: /(.|\\n)*/\ncalled[lazy]: TEXT "(" /[a-z]+/ ")"'},
     ]
     ids = range(1, 4096)
     return SamplingParams(
@@ -203,7 +205,7 @@ def mixed(index: int, draw: random.Random) -> SamplingParams:
         ignore_eos=draw.random() < 0.3,
         seed=index,
         logprobs=draw.choice([None, 0, 2]),
-        structured_output=None if index % 7 == 6 else StructuredOutput(**forms[index % 5]),
+        structured_output=None if index % 7 == 6 else StructuredOutput(**forms[index % len(forms)]),
     )
 
 
@@ -212,7 +214,6 @@ LIMITS: dict[str, dict[str, Any]] = {
     "chunks of 24": {"max_num_seqs": 6, "max_num_batched_tokens": 24},
     "preempted": {"max_num_seqs": 16, "max_model_len": 512, "num_pages": 60},
     "processed": {"max_num_seqs": 8, "logprobs_mode": "processed_logprobs"},
-    "selected": {"max_num_seqs": 8},
 }
 
 
@@ -232,6 +233,21 @@ def test_all_parameters_beside_a_grammar_change_nothing(limits: str) -> None:
     assert (engine.stats.num_preemptions > before) == (limits == "preempted")
     reasons = Counter(one.finish_reason for one in expected)
     assert reasons["stop"] > 5 and reasons["length"] > 5
+
+
+@pytest.mark.parametrize("row", [1e-9, 1.0], ids=["cheap", "dear"])
+def test_selection_of_drafts_changes_nothing(row: float) -> None:
+    """Where rows cost nothing, and where they and the drafters never pay."""
+    expected, _ = plain(0.8)
+    engine = engine_of(max_num_seqs=12)
+    steps = {(STEP, rows, n): 1.0 + row * rows for n in (1, 12) for rows in (n, 5 * n)}
+    dear = {(name, n, n): 5 * row for name in ("ngram", "suffix", "mtp") for n in (1, 12)}
+    engine._drafting.use_costs(CostTable({**steps, **dear}))
+    own = [{**with_k(name, 6), "adaptive_verification": True} for name in METHODS]
+    before = engine.stats.speculative.num_draft_tokens, engine.stats.num_suspended_steps
+    assert bits(run(engine, jobs_of(BY_HAND, 0.8), own)) == expected
+    assert engine.stats.speculative.num_draft_tokens > before[0]
+    assert (engine.stats.num_suspended_steps > before[1]) == (row == 1.0)
 
 
 def test_choices_share_a_prompt_and_each_has_its_own_state() -> None:

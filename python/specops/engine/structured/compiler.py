@@ -5,6 +5,7 @@ Any thread may compile: a server does it beside the engine's thread, which then 
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -84,6 +85,7 @@ class GrammarCompiler:
         return self._vocabulary
 
 
+_TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)  # of a rule
 _starting = threading.Lock()  # the size of the next thread's stack is the process's
 
 
@@ -161,6 +163,8 @@ def _source(wanted: StructuredOutput) -> str:
     if wanted.choice is not None:
         return LLMatcher.grammar_from_regex("|".join(map(_literally, wanted.choice)))
     assert wanted.grammar is not None
+    if _TEMPERATURE.search(wanted.grammar):
+        raise _refused(wanted, "a rule's temperature is not supported: a request has one")
     return LLMatcher.grammar_from_lark(wanted.grammar)
 
 
