@@ -49,7 +49,7 @@ $(VENV)/torch: constraints.txt | $(VENV)/build-deps
 
 # The package is used where it stands: a path file does what an editable install would, at once.
 $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
-	$(PIP) numpy safetensors tokenizers jinja2 \
+	$(PIP) numpy safetensors tokenizers jinja2 llguidance \
 	  fastapi uvicorn pydantic prometheus-client pyyaml
 	echo "$(abspath python)" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
 	touch $@
@@ -73,7 +73,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest pytest-xdist hypothesis httpx openai transformers
+	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai transformers
 	touch $@
 
 $(VENV)/lint-deps: $(VENV)/serve-deps

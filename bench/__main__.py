@@ -31,6 +31,7 @@ FAMILIES = {
     "attention": "attention",
     "cascade": "cascade",
     "trees": "trees",
+    "structured": "structured",
     "sampling": "sampling",
     "suffix_tree": "suffix_tree",
     "ngram_propose": "ngram",

@@ -423,6 +423,7 @@ def test_every_answer_has_a_request_id_and_head_works(fake: Served) -> None:
 
 TEXT: dict[str, Any] = {"prompt": "a"}
 CHAT: dict[str, Any] = {"messages": [USER]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     # values
     (TEXT | {"temperature": -1}, 400, "temperature", "must be in"),
@@ -454,7 +455,15 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
     (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "must be absent"),
     (CHAT | {"messages": []}, 400, "messages", "at least one message, got none"),
-    (CHAT | {"messages": [{"role": "tool", "content": ""}]}, 400, "messages.0.role", "'tool'"),
+    (CHAT | {"messages": [{"role": "robot", "content": ""}]}, 400, "messages.0.role", "'robot'"),
+    (CHAT | {"messages": [{"content": ""}]}, 400, "messages.0.role", "is missing"),
+    (CHAT | {"messages": [{"role": 3, "content": ""}]}, 400, "messages.0.role", "got '3'"),
+    (
+        CHAT | {"messages": [{"role": "tool", "content": "", "tool_call_id": "1"}]},
+        400,
+        "tools",
+        "the model's chat template has none",
+    ),
     # the request's own method
     (TEXT | {"speculative_config": {"method": "magic"}}, 400, "speculative_config", "naive, ngram"),
     (TEXT | {"speculative_config": {"method": "mtp"}}, 400, "speculative_config", "cannot run"),
@@ -499,9 +508,11 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"best_of": 2}, 400, "best_of", "not supported"),
     (TEXT | {"suffix": "x"}, 400, "suffix", "not supported"),
     (TEXT | {"echo": True, "logprobs": 1}, 400, "echo", "not supported"),
-    (CHAT | {"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
-    (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "not supported"),
-    (CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    (CHAT | {"tools": [TOOL]}, 400, "tools", "the model's chat template has none"),
+    (CHAT | {"tools": [{"type": "function"}]}, 400, "tools.0.function", "is missing"),
+    (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "needs tools"),
+    (TEXT | {"tools": [TOOL]}, 400, "tools", "not supported"),
+    (CHAT | {"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
     (CHAT | {"reasoning_effort": "low"}, 400, "chat_template_kwargs", "template reads"),
     (TEXT | {"temprature": 1}, 400, "temprature", "unknown field temprature"),
     (CHAT | {"prompt": "a"}, 400, "prompt", "unknown field prompt"),
@@ -1154,7 +1165,7 @@ def test_every_sampling_parameter_reaches_the_engine(tiny: Served, model_dir: Pa
         assert choice[name] == getattr(expected, name)
     read = parse(CompletionRequest, json.dumps(body).encode()).sampling_params()
     assert read == params
-    others = {"top_p", "min_p", "n", "stop", "ignore_eos", "logprobs"}  # in other tests
+    others = {"top_p", "min_p", "n", "stop", "ignore_eos", "logprobs", "structured_output"}
     given = {*common, *own, "logit_bias"}
     assert given | others == {field.name for field in dataclasses.fields(SamplingParams)}
     last = events(post(tiny, "completions", body | STREAM))[-1]

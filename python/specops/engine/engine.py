@@ -26,6 +26,7 @@ from specops.engine.request import Request
 from specops.engine.runner import Emitted, Runner
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduler import Scheduler
+from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
 from specops.sampling import FinishReason
 
@@ -238,6 +239,17 @@ class Engine:
         if self.num_waiting + count > self.config.max_waiting:
             raise QueueFull(f"{self.num_waiting} requests are waiting already")
 
+    def compile_structured_output(self, wanted: StructuredOutput) -> Grammar:
+        """Compiles what constrains an output, on any thread.
+
+        Requests that ask for the same find it for as long as the caller holds it, so that the
+        thread that owns the engine need not compile it.
+
+        Raises:
+            ValueError: it is not valid, too large, or says what is not supported.
+        """
+        return self._admission.compile(wanted)
+
     def draw_seed(self, bits: int = 64) -> int:
         """Draws a seed, as `add_request` does for a request that came without one."""
         return self._admission.draw_seed(bits)
@@ -381,12 +393,21 @@ class Engine:
         num_output = len(request.token_ids) - request.prompt_len
         min_tokens = request.params.min_tokens
         ends_with_token = result.finish_reason is FinishReason.STOP_TOKEN
+        unconstrained = request.num_unconstrained(len(result.token_ids))
         for token_id in result.token_ids:
             kept.append(token_id)
-            if ends_with_token and len(kept) == len(result.token_ids):
+            is_constrained = len(kept) > unconstrained
+            is_end = ends_with_token and len(kept) == len(result.token_ids)
+            if is_constrained and not request.take(token_id, is_end):
+                kept.pop()
+                break
+            if is_end:
                 break  # it is no part of the text
             if request.stream.push(token_id, may_stop=num_output + len(kept) >= min_tokens):
                 request.finish_reason, request.stop_reason = "stop", request.stream.stopped_by
+                break
+            if is_constrained and request.is_complete:
+                request.finish_reason = "stop"
                 break
         request.token_ids.extend(kept)
         logprobs = result.logprobs[: len(kept)]
