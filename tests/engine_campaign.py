@@ -24,6 +24,7 @@ from typing import Any
 import specops
 from checkpoints import write_config
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.structured import StructuredOutput
 
 VOCAB = 64  # of the small model; its few tokens repeat themselves
 REQUESTS, ENGINES = 12, 4  # of a round
@@ -71,6 +72,15 @@ def random_params(draw: random.Random, vocab: int, max_tokens: int) -> SamplingP
         "allowed_token_ids": sorted(draw.sample(range(vocab), vocab * 3 // 4)),
         "min_tokens": draw.randint(1, max_tokens),
         "stop_token_ids": [token()],
+        "structured_output": StructuredOutput(
+            **draw.choice(
+                [
+                    {"regex": "[0-9]{1,9}(-[0-9A-F]{2,20})*"},
+                    {"choice": ("12", "123", "45-67-89", "A" * 30)},
+                    {"json_schema": {"type": "array", "items": {"enum": [1, 12, 345]}}},
+                ]
+            )
+        ),
         "stop_token_sequences": [[token(), token()], [token()] * 3],
     }
     return SamplingParams(
