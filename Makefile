@@ -16,6 +16,7 @@ PREBUILT ?=
 OUT ?=
 ARCHS ?=
 SOAK_SECONDS ?= 1800
+CAMPAIGN_MINUTES ?= 30
 # Test processes side by side: one per core, as far as memory goes.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 6 && echo 6 || echo $$n)
 # auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py says how it chooses).
@@ -29,7 +30,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
-.PHONY: prove soak test-vllm vllm-campaign
+.PHONY: prove campaign soak test-vllm vllm-campaign
 .PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
@@ -48,7 +49,7 @@ $(VENV)/torch: constraints.txt | $(VENV)/build-deps
 
 # The package is used where it stands: a path file does what an editable install would, at once.
 $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
-	$(PIP) numpy safetensors tokenizers jinja2 \
+	$(PIP) numpy safetensors tokenizers jinja2 llguidance \
 	  fastapi uvicorn pydantic prometheus-client pyyaml
 	echo "$(abspath python)" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
 	touch $@
@@ -72,7 +73,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest pytest-xdist hypothesis httpx openai transformers
+	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai transformers
 	touch $@
 
 $(VENV)/lint-deps: $(VENV)/serve-deps
@@ -91,7 +92,7 @@ $(VENV)/simt: $(VENV)/build-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES) $(SIMT_
 	touch $@
 
 # The same with every access to memory checked for races, and under AddressSanitizer: test-smoke
-# runs the first and the last case of every op test in both, test-race and test-asan run all.
+# runs the first case of every op test in one and the last in the other, test-race and test-asan all.
 simt-race simt-asan: $(VENV)/simt
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(subst simt-,_simt_,$@)
 
@@ -142,8 +143,8 @@ test:
 	$(PYTEST)
 
 test-smoke: simt-race simt-asan $(VENV)/test-deps
-	$(RACE) --smoke simt
-	$(ASAN) --smoke simt
+	$(RACE) --smoke simt:first
+	$(ASAN) --smoke simt:last
 
 # Longer proofs, run before a release; CI does not. Every call in the interpreter runs under every
 # schedule here, so the tests of `make test` that have one run again.
@@ -181,6 +182,10 @@ test-sanitize: $(VENV)/test-deps
 # A full suffix cache under churn: flat memory, no long call, nothing broken.
 soak: setup
 	$(BIN)/python tests/suffix_soak.py --seconds $(SOAK_SECONDS)
+
+# Engines at random, with every method, against plain decoding.
+campaign: setup
+	$(BIN)/python tests/engine_campaign.py --minutes $(CAMPAIGN_MINUTES)
 
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))

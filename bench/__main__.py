@@ -32,6 +32,7 @@ FAMILIES = {
     "kv_cache": "kv_cache",
     "cascade": "cascade",
     "trees": "trees",
+    "structured": "structured",
     "sampling": "sampling",
     "suffix_tree": "suffix_tree",
     "ngram_propose": "ngram",

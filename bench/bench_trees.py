@@ -34,7 +34,7 @@ CHAIN = list(range(-1, 15))
 # Method, drafts a step, text, temperature.
 RUNS = [
     (method, k, text, temperature)
-    for method, k in (("suffix", 16), ("mtp", 4), ("mtp", 6))
+    for method, k in (("ngram", 8), ("suffix", 16), ("mtp", 4), ("mtp", 6))
     for text in ("edits", "completions")
     for temperature in (0.0, 0.8)
 ]

@@ -7,6 +7,7 @@
 
 #include "attention/ops.h"
 #include "batching/ops.h"
+#include "common/build_facts.h"
 #include "common/cuda_stream.h"
 #include "common/isa.h"
 #include "common/ops.h"
@@ -57,6 +58,8 @@ PYBIND11_MODULE(SPECOPS_MODULE, m) {
   m.def("num_threads", &num_threads);
   m.def("supported_isas", &supported_isas);
   m.def("set_isa", &choose_isa);
+  m.attr("source_digest") = source_digest();
+  m.attr("compiler") = compiler();
   m.def("active_isa", [] { return isa_name(active_isa()); });
   m.def("set_kernel_overlap", [](bool overlap) { kernels_overlap = overlap; });
   m.def("kernel_overlap", [] { return kernels_overlap.load(); });

@@ -21,7 +21,9 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--smoke DEVICE: the first and the last case of every op test on that device, no others."""
+    """--smoke DEVICE: the first and the last case of every op test on that device, no others;
+    DEVICE:first, DEVICE:last: only that one.
+    """
     parser.addoption("--smoke", metavar="DEVICE", help=pytest_addoption.__doc__)
 
 
@@ -34,16 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Applies --smoke: enough for tools that make every kernel a hundred times slower."""
-    wanted = config.getoption("--smoke")
-    if not wanted:
+    if not config.getoption("--smoke"):
         return
+    wanted, _, which = config.getoption("--smoke").partition(":")
+    ends = {"first": (0,), "last": (-1,), "": (0, -1)}[which]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
         on_device = callspec is not None and callspec.params.get("device") == wanted
         if on_device and item.get_closest_marker("prove") is None:
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    kept = {id(item) for of_test in cases.values() for item in (of_test[0], of_test[-1])}
+    kept = {id(of_test[end]) for of_test in cases.values() for end in ends}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 

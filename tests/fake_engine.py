@@ -81,6 +81,7 @@ class FakeEngine:
         )
         self.tokenizer = byte_tokenizer()
         self.model_name = self.config.model_name
+        self.model_dtype, self.device = "bfloat16", "cpu"
         self.max_model_len = self.config.max_model_len or 256
         self.vocab_size = 257
         self.runnable_methods = methods
@@ -189,6 +190,7 @@ class FakeEngine:
             self._running.remove(request)
             self._done[request.id] = request
         self.stats.num_steps += 1
+        self.stats.num_rows += len(self._running)
         return outputs
 
     def completion(self, request_id: str) -> Completion:

@@ -5,6 +5,9 @@ Every uniform an op asks for (one per distinct Philox key) is a coordinate of a 
 numbers. A box whose lowest and highest corners have the same outcome is one piece of the law, since
 every decision compares one uniform with bounds in one direction; any other box is cut where the
 outcome changes, to the last bit. Nothing here knows how a strategy works.
+
+Plays run many at once, as requests of one batch. What one of them emits may depend on no other:
+that is looked at as well, since no law could be integrated otherwise.
 """
 
 import importlib.util
@@ -169,6 +172,8 @@ def _integrate(ops: Any, play: Callable[[Coins, int], Tensor], coins: Coins) -> 
     decisive: set[Key] = set()
     while len(low):
         lowest = outcomes(low)
+        others = outcomes(low.flip(0)).flip(0)
+        assert torch.equal(others, lowest), "a request's tokens depend on its place in the batch"
         same = _equal(lowest, outcomes(high))
         pieces.append(lowest[same])
         masses.append(((high - low + 1)[same].double() / LATTICE).prod(dim=1))

@@ -29,11 +29,28 @@ def configure(folder: Path, isas: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
+def default_isa() -> str:
+    """What a new process chooses."""
+    program = "import specops; print(specops.get_isa())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_the_default_follows_from_what_the_cpu_says() -> None:
+    isas = specops.supported_isas()
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists() and "GenuineIntel" in cpu.read_text():
+        isas = [isa for isa in isas if isa != "avx512_bf16"]
+    assert default_isa() == isas[-1]
+
+
 def test_native_is_what_this_machine_runs_best_and_portable(tmp_path: Path) -> None:
     """What `make serve` compiles: a build with fewer sets makes the choice of one with all."""
     done = configure(tmp_path, "native")
     assert done.returncode == 0, done.stderr
-    best = specops.supported_isas()[-1]
+    best = default_isa()
     chosen = [best] if best == "portable" else [best, "portable"]
     assert f"-- Instruction sets: {';'.join(chosen)}\n" in done.stdout
     built = (tmp_path / "build.ninja").read_text()

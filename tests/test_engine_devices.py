@@ -27,6 +27,7 @@ from specops.engine import (
     EngineError,
     SamplingParams,
     SpeculativeConfig,
+    StructuredOutput,
 )
 from specops.engine.__main__ import main
 from specops.engine.device import CpuDevice, CudaDevice, open_device
@@ -507,6 +508,33 @@ def test_all_parameters_in_the_interpreter(
         results.append(bits(engine.generate(PROMPTS[:3], each)))
     assert engine.stats.speculative.num_accepted_tokens > 0
     assert results[1] == results[0]
+
+
+def test_masks_in_the_interpreter(
+    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+) -> None:
+    """Constrained rows and free ones, through the CUDA kernels; with forced tokens, and trees."""
+    pytest.importorskip("llguidance")
+    tree = SpeculativeConfig(
+        method="suffix", num_speculative_tokens=4, tree=True, suffix_decoding_max_spec_factor=4.0
+    )
+    results = []
+    for speculative, captures, limits in (
+        (NAIVE, False, {"max_num_seqs": 1}),
+        (NGRAM, True, {"max_num_seqs": 3}),
+        (tree, False, {"max_num_seqs": 2}),
+    ):
+        device = twin(captures=captures)
+        engine = make(tiny_dir, speculative, **limits)
+        poison_model(device, engine)
+        each = [sampling(i, 16) for i in range(3)]
+        for index, regex in enumerate(("[A-D]{2,6}(,[0-9]+)*", "FIXED:[0-9]{9}")):
+            wanted = StructuredOutput(regex=regex)
+            each[index] = dataclasses.replace(each[index], structured_output=wanted)
+        done = engine.generate(PROMPTS[:3], each)
+        results.append([*bits(done), [one.finish_reason for one in done]])
+    assert engine.stats.speculative.num_accepted_tokens > 0
+    assert results[1] == results[0] and results[2] == results[0]
 
 
 @pytest.mark.parametrize(

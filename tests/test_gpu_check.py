@@ -203,14 +203,19 @@ def test_where_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_smoke_takes_two_cases_of_a_test() -> None:
-    arguments = ["-m", "pytest", "--collect-only", "--smoke", "cpu", "tests/test_dense.py"]
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    cases = [line for line in done.stdout.splitlines() if "::" in line]
+    def cases_of(wanted: str) -> list[str]:
+        arguments = ["-m", "pytest", "--collect-only", "--smoke", wanted, "tests/test_dense.py"]
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    cases = cases_of("cpu")
     by_test = {case.split("[")[0] for case in cases}
     assert len(by_test) > 5 and len(by_test) <= len(cases) <= 2 * len(by_test)
     assert all("simt" not in case and "cuda" not in case for case in cases)
+    first, last = cases_of("cpu:first"), cases_of("cpu:last")
+    assert len(first) == len(last) == len(by_test) and {*first, *last} == {*cases}
 
 
 # Built modules that are brought along

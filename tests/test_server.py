@@ -423,6 +423,7 @@ def test_every_answer_has_a_request_id_and_head_works(fake: Served) -> None:
 
 TEXT: dict[str, Any] = {"prompt": "a"}
 CHAT: dict[str, Any] = {"messages": [USER]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     # values
     (TEXT | {"temperature": -1}, 400, "temperature", "must be in"),
@@ -454,7 +455,15 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
     (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "must be absent"),
     (CHAT | {"messages": []}, 400, "messages", "at least one message, got none"),
-    (CHAT | {"messages": [{"role": "tool", "content": ""}]}, 400, "messages.0.role", "'tool'"),
+    (CHAT | {"messages": [{"role": "robot", "content": ""}]}, 400, "messages.0.role", "'robot'"),
+    (CHAT | {"messages": [{"content": ""}]}, 400, "messages.0.role", "is missing"),
+    (CHAT | {"messages": [{"role": 3, "content": ""}]}, 400, "messages.0.role", "got '3'"),
+    (
+        CHAT | {"messages": [{"role": "tool", "content": "", "tool_call_id": "1"}]},
+        400,
+        "tools",
+        "the model's chat template has none",
+    ),
     # the request's own method
     (TEXT | {"speculative_config": {"method": "magic"}}, 400, "speculative_config", "naive, ngram"),
     (TEXT | {"speculative_config": {"method": "mtp"}}, 400, "speculative_config", "cannot run"),
@@ -499,9 +508,11 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"best_of": 2}, 400, "best_of", "not supported"),
     (TEXT | {"suffix": "x"}, 400, "suffix", "not supported"),
     (TEXT | {"echo": True, "logprobs": 1}, 400, "echo", "not supported"),
-    (CHAT | {"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
-    (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "not supported"),
-    (CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    (CHAT | {"tools": [TOOL]}, 400, "tools", "the model's chat template has none"),
+    (CHAT | {"tools": [{"type": "function"}]}, 400, "tools.0.function", "is missing"),
+    (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "needs tools"),
+    (TEXT | {"tools": [TOOL]}, 400, "tools", "not supported"),
+    (CHAT | {"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
     (CHAT | {"reasoning_effort": "low"}, 400, "chat_template_kwargs", "template reads"),
     (TEXT | {"temprature": 1}, 400, "temprature", "unknown field temprature"),
     (CHAT | {"prompt": "a"}, 400, "prompt", "unknown field prompt"),
@@ -902,7 +913,7 @@ def counters(served: Served) -> dict[str, dict[str, float]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
-            assert "model_name" in sample.labels
+            assert ("model_name" in sample.labels) == sample.name.startswith("specops:")
             found.setdefault(sample.name, {})[",".join(labels.values())] = sample.value
     return found
 
@@ -935,17 +946,60 @@ def test_metrics() -> None:
             "inter_token_latency_seconds_count": 30,
             "e2e_request_latency_seconds_count": 3,
             "request_queue_time_seconds_count": 3,
+            "request_prefill_time_seconds_count": 3,
+            "request_decode_time_seconds_count": 3,
+            "request_time_per_output_token_seconds_count": 3,
+            "iteration_tokens_sum": served.engine.stats.num_rows,
             "request_prompt_tokens_sum": 15,
             "request_generation_tokens_sum": 33,
         }
         for name, value in expected.items():
             assert after[f"specops:{name}"] == {"": value}, name
         assert after["specops:request_success_total"]["length"] == 3
+        assert served.engine.stats.num_rows > 0
+        assert after["specops:cache_config_info"] == {"16,True,1000": 1}
+        assert after["process_resident_memory_bytes"][""] > 1e6
+        assert post(served, "completions", {"prompt": 3}).status_code == 400
+        HTTP.put(f"{served.url}/v1/nobody")
+        HTTP.get(f"{served.url}/v1/models/other")
+        answers = counters(served)["specops:http_requests_total"]
+        assert answers == {
+            "GET,/metrics,200": 2,
+            "POST,/v1/completions,200": 3,
+            "POST,/v1/completions,400": 1,
+            "any,none,404": 1,
+            "GET,/v1/models/{name:path},404": 1,
+        }
         per_pos = after["specops:spec_decode_num_accepted_tokens_per_pos_total"]
         assert per_pos == {"0": 9, "1": 6, "2": 6}
         assert post(served, "completions", body | SHORT).status_code == 200
         per_pos = counters(served)["specops:spec_decode_num_draft_tokens_per_pos_total"]
         assert per_pos == {"0": 14, "1": 9, "2": 9}, "five steps more, of one draft each"
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    """Every query of docs/grafana.json: its series and their labels."""
+    dashboard = json.loads((Path(__file__).parent.parent / "docs" / "grafana.json").read_text())
+    with serving(FakeEngine()) as served:
+        post(served, "completions", {"prompt": "abcde", "max_tokens": 11})
+        text = HTTP.get(f"{served.url}/metrics").text
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries.append(dashboard["templating"]["list"][1]["query"])
+    assert len(queries) > 25
+    asked: set[str] = set()
+    for query in queries:
+        names = re.findall(r"((?:specops:|process_)\w+)", query)
+        assert names and set(names) <= labels.keys(), query
+        asked.update(names)
+        for by in re.findall(r"by \((\w+)\)", query):
+            assert all(by in labels[name] for name in names), query
+        matched = re.findall(r"{(\w+)=~", query)
+        assert all(label in labels[name] for name in names for label in matched), query
+    assert len(asked) > 20
 
 
 SHORT = {"max_tokens": 10, "speculative_config": {"num_speculative_tokens": 1}}
@@ -1111,7 +1165,7 @@ def test_every_sampling_parameter_reaches_the_engine(tiny: Served, model_dir: Pa
         assert choice[name] == getattr(expected, name)
     read = parse(CompletionRequest, json.dumps(body).encode()).sampling_params()
     assert read == params
-    others = {"top_p", "min_p", "n", "stop", "ignore_eos", "logprobs"}  # in other tests
+    others = {"top_p", "min_p", "n", "stop", "ignore_eos", "logprobs", "structured_output"}
     given = {*common, *own, "logit_bias"}
     assert given | others == {field.name for field in dataclasses.fields(SamplingParams)}
     last = events(post(tiny, "completions", body | STREAM))[-1]

@@ -17,7 +17,13 @@ from conftest import expect_fault
 from specops import attention, batching, reference
 from specops.batching import BatchIndices, TreeChains
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.draft_trees import first_chain, in_preorder, num_chains, num_spare_pages
+from specops.engine.draft_trees import (
+    first_chain,
+    in_preorder,
+    join_chains,
+    num_chains,
+    num_spare_pages,
+)
 from specops.engine.drafters import Drafter, StepResults, stage_limit
 from torch import Tensor
 from twin_device import OP_MODULES, TwinDevice
@@ -56,6 +62,37 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 
 # ---- the order of nodes ----
+
+
+def test_two_chains_make_a_tree() -> None:
+    first, second = [5, 6, 7, 8], [5, 6, 9, 8]
+    got = join_chains(first, second, 6, 0.5, 0.2)
+    assert got == (
+        [5, 6, 7, 8, 9, 8],
+        [-1, 0, 1, 2, 1, 4],
+        [0.5, 0.5, 0.5, 0.5, 0.2, 0.5],
+    )
+    assert join_chains(first, second, 5, 0.5, 0.4)[:2] == ([5, 6, 7, 9, 8], [-1, 0, 1, 1, 2])
+    assert join_chains(first, second, 4, 0.5, 0.2)[:2] == (first, [-1, 0, 1, 2])
+    assert join_chains([5], [5, 6], 4, 0.5, 0.2) == ([5, 6], [-1, 0], [0.5, 0.5])
+    assert join_chains([5, 6], [5], 4, 0.5, 0.2) == ([5, 6], [-1, 0], [0.5, 0.5])
+    assert join_chains([5, 6], [7], 4, 0.5, 0.2)[:2] == ([5, 6, 7], [-1, 0, -1])
+    assert join_chains([], [], 4, 0.5, 0.2) == ([], [], [])
+
+
+def test_random_chains_make_trees() -> None:
+    draw = random.Random(2)
+    for _ in range(500):
+        first, second = ([draw.randrange(2) for _ in range(draw.randrange(9))] for _ in range(2))
+        room, chance = draw.randrange(12), draw.random()
+        tokens, parents, chances = join_chains(first, second, room, chance, draw.random())
+        assert len(tokens) == len(parents) == len(chances) <= room
+        assert all(parent < node for node, parent in enumerate(parents))
+        paths = [[tokens[i] for i in path_to(parents, node)] for node in range(len(tokens))]
+        assert all(path in (first[: len(path)], second[: len(path)]) for path in paths)
+        assert len({tuple(path) for path in paths}) == len(paths)
+        together = {tuple(one[: i + 1]) for one in (first, second) for i in range(len(one))}
+        assert len(paths) == min(room, len(together))
 
 
 def test_preorder_keeps_families_together() -> None:
@@ -722,6 +759,49 @@ def test_selection_verifies_parts_of_trees(
     assert max(branches) > 0 and engine.stats.speculative.num_accepted_tokens > 0
 
 
+ROOT_TEXT, BRANCH_TEXT = [7, 8, 9] * 22, [5, 6, 7, 1] * 17
+SHARED = [
+    [*ROOT_TEXT, 1, 2, 3],
+    [*ROOT_TEXT, *BRANCH_TEXT, 4],
+    [9, 4] * 40,  # alone
+    [*ROOT_TEXT, *BRANCH_TEXT, 2, 2],
+    [3, 1],  # not even a leaf
+]
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_trees_of_requests_that_share_prefixes(
+    model_dir: Path, scripted: Scripted, page_size: int
+) -> None:
+    """On some levels and with some of the others only, or with nobody."""
+
+    def decode(engine: Engine) -> list[Any]:
+        asked = [params(index, False) for index in range(len(SHARED))]
+        engine.add_request(
+            ROOT_TEXT + BRANCH_TEXT,
+            SamplingParams(max_tokens=1),
+            speculative_config={"method": "naive"},
+        )
+        engine.step()
+        return bits(engine.generate(SHARED, asked))
+
+    want = decode(make(model_dir, NAIVE, max_num_seqs=1, enable_prefix_caching=False))
+    engine, _ = scripted(model_dir, want, k=6, max_num_seqs=8, page_size=page_size)
+    found = []
+    execute = engine._runner.execute
+
+    def watch(plan: Any) -> Any:
+        if plan.prefixes is not None:
+            chains = [part.num_chains for part in plan.parts]
+            found.append((len(plan.prefixes.lens), len(chains), max(chains)))
+        return execute(plan)
+
+    engine._runner.execute = watch  # type: ignore[method-assign]
+    assert decode(engine) == want
+    assert max(found) >= (3, 5, 2), "two levels of requests, and one of trees"
+    assert engine.stats.speculative.num_accepted_tokens > 0
+
+
 def test_where_others_cannot_verify_trees_their_first_path_is_left(
     model_dir: Path, expected: dict[tuple[bool, str], list[Any]], scripted: Scripted
 ) -> None:
@@ -788,8 +868,18 @@ MTP_TREE = SpeculativeConfig(
 )  # fmt: skip
 
 
+NGRAM_TREE = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=6, tree=True, min_ngram_size=1,
+    adaptive_verification=False,
+)  # fmt: skip
+
+DRAFTERS = pytest.mark.parametrize(
+    "speculative", [NGRAM_TREE, SUFFIX_TREE, MTP_TREE], ids=["ngram", "suffix", "mtp"]
+)
+
+
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("speculative", [SUFFIX_TREE, MTP_TREE], ids=["suffix", "mtp"])
+@DRAFTERS
 def test_trees_of_the_drafters_change_no_bit(
     model_dir: Path,
     expected: dict[tuple[bool, str], list[Any]],
@@ -854,10 +944,13 @@ def test_modules_see_states_of_the_path(
     assert sum(len(after_trees[key]) == 3 for key in common) > 40
 
 
+@pytest.mark.parametrize("speculative", [NGRAM_TREE, SUFFIX_TREE], ids=["ngram", "suffix"])
 def test_trees_beside_chains_of_the_same_method(
-    model_dir: Path, expected: dict[tuple[bool, str], list[Any]]
+    model_dir: Path,
+    expected: dict[tuple[bool, str], list[Any]],
+    speculative: SpeculativeConfig,
 ) -> None:
-    engine = make(model_dir, SUFFIX_TREE, max_num_seqs=8)
+    engine = make(model_dir, speculative, max_num_seqs=8)
     run(engine)
     branches = count_steps(engine)
     names = [
@@ -904,7 +997,7 @@ def test_trees_on_a_device_with_memory_of_its_own(
             assert max(branches) > 0 and any(replayed) == captures
 
 
-@pytest.mark.parametrize("speculative", [SUFFIX_TREE, MTP_TREE], ids=["suffix", "mtp"])
+@DRAFTERS
 def test_trees_of_the_drafters_on_such_a_device(
     model_dir: Path,
     expected: dict[tuple[bool, str], list[Any]],

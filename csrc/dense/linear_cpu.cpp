@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstdlib>
+#include <type_traits>
+
 #include "common/parallel.h"
 #include "dense/gated_cpu.h"
 #include "dense/linear.h"
@@ -25,27 +28,66 @@ SPECOPS_INLINE inline void unrolled(const Fn& fn) {
   }
 }
 
-// What one step is for each dtype: the words of 16 outputs, the same inputs of one row, their sum.
+// What one step is for each dtype. It has parts, which come one after the other: in each, one word of
+// 16 outputs gives a vector of weights, and the same inputs of one row are multiplied with it. `Input`
+// is what a tile reads inputs as: where bfloat16 has no dot products of its own, floats that were made
+// of the rows once, since every block of weights meets them again.
 template <typename T>
 struct Step;
 
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
+#if defined(SPECOPS_AVX2)
+using Spread = __m256;  // one number, in every lane that it is multiplied with at once
+inline Spread spread(float x) { return _mm256_set1_ps(x); }
+#else
+using Spread = F32x16;
+inline Spread spread(float x) { return set1(x); }
+#endif
+
+// sum += w * x, in the registers that the sum is in: left to itself gcc moves sums about on AVX2, and
+// some then do not fit.
+inline void add_product(F32x16& sum, F32x16 w, Spread x) {
+#if defined(SPECOPS_AVX2)
+  __m256 lo = sum.lo, hi = sum.hi;
+  asm("vfmadd231ps %1, %2, %0" : "+x"(lo) : "x"(w.lo), "x"(x));
+  asm("vfmadd231ps %1, %2, %0" : "+x"(hi) : "x"(w.hi), "x"(x));
+  sum = {lo, hi};
+#else
+  sum = fma(w, x, sum);
+#endif
+}
+
 template <>
 struct Step<bfloat16> {
   using Sum = F32x16;
   static constexpr int kInputs = 2;
-  static BF16x32 weights(const uint32_t* p) { return load_pairs(p); }
-  static BF16x32 inputs(const bfloat16* p) { return broadcast_pair(p); }
+#if defined(SPECOPS_ISA_avx512_bf16)
+  using Input = bfloat16;
+  static constexpr int kParts = 1;
+  static BF16x32 weights(const uint32_t* p, int) { return load_pairs(p); }
+  static BF16x32 input(const bfloat16* p, int) { return broadcast_pair(p); }
   static void dot(Sum& sum, BF16x32 w, BF16x32 x) { sum = dot_pairs(sum, w, x); }
+#else
+  // The odd inputs first, as vdpbf16ps does.
+  using Input = float;
+  static constexpr int kParts = 2;
+  static F32x16 weights(const uint32_t* p, int part) {
+    return part == 0 ? odd_floats(load_pairs(p)) : even_floats(load_pairs(p));
+  }
+  static Spread input(const float* p, int part) { return spread(p[1 - part]); }
+  static void dot(Sum& sum, F32x16 w, Spread x) { add_product(sum, w, x); }
+#endif
 };
 
 template <>
 struct Step<float> {
   using Sum = F32x16;
+  using Input = float;
   static constexpr int kInputs = 1;
-  static F32x16 weights(const uint32_t* p) { return load(reinterpret_cast<const float*>(p)); }
-  static F32x16 inputs(const float* p) { return set1(*p); }
-  static void dot(Sum& sum, F32x16 w, F32x16 x) { sum = fma(w, x, sum); }
+  static constexpr int kParts = 1;
+  static F32x16 weights(const uint32_t* p, int) { return load(reinterpret_cast<const float*>(p)); }
+  static Spread input(const float* p, int) { return spread(*p); }
+  static void dot(Sum& sum, F32x16 w, Spread x) { add_product(sum, w, x); }
 };
 
 inline void put(float* p, F32x16 sum) { store(p, sum); }
@@ -62,34 +104,36 @@ struct Quad {
 template <>
 struct Step<bfloat16> {
   using Sum = Quad<Float4>;
-  struct Pair {
-    float even, odd;
-  };
+  using Input = float;
   static constexpr int kInputs = 2;
-  static Quad<Word4> weights(const uint32_t* p) {
-    Quad<Word4> out;
-    unrolled<4>([&](int i) SPECOPS_INLINE { std::memcpy(&out.q[i], p + 4 * i, 16); });
+  static constexpr int kParts = 2;
+  static Quad<Float4> weights(const uint32_t* p, int part) {
+    Quad<Float4> out;
+    unrolled<4>([&](int i) SPECOPS_INLINE {
+      Word4 word;
+      std::memcpy(&word, p + 4 * i, 16);
+      out.q[i] = (Float4)(part == 0 ? word & 0xffff0000u : word << 16);
+    });
     return out;
   }
-  static Pair inputs(const bfloat16* p) { return {to_float(p[0]), to_float(p[1])}; }
-  static void dot(Sum& sum, const Quad<Word4>& w, Pair x) {
-    unrolled<4>([&](int i) SPECOPS_INLINE {
-      sum.q[i] = (Float4)(w.q[i] & 0xffff0000u) * x.odd + sum.q[i];
-      sum.q[i] = (Float4)(w.q[i] << 16) * x.even + sum.q[i];
-    });
+  static float input(const float* p, int part) { return p[1 - part]; }
+  static void dot(Sum& sum, const Quad<Float4>& w, float x) {
+    unrolled<4>([&](int i) SPECOPS_INLINE { sum.q[i] = w.q[i] * x + sum.q[i]; });
   }
 };
 
 template <>
 struct Step<float> {
   using Sum = Quad<Float4>;
+  using Input = float;
   static constexpr int kInputs = 1;
-  static Quad<Float4> weights(const uint32_t* p) {
+  static constexpr int kParts = 1;
+  static Quad<Float4> weights(const uint32_t* p, int) {
     Quad<Float4> out;
     unrolled<4>([&](int i) SPECOPS_INLINE { std::memcpy(&out.q[i], p + 4 * i, 16); });
     return out;
   }
-  static float inputs(const float* p) { return *p; }
+  static float input(const float* p, int) { return *p; }
   static void dot(Sum& sum, const Quad<Float4>& w, float x) {
     unrolled<4>([&](int i) SPECOPS_INLINE { sum.q[i] = w.q[i] * x + sum.q[i]; });
   }
@@ -107,14 +151,58 @@ struct Shape {
   static constexpr int kMaxRows = 8;
   static constexpr int kMaxBlocks[] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
 #elif defined(SPECOPS_AVX2)
-  // Each bfloat16 word becomes two vectors of floats: fewer registers are left for sums.
-  static constexpr int kMaxRows = Step<T>::kInputs == 2 ? 4 : 6;
-  static constexpr int kMaxBlocks[] = {0, 6, 3, Step<T>::kInputs == 2 ? 1 : 2, 1, 1, 1};
+  // Sixteen registers: sums take two each, weights two, inputs one.
+  static constexpr int kMaxRows = 6;
+  static constexpr int kMaxBlocks[] = {0, 6, 2, 1, 1, 1, 1};
 #else
   static constexpr int kMaxRows = 3;
   static constexpr int kMaxBlocks[] = {0, 3, 1, 1};
 #endif
 };
+
+// Rows of inputs as a tile reads them.
+template <typename T>
+struct Rows {
+  const typename Step<T>::Input* x;
+  int64_t stride;
+};
+
+// Rows that a thread has made floats of, as many at once as a tile holds. It grows to the largest
+// it has met.
+struct FloatRows {
+  float* data = nullptr;
+  int64_t capacity = 0;
+  ~FloatRows() { std::free(data); }
+
+  float* reserve(int64_t size) {
+    if (size > capacity) {
+      std::free(data);
+      data = static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64));
+      capacity = size;
+    }
+    return data;
+  }
+};
+thread_local FloatRows float_rows;
+
+// The rows from `row` on; what they had in `float_rows` is gone.
+template <typename T>
+Rows<T> rows_from(const LinearParams& params, int64_t row, int64_t rows) {
+  const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
+  if constexpr (std::is_same_v<T, typename Step<T>::Input>) {
+    return {x, params.x_stride};
+  } else {
+    int64_t stride = (params.num_inputs + kLinearBlock - 1) / kLinearBlock * kLinearBlock;
+    float* floats = float_rows.reserve(rows * stride);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t i = 0; i < stride; i += kLinearBlock) {
+        int n = static_cast<int>(min64(params.num_inputs - i, kLinearBlock));
+        store(floats + r * stride + i, load_partial(x + r * params.x_stride + i, n));
+      }
+    }
+    return {floats, stride};
+  }
+}
 
 // Outputs are finished here and below: bias in fp32, then one rounding. `sums` is [rows, blocks, 16];
 // it comes through memory because gcc keeps accumulators passed by value out of registers on AVX2.
@@ -184,36 +272,56 @@ template <typename T>
 // Source:  register-tiled outer-product GEMM (Goto and van de Geijn 2008), without its split of K.
 // Threads: none here; linear_cpu hands out ranges of blocks and rows.
 template <typename T, int kRows, int kBlocks>
-[[gnu::noinline]] void tile(const LinearParams& params, int64_t row, int64_t block, int64_t ahead) {
+[[gnu::noinline]] void tile(
+    const LinearParams& params, Rows<T> rows, int64_t row, int64_t block, int64_t ahead) {
   using S = Step<T>;
   int64_t steps = linear_steps(params.num_inputs, params.dtype);
-  int64_t full_steps = params.num_inputs / S::kInputs;
-  const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
+  // Floats of an odd last input have a partner, zero as in the weight; bfloat16 rows end with it.
+  bool has_partner = sizeof(typename S::Input) != sizeof(bfloat16);
+  int64_t full_steps = has_partner ? steps : params.num_inputs / S::kInputs;
   const auto* w = static_cast<const uint32_t*>(params.packed) + block * steps * kLinearBlock;
   typename S::Sum acc[kRows][kBlocks] = {};
   for (int64_t step = 0; step < full_steps; ++step) {
-    decltype(S::weights(w)) words[kBlocks];
+    const auto* x = rows.x + step * S::kInputs;
+    auto weights_of = [&](int b, int part) SPECOPS_INLINE {
+      return S::weights(w + (b * steps + step) * kLinearBlock, part);
+    };
     unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
-      words[b] = S::weights(w + (b * steps + step) * kLinearBlock);
       if (kRows > 2 && ahead != 0) {
         // To the second level: the few miss buffers of the first would drop it.
         __builtin_prefetch(w + ((b + ahead) * steps + step) * kLinearBlock, 0, 2);
       }
     });
-    unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      auto inputs = S::inputs(x + r * params.x_stride + step * S::kInputs);
-      unrolled<kBlocks>([&](int b) SPECOPS_INLINE { S::dot(acc[r][b], words[b], inputs); });
-    });
-  }
-  if (S::kInputs > 1 && full_steps < steps) {
-    // An odd last input: its partner in the packed weight is zero, and must not be read from x.
-    unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      T last[2] = {x[r * params.x_stride + params.num_inputs - 1], T{}};
-      auto inputs = S::inputs(last);
-      unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
-        S::dot(acc[r][b], S::weights(w + (b * steps + full_steps) * kLinearBlock), inputs);
+    if constexpr (S::kParts > 1) {
+      // Block by block: few registers are left for weights. Inputs come again from the first level.
+      unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
+        unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+          auto words = weights_of(b, part);
+          unrolled<kRows>([&](int r) SPECOPS_INLINE {
+            S::dot(acc[r][b], words, S::input(x + r * rows.stride, part));
+          });
+        });
       });
-    });
+    } else {
+      decltype(weights_of(0, 0)) words[kBlocks];
+      unrolled<kBlocks>([&](int b) SPECOPS_INLINE { words[b] = weights_of(b, 0); });
+      unrolled<kRows>([&](int r) SPECOPS_INLINE {
+        auto input = S::input(x + r * rows.stride, 0);
+        unrolled<kBlocks>([&](int b) SPECOPS_INLINE { S::dot(acc[r][b], words[b], input); });
+      });
+    }
+  }
+  if constexpr (S::kParts == 1 && S::kInputs > 1) {
+    if (full_steps < steps) {
+      // An odd last input: its partner in the packed weight is zero, and must not be read from x.
+      unrolled<kRows>([&](int r) SPECOPS_INLINE {
+        T last[2] = {rows.x[r * rows.stride + params.num_inputs - 1], T{}};
+        auto input = S::input(last, 0);
+        unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+          S::dot(acc[r][b], S::weights(w + (b * steps + full_steps) * kLinearBlock, 0), input);
+        });
+      });
+    }
   }
   float sums[kRows * kBlocks * kLinearBlock];
   unrolled<kRows>([&](int r) SPECOPS_INLINE {
@@ -224,22 +332,26 @@ template <typename T, int kRows, int kBlocks>
   end(params, row, block, kRows, kBlocks, sums);
 }
 
+// Where a tile is, and how large.
+struct TilePlace {
+  int64_t row, block, ahead;
+  int rows, blocks;
+};
+
 template <typename T, int kRows, int kBlocks>
-void tile_of_blocks(
-    const LinearParams& params, int64_t row, int64_t block, int64_t ahead, int blocks) {
-  if (blocks == kBlocks) return tile<T, kRows, kBlocks>(params, row, block, ahead);
-  if constexpr (kBlocks > 1) {
-    tile_of_blocks<T, kRows, kBlocks - 1>(params, row, block, ahead, blocks);
+void tile_of_blocks(const LinearParams& params, Rows<T> rows, const TilePlace& at) {
+  if (at.blocks == kBlocks) {
+    return tile<T, kRows, kBlocks>(params, rows, at.row, at.block, at.ahead);
   }
+  if constexpr (kBlocks > 1) tile_of_blocks<T, kRows, kBlocks - 1>(params, rows, at);
 }
 
 template <typename T, int kRows>
-void tile_of(
-    const LinearParams& params, int64_t row, int64_t block, int64_t ahead, int rows, int blocks) {
-  if (rows == kRows) {
-    return tile_of_blocks<T, kRows, Shape<T>::kMaxBlocks[kRows]>(params, row, block, ahead, blocks);
+void tile_of(const LinearParams& params, Rows<T> rows, const TilePlace& at) {
+  if (at.rows == kRows) {
+    return tile_of_blocks<T, kRows, Shape<T>::kMaxBlocks[kRows]>(params, rows, at);
   }
-  if constexpr (kRows > 1) tile_of<T, kRows - 1>(params, row, block, ahead, rows, blocks);
+  if constexpr (kRows > 1) tile_of<T, kRows - 1>(params, rows, at);
 }
 
 // A panel is the blocks that stay in the second-level cache while every row tile passes over them.
@@ -260,6 +372,7 @@ void run_range(const LinearParams& params,
   // From six rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
   // prefetching does better, unless blocks are so short that they end before it has begun.
   int64_t fetch_rows = block_bytes > (16 << 10) ? 6 : 3;
+  Rows<T> inputs{};
   for (int64_t p = 0; p < panels; ++p) {
     int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
     int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
@@ -269,15 +382,16 @@ void run_range(const LinearParams& params,
       int64_t next_row = row_begin + part_begin(rows, row_tiles, t + 1);
       bool fetch = rows >= fetch_rows && t + 1 == row_tiles && p + 1 < panels;
       int64_t ahead = fetch ? last - first : 0;
+      if (p == 0 || row_tiles > 1) inputs = rows_from<T>(params, row, next_row - row);
       for (int64_t g = 0; g < groups; ++g) {
         int64_t block = first + part_begin(last - first, groups, g);
         int64_t next = first + part_begin(last - first, groups, g + 1);
-        tile_of<T, Shape<T>::kMaxRows>(params,
-                                       row,
-                                       block,
-                                       ahead,
-                                       static_cast<int>(next_row - row),
-                                       static_cast<int>(next - block));
+        TilePlace at{.row = row,
+                     .block = block,
+                     .ahead = ahead,
+                     .rows = static_cast<int>(next_row - row),
+                     .blocks = static_cast<int>(next - block)};
+        tile_of<T, Shape<T>::kMaxRows>(params, inputs, at);
       }
     }
   }

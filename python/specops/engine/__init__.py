@@ -7,6 +7,7 @@ from specops.engine.errors import ContextOverflow, EngineError, ModelError, Queu
 from specops.engine.outputs import Completion, RequestOutput, SpeculativeStats, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.structured import StructuredOutput
 
 __all__ = [
     "Completion",
@@ -20,5 +21,6 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "SpeculativeStats",
+    "StructuredOutput",
     "TokenLogprob",
 ]

@@ -5,6 +5,7 @@
 """
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 from specops.engine import exactness
 from specops.engine.config import EngineConfig
 from specops.engine.config_file import arguments_of
+from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
 from specops.engine.speculative_config import SpeculativeConfig
 
@@ -196,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["verify-exactness"]:
         return exactness.main(given[1:])
+    if given[:1] == ["contract"]:
+        return _print_contract(given[1:])
     parser = _parser()
     args = parser.parse_args(given)
     if args.config is not None:
@@ -247,6 +251,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_connections=args.max_connections,
         header_timeout=args.header_timeout,
     )
+    return 0
+
+
+def _print_contract(given: Sequence[str]) -> int:
+    """Prints what the bits of an engine with these options depend on; returns the exit code."""
+    try:
+        engine = Engine(EngineConfig(**_engine_settings(_parser().parse_args(given))))
+    except ValueError as error:
+        return _fail(str(error))
+    print(json.dumps(contract_of(engine), indent=2))
     return 0
 
 

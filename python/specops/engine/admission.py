@@ -11,6 +11,7 @@ from specops.engine.errors import ContextOverflow
 from specops.engine.request import Feature, Request
 from specops.engine.sampling_params import SamplingParams, check_sequences
 from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.structured import Grammar, GrammarCompiler, GrammarState, StructuredOutput
 from specops.engine.tokenizer import TextStream, Tokenizer
 
 
@@ -39,6 +40,7 @@ class Admission:
         self.drafting = drafting
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
         self._arrivals = 0
         self._random = (
             random.Random(config.seed) if config.seed is not None else random.SystemRandom()
@@ -93,6 +95,7 @@ class Admission:
             stream=TextStream(self.tokenizer, params.stop),
             owners=tuple(owners),
             stop_token_ids=self._stop_token_ids(params),
+            grammar=self._grammar(params, speculative),
             bad_words=self._bad_words(params),
             think_end_token_id=think_end,
             inject_token_ids=inject,
@@ -103,6 +106,14 @@ class Admission:
         request.draft_kv = self.drafting.draft_kv(request)
         self._arrivals += 1
         return request
+
+    def compile(self, wanted: StructuredOutput) -> Grammar:
+        """Compiles what constrains an output; any thread may. Requests find it while it is in use.
+
+        Raises:
+            ValueError: it cannot be used.
+        """
+        return self._grammars.compile(wanted)
 
     def draw_seed(self, bits: int) -> int:
         """Draws a seed of so many bits, for a request that came without one."""
@@ -167,6 +178,20 @@ class Admission:
             dict.fromkeys((*params.stop_token_ids, *(i for i in eos if i < self.vocab_size)))
         )
 
+    def _grammar(
+        self, params: SamplingParams, speculative: SpeculativeConfig
+    ) -> GrammarState | None:
+        """Where the output of a request begins in its grammar."""
+        if params.structured_output is None:
+            return None
+        if speculative.accept_policy not in ("normal", "reject_all"):
+            raise ValueError(
+                "structured_output needs accept_policy 'normal' or 'reject_all', which emit the "
+                f"target's tokens alone, got {speculative.accept_policy!r}"
+            )
+        grammar = self.compile(params.structured_output)
+        return GrammarState(grammar, self._stop_token_ids(params), params.allowed_token_ids)
+
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The sequences that spell a bad word, inside a text and after a space."""
         sequences = list(params.bad_words_token_ids)
@@ -203,7 +228,8 @@ def _features(params: SamplingParams, speculative: SpeculativeConfig) -> int:
         Feature.PROCESSORS: params.has_penalties
         or bool(params.logit_bias or params.bad_words or params.bad_words_token_ids)
         or params.allowed_token_ids is not None
-        or params.min_tokens > 0,
+        or params.min_tokens > 0
+        or params.structured_output is not None,
         Feature.TYPICAL_P: params.typical_p < 1,
         Feature.ENDINGS: params.thinks
         or params.min_tokens > 0

@@ -20,7 +20,7 @@ from specops.engine.drafters import (
     StepResults,
 )
 from specops.engine.kv_cache import DraftKv
-from specops.engine.methods import NAIVE, drafting_order, module_of
+from specops.engine.methods import COMPANIONS, NAIVE, drafting_order, module_of
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 from specops.engine.step_memory import Layout
@@ -54,6 +54,7 @@ class Drafting:
                 if method in dict(wanted.draft_stages):
                     raise
                 self.missing[method] = error.reason
+        self._companions = [module_of(name).load(context) for name in COMPANIONS]
         self._selector: DraftSelector | None = None
         self._states: dict[Request, RequestState] = {}  # of those whose drafts are selected
         # Of the step to come: confidences of their drafts, and rows of the other requests. None:
@@ -119,20 +120,20 @@ class Drafting:
         if config.selects_drafts and self._selector is not None and request not in self._states:
             self._states[request] = self._selector.start(config.drafters_name)
             self._all_rest = False
-        moved = [self.drafters[name].start(request) for name in request.draft_stages]
+        moved = [drafter.start(request) for drafter in self._drafters_of(request)]
         return any(moved) or has_moved
 
     def stop(self, request: Request, slot: int) -> None:
         """A request gave its slot back."""
         self.proposals.counts[slot] = 0
-        for name in request.draft_stages:
-            self.drafters[name].stop(request, slot)
+        for drafter in self._drafters_of(request):
+            drafter.stop(request, slot)
 
     def leave(self, request: Request) -> None:
         """A request is gone for good."""
         self._states.pop(request, None)
-        for name in request.draft_stages:
-            self.drafters[name].leave(request)
+        for drafter in self._drafters_of(request):
+            drafter.leave(request)
 
     def forget(self) -> None:
         """Forgets the proposals, and how wide their table had to be."""
@@ -286,8 +287,13 @@ class Drafting:
 
     def finish(self, results: StepResults) -> None:
         """Has the drafters on the host go on, when all requests of a step have taken it over."""
-        for drafter in self.drafters.values():
+        for drafter in (*self.drafters.values(), *self._companions):
             drafter.finish(results)
+
+    def _drafters_of(self, request: Request) -> list[Drafter]:
+        """A request's drafters in their order; none, if it does not speculate."""
+        own = [self.drafters[name] for name in request.draft_stages]
+        return own + self._companions if own else own
 
 
 def share_out(wanted: Sequence[int], total: int) -> list[int]:

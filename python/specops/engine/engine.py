@@ -26,6 +26,7 @@ from specops.engine.request import Request
 from specops.engine.runner import Emitted, Runner
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduler import Scheduler
+from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
 from specops.sampling import FinishReason
 
@@ -36,7 +37,7 @@ _CPU_BYTES = 4 << 30  # for keys and values, where nothing else is said
 
 # Attention shares whole leaves of so many tokens. On a GPU declaring adds two launches to each
 # layer, in the time of which so many bytes are read.
-_LEAF_TOKENS = {"cpu": 64, "cuda": 256}
+LEAF_TOKENS = {"cpu": 64, "cuda": 256}
 _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 
 
@@ -45,6 +46,7 @@ class EngineStats:
     """Counters over the engine's life; they only ever grow."""
 
     num_steps: int = 0
+    num_rows: int = 0  # of all steps: tokens of prompts, decoding and drafts
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -81,6 +83,7 @@ class Engine:
             kv_cache_dtype=config.kv_cache_dtype,
         )
         self.model_name = config.model_name
+        self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len = model.max_model_len
         self.vocab_size = model.config.vocab_size
         self.tokenizer = _tokenizer_of(config, self.vocab_size)
@@ -237,6 +240,17 @@ class Engine:
         if self.num_waiting + count > self.config.max_waiting:
             raise QueueFull(f"{self.num_waiting} requests are waiting already")
 
+    def compile_structured_output(self, wanted: StructuredOutput) -> Grammar:
+        """Compiles what constrains an output, on any thread.
+
+        Requests that ask for the same find it for as long as the caller holds it, so that the
+        thread that owns the engine need not compile it.
+
+        Raises:
+            ValueError: it is not valid, too large, or says what is not supported.
+        """
+        return self._admission.compile(wanted)
+
     def draw_seed(self, bits: int = 64) -> int:
         """Draws a seed, as `add_request` does for a request that came without one."""
         return self._admission.draw_seed(bits)
@@ -276,6 +290,7 @@ class Engine:
     def _run(self, plan: Plan) -> list[RequestOutput]:
         emitted = self._runner.execute(plan)
         self.stats.num_steps += 1
+        self.stats.num_rows += sum(part.num_rows for part in plan.parts)
         if plan.prefixes is not None:
             saved = plan.prefixes.num_saved_tokens
             self.stats.cascade_saved_bytes += saved * self._cascade_bytes_per_token
@@ -379,12 +394,21 @@ class Engine:
         num_output = len(request.token_ids) - request.prompt_len
         min_tokens = request.params.min_tokens
         ends_with_token = result.finish_reason is FinishReason.STOP_TOKEN
+        unconstrained = request.num_unconstrained(len(result.token_ids))
         for token_id in result.token_ids:
             kept.append(token_id)
-            if ends_with_token and len(kept) == len(result.token_ids):
+            is_constrained = len(kept) > unconstrained
+            is_end = ends_with_token and len(kept) == len(result.token_ids)
+            if is_constrained and not request.take(token_id, is_end):
+                kept.pop()
+                break
+            if is_end:
                 break  # it is no part of the text
             if request.stream.push(token_id, may_stop=num_output + len(kept) >= min_tokens):
                 request.finish_reason, request.stop_reason = "stop", request.stream.stopped_by
+                break
+            if is_constrained and request.is_complete:
+                request.finish_reason = "stop"
                 break
         request.token_ids.extend(kept)
         logprobs = result.logprobs[: len(kept)]
@@ -441,7 +465,7 @@ class Engine:
         self._cascade_bytes_per_token = layer_bytes * num_whole
         return PrefixFinder(
             self._pool,
-            leaf_tokens=_LEAF_TOKENS[kind],
+            leaf_tokens=LEAF_TOKENS[kind],
             least_saved_tokens=-(-_LEAST_SAVED_BYTES[kind] // layer_bytes),
         )
 

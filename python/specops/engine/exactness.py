@@ -10,11 +10,12 @@ import json
 import struct
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from specops.engine.config import EngineConfig
+from specops.engine.contract import contract_of
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.engine import Engine
 from specops.engine.errors import EngineError
@@ -92,13 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compares, prints, and returns the exit code: 1 for any difference, 2 for a mistake."""
     args = _parser().parse_args(arguments)
     try:
-        comparisons = _compare_all(args)
+        comparisons, contract = _compare_all(args)
     except (EngineError, OSError, ValueError) as error:
         print(f"specops: {error}", file=sys.stderr)
         return 2
     print()
     _print_table(comparisons)
     different = sum(one.num_different for one in comparisons)
+    if args.json is not None:
+        found = {"contract": contract, "comparisons": [asdict(one) for one in comparisons]}
+        Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if different:
         print(f"\n{different} outputs differ: speculation changed what the model says.")
         return 1
@@ -158,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=0.95, metavar="P", help="(default: 0.95)")
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="(default: 1, off)")
     add("--seed", type=int, default=0, metavar="N", help="of the first prompt (default: 0)")
+    add("--json", metavar="FILE", help="write the table there, with the engine's contract")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     add("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8_e4m3"))
@@ -166,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _compare_all(args: argparse.Namespace) -> list[Comparison]:
+def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, Any]]:
     prompts = list(PROMPTS) if args.prompt_file is None else _read_prompts(args.prompt_file)
     if args.prompts is not None:
         if not 1 <= args.prompts <= len(prompts):
@@ -204,7 +209,7 @@ def _compare_all(args: argparse.Namespace) -> list[Comparison]:
             for prompt, left, right in zip(prompts, plain, drafted, strict=True):
                 _compare(engine, comparison, prompt, left, right)
             comparisons.append(comparison)
-    return comparisons
+    return comparisons, contract_of(engine)
 
 
 def _open_engine(args: argparse.Namespace, config: SpeculativeConfig) -> Engine:

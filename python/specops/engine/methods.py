@@ -15,6 +15,9 @@ METHODS: dict[str, str] = {
     "mtp": "specops.engine.drafters.mtp",
 }
 
+# Drafters that no request chooses: each request that speculates has them behind its method's.
+COMPANIONS: dict[str, str] = {"forced": "specops.engine.drafters.forced"}
+
 
 def method_names() -> tuple[str, ...]:
     """The values that `method` may have."""
@@ -26,6 +29,6 @@ def drafting_order() -> tuple[str, ...]:
     return tuple(reversed(METHODS))
 
 
-def module_of(method: str) -> ModuleType:
-    """Imports the module that makes a method's drafter."""
-    return importlib.import_module(METHODS[method])
+def module_of(drafter: str) -> ModuleType:
+    """Imports the module that makes a method's drafter, or a companion."""
+    return importlib.import_module((METHODS | COMPANIONS)[drafter])

@@ -78,11 +78,12 @@ class PrefixFinder:
             lens = np.vstack([lens, shared])
         if not len(lens):
             return
-        lens = np.repeat(lens, counts, axis=1)
-        leaders = np.repeat(first[leaders], counts, axis=1)
+        # The chains of a tree are one group on every level. Where their request is alone they share
+        # what it shares with others on the levels before: nothing on the first.
+        lens = np.maximum.accumulate(lens, axis=0)
         plan.prefixes = SharedPrefixes(
-            leaders=np.where(lens > 0, leaders, np.arange(counts.sum())).astype(np.int32),
-            lens=lens.astype(np.int32),
+            leaders=np.repeat(first[leaders], counts, axis=1).astype(np.int32),
+            lens=np.repeat(lens, counts, axis=1).astype(np.int32),
             num_saved_tokens=0 if prefixes is None else prefixes.num_saved_tokens,
         )
 

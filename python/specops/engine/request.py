@@ -9,6 +9,7 @@ from specops.engine.kv_cache import DraftKv
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.structured import GrammarState
 from specops.engine.tokenizer import TextStream
 
 
@@ -51,6 +52,7 @@ class Request:
     think_end_token_id: int = -1
     inject_token_ids: tuple[int, ...] = ()
     features: int = 0  # `Feature`
+    grammar: GrammarState | None = None  # where the output stands in what constrains it
 
     # What drafts for it, each up to how many drafts, and what of that lies on its pages.
     draft_stages: dict[str, int] = field(init=False)
@@ -83,6 +85,41 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether everything but the newest token has been computed."""
         return self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
+
+    @property
+    def has_grammar_begun(self) -> bool:
+        """Whether the grammar constrains the next token: behind the thinking, if there is one."""
+        return self.thinking_state < 0 or self.thinking_state > len(self.inject_token_ids)
+
+    def num_unconstrained(self, count: int) -> int:
+        """How many of the `count` tokens that a step committed are not the grammar's affair."""
+        if self.grammar is None:
+            return count
+        if self.thinking_state < 0:
+            return 0
+        # Behind the thinking the state counts: one for its end, one for each token of the reply.
+        in_reply = max(self.thinking_state - len(self.inject_token_ids) - 1, 0)
+        return count - min(count, in_reply)
+
+    def take(self, token_id: int, is_end: bool) -> bool:
+        """Has the grammar take a committed token, or look at one that ends the output.
+
+        Returns:
+            False where it does not fit, since nothing does: that ends the request.
+        """
+        assert self.grammar is not None
+        if self.grammar.fits_end(token_id) if is_end else self.grammar.take(token_id):
+            return True
+        if self.grammar.may_end:  # only the parameters beside the grammar left no token
+            self.finish_reason = "stop"
+        else:
+            self.finish_reason, self.stop_reason = "abort", "structured_output"
+        return False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar lets nothing follow."""
+        return self.grammar is not None and self.grammar.is_complete
 
     @property
     def draft_room(self) -> int:

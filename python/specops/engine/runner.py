@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import specops
 from specops.batching import OutputMode
 from specops.engine.device import Device
 from specops.engine.drafters import Proposals, StepResults
@@ -28,6 +29,7 @@ from specops.engine.step import (
     SlotState,
     Step,
 )
+from specops.engine.step_masks import StepMasks
 from specops.engine.step_memory import StepMemory
 from specops.engine.step_shape import StepShape, page_capacity, rounded, rung
 from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
@@ -93,6 +95,7 @@ class Runner:
             device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages)
         )
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
+        self._masks = StepMasks(model.config.vocab_size, specops.get_num_threads())
         shape = (max_rows, model.config.hidden_size)
         taps = {
             layer: torch.empty(shape, dtype=model.dtype, device=model.device)
@@ -265,6 +268,8 @@ class Runner:
         )
         if any(part.draft_parents is not None for part in parts):
             shape = self._with_trees(shape, parts)
+        if features & Feature.PROCESSORS and (masks := self._masks.num_rows(parts)):
+            shape = shape._replace(masks=rung(masks))
         most = self._memory.most
         if rows == outputs and self._device.captures:
             shape = rounded(shape, most)
@@ -357,12 +362,15 @@ class Runner:
         arrays.mask_indices.host.fill(-1)
         arrays.accept_rates.host.fill(0)
         arrays.draft_prob_rows.host.fill(-1)
+        if step.shape.masks:
+            masks, indices = arrays.token_masks.host, arrays.mask_indices.host
+            self._masks.fill(parts, self._drafting.drafts_of, masks, indices)
         row = 0  # with logits
         for index, part in enumerate(parts):
             if not part.emits:
                 continue
             request, count = part.request, 1 + part.num_drafts
-            if request.params.allowed_token_ids is not None:
+            if request.params.allowed_token_ids is not None and not step.shape.masks:
                 arrays.mask_indices.host[row : row + count] = request.slot
             if request.features & Feature.ACCEPT_RATES:
                 rates = self._rates[request.slot][: step.shape.width]

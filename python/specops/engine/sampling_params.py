@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from specops.engine.structured import StructuredOutput
+
 _Sequences = tuple[tuple[int, ...], ...]
 _MAX_INT = 2**31 - 1
 
@@ -77,6 +79,12 @@ class SamplingParams:
         response_max_tokens: tokens after the thinking that end the output.
         think_inject_token_ids: what ends the thinking by force: think_end_token_id when absent. An
             end of sequence in the middle of thinking is replaced by it, too.
+        structured_output: the form of the output: tokens are chosen from those with which it can
+            still be met. Where the length of the thinking or of the reply is limited, it is the
+            form of the reply. A text to which nothing can be added ends with finish_reason "stop",
+            whatever min_tokens says. Where this and the other parameters leave no token, the
+            output ends: with "stop" if it is whole, else with "abort" and the stop_reason
+            "structured_output".
     """
 
     max_tokens: int | None = 16
@@ -104,6 +112,7 @@ class SamplingParams:
     reasoning_max_tokens: int | None = None
     response_max_tokens: int | None = None
     think_inject_token_ids: tuple[int, ...] | None = None
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -163,6 +172,8 @@ class SamplingParams:
                 f"think_inject_token_ids must hold at most {MAX_SEQUENCE_LENGTH} token ids, got "
                 f"{len(self.think_inject_token_ids or ())}"
             )
+        if self.structured_output is not None:
+            self._check_structured_output()
         if self.allowed_token_ids == ():
             raise ValueError("allowed_token_ids must hold at least one token id, got none")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -177,6 +188,17 @@ class SamplingParams:
                     "got neither of them"
                 )
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    def _check_structured_output(self) -> None:
+        wanted: Any = self.structured_output
+        if not isinstance(wanted, StructuredOutput):
+            raise ValueError(f"structured_output must be a StructuredOutput, got {wanted!r}")
+        # With nothing to end it, a thinking would become the reply at a token chosen freely.
+        if self.think_inject_token_ids == () and self.reasoning_max_tokens is not None:
+            raise ValueError(
+                "think_inject_token_ids must hold a token where structured_output and "
+                "reasoning_max_tokens are given, got none"
+            )
 
     def _become_tuple(self, name: str, what: str) -> None:
         value = getattr(self, name)

@@ -104,22 +104,32 @@ class SlotTables:
         self._write("logit_bias", slot, [bias for _, bias in biases])
         self._write("bad_words", slot, _rectangle(request.bad_words))
         if params.allowed_token_ids is not None:
-            self._write("allowed_token_mask", slot, self._mask(params.allowed_token_ids))
+            mask = token_mask(params.allowed_token_ids, self._vocab_size)
+            self._write("allowed_token_mask", slot, mask)
         self._count(request, token_ids)
         return self._has_moved
 
-    def processors(self, slots: Tensor, prompt_lens: Tensor, mask_indices: Tensor) -> Any:
+    def processors(
+        self,
+        slots: Tensor,
+        prompt_lens: Tensor,
+        mask_indices: Tensor,
+        token_masks: Tensor | None = None,
+    ) -> Any:
         """What changes logits, of the tables there are.
 
         Args:
             slots: [batch], int32. Of each request that asks for any of it; -1 for others.
             prompt_lens: [slots], int32.
             mask_indices: [rows of logits], int32.
+            token_masks: [masks, words], int32. Those of the step, in the place of the table's.
         """
         given = {name: self._tables.get(name) for name in (*_PROCESSORS, *_COUNTS)}
         given["stop_token_ids"] = self._tables.get("stop_token_ids")
         if given["stop_token_ids"] is None:
             given["min_tokens"] = None  # there is nothing to hold back
+        if token_masks is not None:
+            given["allowed_token_mask"] = token_masks
         if given["allowed_token_mask"] is not None:
             given["mask_indices"] = mask_indices
         return LogitsProcessors(
@@ -200,11 +210,12 @@ class SlotTables:
             token_counts=counts[slot],
         )
 
-    def _mask(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """One bit per token."""
-        bits = np.zeros(-(-self._vocab_size // 32) * 32, dtype=np.uint8)
-        bits[list(token_ids)] = 1
-        return np.packbits(bits, bitorder="little").view(np.int32)
+
+def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """One bit per token of a vocabulary, set for these."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _rung(size: int) -> int:

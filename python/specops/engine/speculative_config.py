@@ -34,7 +34,7 @@ REFUSED_FIELDS = {
 
 _MAX_TREE_DEPTH = 2**15 - 1
 # What can draft trees, and what can verify them.
-_TREE_METHODS = ("suffix", "mtp")
+_TREE_METHODS = ("ngram", "suffix", "mtp")
 _TREE_STRATEGIES = ("target_match", "greedy", "rejection")
 _TREE_POLICIES = ("normal", "reject_all")
 _UNSET = cast(int, None)  # replaced in __post_init__, so that readers see plain integers
@@ -203,7 +203,8 @@ class SpeculativeConfig:
             accept_policy "normal". Elsewhere, and when False, all drafts are verified.
         tree: drafts are the likeliest continuations as a tree, not the likeliest one, and k is the
             number of its nodes; with "mtp", two tokens for every pass of the modules, and the k
-            likeliest of them. With method "suffix" or "mtp" (and mtp_strategy "default"),
+            likeliest of them; with "ngram", what followed the most recent occurrence and the first
+            one. With method "ngram", "suffix" or "mtp" (and mtp_strategy "default"),
             verify_strategy "target_match", "greedy" or "rejection", and accept_policy "normal" or
             "reject_all". Where a step verifies drafts of other strategies or policies beside
             them, only its first path is verified.

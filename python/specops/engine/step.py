@@ -131,6 +131,8 @@ class Exchange:
         inputs.append(trees_inputs)
         is_processed = bool(shape.features & Feature.PROCESSORS)
         self.mask_indices = inputs.int32(shape.outputs if is_processed else 0)
+        words = -(-parts.model.config.vocab_size // 32)
+        self.token_masks = inputs.int32(shape.masks, words)
         self.token_ids = inputs.int32(shape.rows)
         self.kv_indices = inputs.int32(shape.pages)  # last: only what is used of it is copied
 
@@ -265,7 +267,10 @@ class Step:
         if features & Feature.PROCESSORS:
             prompt_lens = SlotState(*arrays.slot_state.device).prompt_lens
             choosing["processors"] = parts.tables.processors(
-                self._row.processor_slots, prompt_lens, arrays.mask_indices.device
+                self._row.processor_slots,
+                prompt_lens,
+                arrays.mask_indices.device,
+                arrays.token_masks.device if self.shape.masks else None,
             )
         # Zeros before and after every call, so it lies in no block that steps share.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)

@@ -20,6 +20,7 @@ class StepShape(NamedTuple):
     chains: int = 0  # of trees; a request without one is a chain. 0: there are no trees
     chain_pages: int = 0  # entries of the chains' page lists
     copies: int = 0  # tokens that chains have on pages of their own
+    masks: int = 0  # of tokens, where an output is constrained
     # The drafters that have work behind the target, in their order, each with what it says of it.
     drafters: tuple[tuple[str, Hashable], ...] = ()
 

@@ -44,6 +44,9 @@ class Tokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._token_to_bytes = _bytes_of_tokens(json.loads(tokenizer.to_str())["decoder"])
+        self._as_text: tokenizers.Tokenizer | None = (
+            None  # reads no special token; made when needed
+        )
         self._bytes: dict[int, bytes] = {}
         self.special_tokens = dict(special_tokens or {})
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -111,6 +114,13 @@ class Tokenizer:
                 [text], add_special_tokens=add_special_tokens
             )
         return list(encoding.ids)
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """Token ids of a text in which nothing is read as a special token, and with none added."""
+        if self._as_text is None:
+            self._as_text = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            self._as_text.encode_special_tokens = True
+        return list(self._as_text.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a sequence: its bytes read as UTF-8, every broken character as U+FFFD.

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup: what followed where a request's last tokens stood before in its own text."""
+"""Prompt lookup: what followed where a request's last tokens stood before in its own text.
+
+A tree is made of two look-ups: what followed the most recent occurrence, and what followed the
+leftmost one, where the two disagree.
+"""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from specops.engine.draft_trees import join_chains
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -21,6 +27,7 @@ from specops.engine.step_shape import StepShape
 from specops.ngram import NgramIndex, ngram_propose
 
 _MAX_SIZES = 16  # of n-grams that most requests look for; others share the room for so many
+_SECOND = 0.3  # chance that the other side is right where the drafts are wrong
 
 
 def load(context: DrafterContext) -> Drafter:
@@ -43,79 +50,162 @@ class NgramDrafter(Drafter):
         self._speculative = config.speculative_config
         self._slots, self._max_len = config.max_num_seqs, context.target.max_model_len
         self._device = context.target.device
+        self.shares_total = self._speculative.max_total_draft_tokens is not None
         self._index: NgramIndex | None = None
+        self._other_index: NgramIndex | None = None  # of the other side; for trees
         self.limits: list[tuple[int, int]] = []  # of the step: slots, and the drafts behind them
+        self.tree_limits: list[tuple[int, int]] = []  # likewise, of those that draft trees
         self._choices: Tensor
         self._rows: tuple[Tensor, ...]
 
     def start(self, request: Request) -> bool:
         """Notes the request's n-gram sizes and its side; what was in the slot is forgotten."""
+        config = request.speculative
         has_moved = self._index is None
         if self._index is None:
-            shared = self._speculative
-            num_sizes = min(shared.max_ngram_size - shared.min_ngram_size + 1, _MAX_SIZES)
-            self._index = NgramIndex.empty(
-                self._slots, self._max_len, num_sizes=num_sizes, device=self._device
-            )
-            self._choices = torch.ones((3, self._slots), dtype=torch.int32, device=self._device)
-            self._rows = tuple(self._choices)  # shortest, longest, and whether the leftmost wins
-        config = request.speculative
-        choices = [config.min_ngram_size, config.max_ngram_size, config.ngram_match == "leftmost"]
+            self._index = self._new_index()
+            self._choices = torch.ones((4, self._slots), dtype=torch.int32, device=self._device)
+            self._rows = tuple(self._choices)  # shortest, longest, whether the leftmost wins or not
+        if config.tree and self._other_index is None:
+            has_moved, self._other_index = True, self._new_index()
+        is_leftmost = config.ngram_match == "leftmost"
+        choices = [config.min_ngram_size, config.max_ngram_size, is_leftmost, not is_leftmost]
         self._choices[:, request.slot] = torch.tensor(choices, dtype=torch.int32)
         self._index.reset(request.slot)
+        if self._other_index is not None:
+            self._other_index.reset(request.slot)
         return has_moved
 
+    def _new_index(self) -> NgramIndex:
+        shared = self._speculative
+        num_sizes = min(shared.max_ngram_size - shared.min_ngram_size + 1, _MAX_SIZES)
+        return NgramIndex.empty(
+            self._slots, self._max_len, num_sizes=num_sizes, device=self._device
+        )
+
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
-        """Whether anybody wants drafts."""
+        """Whether anybody wants drafts, and whether as a tree."""
         if self._index is None:
             return None
-        limits = [(part.request.slot, stage_limit(part, self.name)) for part in parts]
-        self.limits = [pair for pair in limits if pair[1]]
-        return True if self.limits else None
+        self.limits, self.tree_limits = [], []
+        for part in parts:
+            limit = stage_limit(part, self.name)
+            if limit:
+                self.limits.append((part.request.slot, limit))
+                if part.request.speculative.tree:
+                    self.tree_limits.append((part.request.slot, limit))
+        return ("trees" if self.tree_limits else "chains") if self.limits else None
 
     def new_step(
         self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
     ) -> DrafterStep:
         """Makes its part of the steps of one shape."""
-        return _NgramStep(self, inputs.int32(self._slots), results.int32(self._slots))
+        slots = self._slots
+        found = _Found(inputs.int32(slots), results.int32(slots))
+        others = None
+        if key == "trees":
+            others = _Others(
+                inputs.int32(slots),
+                results.int32(slots, shape.proposals),
+                results.int32(slots),
+            )
+        return _NgramStep(self, found, others)
 
-    def propose(self, target: TargetStep, max_draft_tokens: Tensor, match_lens: Tensor) -> None:
+    def propose(self, target: TargetStep, found: "_Found") -> None:
         """Continues the proposals of every request in one call."""
         ngram_propose(
             target.token_ids,
             target.lens,
-            max_draft_tokens,
+            found.limits.device,
             min_ngram_size=self._rows[0],
             max_ngram_size=self._rows[1],
             leftmost=self._rows[2],
             draft_token_ids=target.draft_token_ids,
             num_draft_tokens=target.num_draft_tokens,
             num_given_drafts=target.num_draft_tokens,
-            match_lens=match_lens,
+            match_lens=found.match_lens.device,
             max_total_draft_tokens=self._speculative.max_total_draft_tokens,
             index=self._index,
         )
 
+    def propose_others(self, target: TargetStep, found: "_Others") -> None:
+        """Looks for drafts on the other side, for those that draft trees."""
+        ngram_propose(
+            target.token_ids,
+            target.lens,
+            found.limits.device,
+            min_ngram_size=self._rows[0],
+            max_ngram_size=self._rows[1],
+            leftmost=self._rows[3],
+            draft_token_ids=found.token_ids.device,
+            num_draft_tokens=found.counts.device,
+            index=self._other_index,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Arrays of the requests' own look-up, by slot."""
+
+    limits: Array
+    match_lens: Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """Arrays of the look-up on the other side, by slot; its drafts have a place of their own."""
+
+    limits: Array
+    token_ids: Array
+    counts: Array
+
 
 class _NgramStep(DrafterStep):
-    def __init__(self, drafter: NgramDrafter, max_drafts: Array, match_lens: Array) -> None:
-        self._drafter = drafter
-        self._max_drafts, self._match_lens = max_drafts, match_lens
+    def __init__(self, drafter: NgramDrafter, found: _Found, others: _Others | None) -> None:
+        self._drafter, self._found, self._others = drafter, found, others
 
     def fill(self, parts: Sequence[Scheduled]) -> None:
-        limits = self._max_drafts.host
-        limits.fill(0)
-        for slot, limit in self._drafter.limits:
-            limits[slot] = limit
+        _fill(self._found.limits, self._drafter.limits)
+        if self._others is not None:
+            _fill(self._others.limits, self._drafter.tree_limits)
 
     def launch(self, target: TargetStep) -> None:
-        self._drafter.propose(target, self._max_drafts.device, self._match_lens.device)
+        self._drafter.propose(target, self._found)
+        if self._others is not None:
+            self._drafter.propose_others(target, self._others)
 
     def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+        if self._others is not None:
+            for slot, limit in self._drafter.tree_limits:
+                self._branch(slot, limit, proposals)
         for part in parts:
             slot = part.request.slot
-            length = int(self._match_lens.host[slot])
+            length = int(self._found.match_lens.host[slot])
             if length and part.request.speculative.selects_drafts:
                 found = proposals.confidences[slot, : proposals.counts[slot]]
                 # The longer a match, the surer; how sure that is the counts of the method say.
                 found[found == 0] = length / (length + 1)
+
+    def _branch(self, slot: int, limit: int, proposals: Proposals) -> None:
+        """Makes a tree of a request's drafts and those of the other side, where they disagree."""
+        assert self._others is not None
+        others = self._others.token_ids.host[slot, : self._others.counts.host[slot]].tolist()
+        drafts = proposals.token_ids[slot, : proposals.counts[slot]].tolist()
+        if self._drafter.shares_total:  # these are its share
+            limit = len(drafts)
+        length = int(self._found.match_lens.host[slot])
+        chance = length / (length + 1)
+        second_chance = (1 - chance) * _SECOND
+        tokens, parents, chances = join_chains(drafts, others, limit, chance, second_chance)
+        count = len(tokens)
+        proposals.token_ids[slot, :count] = tokens
+        proposals.parents[slot, :count] = parents
+        proposals.confidences[slot, :count] = chances
+        proposals.counts[slot] = count
+        proposals.are_trees[slot] = True
+
+
+def _fill(array: Array, pairs: Sequence[tuple[int, int]]) -> None:
+    array.host.fill(0)
+    for slot, limit in pairs:
+        array.host[slot] = limit

@@ -45,20 +45,8 @@ class Checkpoint:
     def __init__(self, directory: Path, device: torch.device, stack: ExitStack) -> None:
         self._directory = directory
         self._device = device
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted(set(weight_map.values()))
-        elif (directory / "model.safetensors").is_file():
-            files = ["model.safetensors"]
-        else:
-            raise ModelError(
-                f"{directory}: no model.safetensors and no model.safetensors.index.json"
-            )
         self._where: dict[str, Any] = {}
-        for name in files:
-            if not (directory / name).is_file():
-                raise ModelError(f"{directory}: {name} is named in the index but missing")
+        for name in weight_files(directory):
             try:
                 handle = stack.enter_context(safe_open(directory / name, framework="pt"))
             except Exception as error:  # safetensors raises its own error type for damaged files
@@ -79,6 +67,26 @@ class Checkpoint:
                 f"{self._directory}: tensor {name} must be {list(shape)}, got {list(tensor.shape)}"
             )
         return tensor.to(dtype).contiguous().to(self._device)
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Returns the names of a checkpoint's safetensors files, in order.
+
+    Raises:
+        ModelError: there are none, or one that the index names is missing.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    elif (directory / "model.safetensors").is_file():
+        files = ["model.safetensors"]
+    else:
+        raise ModelError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
+    for name in files:
+        if not (directory / name).is_file():
+            raise ModelError(f"{directory}: {name} is named in the index but missing")
+    return files
 
 
 class RandomWeights:

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
 
-import specops
 from specops.engine.outputs import Completion, SpeculativeStats
 from specops.engine.server.api_error import server_error
 from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span
@@ -20,6 +19,7 @@ from specops.engine.server.protocol import (
     StreamOptions,
 )
 from specops.engine.server.streaming import event
+from specops.engine.server.tools import CallReader, NamedTool
 from specops.engine.server.usage import add_stats, metrics, timings, usage
 from specops.engine.tokenizer import Tokenizer
 
@@ -39,6 +39,7 @@ class Answer(Generic[R]):
         job: Job,
         tokenizer: Tokenizer,
         model_name: str,
+        fingerprint: str,
         num_speculative_tokens: int,
     ) -> None:
         self.request: R = request
@@ -49,7 +50,7 @@ class Answer(Generic[R]):
             "id": self.id_prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model_name,
-            "system_fingerprint": f"specops-{specops.__version__}",
+            "system_fingerprint": fingerprint,
         }
         self._completions: dict[int, Completion] = {}
         self._spans: list[Span] = []
@@ -163,6 +164,10 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._readers: dict[int, CallReader] = {}  # by choice, where tools may be called
+
     def first(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
@@ -171,19 +176,41 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         logprobs = None
         if self.request.logprobs:
             logprobs = chat_logprobs(self.tokenizer, output.output.logprobs)
+        delta: dict[str, Any] = {"content": output.output.text}
+        if self.request.may_call:
+            content, calls = self._reader(output.index).feed(output.output.text)
+            delta = {"content": content} if content else {}
+            if calls:
+                delta["tool_calls"] = calls
         return {
             "index": output.index,
-            "delta": {"content": output.output.text},
+            "delta": delta,
             "logprobs": logprobs,
             "finish_reason": None,
         }
 
+    def _reader(self, index: int) -> CallReader:
+        return self._readers.setdefault(index, CallReader())
+
+    def _reason(self, completion: Completion, num_calls: int) -> str:
+        """Why a choice ended, as OpenAI says it: calls that were demanded by name are no reason."""
+        is_named = isinstance(self.request.tool_choice, NamedTool)
+        if num_calls and completion.finish_reason == "stop" and not is_named:
+            return "tool_calls"
+        return completion.finish_reason
+
     def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        delta, num_calls = {}, 0
+        if self.request.may_call:
+            reader = self._reader(output.index)
+            num_calls = reader.num_calls
+            if left := reader.finish():
+                delta["content"] = left
         return {
             "index": output.index,
-            "delta": {},
+            "delta": delta,
             "logprobs": None,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": self._reason(completion, num_calls),
             "stop_reason": completion.stop_reason,
             "seed": output.seed,
         }
@@ -192,11 +219,24 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         logprobs = None
         if self.request.logprobs:
             logprobs = chat_logprobs(self.tokenizer, completion.logprobs)
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        num_calls = 0
+        if self.request.may_call:
+            reader = CallReader()
+            content, calls = reader.feed(completion.text)
+            message["content"] = content + reader.finish()
+            if calls:
+                num_calls = len(calls)
+                message["content"] = message["content"] or None
+                message["tool_calls"] = [
+                    {name: value for name, value in call.items() if name != "index"}
+                    for call in calls
+                ]
         return {
             "index": output.index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": message,
             "logprobs": logprobs,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": self._reason(completion, num_calls),
             "stop_reason": completion.stop_reason,
             "seed": output.seed,
         }

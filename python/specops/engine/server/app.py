@@ -29,6 +29,7 @@ from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
 from specops.engine.server.metrics import Metrics
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest
+from specops.engine.server.request_counts import RequestCounts
 from specops.engine.server.request_ids import RequestIds
 
 _READ = ["GET", "HEAD"]
@@ -86,6 +87,7 @@ def make_app(
     app.include_router(_openai_routes(generation, api_keys))
     _add_error_handlers(app)
     app.add_middleware(RequestIds)
+    app.add_middleware(RequestCounts, count=metrics.answer)
     return app
 
 
@@ -139,6 +141,10 @@ def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter
     async def model(name: str) -> Response:
         generation.check_model(name)
         return JSONResponse(generation.model_card())
+
+    @api.api_route("/v1/contract", methods=_READ)
+    async def contract() -> Response:
+        return JSONResponse(generation.contract)
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:

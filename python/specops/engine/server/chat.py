@@ -32,6 +32,7 @@ class ChatFormat:
         self, template: str | None, special_tokens: Mapping[str, str] | None = None
     ) -> None:
         self._template = None if template is None else _compile(template)
+        self._source = template or ""
         self._variables = set() if template is None else _variables(template)
         self._special_tokens = dict(special_tokens or {})
 
@@ -51,12 +52,28 @@ class ChatFormat:
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         return cls(template, special_tokens)
 
+    def require_tools(self) -> None:
+        """Refuses tools where the template has none, or has their calls written in another form.
+
+        Raises:
+            ValueError: in these cases.
+        """
+        if "tools" not in self._variables:
+            raise ValueError("tools are not supported: the model's chat template has none")
+        has_form = all(word in self._source for word in ("<tool_call>", "name", "arguments"))
+        if not has_form or "<function=" in self._source or "<arg_key>" in self._source:
+            raise ValueError(
+                "tools are not supported: the model's chat template has calls written otherwise "
+                "than as a JSON object between <tool_call> and </tool_call>"
+            )
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text of a conversation, up to where the assistant is to speak.
 
@@ -64,6 +81,7 @@ class ChatFormat:
             messages: with role and content.
             add_generation_prompt: end where the assistant begins.
             variables: further ones that the template reads, such as "enable_thinking".
+            tools: that the assistant may call, as the client has sent them.
 
         Raises:
             ValueError: the model has no chat template, the template reads no such variable, or it
@@ -74,7 +92,7 @@ class ChatFormat:
         own = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": tools or None,
             "documents": None,
             **self._special_tokens,
         }

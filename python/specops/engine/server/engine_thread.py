@@ -252,8 +252,10 @@ class EngineThread:
             self._metrics.finished(finish_reason)
 
     def _step(self) -> None:
+        num_rows = self._engine.stats.num_rows
         outputs = self._engine.step()
         now = time.perf_counter()
+        self._metrics.step(self._engine.stats.num_rows - num_rows)
         for output in outputs:
             choice = self._choices.get(output.request_id)
             if choice is None:
@@ -279,11 +281,9 @@ class EngineThread:
                 # A sibling waits for its turn outside the engine, too.
                 queued = choice.added_at - job.arrival + completion.queue_seconds
                 seconds = now - job.arrival
-                self._metrics.finished(
-                    output.finish_reason, completion, seconds=seconds, queued=queued
-                )
                 first = choice.first_time - job.arrival if choice.num_first else seconds
                 span = Span(queued, first, seconds, choice.num_first)
+                self._metrics.finished(output.finish_reason, completion, span)
             if job.streaming or completion is not None:
                 event = ChoiceOutput(choice.index, output, completion, choice.seed, span)
                 self._events.append((job, event))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, QueueFull
 from specops.engine.server.answers import Answer
@@ -25,10 +26,11 @@ from specops.engine.server.jobs import Job, JobFailed
 from specops.engine.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
-    Strict,
     parse,
 )
 from specops.engine.server.streaming import ClientGone, EventStream, until_gone
+from specops.engine.server.strict import Strict
+from specops.engine.server.structured import Compiling
 from specops.engine.server.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -62,9 +64,12 @@ class Generation:
         # Only what never changes is read from the engine here; the rest is its thread's.
         self.tokenizer = engine.tokenizer
         self.model_name = engine.model_name
+        self.contract = contract_of(engine)
+        self._fingerprint = f"specops-{self.contract['specops']}-{self.contract['digest']}"
         self._engine = engine
         self._thread = thread
         self._chat_format = chat_format
+        self._compiling = Compiling(engine)
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
         self._created = int(time.time())
@@ -106,15 +111,26 @@ class Generation:
         params = request.sampling_params()
         speculative = self._speculative_config(request)
         prompts = await self._tokenize(request)
+        try:
+            compiling = self._compiling.compile(params, request.form_field)
+            grammar = await until_gone(compiling, http.receive)
+        except ClientGone:
+            return Response(status_code=499)  # for the access log: nobody reads it
         job = Job(
             prompts,
             params,
             request.speculative_config,
+            grammar=grammar,
             client=http.state.client,
             streaming=request.stream,
         )
         answer = answer_type(
-            request, job, self.tokenizer, self.model_name, speculative.num_speculative_tokens
+            request,
+            job,
+            self.tokenizer,
+            self.model_name,
+            self._fingerprint,
+            speculative.num_speculative_tokens,
         )
         try:
             await until_gone(self._thread.submit(job), http.receive)
@@ -156,9 +172,9 @@ class Generation:
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "prompt or messages must be given, and not both", param="prompt")
         if request.messages is not None:
-            messages = [message.for_template() for message in request.messages]
             prompt = request.add_generation_prompt
             try:
+                messages = [message.for_template() for message in request.messages]
                 text = self._chat_format.render(messages, add_generation_prompt=prompt)
             except ValueError as error:
                 raise bad_value(error, TokenizeRequest, "messages") from None
@@ -231,8 +247,13 @@ class Generation:
     ) -> list[list[int]]:
         if isinstance(request, ChatCompletionRequest):
             try:
-                messages = [message.for_template() for message in request.messages]
-                text = self._chat_format.render(messages, variables=request.template_variables())
+                if request.uses_tools:
+                    self._chat_format.require_tools()
+                text = self._chat_format.render(
+                    [message.for_template() for message in request.messages],
+                    variables=request.template_variables(),
+                    tools=[tool.model_dump(exclude_none=True) for tool in request.tools],
+                )
             except ValueError as error:
                 raise bad_value(error, ChatCompletionRequest, "messages") from None
             prompts: list[str | list[int]] = [text]

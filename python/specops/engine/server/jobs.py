@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from specops.engine.outputs import Completion, RequestOutput
 from specops.engine.sampling_params import SamplingParams
+from specops.engine.structured import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Job:
         prompts: token ids.
         params: for all of them.
         speculative_config: the request's own, or None.
+        grammar: what constrains the output, compiled; held, so that the engine finds it.
         client: who asks, as slots are shared among clients.
         streaming: hand out every step's output, rather than finished choices only.
     """
@@ -59,6 +61,7 @@ class Job:
         params: SamplingParams,
         speculative_config: Mapping[str, object] | None,
         *,
+        grammar: Grammar | None = None,
         client: str,
         streaming: bool,
     ) -> None:
@@ -66,6 +69,7 @@ class Job:
         self.prompts = prompts
         self.params = params
         self.speculative_config = speculative_config
+        self.grammar = grammar
         self.streaming = streaming
         self.arrival = time.perf_counter()
         self.num_unfinished = len(prompts) * params.n

@@ -8,7 +8,14 @@ scrape cannot read back, the distributions of times and lengths, is observed as 
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -20,6 +27,7 @@ from prometheus_client.registry import Collector
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.engine import Engine
 from specops.engine.outputs import Completion
+from specops.engine.server.jobs import Span
 
 _SECONDS = (
     0.001,
@@ -53,6 +61,8 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self._model = engine.model_name
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
         self._engine_collector = _EngineCollector(engine)
         self._registry.register(self._engine_collector)
         self._success = Counter(
@@ -73,6 +83,28 @@ class Metrics:
         )
         self._queued = self._histogram(
             "request_queue_time_seconds", "From arrival to the first step of a choice", _SECONDS
+        )
+        self._prefilled = self._histogram(
+            "request_prefill_time_seconds",
+            "From the first step of a choice to its first token",
+            _SECONDS,
+        )
+        self._decoded = self._histogram(
+            "request_decode_time_seconds", "From the first token of a choice to its last", _SECONDS
+        )
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean of a choice, over the tokens after the first ones",
+            _SECONDS,
+        )
+        self._step_tokens = self._histogram(
+            "iteration_tokens", "Rows of a step: tokens of prompts, decoding and drafts", _TOKENS
+        )
+        self._answers = Counter(
+            "specops:http_requests",
+            "Answers by method, route and status",
+            (*_LABELS, "method", "route", "status"),
+            registry=self._registry,
         )
         self._whole = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the end of a choice", _SECONDS
@@ -110,17 +142,30 @@ class Metrics:
         self,
         reason: str,
         completion: Completion | None = None,
-        *,
-        seconds: float = 0.0,
-        queued: float = 0.0,
+        span: Span | None = None,
     ) -> None:
-        """A choice ended, `seconds` after its arrival, of which it waited `queued`."""
+        """A choice ended, and when it was worked on, unless it did not come to its end."""
         self._success.labels(self._model, reason).inc()
-        if completion is not None:
-            self._whole.observe(seconds)
-            self._queued.observe(queued)
-            self._prompt.observe(len(completion.prompt_token_ids))
-            self._generated.observe(len(completion.token_ids))
+        if completion is None or span is None:
+            return
+        self._whole.observe(span.last)
+        self._queued.observe(span.begin)
+        self._prefilled.observe(span.first - span.begin)
+        self._decoded.observe(span.last - span.first)
+        num_later = len(completion.token_ids) - span.num_first
+        if num_later > 0:
+            self._per_token.observe((span.last - span.first) / num_later)
+        self._prompt.observe(len(completion.prompt_token_ids))
+        self._generated.observe(len(completion.token_ids))
+
+    def step(self, num_rows: int) -> None:
+        """The engine may have made a step, of so many rows."""
+        if num_rows:
+            self._step_tokens.observe(num_rows)
+
+    def answer(self, method: str, route: str, status: int) -> None:
+        """An answer begins."""
+        self._answers.labels(self._model, method, route, str(status)).inc()
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -186,8 +231,23 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"specops:{name}", text, labels=_LABELS)
             counter.add_metric([engine.model_name], count)
             yield counter
+        yield self._cache_config()
         yield self._draft_lengths()
         yield from self._positions()
+
+    def _cache_config(self) -> Metric:
+        """Of the KV cache, as labels of a gauge that is 1."""
+        engine = self._engine
+        facts = {
+            "block_size": str(engine.config.page_size),
+            "num_blocks": str(engine.num_pages),
+            "enable_prefix_caching": str(engine.config.enable_prefix_caching),
+        }
+        info = GaugeMetricFamily(
+            "specops:cache_config_info", "The KV cache's settings", labels=(*_LABELS, *facts)
+        )
+        info.add_metric([engine.model_name, *facts.values()], 1)
+        return info
 
     def _positions(self) -> Iterator[Metric]:
         """Drafts and accepted drafts by their place in a draft."""

@@ -5,12 +5,16 @@ A field is either honoured or refused by name, never ignored.
 """
 
 import json
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from specops.engine.sampling_params import MAX_SEQUENCES, SamplingParams
 from specops.engine.server.api_error import ApiError, bad_value
+from specops.engine.server.strict import Strict
+from specops.engine.server.structured import ResponseFormat, StructuredOutputs, wanted_output
+from specops.engine.server.tools import Tool, ToolCall, ToolChoice, calls_wanted, check_tools
+from specops.engine.structured import StructuredOutput
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -27,7 +31,10 @@ MAX_LISTS = {
 MAX_PARTS = 1000  # of one message
 
 # What pydantic calls the branches of a union: they are left out of the paths that clients are told.
-_UNION_BRANCHES = ("str", "list[str]", "list[TextPart]")
+_UNION_BRANCHES = (
+    *("str", "list[str]", "list[TextPart]", "NamedTool", "literal['none','auto','required']"),
+    *("system", "developer", "user", "assistant", "tool"),
+)
 
 # Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
 # values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
@@ -40,7 +47,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -52,12 +58,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-
-
-class Strict(BaseModel):
-    """A body that has what it names, in the types that it names, and nothing else."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 B = TypeVar("B", bound=Strict)
@@ -83,14 +83,14 @@ class _Request(Strict):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = Field({})
     bad_words: list[str] = Field([], fail_fast=True)
     bad_words_token_ids: list[list[int]] = Field([], fail_fast=True)
     allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
     min_tokens: int = 0
     n: int = 1
     seed: int | None = None
-    stop: str | list[str] = []
+    stop: str | list[str] = Field([])
     stop_token_ids: list[int] = Field([], fail_fast=True)
     stop_token_sequences: list[list[int]] = Field([], fail_fast=True)
     ignore_eos: bool = False
@@ -101,6 +101,8 @@ class _Request(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative_config: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # They say who asks and for what; nothing depends on them.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -120,8 +122,10 @@ class _Request(Strict):
             )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream", param="stream_options")
+        wanted = self.wanted_output()
         try:
             return SamplingParams(
+                structured_output=wanted,
                 max_tokens=self._max_tokens(),
                 top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 is off, too
                 stop=stop,
@@ -131,6 +135,19 @@ class _Request(Strict):
             )
         except ValueError as error:
             raise bad_value(error, type(self)) from None
+
+    def wanted_output(self) -> StructuredOutput | None:
+        """The form that the output must have, if it must have one.
+
+        Raises:
+            ApiError: there is no such form, or there are two.
+        """
+        return wanted_output(self.response_format, self.structured_outputs)
+
+    @property
+    def form_field(self) -> str:
+        """The field that constrains the output's form, if one does."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens
@@ -230,31 +247,107 @@ class TextPart(Strict):
 class Message(Strict):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user"]
     content: str | list[TextPart]
     name: str | None = None
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
         # "developer" is OpenAI's newer word; templates know "system".
         role = "system" if self.role == "developer" else self.role
         named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": content, **named}
+        return {"role": role, "content": _joined(self.content), **named}
+
+
+class AssistantMessage(Strict):
+    """What the assistant has said, or which tools it has called."""
+
+    role: Literal["assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] = Field([], fail_fast=True)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it.
+
+        Raises:
+            ValueError: it says nothing, or a call's arguments are no JSON object.
+        """
+        if self.content is None and not self.tool_calls:
+            raise ValueError("messages: content of an assistant without tool calls is missing")
+        message: dict[str, Any] = {"role": self.role, "content": _joined(self.content or "")}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+class ToolMessage(Strict):
+    """What a tool has answered."""
+
+    role: Literal["tool"]
+    content: str | list[TextPart]
+    tool_call_id: str
+    name: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        named = {} if self.name is None else {"name": self.name}
+        answer = {"role": self.role, "content": _joined(self.content)}
+        return {**answer, "tool_call_id": self.tool_call_id, **named}
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+AnyMessage = Annotated[Message | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class ChatCompletionRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
-    messages: list[Message] = Field(fail_fast=True)
+    messages: list[AnyMessage] = Field(fail_fast=True)
+    tools: list[Tool] = Field([], fail_fast=True)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None  # a variable of the template, too
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether tools are offered, or have been called."""
+        return bool(self.tools) or any(
+            isinstance(message, ToolMessage)
+            or (isinstance(message, AssistantMessage) and bool(message.tool_calls))
+            for message in self.messages
+        )
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def wanted_output(self) -> StructuredOutput | None:
+        """The form that the output must have, that of calls included."""
+        check_tools(self.tools, self.tool_choice)
+        form = super().wanted_output()
+        calls = calls_wanted(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if form is not None and calls is not None:
+            message = f"{self.form_field} must be absent where tools may be called"
+            raise ApiError(400, message, param=self.form_field, code="invalid_value")
+        return calls or form
+
+    @property
+    def form_field(self) -> str:
+        """As for any request; calls have their form from the tools."""
+        is_form = self.structured_outputs is not None or self.response_format is not None
+        return super().form_field if is_form or not self.tools else "tools"
 
     def template_variables(self) -> dict[str, Any]:
         """What the chat template is given besides the messages."""
@@ -293,7 +386,7 @@ def parse(model: type[B], body: bytes) -> B:
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_json_type(values)}")
     for name in list(values):
-        if name in _NEUTRAL:
+        if name in _NEUTRAL and name not in model.model_fields:
             value = values.pop(name)
             if value is not None and value not in _NEUTRAL[name]:
                 raise ApiError(
@@ -328,6 +421,13 @@ def _from_validation(error: ValidationError) -> ApiError:
     param = ".".join(path)
     if kind == "extra_forbidden":
         return _unknown_field(param)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # of messages, by their role
+        context = first["ctx"]
+        param = f"{param}.{context['discriminator'].strip(chr(39))}"
+        if "tag" not in context:
+            return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
+        message = f"{param} must be one of {context['expected_tags']}, got {context['tag']!r}"
+        return ApiError(400, message, param=param, code="invalid_value")
     if kind == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
     if kind == "literal_error":

@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from specops.engine.server.protocol import Message, Strict
+from specops.engine.server.protocol import AnyMessage
+from specops.engine.server.strict import Strict
 from specops.engine.tokenizer import Tokenizer
 
 
@@ -12,7 +13,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[AnyMessage] | None = None
     add_special_tokens: bool = True  # of a prompt; a chat template writes them itself
     add_generation_prompt: bool = True
     return_token_strs: bool = False

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The execution contract: all that the bits of an engine's outputs depend on, and a digest of it.
+
+Two engines with the same digest give every request the same tokens and the same bits of logprobs.
+What is not in it changes no bit: the drafters and their settings, batches, chunks, threads, pages.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import specops
+from specops.engine.engine import LEAF_TOKENS, Engine
+from specops.engine.models.loader import weight_files
+
+_PIECE = 1 << 20  # bytes of a file at once
+
+
+def contract_of(engine: Engine) -> dict[str, Any]:
+    """Returns what an engine's bits depend on.
+
+    Args:
+        engine: whose model's files are read once, as a whole.
+
+    Returns:
+        JSON: "specops", the version; "kernels", what was compiled and by what; "torch", the version
+        that the RoPE table comes from; "device", the instruction set or the GPU; "model", the
+        digest of its configuration and weights, and the dtypes of weights and of keys and values;
+        "attention_leaf_tokens", after how many tokens attention rounds; "logprobs_mode"; and
+        "digest", of all that.
+    """
+    config = engine.config
+    kind = engine.device.partition(":")[0]
+    facts: dict[str, Any] = {
+        "specops": specops.__version__,
+        "kernels": specops.runtime.build_facts(),
+        "torch": torch.__version__,
+        "device": _device(engine.device),
+        "model": {
+            "digest": _model_digest(Path(config.model_dir), config.load_format),
+            "dtype": engine.model_dtype,
+            "kv_cache_dtype": engine.model_dtype,
+        },
+        "attention_leaf_tokens": LEAF_TOKENS[kind],
+        "logprobs_mode": config.logprobs_mode,
+    }
+    return {**facts, "digest": _digest(json.dumps(facts, sort_keys=True).encode())}
+
+
+def _device(name: str) -> dict[str, str]:
+    if name == "cpu":
+        return {"kind": "cpu", "instruction_set": specops.get_isa()}
+    properties = torch.cuda.get_device_properties(name)
+    capability = f"{properties.major}.{properties.minor}"
+    return {"kind": "cuda", "name": properties.name, "compute_capability": capability}
+
+
+def _model_digest(directory: Path, load_format: str) -> str:
+    """Of the configuration and the weights; random ones follow from the configuration."""
+    whole = hashlib.sha256()
+    names = ["config.json"]
+    if load_format == "dummy":
+        whole.update(b"random weights")
+    else:
+        names += weight_files(directory)
+    for name in names:
+        with open(directory / name, "rb") as file:
+            while piece := file.read(_PIECE):
+                whole.update(piece)
+    return whole.hexdigest()[:16]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forced tokens: what a grammar leaves no choice about is drafted for nothing, and always accepted.
+
+It completes what a request's method has drafted, and drafts alone where that finds nothing. No
+request names it: every one that speculates and has a grammar has it.
+"""
+
+from specops.engine.drafters.base import Drafter, DrafterContext, Proposals, StepResults
+from specops.engine.request import Feature, Request
+from specops.engine.structured.forcing import CompletedDrafts, complete
+
+
+def load(context: DrafterContext) -> Drafter:
+    """Every model can draft so."""
+    return ForcedDrafter()
+
+
+class ForcedDrafter(Drafter):
+    """Drafts on the host, when a step's tokens are committed.
+
+    Drafts that are verified by what they were drawn from stay as they are: a forced token in their
+    place was not drawn from that.
+    """
+
+    name = "forced"
+
+    def __init__(self) -> None:
+        self._requests: set[Request] = set()
+
+    def start(self, request: Request) -> bool:
+        """Notes a request with a grammar."""
+        if request.grammar is not None and not request.features & Feature.DRAFT_PROBS:
+            self._requests.add(request)
+        return False
+
+    def stop(self, request: Request, slot: int) -> None:
+        """It has no slot for drafts."""
+        self._requests.discard(request)
+
+    def finish(self, results: StepResults) -> None:
+        """Completes the proposals of those that go on, and whose grammar has begun."""
+        if not self._requests:
+            return
+        for part in results.parts:
+            request = part.request
+            if request not in self._requests or not part.emits or request.finish_reason is not None:
+                continue
+            if request.grammar is not None and request.has_grammar_begun:
+                self._complete(request, results.proposals)
+
+    def _complete(self, request: Request, proposals: Proposals) -> None:
+        assert request.grammar is not None
+        slot = request.slot
+        count = int(proposals.counts[slot])
+        is_tree = bool(proposals.are_trees[slot])
+        completed = complete(
+            request.grammar,
+            proposals.token_ids[slot, :count].tolist(),
+            proposals.parents[slot, :count].tolist() if is_tree else None,
+            min(request.speculative.num_speculative_tokens, request.draft_room),
+        )
+        if completed is not None:
+            _write(completed, proposals, slot)
+
+
+def _write(drafts: CompletedDrafts, proposals: Proposals, slot: int) -> None:
+    """Puts drafts into the table; a forced one is sure."""
+    count = len(drafts.token_ids)
+    sure = [1.0 if one < 0 else float(proposals.confidences[slot, one]) for one in drafts.sources]
+    proposals.token_ids[slot, :count] = drafts.token_ids
+    proposals.parents[slot, :count] = drafts.parents
+    proposals.confidences[slot, :count] = sure
+    proposals.counts[slot] = count

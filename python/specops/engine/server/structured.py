@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields that constrain an output's form, OpenAI's and vLLM's, and their compilation."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from pydantic import Field
+
+from specops.engine.engine import Engine
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.server.api_error import ApiError
+from specops.engine.server.strict import Strict
+from specops.engine.structured import Grammar, StructuredOutput
+
+_NUM_THREADS = 2  # that compile; the others of a server have more urgent work
+_MAX_SECONDS = 10.0
+_MAX_WAITING = 64  # grammars that are not compiled yet
+
+
+class JsonSchema(Strict):
+    """A schema as OpenAI wraps it. It constrains the output whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's way to say it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's way to say it."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, fail_fast=True)
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+
+def wanted_output(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> StructuredOutput | None:
+    """What a request asks for, if it asks for anything.
+
+    Raises:
+        ApiError: it asks for two things, or for something that no engine can be asked for.
+    """
+    first = None if response_format is None else _of_openai(response_format)
+    second = None if structured_outputs is None else _of_vllm(structured_outputs)
+    if first is not None and second is not None:
+        message = "structured_outputs must be absent where response_format constrains the output"
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+    return second if first is None else first
+
+
+def _of_openai(given: ResponseFormat) -> StructuredOutput | None:
+    name = "response_format"
+    if (given.json_schema is not None) != (given.type == "json_schema"):
+        message = "response_format.json_schema and type 'json_schema' need each other"
+        raise ApiError(400, message, param=name, code="invalid_value")
+    if given.type == "text":
+        return None
+    schema = {"type": "object"} if given.json_schema is None else given.json_schema.schema_
+    return _checked(name, json_schema=schema)
+
+
+def _of_vllm(given: StructuredOutputs) -> StructuredOutput:
+    schema = given.json_
+    if given.json_object:
+        if schema is not None:
+            message = "structured_outputs must have json or json_object, got both"
+            raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+        schema = {"type": "object"}
+    return _checked(
+        "structured_outputs",
+        json_schema=schema,
+        regex=given.regex,
+        grammar=given.grammar,
+        choice=None if given.choice is None else tuple(given.choice),
+        disable_any_whitespace=given.disable_any_whitespace,
+    )
+
+
+def _checked(param: str, **fields: Any) -> StructuredOutput:
+    try:
+        return StructuredOutput(**fields)
+    except ValueError as error:
+        raise refusal(error, param) from None
+
+
+def refusal(error: ValueError, param: str) -> ApiError:
+    """What the engine says about a form, under the name that the client knows."""
+    message = str(error).replace("structured_output", param, 1)
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+class Compiling:
+    """Compiles what requests ask for, beside the event loop and the engine's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="specops-grammars")
+        self._num_waiting = 0
+
+    async def compile(self, params: SamplingParams, param: str) -> Grammar | None:
+        """The grammar of a request, for as long as the request holds it; None: it has none.
+
+        Args:
+            params: of the request.
+            param: the field that it comes from.
+
+        Raises:
+            ApiError: it cannot be used, takes too long, or too many others are not compiled yet.
+        """
+        wanted = params.structured_output
+        if wanted is None:
+            return None
+        if self._num_waiting >= _MAX_WAITING:
+            raise ApiError(
+                429,
+                f"the server is busy: {self._num_waiting} grammars wait to be compiled",
+                type="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        compiling = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._engine.compile_structured_output, wanted
+        )
+        self._num_waiting += 1
+        compiling.add_done_callback(self._note_end)
+        try:
+            # Shielded: what is begun cannot be cancelled, and goes on counting until it ends.
+            return await asyncio.wait_for(asyncio.shield(compiling), _MAX_SECONDS)
+        except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
+            raise ApiError(
+                400,
+                f"{param} takes longer than {_MAX_SECONDS:g} seconds to compile",
+                param=param,
+                code="invalid_value",
+            ) from None
+        except ValueError as error:
+            raise refusal(error, param) from None
+
+    def _note_end(self, compiled: "asyncio.Future[Grammar]") -> None:
+        self._num_waiting -= 1
+        if not compiled.cancelled():
+            compiled.exception()  # somebody may have given up before it

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools of a chat: what a client offers, the grammar of calls, and calls read from a text.
+
+Calls are written as the chat templates of Qwen and Hermes teach it: a JSON object with name and
+arguments, between `<tool_call>` and `</tool_call>`. The output is constrained to that, so whatever
+has been called can be read, and its arguments are of the tool's schema.
+"""
+
+import json
+import re
+import secrets
+from typing import Any, Literal
+
+from pydantic import Field
+
+from specops.engine.server.api_error import ApiError
+from specops.engine.server.strict import Strict
+from specops.engine.server.structured import refusal
+from specops.engine.structured import StructuredOutput
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+
+
+class Function(Strict):
+    """A tool's name, and the schema of its arguments; without one it takes none."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # they hold whatever it says
+
+
+class Tool(Strict):
+    """A tool; there are no others than functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """Which function is to be called."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """Which tool is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class CalledFunction(Strict):
+    """A function that an assistant has called."""
+
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(Strict):
+    """A call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(None, exclude=True)  # as streams have it
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it: with arguments that are no text.
+
+        Raises:
+            ValueError: the arguments are no JSON object.
+        """
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError as error:
+            raise ValueError(f"messages: arguments of a tool call are no JSON: {error}") from None
+        if not isinstance(arguments, dict):
+            raise ValueError("messages: arguments of a tool call must be a JSON object")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
+    """Refuses tools that cannot be told apart, and choices that there are not.
+
+    Raises:
+        ApiError: 400.
+    """
+    names = [tool.function.name for tool in tools]
+    if len(tools) > MAX_TOOLS:
+        raise _bad(f"tools must hold at most {MAX_TOOLS} tools, got {len(tools)}")
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise _bad(
+                "tools must have names of 1 to 64 letters, digits, dots, dashes and underscores, "
+                f"got {name!r}"
+            )
+    if len(set(names)) < len(names):
+        raise _bad("tools must have different names, got one twice")
+    if choice == "required" and not tools:
+        raise _bad("tool_choice 'required' needs tools", "tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise _bad(
+            f"tool_choice must name one of the tools, got {choice.function.name!r}", "tool_choice"
+        )
+
+
+def _bad(message: str, param: str = "tools") -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def calls_wanted(
+    tools: list[Tool], choice: ToolChoice | None, parallel: bool
+) -> StructuredOutput | None:
+    """The form of an output that may call tools; None: it may not.
+
+    Args:
+        tools: that are offered.
+        choice: whether and which it may call; None is "auto".
+        parallel: it may call several.
+
+    Raises:
+        ApiError: a schema is too large.
+    """
+    if not tools or choice == "none":
+        return None
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    offered = [tool.function for tool in tools if named in (None, tool.function.name)]
+    start = {
+        (False, True): ["start: called* rest", "called: opening written", "rest: TEXT"],
+        (False, False): ["start: rest | called", "called: opening written", "rest: TEXT"],
+        (True, True): ['start: called ("\\n" called)*', f'called: "{_OPENING}" written'],
+        (True, False): ["start: called", f'called: "{_OPENING}" written'],
+    }[choice not in (None, "auto"), parallel and named is None]
+    rules = [
+        "%llguidance {}",
+        *start,
+        "TEXT: /(.|\\n)*/",
+        f'opening[lazy]: TEXT "{_OPENING}"',
+        f'written: "\\n" ({" | ".join(f"call{i}" for i in range(len(offered)))}) "\\n{_CLOSING}"',
+    ]
+    for index, function in enumerate(offered):
+        name = json.dumps(f'{{"name": "{function.name}", "arguments": ')
+        rules.append(f'call{index}: {name} arguments{index} "}}"')
+        rules.append(f"arguments{index}: %json {json.dumps(_schema(function))}")
+    try:
+        return StructuredOutput(grammar="\n".join(rules))
+    except ValueError as error:
+        raise refusal(error, "tools") from None
+
+
+def _schema(function: Function) -> dict[str, Any]:
+    if function.parameters is not None:
+        return function.parameters
+    return {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class CallReader:
+    """Takes the calls out of a text, as it comes.
+
+    Attributes:
+        num_calls: read so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._held = ""  # may become a call, or space before one
+        self._is_open = False
+
+    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Adds a piece of the text; returns what of it is no call, and the complete calls."""
+        self._held += text
+        content = ""
+        calls: list[dict[str, Any]] = []
+        while True:
+            if self._is_open:
+                body, closing, rest = self._held.partition(_CLOSING)
+                if not closing:
+                    return content, calls
+                calls.append(self._call(body))
+                self._held, self._is_open = rest, False
+            else:
+                before, opening, rest = self._held.partition(_OPENING)
+                if not opening:
+                    free = len(self._held) - _num_held(self._held)
+                    content += self._held[:free]
+                    self._held = self._held[free:]
+                    return content, calls
+                content += before.rstrip()
+                self._held, self._is_open = rest, True
+
+    def finish(self) -> str:
+        """The content that is left when the text has ended: a call that is not complete is text."""
+        left = (_OPENING if self._is_open else "") + self._held
+        self._held, self._is_open = "", False
+        return left if left.strip() or not self.num_calls else ""
+
+    def _call(self, body: str) -> dict[str, Any]:
+        """A call as an answer has it; the grammar has seen to its form."""
+        call = json.loads(body)
+        arguments = json.dumps(call["arguments"], ensure_ascii=False)
+        self.num_calls += 1
+        return {
+            "index": self.num_calls - 1,
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call["name"], "arguments": arguments},
+        }
+
+
+def _num_held(text: str) -> int:
+    """How many of the last characters may be space before a call, and its beginning."""
+    length = next(size for size in range(len(_OPENING), -1, -1) if text.endswith(_OPENING[:size]))
+    before = text[: len(text) - length]
+    return length + len(before) - len(before.rstrip())

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output that a grammar constrains: what is asked for, where a text stands in it, and its masks."""
+
+from specops.engine.structured.compiler import GrammarCompiler
+from specops.engine.structured.masks import MaskFiller, MaskRows
+from specops.engine.structured.matching import Grammar, GrammarState
+from specops.engine.structured.wanted import StructuredOutput
+
+__all__ = [
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarState",
+    "MaskFiller",
+    "MaskRows",
+    "StructuredOutput",
+]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a request asks for to a grammar, checked, within bounds, and kept for the next one.
+
+Any thread may compile: a server does it beside the engine's thread, which then finds the result.
+"""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from specops.engine.structured.matching import Grammar
+from specops.engine.structured.vocabulary import Vocabulary
+from specops.engine.structured.wanted import StructuredOutput
+from specops.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_MAX_KEPT = 64  # grammars that no request uses
+_MAX_LEXER_STATES = 50_000  # of a grammar, of one to two KB each
+
+# Of one mask, which others wait for. Schemas of thousands of properties take a fraction of that.
+_MAX_ROW_ITEMS = 500  # of the parser, between two bytes
+_MAX_STEP_ITEMS = 10_000  # of the parser
+_MAX_STEP_FUEL = 100_000  # of the lexer
+# What else bounds a grammar is llguidance's default: 500,000 symbols, and a million steps of the
+# lexer to begin with.
+
+# llguidance calls itself for every rule that a rule refers to, and the longest text has room for
+# a chain of ten thousand and more. Only what is used of a stack takes memory.
+_STACK_BYTES = 1 << 29
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._vocabulary: Vocabulary | None = None
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._used: WeakValueDictionary[StructuredOutput, Grammar] = WeakValueDictionary()
+
+    def compile(self, wanted: StructuredOutput) -> Grammar:
+        """Returns the grammar of what a request asks for; at once, if it is known already.
+
+        Raises:
+            ValueError: it is not valid, too large, or says what is not supported; or llguidance is
+                not installed.
+        """
+        with self._lock:
+            found = self._used.get(wanted)
+            if found is None:
+                vocabulary = self._vocabulary_of_model()
+        if found is None:
+            # Two threads may compile the same: neither waits for what a third one compiles.
+            found = _with_a_deep_stack(partial(_grammar, vocabulary, wanted))
+        with self._lock:
+            found = self._used.setdefault(wanted, found)
+            self._kept[wanted] = found
+            self._kept.move_to_end(wanted)
+            while len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def _vocabulary_of_model(self) -> Vocabulary:
+        if self._vocabulary is None:
+            try:
+                self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
+            except ImportError:
+                raise ValueError(
+                    "structured_output needs the package llguidance, which is not installed: "
+                    "pip install 'specops[structured]'"
+                ) from None
+        return self._vocabulary
+
+
+_TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)  # of a rule
+_starting = threading.Lock()  # the size of the next thread's stack is the process's
+
+
+def _with_a_deep_stack(work: Callable[[], Grammar]) -> Grammar:
+    """Does the work in a thread of its own, with room for rules that refer to rules."""
+    done: list[Grammar] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except Exception as error:
+            failed.append(error)
+
+    with _starting:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="specops-grammar")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+def _grammar(vocabulary: Vocabulary, wanted: StructuredOutput) -> Grammar:
+    grammar = Grammar(_matcher(vocabulary, wanted), vocabulary)
+    if reason := grammar.why_unusable():
+        raise _refused(wanted, reason)
+    return grammar
+
+
+def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput) -> "LLMatcher":
+    """llguidance's matcher at the beginning of a text.
+
+    Raises:
+        ValueError: llguidance refuses the grammar.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        matcher = LLMatcher(
+            vocabulary.matcher_tokenizer,
+            _source(wanted),
+            log_level=0,
+            limits=LLParserLimits(
+                max_lexer_states=_MAX_LEXER_STATES,
+                max_items_in_row=_MAX_ROW_ITEMS,
+                step_max_items=_MAX_STEP_ITEMS,
+                step_lexer_fuel=_MAX_STEP_FUEL,
+            ),
+        )
+    except ValueError as error:
+        raise _refused(wanted, str(error)) from None
+    if matcher.is_error():
+        raise _refused(wanted, matcher.get_error())
+    return matcher
+
+
+def _source(wanted: StructuredOutput) -> str:
+    """What is asked for in llguidance's own terms."""
+    from llguidance import LLMatcher
+
+    if isinstance(wanted.json_schema, str):
+        schema = json.loads(wanted.json_schema)
+        if not wanted.disable_any_whitespace:
+            return LLMatcher.grammar_from_json_schema(wanted.json_schema)
+        if schema is True:  # llguidance has options for objects alone
+            schema = {}
+        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        return LLMatcher.grammar_from_regex("|".join(map(_literally, wanted.choice)))
+    assert wanted.grammar is not None
+    if _TEMPERATURE.search(wanted.grammar):
+        raise _refused(wanted, "a rule's temperature is not supported: a request has one")
+    return LLMatcher.grammar_from_lark(wanted.grammar)
+
+
+def _literally(text: str) -> str:
+    """A regular expression that matches this text alone."""
+    return "".join(
+        char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text
+    )
+
+
+def _refused(wanted: StructuredOutput, reason: str) -> ValueError:
+    told = " ".join(reason.partition("<state>")[0].split())  # behind it is the parser's inside
+    return ValueError(f"structured_output: {wanted.kind} cannot be used: {told}")

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The masks of a step: of every row that chooses a token of a constrained request.
+
+A row behind a draft is masked as if the draft had been emitted. Behind a draft that does not fit,
+and behind the end of a text, rows are never reached: their masks allow every text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specops.engine.structured.matching import GrammarState
+
+# A mask takes 20 us. So few are done before another thread is there, which beside other work on the
+# same cores may take milliseconds.
+_MANY_ROWS = 64
+
+
+@dataclass(slots=True)
+class MaskRows:
+    """The rows of one request: that of its last token, then one for each draft.
+
+    Attributes:
+        state: where the request stands.
+        first: its first row.
+        drafts: the tokens of the others.
+        parents: of each draft the one that it hangs on, in preorder; -1: the last token. None: they
+            are a chain.
+        opening: the token behind which the grammar begins, in the request's thinking; -1: it has
+            begun already.
+    """
+
+    state: GrammarState
+    first: int
+    drafts: list[int]
+    parents: Sequence[int] | None = None
+    opening: int = -1
+
+    @property
+    def last(self) -> int:
+        """The row behind its own."""
+        return self.first + 1 + len(self.drafts)
+
+
+class MaskFiller:
+    """Fills the masks of steps, those of several requests at a time.
+
+    Args:
+        num_threads: that compute masks.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        from llguidance import LLExecutor
+
+        self._num_threads = num_threads
+        self._executor = LLExecutor(num_threads)
+        self._rows: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
+
+    def fill(self, wanted: Sequence[MaskRows], out: NDArray[np.int32]) -> None:
+        """Fills the rows of some requests.
+
+        Args:
+            wanted: the requests; their rows are those before the last one's `last`.
+            out: int32 [rows, ceil(vocab_size / 32)]; written.
+        """
+        rows = self._room(wanted[-1].last, wanted[0].state.vocabulary.size + 1)
+        roots: list[tuple[Any, int]] = []
+        chains: list[tuple[Any, int, list[int]]] = []
+        trees = []
+        for one in wanted:
+            if one.parents is not None:
+                trees.append(one)
+                continue
+            begin = _begin(one)
+            if begin > len(one.drafts):
+                continue
+            drafts = _readable(one.state, one.drafts[begin:])
+            if drafts:
+                chains.append((one.state.matcher, one.first + begin, drafts))
+            else:
+                roots.append((one.state.matcher, one.first + begin))
+        self._compute(roots, chains, rows)
+        for one in trees:
+            _walk(one, rows)
+        for one in wanted:
+            if one.state.matcher.is_error():
+                _fill_anew(one, rows)
+            _translate(one, rows, out)
+
+    def _compute(
+        self,
+        roots: list[tuple[Any, int]],
+        chains: list[tuple[Any, int, list[int]]],
+        rows: NDArray[np.int32],
+    ) -> None:
+        """Fills the rows of single tokens and of chains: here if they are few, else by threads."""
+        place = rows.ctypes.data, 4 * rows.shape[1], len(rows)
+        executor = self._executor
+        if self._num_threads > 1 and len(rows) >= _MANY_ROWS:
+            if roots:
+                executor.unsafe_compute_mask_ptr(roots, *place)
+            if chains:
+                executor.unsafe_compute_mask_ptr_with_draft_token(chains, *place)
+            return
+        for root in roots:  # a list of one is computed on the thread that asks
+            executor.unsafe_compute_mask_ptr([root], *place)
+        for chain in chains:
+            executor.unsafe_compute_mask_ptr_with_draft_token([chain], *place)
+
+    def _room(self, count: int, vocab_size: int) -> NDArray[np.int32]:
+        """Rows that allow everything."""
+        words = -(-vocab_size // 32)
+        if len(self._rows) < count or self._rows.shape[1] != words:
+            self._rows = np.empty((max(count, 2 * len(self._rows)), words), dtype=np.int32)
+        self._rows[:count] = -1
+        return self._rows[:count]
+
+
+def _begin(one: MaskRows) -> int:
+    """The first row of a chain that the grammar speaks of; behind the last one if there is none."""
+    if one.opening < 0:
+        return 0
+    found = one.opening in one.drafts
+    return 1 + (one.drafts.index(one.opening) if found else len(one.drafts))
+
+
+def _readable(state: GrammarState, drafts: Sequence[int]) -> list[int]:
+    """The drafts before the first that is no text, which no grammar may be asked about."""
+    count = next((n for n, one in enumerate(drafts) if not state.vocabulary.is_text(one)), None)
+    return list(drafts[:count])
+
+
+def _compute(state: GrammarState, row: NDArray[np.int32]) -> None:
+    state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+
+def _walk(one: MaskRows, rows: NDArray[np.int32]) -> None:
+    """Fills the rows of a tree: in preorder, each node once, and back up to its parent."""
+    assert one.parents is not None
+    state = one.state
+    depths = [0 if one.opening < 0 else -1]  # of each row: moves of the matcher; -1: not begun
+    fits = [True]
+    at = 0
+    if one.opening < 0:
+        _compute(state, rows[one.first])
+    for node, (token, parent) in enumerate(zip(one.drafts, one.parents, strict=True)):
+        depth, is_reached = depths[parent + 1], fits[parent + 1]
+        if depth < 0:
+            begins = token == one.opening
+            depths.append(0 if begins else -1)
+            fits.append(True)
+            if not begins:
+                continue
+            depth = -1
+        elif not is_reached:
+            depths.append(depth)
+            fits.append(False)
+            continue
+        state.go_back(at - max(depth, 0))
+        at = max(depth, 0)
+        if depth >= 0:
+            fits.append(state.advance(token))
+            depths.append(depth + 1)
+            if not fits[-1]:
+                continue
+            at += 1
+        _compute(state, rows[one.first + 1 + node])
+    state.go_back(at)
+
+
+def _fill_anew(one: MaskRows, rows: NDArray[np.int32]) -> None:
+    """Fills each row from the beginning: a bound was met at one of them, whose mask is empty."""
+    state = one.state
+    for node in range(-1, len(one.drafts)):
+        row = rows[one.first + 1 + node]
+        row.fill(-1)
+        path = _path(one, node)
+        if path is None:
+            continue
+        state.restart()
+        if all(map(state.advance, path)):
+            _compute(state, row)
+            if state.matcher.is_error():
+                row.fill(0)
+    state.restart()
+
+
+def _path(one: MaskRows, node: int) -> list[int] | None:
+    """The drafts down to a row that the grammar has to take; None: it has not begun there."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, one.drafts[node])
+        node = node - 1 if one.parents is None else one.parents[node]
+    if one.opening < 0:
+        return path
+    return path[path.index(one.opening) + 1 :] if one.opening in path else None
+
+
+def _translate(one: MaskRows, rows: NDArray[np.int32], out: NDArray[np.int32]) -> None:
+    """Makes masks of the model's vocabulary of a request's rows."""
+    one.state.allow(rows[one.first : one.last], out[one.first : one.last])
+    if one.opening < 0:
+        return
+    for node in range(-1, len(one.drafts)):
+        if _path(one, node) is None:
+            row = one.first + 1 + node
+            one.state.allow_all(out[row : row + 1])

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may ask of its output's form, checked for size and depth before anybody parses it.
+
+The limits are far above what is sent in earnest, and below what takes a parser's stack or seconds.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_TEXT = 1 << 18  # characters of a schema, of a grammar, or of all choices
+MAX_REGEX = 1 << 14
+MAX_CHOICES = 1024
+MAX_DEPTH = 64  # of nested values, and of nested brackets
+
+_KINDS = ("json_schema", "regex", "grammar", "choice")
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutput:
+    """The form of an output: exactly one of the first four.
+
+    Attributes:
+        json_schema: JSON that this JSON Schema allows: a text, or what `json.loads` makes of it,
+            such as True for any JSON value. Kept as text.
+        regex: a text that this regular expression matches as a whole.
+        grammar: a text of this context-free grammar, in llguidance's dialect of Lark.
+        choice: one of these texts.
+        disable_any_whitespace: of JSON: no space or line end between its values.
+
+    Raises:
+        ValueError: none is given, or two are, or one is of the wrong type, too large or too deep.
+    """
+
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_output must have exactly one of {', '.join(_KINDS)}, got "
+                f"{' and '.join(given) or 'none of them'}"
+            )
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise ValueError(
+                "structured_output: disable_any_whitespace must be True or False, got "
+                f"{self.disable_any_whitespace!r}"
+            )
+        if self.disable_any_whitespace and self.json_schema is None:
+            raise ValueError(
+                f"structured_output: disable_any_whitespace needs json_schema, got {given[0]}"
+            )
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        elif self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        else:
+            name, most = ("regex", MAX_REGEX) if self.regex is not None else ("grammar", MAX_TEXT)
+            _check_text(name, getattr(self, name), most)
+
+    @property
+    def kind(self) -> str:
+        """Which of the four it is."""
+        return next(name for name in _KINDS if getattr(self, name) is not None)
+
+
+def _schema_text(schema: Any) -> str:
+    """A schema as text, with its keys in the order given."""
+    text = schema
+    if not isinstance(text, str):
+        if not isinstance(schema, (Mapping, bool)):
+            raise ValueError(
+                f"structured_output: json_schema must be an object, True or a text, got {schema!r}"
+            )
+        _check_depth(schema)
+        try:
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"structured_output: json_schema is no JSON: {error}") from None
+    if len(text) > MAX_TEXT:
+        raise _too_long("json_schema", text, MAX_TEXT)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep("json_schema") from None
+    except ValueError as error:
+        raise ValueError(f"structured_output: json_schema is no JSON: {error}") from None
+    if not isinstance(value, (dict, bool)):
+        raise ValueError(
+            "structured_output: json_schema must be an object, true or false, got "
+            f"{type(value).__name__}"
+        )
+    _check_depth(value)
+    return text
+
+
+def _check_depth(value: Any) -> None:
+    """Refuses values that are nested too deeply; without recursion, since they may be."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (Mapping, list, tuple))
+            for inner in (one.values() if isinstance(one, Mapping) else one)
+        ]
+        if not level:
+            return
+    raise _too_deep("json_schema")
+
+
+def _check_text(name: str, text: Any, most: int) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"structured_output: {name} must be a text, got {text!r}")
+    if len(text) > most:
+        raise _too_long(name, text, most)
+    depth = 0
+    for char in text:
+        if char in _OPENING:
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise _too_deep(name)
+        elif char in _CLOSING and depth:
+            depth -= 1
+
+
+def _choices(choice: Any) -> tuple[str, ...]:
+    if not isinstance(choice, (list, tuple)) or not all(isinstance(one, str) for one in choice):
+        raise ValueError(f"structured_output: choice must be a list of texts, got {choice!r}")
+    if not 1 <= len(choice) <= MAX_CHOICES:
+        raise ValueError(
+            f"structured_output: choice must hold 1 to {MAX_CHOICES} texts, got {len(choice)}"
+        )
+    if not all(choice):
+        raise ValueError("structured_output: choice must hold texts of a character or more, got ''")
+    if (total := sum(map(len, choice))) > MAX_TEXT:
+        raise ValueError(
+            f"structured_output: choice must have at most {MAX_TEXT} characters, got {total}"
+        )
+    return tuple(choice)
+
+
+def _too_long(name: str, text: str, most: int) -> ValueError:
+    return ValueError(
+        f"structured_output: {name} must have at most {most} characters, got {len(text)}"
+    )
+
+
+def _too_deep(name: str) -> ValueError:
+    return ValueError(
+        f"structured_output: {name} must be nested at most {MAX_DEPTH} deep, got more"
+    )

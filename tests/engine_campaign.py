@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines at random against plain decoding, for half an hour: no token and no logprob bit differs.
+
+    python tests/engine_campaign.py [--minutes 30] [--seed 0]
+
+A round has a model (the bundled one, or a small one with random weights), requests of which some
+share their first tokens, and what each says when it is decoded alone and without speculation. Then
+come engines with other limits, instruction sets and threads: few pages, small chunks, no shared
+prefixes, other defaults. There each request has a method of its own, chains or trees; they arrive
+at random, and others beside them are aborted. What differs is printed with all it takes to see it
+again, and the exit status is 1.
+"""
+
+import argparse
+import random
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import specops
+from checkpoints import write_config
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.structured import StructuredOutput
+
+VOCAB = 64  # of the small model; its few tokens repeat themselves
+REQUESTS, ENGINES = 12, 4  # of a round
+
+
+def random_speculation(draw: random.Random) -> dict[str, Any]:
+    """What a request may ask for itself."""
+    method = draw.choice(["naive", "ngram", "ngram", "suffix", "suffix", "mtp", "mtp"])
+    if method == "naive":
+        return {"method": method}
+    asked: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": draw.randint(1, 12),
+        "adaptive_verification": draw.random() < 0.2,
+        "accept_policy": draw.choice(["normal"] * 9 + ["reject_all"]),
+        "tree": draw.random() < 0.5,
+    }
+    if method == "ngram":
+        asked["min_ngram_size"] = draw.randint(1, 2)
+        asked["max_ngram_size"] = draw.randint(2, 5)
+        asked["ngram_match"] = draw.choice(["most_recent", "leftmost"])
+    if method == "mtp":
+        asked["num_model_steps"] = draw.randint(1, min(asked["num_speculative_tokens"], 4))
+        hybrids = [] if asked["tree"] else ["with_ngram", "with_suffix"]
+        asked["mtp_strategy"] = draw.choice(["default", *hybrids])
+    return asked
+
+
+def random_params(draw: random.Random, vocab: int, max_tokens: int) -> SamplingParams:
+    """Each parameter is asked for, or not, by a coin of its own."""
+
+    def token() -> int:
+        return draw.randrange(vocab)
+
+    asked = {
+        "top_k": draw.choice([3, 20]),
+        "top_p": draw.choice([0.5, 0.9]),
+        "min_p": draw.choice([0.02, 0.2]),
+        "typical_p": draw.choice([0.5, 0.95]),
+        "repetition_penalty": draw.choice([0.9, 1.2]),
+        "presence_penalty": draw.choice([-0.3, 0.4]),
+        "frequency_penalty": draw.choice([-0.1, 0.2]),
+        "logit_bias": {token(): draw.uniform(-5, 5) for _ in range(5)},
+        "bad_words_token_ids": [[token()], [token(), token()]],
+        "allowed_token_ids": sorted(draw.sample(range(vocab), vocab * 3 // 4)),
+        "min_tokens": draw.randint(1, max_tokens),
+        "stop_token_ids": [token()],
+        "structured_output": StructuredOutput(
+            **draw.choice(
+                [
+                    {"regex": "[0-9]{1,9}(-[0-9A-F]{2,20})*"},
+                    {"choice": ("12", "123", "45-67-89", "A" * 30)},
+                    {"json_schema": {"type": "array", "items": {"enum": [1, 12, 345]}}},
+                ]
+            )
+        ),
+        "stop_token_sequences": [[token(), token()], [token()] * 3],
+    }
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=draw.choice([0.0, 0.0, 0.3, 0.7, 1.0]),
+        seed=draw.getrandbits(64),
+        logprobs=draw.choice([0, 0, 3]),
+        ignore_eos=draw.random() < 0.7,
+        **{name: value for name, value in asked.items() if draw.random() < 0.15},
+    )
+
+
+def random_prompts(draw: random.Random, vocab: int, longest: int) -> list[list[int]]:
+    """Some begin alike, on one of three levels, and all say what they have said before."""
+
+    def text(size: int) -> list[int]:
+        piece = [draw.randrange(vocab) for _ in range(draw.randint(3, 20))]
+        return (piece * (size // len(piece) + 1))[:size]
+
+    roots = [text(draw.randint(1, longest // 3)) for _ in range(2)]
+    branches = [draw.choice(roots) + text(draw.randint(1, longest // 3)) for _ in range(3)]
+    return [
+        draw.choice([[], *roots, *branches, *branches]) + text(draw.randint(1, longest // 3))
+        for _ in range(REQUESTS)
+    ]
+
+
+def random_limits(draw: random.Random, longest: int) -> dict[str, Any]:
+    """What an engine may be limited to; a request of `longest` tokens has room."""
+    page_size = draw.choice([16, 16, 32, 64])
+    limits: dict[str, Any] = {
+        "max_num_seqs": draw.choice([1, 2, 3, 5, 8, 16]),
+        "max_num_batched_tokens": draw.choice([32, 48, 100, 512]),
+        "page_size": page_size,
+        "enable_prefix_caching": draw.random() < 0.8,
+        "enable_cascade_attention": draw.random() < 0.8,
+        "num_threads": draw.choice([1, 2]),
+    }
+    if draw.random() < 0.4:  # requests are preempted
+        limits["num_pages"] = -(-longest // page_size) + draw.randint(1, 8)
+    return limits
+
+
+def bits(one: Completion) -> list[Any]:
+    def pack(value: float) -> bytes:
+        return struct.pack("<f", value)
+
+    return [
+        one.token_ids,
+        one.finish_reason,
+        [
+            (pack(p.logprob), p.rank, [(i, pack(value)) for i, value in p.alternatives])
+            for p in one.logprobs
+        ],
+    ]
+
+
+def run_at_random(
+    engine: Engine,
+    draw: random.Random,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    speculations: list[dict[str, Any]],
+) -> list[Completion]:
+    """Requests come in any order, at any time, among others that leave before they are done."""
+    order = list(range(len(prompts)))
+    draw.shuffle(order)
+    names: dict[int, str] = {}
+    others: list[str] = []
+    while order or engine.has_unfinished():
+        while order and (draw.random() < 0.5 or not engine.has_unfinished()):
+            index = order.pop()
+            add = {"speculative_config": speculations[index]}
+            names[index] = engine.add_request(prompts[index], params[index], **add)
+            if draw.random() < 0.3:
+                others.append(engine.add_request(prompts[index], params[index - 1], **add))
+        if others and draw.random() < 0.2:
+            engine.abort(others.pop())
+        engine.step()
+    engine._pool.check_integrity()
+    assert engine.num_free_pages == engine.num_pages, "pages have leaked"
+    return [engine.completion(names[index]) for index in range(len(prompts))]
+
+
+def run_round(number: int, seed: int, model: str | None, found: Counter[str]) -> None:
+    """One model, one set of requests, some engines."""
+    draw = random.Random(f"{seed}-{number}")
+    isa = draw.choice(specops.runtime.supported_isas())
+    specops.runtime.set_isa(isa)
+    longest, max_tokens = (120, 48) if model else (300, 64)
+    shared = {
+        "device": "cpu",
+        "logprobs_mode": draw.choice(["raw_logprobs", "processed_logprobs"]),
+        "max_model_len": longest + max_tokens + 1,
+    }
+    if model:
+        shared |= {"model": model, "load_format": "dummy"}
+    naive = SpeculativeConfig(method="naive")
+    plain = Engine(
+        EngineConfig(
+            speculative_config=naive, max_num_seqs=1, enable_prefix_caching=False, **shared
+        )
+    )
+    vocab = plain.tokenizer.vocab_size if model is None else VOCAB
+    prompts = random_prompts(draw, vocab, longest)
+    params = [random_params(draw, vocab, draw.randint(1, max_tokens)) for _ in prompts]
+    want = [bits(one) for one in plain.generate(prompts, params)]
+    for _ in range(ENGINES):
+        limits = random_limits(draw, longest + max_tokens + 1)
+        speculations = [random_speculation(draw) for _ in prompts]
+        default = SpeculativeConfig(**random_speculation(draw))
+        if not default.selects_drafts:  # else the engine does not know what steps cost
+            speculations = [{**one, "adaptive_verification": False} for one in speculations]
+        engine = Engine(EngineConfig(speculative_config=default, **limits, **shared))
+        got = run_at_random(engine, draw, prompts, params, speculations)
+        for index, (one, expected) in enumerate(zip(got, want, strict=True)):
+            found["outputs"] += 1
+            found["tokens"] += len(one.token_ids)
+            if bits(one) != expected:
+                found["differ"] += 1
+                print(f"\nround {number}, request {index} differs: {isa}, {shared}, {limits}")
+                print(f"  {speculations[index]}\n  {params[index]}\n  prompt {prompts[index]}")
+                print(f"  expected {expected[0]}\n  got      {one.token_ids}", flush=True)
+        stats = engine.stats
+        found["drafts accepted"] += stats.speculative.num_accepted_tokens
+        found["drafts rejected"] += (
+            stats.speculative.num_draft_tokens - stats.speculative.num_accepted_tokens
+        )
+        found["preemptions"] += stats.num_preemptions
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--rounds", type=int, help="so many instead, however long they take")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    found: Counter[str] = Counter()
+    end, number = time.monotonic() + 60 * options.minutes, 0
+    with tempfile.TemporaryDirectory() as folder:
+        small = write_config(
+            Path(folder), num_hidden_layers=2, vocab_size=VOCAB, num_nextn_predict_layers=1
+        )
+        while number < options.rounds if options.rounds else time.monotonic() < end:
+            run_round(number, options.seed, None if number % 3 == 2 else str(small), found)
+            number += 1
+            counts = ", ".join(f"{found[name]:,} {name}" for name in found if name != "differ")
+            print(f"{number} rounds: {counts}, {found['differ']} differ", flush=True)
+    return int(found["differ"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The execution contract: what changes bits changes its digest, and nothing else does."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import specops
+from conftest import every_isa
+from serving import serving
+from specops.engine import Engine, EngineConfig, SpeculativeConfig
+from specops.engine.__main__ import main
+from specops.engine.config import BUNDLED_MODEL
+from specops.engine.contract import contract_of
+from specops.engine.errors import ModelError
+
+
+def digest(**config: Any) -> str:
+    return str(contract_of(Engine(EngineConfig(device="cpu", num_threads=1, **config)))["digest"])
+
+
+@pytest.fixture(scope="module")
+def own() -> str:
+    return digest()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"speculative_config": SpeculativeConfig(method="mtp", num_speculative_tokens=3)},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 64, "page_size": 32, "num_pages": 90},
+        {"enable_prefix_caching": False, "enable_cascade_attention": False, "seed": 4},
+        {"max_model_len": 100, "served_model_name": "other"},
+        {"model": str(BUNDLED_MODEL)},
+    ],
+    ids=lambda config: ", ".join(config),
+)
+def test_what_changes_no_bit_is_not_in_it(own: str, config: dict[str, Any]) -> None:
+    assert digest(**config) == own
+
+
+def test_what_changes_bits_is_in_it(own: str, tmp_path: Path) -> None:
+    found = [own, digest(dtype="float32"), digest(logprobs_mode="processed_logprobs")]
+    for name in ("config.json", "model.safetensors"):
+        copy = tmp_path / name
+        shutil.copytree(BUNDLED_MODEL, copy, ignore=shutil.ignore_patterns("*.py"))
+        data = bytearray((copy / name).read_bytes())
+        if name == "config.json":
+            changed = {**json.loads(data), "rms_norm_eps": 2e-6}
+            data = bytearray(json.dumps(changed).encode())
+        else:
+            data[-1] ^= 1  # of the last weight
+        (copy / name).write_bytes(data)
+        found.append(digest(model=str(copy)))
+    assert len(set(found)) == len(found)
+    of_isas = {digest() for _ in every_isa()}
+    assert own in of_isas and len(of_isas) == len(specops.supported_isas())
+
+
+def test_random_weights_follow_from_the_configuration(own: str) -> None:
+    made = digest(load_format="dummy")
+    assert made == digest(load_format="dummy") != own
+
+
+def test_what_it_says() -> None:
+    contract = contract_of(Engine(EngineConfig(device="cpu")))
+    facts = specops.runtime.build_facts()
+    assert contract["kernels"] == facts and len(facts["source_digest"]) == 16
+    assert contract["device"] == {"kind": "cpu", "instruction_set": specops.get_isa()}
+    assert contract["model"]["dtype"] == "bfloat16" and contract["attention_leaf_tokens"] == 64
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, own: str) -> None:
+    assert main(["contract", "--device", "cpu", "--num-threads", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["digest"] == own
+    assert main(["contract", "--model", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+    file = tmp_path / "found.json"
+    asked = ["verify-exactness", "--device", "cpu", "--prompts", "1", "--max-tokens", "4"]
+    assert main([*asked, "--method", "ngram", "--temperature", "0", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["contract"]["digest"] == own
+    (comparison,) = found["comparisons"]
+    assert comparison["method"] == "ngram" and comparison["num_different"] == 0
+
+
+def test_in_answers() -> None:
+    with serving(Engine(EngineConfig(device="cpu"))) as served:
+        contract = httpx.get(f"{served.url}/v1/contract").json()
+        body = {"prompt": "a", "max_tokens": 1}
+        answer = httpx.post(f"{served.url}/v1/completions", json=body).json()
+    expected = f"specops-{specops.__version__}-{contract['digest']}"
+    assert answer["system_fingerprint"] == expected
+    assert contract == contract_of(served.engine)
+
+
+def test_a_file_that_left_is_told(tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(BUNDLED_MODEL, copy)
+    engine = Engine(EngineConfig(device="cpu", model=str(copy)))
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        contract_of(engine)

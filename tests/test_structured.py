@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constrained output: what may be asked for, masks, and the tokens that a grammar forces.
+
+Masks are compared with what a grammar means, and those behind drafts with those of a matcher that
+never drafted. test_structured_engine.py has whole texts.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance")
+pytest.importorskip("jsonschema")
+
+from schemas import BY_HAND, record
+from specops.engine.config import BUNDLED_MODEL
+from specops.engine.structured import (
+    Grammar,
+    GrammarCompiler,
+    GrammarState,
+    MaskFiller,
+    MaskRows,
+    StructuredOutput,
+)
+from specops.engine.structured.forcing import complete
+from specops.engine.structured.wanted import MAX_CHOICES, MAX_DEPTH, MAX_REGEX, MAX_TEXT
+from specops.engine.tokenizer import Tokenizer
+from test_tokenizer import byte_fallback
+
+VOCAB, EOS = 4096, 0
+
+
+@lru_cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_dir(BUNDLED_MODEL)
+
+
+@lru_cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(tokenizer(), VOCAB)
+
+
+def compiled(**wanted: Any) -> Grammar:
+    return compiler().compile(StructuredOutput(**wanted))
+
+
+def state_of(
+    *, taken: Sequence[int] = (), ends: Sequence[int] = (EOS,), **wanted: Any
+) -> GrammarState:
+    state = GrammarState(compiled(**wanted), ends)
+    assert all(map(state.take, taken))
+    return state
+
+
+def tokens_of(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def allowed(masks: np.ndarray[Any, Any]) -> list[set[int]]:
+    """The tokens that each row allows."""
+    return [set(np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0]) for row in masks]
+
+
+def masks_of(
+    state: GrammarState,
+    drafts: Sequence[int] = (),
+    parents: Sequence[int] | None = None,
+    opening: int = -1,
+) -> list[set[int]]:
+    out = np.full((1 + len(drafts), VOCAB // 32), 77, dtype=np.int32)
+    MaskFiller(2).fill([MaskRows(state, 0, list(drafts), parents, opening)], out)
+    return allowed(out)
+
+
+# ---- what may be asked for ----
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({}, "structured_output must have exactly one of json_schema, .*, got none of them"),
+        ({"regex": "a", "choice": ("a",)}, "got regex and choice"),
+        ({"regex": 3}, "regex must be a text, got 3"),
+        ({"regex": "a" * (MAX_REGEX + 1)}, f"regex must have at most {MAX_REGEX} characters, got"),
+        ({"regex": "(" * 65 + ")" * 65}, f"regex must be nested at most {MAX_DEPTH} deep"),
+        ({"grammar": "a" * (MAX_TEXT + 1)}, "grammar must have at most"),
+        ({"grammar": "start: " + "(" * 99}, "grammar must be nested at most"),
+        ({"choice": "ab"}, "choice must be a list of texts, got 'ab'"),
+        ({"choice": ()}, f"choice must hold 1 to {MAX_CHOICES} texts, got 0"),
+        ({"choice": ("a", "")}, "choice must hold texts of a character or more"),
+        ({"choice": ("a",) * (MAX_CHOICES + 1)}, "choice must hold 1 to"),
+        ({"choice": ("a" * MAX_TEXT, "b")}, "choice must have at most"),
+        ({"json_schema": 3}, "json_schema must be an object, True or a text, got 3"),
+        ({"json_schema": "{"}, "json_schema is no JSON"),
+        ({"json_schema": "3"}, "json_schema must be an object, true or false, got int"),
+        ({"json_schema": {"a": {1, 2}}}, "json_schema is no JSON"),
+        ({"json_schema": {"a": float("nan")}}, "json_schema is no JSON"),
+        ({"json_schema": '{"a": "' + "b" * MAX_TEXT + '"}'}, "json_schema must have at most"),
+        ({"json_schema": "[" * 100_000}, "json_schema (must be nested at most|is no JSON)"),
+        ({"json_schema": '{"not":' * 70 + "{}" + "}" * 70}, "json_schema must be nested at most"),
+        ({"regex": "a", "disable_any_whitespace": True}, "needs json_schema, got regex"),
+        ({"json_schema": {}, "disable_any_whitespace": 1}, "must be True or False, got 1"),
+    ],
+)
+def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StructuredOutput(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"json_schema": {"type": "text"}}, "json_schema cannot be used: .*text"),
+        ({"json_schema": False}, "json_schema cannot be used"),
+        ({"json_schema": {"not": {"type": "string"}}}, 'json_schema cannot be used: .*"not"'),
+        ({"json_schema": {"type": "string", "format": "zzz"}}, "Unknown format: zzz"),
+        ({"json_schema": {"$ref": "http://example.com/x"}}, "json_schema cannot be used"),
+        ({"json_schema": {"$ref": "#/$defs/none"}}, "json_schema cannot be used"),
+        ({"json_schema": {"type": "string", "pattern": "("}}, "json_schema cannot be used"),
+        ({"regex": "("}, "regex cannot be used: .*unclosed group"),
+        ({"regex": "a(?=b)"}, "regex cannot be used"),
+        ({"regex": "[^\\s\\S]"}, "regex cannot be used"),
+        ({"grammar": "start: other"}, "grammar cannot be used: .*unknown name"),
+        ({"grammar": "start: start"}, "grammar cannot be used"),
+        ({"grammar": ""}, "grammar cannot be used"),
+        ({"grammar": "start: a\na[max_tokens=3, temperature=0.5]: /x+/"}, "temperature"),
+        ({"grammar": "start: <|endoftext|>"}, "grammar cannot be used"),
+        ({"grammar": "start: <[0]>"}, "grammar cannot be used"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compiled(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^structured_output: {message}|{message}"):
+        compiled(**fields)
+
+
+def test_grammars_are_kept_while_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specops.engine.structured.compiler._MAX_KEPT", 2)
+    own = GrammarCompiler(tokenizer(), VOCAB)
+    held = own.compile(StructuredOutput(regex="a+"))
+    for other in "bcd":
+        own.compile(StructuredOutput(regex=other))
+    assert own.compile(StructuredOutput(regex="a+")) is held
+    assert len(own._kept) == 2
+    # A schema given as an object and as text is one.
+    schema = {"type": "integer"}
+    assert StructuredOutput(json_schema=schema) == StructuredOutput(json_schema=json.dumps(schema))
+
+
+def test_without_llguidance_a_request_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"needs the package llguidance.*specops\[structured\]"):
+        GrammarCompiler(tokenizer(), VOCAB).compile(StructuredOutput(regex="a"))
+
+
+# ---- the vocabulary ----
+
+
+def test_every_token_has_its_bytes() -> None:
+    vocabulary = compiled(regex="a").vocabulary
+    matching = vocabulary.matcher_tokenizer
+    assert vocabulary.size == VOCAB and vocabulary.end == VOCAB and matching.eos_token == VOCAB
+    for token in range(VOCAB):
+        spelt = tokenizer().token_bytes(token)
+        if tokenizer().is_special(token) or spelt[:1] == b"\xff":
+            assert not vocabulary.is_text(token)
+        else:
+            assert vocabulary.is_text(token)
+            assert matching.decode_bytes([token]) == spelt
+    assert not vocabulary.is_text(-1) and not vocabulary.is_text(VOCAB)
+
+
+@pytest.mark.parametrize("text", ["x = 1", "<|endoftext|>", "Köln ☃", "a\nb\t", '{"name": '])
+def test_forced_texts_are_encoded_without_special_tokens(text: str) -> None:
+    ids = compiled(regex="a").vocabulary.matcher_tokenizer.tokenize_str(text)
+    assert b"".join(map(tokenizer().token_bytes, ids)) == text.encode()
+    assert EOS not in ids
+    if "<" not in text:
+        assert ids == tokens_of(text)
+
+
+@pytest.mark.parametrize("text", ["ab ab", "a", " b", "日é", "xyz ab", "<s>ab"])
+def test_a_tokenizer_with_bytes_and_a_space_before_texts(text: str) -> None:
+    """Forced texts have no space more, and characters their own tokens where there are some."""
+    of_bytes = Tokenizer(byte_fallback())
+    own = GrammarCompiler(of_bytes, of_bytes.vocab_size + 5)  # the model has more than that
+    ids = own.compile(StructuredOutput(regex="a")).vocabulary.matcher_tokenizer.tokenize_str(text)
+    assert b"".join(map(of_bytes.token_bytes, ids)) == text.encode()
+    expected = of_bytes.encode_as_text("\x02" + text)[2:]  # behind a space and the mark's byte
+    assert ids == expected
+    # Both tokens of a character may stand for it where a choice is left.
+    state = GrammarState(own.compile(StructuredOutput(regex="[ab]+")), [])
+    out = np.zeros((1, -(-(of_bytes.vocab_size + 5) // 32)), dtype=np.int32)
+    MaskFiller(1).fill([MaskRows(state, 0, [])], out)
+    spelt = [of_bytes.token_bytes(token) for token in sorted(allowed(out)[0])]
+    assert sorted(spelt) == [b"a", b"a", b"ab", b"b", b"b"]
+
+
+# ---- masks ----
+
+CHOICES = ("cat", "car", "dog", "do", "Köln")
+
+
+def test_masks_are_what_the_grammar_means() -> None:
+    """Of a choice the tokens are known: those that begin what is left of one of its texts."""
+    spelt = {token: tokenizer().token_bytes(token) for token in range(1, VOCAB)}
+    state = state_of(choice=CHOICES)
+    left = [text.encode() for text in CHOICES]
+    draw = random.Random(1)
+    for _ in range(40):
+        expected = {
+            token
+            for token, piece in spelt.items()
+            if any(text.startswith(piece) for text in left) and piece
+        }
+        if b"" in left:
+            expected.add(EOS)
+        got = masks_of(state)[0]
+        if len(got) > 1 or len(expected) == 1:
+            assert got == expected
+        else:  # all that is left is one text, in its own tokens
+            assert got <= expected and len(set(left)) == 1
+        following = sorted(got - {EOS})
+        if not following:
+            break
+        token = draw.choice(following)
+        assert state.take(token)
+        left = [text[len(spelt[token]) :] for text in left if text.startswith(spelt[token])]
+        if state.is_complete:
+            assert left == [b""]
+            state, left = state_of(choice=CHOICES), [text.encode() for text in CHOICES]
+
+
+def walk(draw: random.Random, state: GrammarState, length: int) -> list[int]:
+    """Tokens that fit, one after the other, chosen at random; fewer where the text ends."""
+    path: list[int] = []
+    while len(path) < length and not state.is_complete:
+        found = sorted(masks_of(state)[0] - {EOS})
+        if not found:
+            break
+        path.append(draw.choice(found))
+        assert state.take(path[-1])
+    return path
+
+
+FORMS: list[dict[str, Any]] = [
+    {"json_schema": BY_HAND[25][0]},
+    {"json_schema": BY_HAND[25][0], "disable_any_whitespace": True},
+    {"json_schema": BY_HAND[28][0]},
+    {"json_schema": {"type": "object"}},
+    {"regex": "[a-z]{2,5}(-[0-9]+)*"},
+    {"choice": CHOICES},
+    {"grammar": 'start: item ("," item)*\nitem: /[a-z]+/ | "(" start ")"'},
+    # Text up to a mark, whatever may come; and text that ends at a word.
+    {"grammar": 'start: called* TEXT\nTEXT: /(.|\\n)*/\ncalled[lazy]: TEXT "<t>" /[0-9]{2}/ "."'},
+    {"grammar": 'start: a /[0-9]+/\na[suffix="end"]: /[a-z ]+/'},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form))
+def test_masks_behind_drafts_are_those_of_a_matcher_that_took_them(form: dict[str, Any]) -> None:
+    draw = random.Random(repr(form))
+    num_illegal = num_deep = 0
+    for round_ in range(12):
+        taken = walk(draw, state_of(**form), draw.randrange(6))
+        if state_of(taken=taken, **form).is_complete:
+            continue
+        count = draw.randrange(1, 9)
+        parents = [max(draw.randrange(node - 2, node), -1) for node in range(count)]
+        if round_ % 2:
+            parents = list(range(-1, count - 1))
+        drafts: list[int] = []
+        paths: list[list[int] | None] = [[]]  # of each row; None: a draft on it does not fit
+        for node in range(count):
+            before = paths[parents[node] + 1]
+            options = {draw.randrange(VOCAB), EOS, VOCAB + 5, -1}
+            if before is not None and draw.random() < 0.8:
+                here = state_of(taken=taken + before, **form)
+                options = set() if here.is_complete else masks_of(here)[0] - {EOS}
+            token = draw.choice(sorted(options or {7}))
+            drafts.append(token)
+            here = None if before is None else state_of(taken=taken + before, **form)
+            fits = here is not None and here.take(token)
+            paths.append([*before, token] if before is not None and fits else None)
+        order = sorted(range(count), key=lambda node: _preorder(parents, node))
+        place = {node: index for index, node in enumerate(order)} | {-1: -1}
+        state = state_of(taken=taken, **form)
+        tree = None if round_ % 2 else [place[parents[node]] for node in order]
+        got = masks_of(state, [drafts[node] for node in order], tree)
+        for node in range(-1, count):
+            path = paths[node + 1]
+            mask = got[place[node] + 1]
+            if path is None:
+                num_illegal += 1
+                assert len(mask) >= VOCAB - 2, "a row that is never reached allows every text"
+                continue
+            num_deep += len(path) > 1
+            expected = state_of(taken=taken + path, **form)
+            assert mask == ({EOS} if expected.is_complete else masks_of(expected)[0])
+        # The state is where it was.
+        assert masks_of(state) == masks_of(state_of(taken=taken, **form))
+    assert num_illegal > 5 and num_deep > 5
+
+
+def _preorder(parents: Sequence[int], node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
+
+
+def test_requests_of_one_step_do_not_touch_each_other() -> None:
+    """Chains, trees and single rows in one call, on several threads."""
+    draw = random.Random(3)
+    states = [state_of(**form) for form in FORMS * 6]
+    wanted, expected, first = [], [], 0
+    for index, state in enumerate(states):
+        path = walk(draw, state_of(**FORMS[index % len(FORMS)]), index % 5)
+        tree = [-1] * len(path) if index % 7 == 3 and path else None
+        wanted.append(MaskRows(state, first, path, tree))
+        expected += masks_of(state, path, tree)
+        first += 1 + len(path)
+    out = np.zeros((first, VOCAB // 32), dtype=np.int32)
+    MaskFiller(3).fill(wanted, out)
+    assert allowed(out) == expected
+
+
+def test_end_tokens_and_allowed_tokens() -> None:
+    x, y = tokens_of("x")[0], tokens_of("y")[0]
+    grammar = compiled(regex="[xy]*")
+    assert {EOS, 5} & masks_of(GrammarState(grammar, [EOS, 5]))[0] == {EOS, 5}
+    assert EOS not in masks_of(GrammarState(grammar, []))[0]
+    assert masks_of(GrammarState(grammar, [EOS], [x, EOS]))[0] == {x, EOS}
+    assert masks_of(GrammarState(grammar, [EOS], [y]))[0] == {y}
+    # Behind a thinking the grammar begins; before, only allowed tokens count.
+    state = GrammarState(grammar, [EOS], [x, y, 9])
+    assert masks_of(state, [y, 9, x], opening=9) == [{x, y, 9}, {x, y, 9}, {x, y}, {x, y}]
+    assert masks_of(state, [9, y], [-1, -1], opening=9) == [{x, y, 9}, {x, y}, {x, y, 9}]
+    everything = masks_of(GrammarState(grammar, [EOS]), [y, 9, 9], [-1, 0, 1], opening=9)
+    assert [len(mask) for mask in everything[:2]] == [VOCAB, VOCAB]
+    assert everything[2] == masks_of(GrammarState(grammar, [EOS]))[0]
+
+
+def test_a_matcher_is_fed_nothing_past_its_end() -> None:
+    state = state_of(choice=("ab",), taken=tokens_of("ab"))
+    assert state.is_complete and state.may_end
+    assert masks_of(state, [5, EOS, 7])[0] == {EOS}
+    assert masks_of(state, [5, EOS], [-1, -1])[0] == {EOS}
+    assert not state.take(EOS) and not state.take(5) and state.forced() == []
+    assert state.is_complete, "what was refused has not broken it"
+    # Nor is one whose drafts reach the end, and go on.
+    state = state_of(choice=("ab",))
+    drafts = [*tokens_of("ab"), 5, EOS]
+    got = masks_of(state, drafts)
+    assert got[len(tokens_of("ab"))] == {EOS}
+    assert masks_of(state, drafts, list(range(-1, len(drafts) - 1)))[: len(drafts) - 1] == got[:-2]
+    assert not state.is_complete and all(map(state.take, tokens_of("ab")))
+
+
+# ---- forced tokens ----
+
+FIXED = record(alpha={"const": "beta gamma"}, n={"type": "integer"})
+
+
+def forced_form() -> dict[str, Any]:
+    return {"json_schema": FIXED, "disable_any_whitespace": True}
+
+
+def test_forced_tokens_are_the_only_ones_that_masks_allow() -> None:
+    state = state_of(**forced_form())
+    forced = state.forced()
+    assert len(forced) > 3
+    for mask, token in zip(masks_of(state, forced), forced, strict=False):
+        assert mask == {token}
+    assert state.forced() == forced
+
+
+def chain(drafts: Sequence[int]) -> list[int]:
+    return list(range(-1, len(drafts) - 1))
+
+
+def test_forced_tokens_come_first_and_behind_what_fits() -> None:
+    forced = state_of(**forced_form()).forced()
+    count = len(forced)
+
+    def completed(drafts: list[int], limit: int, parents: list[int] | None = None) -> Any:
+        state = state_of(**forced_form())
+        got = complete(state, drafts, parents, limit)
+        assert masks_of(state) == masks_of(state_of(**forced_form())), "it is where it was"
+        return None if got is None else (got.token_ids, got.parents, got.sources)
+
+    assert completed([], 0) is None
+    assert completed([], 99) == (forced, chain(forced), [-1] * count)
+    assert completed([], 2) == (forced[:2], [-1, 0], [-1, -1])
+    # What is forced stands in the place of what was drafted instead; what agrees stays.
+    assert completed([5, 6, 7], 99) == (forced, chain(forced), [-1] * count)
+    assert completed(forced, count) is None
+    assert completed(forced[:2], 2) is None
+    three = tokens_of("3")
+    assert completed([*forced, *three], 99) is None
+    # A tree keeps what hangs on the forced path.
+    tree = [forced[0], 5, forced[1], *three, 6]
+    if count == 2:
+        assert completed(tree, 99, [-1, -1, 0, 2, 2]) is not None
+    got = completed([forced[0], 5], 99, [-1, -1])
+    assert got == (forced, chain(forced), [-1] * count)
+    got = completed([5, *forced, 8, 9], 99, [-1, -1, *range(1, count), count, count])
+    assert got is not None
+    assert got[0] == [*forced, 8, 9] and got[1] == [*chain(forced), count - 1, count - 1]
+    assert got[2] == [*range(1, count + 1), count + 1, count + 2]
+    assert completed([5, *forced, 8, 9], count + 1, [-1, -1, *range(1, count), count, count]) == (
+        [*forced, 8], [*chain(forced), count - 1], list(range(1, count + 2))
+    )  # fmt: skip
+
+
+def test_forced_tokens_stand_behind_drafts_that_fit() -> None:
+    schema = {**FIXED, "properties": {"alpha": {"enum": ["x", "yy"]}, "n": {"const": 12}}}
+    form = {"json_schema": schema, "disable_any_whitespace": True}
+    start = state_of(**form).forced()
+    state = state_of(taken=start, **form)
+    assert state.forced() == []
+    draft = next(token for token in sorted(masks_of(state)[0]))
+    behind = state_of(taken=[*start, draft], **form).forced()
+    assert behind
+    got = complete(state, [draft], None, 20)
+    assert got is not None and got.token_ids == [draft, *behind] and got.sources[:2] == [0, -1]
+    # A draft that does not fit stays where a choice is left: the verifier rejects it.
+    illegal = next(token for token in range(1, VOCAB) if token not in masks_of(state)[0])
+    assert complete(state, [illegal, 5], None, 20) is None
+    got = complete(state, [draft, illegal, 5], None, 20)
+    assert got is not None and got.token_ids == [draft, *behind]
+    assert complete(state, [draft, illegal], None, 1) is None

@@ -1,0 +1,524 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constrained texts of the bundled model: valid, and plain decoding's to the bit."""
+
+import json
+import random
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+pytest.importorskip("jsonschema")
+
+import jsonschema
+from schemas import BY_HAND, generated, record
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.cost_table import STEP, CostTable
+from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
+from twin_device import TwinDevice
+
+NAIVE: dict[str, Any] = {"method": "naive"}
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "min_ngram_size": 1},
+    "suffix": {"method": "suffix"},
+    "mtp": {"method": "mtp"},
+    "mtp+ngram": {"method": "mtp", "mtp_strategy": "with_ngram"},
+    "mtp+suffix": {"method": "mtp", "mtp_strategy": "with_suffix"},
+    "suffix tree": {"method": "suffix", "tree": True},
+    "mtp tree": {"method": "mtp", "tree": True},
+}
+
+Job = tuple[str, SamplingParams]
+
+
+def with_k(method: str, k: int) -> dict[str, Any]:
+    return {**METHODS[method], "num_speculative_tokens": k}
+
+
+@lru_cache
+def engine_of(**config: Any) -> Engine:
+    speculative = SpeculativeConfig(
+        suffix_decoding_max_spec_factor=4.0, suffix_decoding_min_token_prob=0.02
+    )
+    defaults = {"device": "cpu", "max_num_seqs": 16}
+    return Engine(EngineConfig(**{**defaults, **config}, speculative_config=speculative))
+
+
+def prompt_of(schema: Any, example: Any) -> str:
+    return f"# {json.dumps(schema)}\nvalues = [\n{json.dumps(example)},\n{json.dumps(example)},\n"
+
+
+def jobs_of(cases: list[tuple[Any, Any]], temperature: float, **more: Any) -> list[Job]:
+    return [
+        (
+            prompt_of(schema, example)[-700:],
+            SamplingParams(
+                max_tokens=48,
+                temperature=temperature,
+                top_p=0.95 if index % 2 else 1.0,
+                seed=1000 + index,
+                logprobs=index % 3,
+                structured_output=StructuredOutput(
+                    json_schema=schema, disable_any_whitespace=index % 4 == 3
+                ),
+                **more,
+            ),
+        )
+        for index, (schema, example) in enumerate(cases)
+    ]
+
+
+def run(engine: Engine, jobs: list[Job], configs: list[dict[str, Any]]) -> list[Completion]:
+    """All at once, each with its own way to speculate."""
+    names = [
+        engine.add_request(prompt, params, speculative_config=configs[index % len(configs)])
+        for index, (prompt, params) in enumerate(jobs)
+    ]
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.num_free_pages == engine.num_pages
+    return [engine.completion(name) for name in names]
+
+
+def bits(done: list[Completion]) -> list[Any]:
+    def pack(value: float) -> bytes:
+        return struct.pack("<f", value)
+
+    return [
+        (
+            one.token_ids,
+            one.text,
+            one.finish_reason,
+            one.stop_reason,
+            [(p.token_id, pack(p.logprob), p.rank, [(i, pack(v)) for i, v in p.alternatives])
+             for p in one.logprobs],
+        )
+        for one in done
+    ]  # fmt: skip
+
+
+def check(engine: Engine, jobs: list[Job], done: list[Completion]) -> int:
+    """Each text that ended is of its form, any other the beginning of one; how many ended."""
+    compiler = GrammarCompiler(engine.tokenizer, engine.vocab_size)
+    for (_, params), one in zip(jobs, done, strict=True):
+        wanted = params.structured_output
+        assert wanted is not None and one.finish_reason in ("stop", "length")
+        if one.finish_reason == "stop" and isinstance(wanted.json_schema, str):
+            validate = jsonschema.Draft202012Validator(json.loads(wanted.json_schema)).validate
+            validate(json.loads(one.text))
+        text = [token for token in one.token_ids if not engine.tokenizer.is_special(token)]
+        assert len(text) >= len(one.token_ids) - (one.finish_reason == "stop")
+        state = GrammarState(compiler.compile(wanted), [])
+        assert all(map(state.take, text)), "the text left its grammar"
+        assert one.finish_reason == "length" or state.may_end
+    return sum(one.finish_reason == "stop" for one in done)
+
+
+@lru_cache
+def plain(temperature: float) -> tuple[list[Any], int]:
+    """Plain decoding of the schemas written by hand, one at a time, and how many texts ended."""
+    engine = engine_of(max_num_seqs=1, enable_prefix_caching=False)
+    jobs = jobs_of(BY_HAND, temperature)
+    done = run(engine, jobs, [NAIVE])
+    assert engine.stats.speculative.num_draft_tokens == 0
+    return bits(done), check(engine, jobs, done)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.corners(
+    "ngram-0.8", "suffix-0.0", "mtp-0.8", "mtp+suffix-0.0", "*tree-0.8", "mtp tree-0.0"
+)
+def test_constrained_texts_are_valid_and_those_of_plain_decoding(
+    method: str, temperature: float
+) -> None:
+    """Forty schemas, k from 1 to 8, all in one batch."""
+    expected, num_ended = plain(temperature)
+    assert len(BY_HAND) == 40 and num_ended > 15
+    engine = engine_of()
+    before = replace(engine.stats.speculative)
+    for shift in (0, 3):
+        done = run(
+            engine,
+            jobs_of(BY_HAND, temperature),
+            [with_k(method, 1 + (i + shift) % 8) for i in range(40)],
+        )
+        different = [i for i, (a, b) in enumerate(zip(bits(done), expected, strict=True)) if a != b]
+        assert different == []
+    after = engine.stats.speculative
+    drafts = after.num_draft_tokens - before.num_draft_tokens
+    assert 0.2 * drafts < after.num_accepted_tokens - before.num_accepted_tokens < drafts
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("part", range(4))
+def test_generated_schemas(part: int, temperature: float) -> None:
+    """Two hundred of them, each with every method."""
+    draw = random.Random(part)
+    cases = [(generated(draw), None) for _ in range(50)]
+    engine = engine_of()
+    jobs = jobs_of(cases, temperature)
+    expected = run(engine, jobs, [NAIVE])
+    check(engine, jobs, expected)
+    for method in METHODS:
+        for k in (1, 2, 3, 5, 8):
+            done = run(engine, jobs, [with_k(method, k)])
+            assert bits(done) == bits(expected), (method, k)
+
+
+# ---- with everything else that a request may ask for ----
+
+
+def mixed(index: int, draw: random.Random) -> SamplingParams:
+    forms: list[dict[str, Any]] = [
+        {"json_schema": BY_HAND[index % 40][0]},
+        {"json_schema": {"type": "object"}, "disable_any_whitespace": True},
+        {"regex": "[a-z ]{3,30}(\\([a-z]*\\))?"},
+        {"choice": ("return", "return None", "raise", "pass\n")},
+        {"grammar": 'start: call ("." call)*\ncall: /[a-z_]+/ "(" [/[a-z0-9]+/] ")"'},
+        {"grammar": 'start: called* TEXT\nTEXT: /(.|\\n)*/\ncalled[lazy]: TEXT "(" /[a-z]+/ ")"'},
+    ]
+    ids = range(1, 4096)
+    return SamplingParams(
+        max_tokens=draw.randrange(4, 50),
+        temperature=draw.choice([0.0, 0.7, 1.2]),
+        top_k=draw.choice([0, 0, 40]),
+        top_p=draw.choice([1.0, 0.9]),
+        min_p=draw.choice([0.0, 0.02]),
+        typical_p=draw.choice([1.0, 0.95]),
+        repetition_penalty=draw.choice([1.0, 1.1]),
+        presence_penalty=draw.choice([0.0, 0.4]),
+        frequency_penalty=draw.choice([0.0, -0.2]),
+        logit_bias={token: draw.uniform(-5, 5) for token in draw.sample(ids, 30)},
+        bad_words=draw.choice([(), ("return", '"')]),
+        allowed_token_ids=draw.choice([None, None, tuple(draw.sample(ids, 3000))]),
+        min_tokens=draw.choice([0, 3]),
+        stop=draw.choice([(), ('",',), ("n",)]),
+        stop_token_ids=draw.choice([(), tuple(draw.sample(ids, 3))]),
+        stop_token_sequences=draw.choice([(), (tuple(draw.sample(ids, 1)),)]),
+        ignore_eos=draw.random() < 0.3,
+        seed=index,
+        logprobs=draw.choice([None, 0, 2]),
+        structured_output=None if index % 7 == 6 else StructuredOutput(**forms[index % len(forms)]),
+    )
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 1},
+    "chunks of 24": {"max_num_seqs": 6, "max_num_batched_tokens": 24},
+    "preempted": {"max_num_seqs": 16, "max_model_len": 512, "num_pages": 60},
+    "processed": {"max_num_seqs": 8, "logprobs_mode": "processed_logprobs"},
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.corners("chunks*", "preempted", "processed")
+def test_all_parameters_beside_a_grammar_change_nothing(limits: str) -> None:
+    draw = random.Random(5)
+    prompts = [prompt_of(*BY_HAND[i % 40])[-300:] for i in range(56)]
+    jobs = [(prompt, mixed(i, draw)) for i, prompt in enumerate(prompts)]
+    expected = run(engine_of(**{**LIMITS[limits], "max_num_seqs": 1}), jobs, [NAIVE])
+    engine = engine_of(**LIMITS[limits])
+    own = [with_k(name, k) for k in (2, 5, 8) for name in METHODS] + [NAIVE]
+    before = engine.stats.num_preemptions
+    for shift in range(2):
+        done = run(engine, jobs, own[shift:] + own[:shift])
+        assert bits(done) == bits(expected)
+    assert (engine.stats.num_preemptions > before) == (limits == "preempted")
+    reasons = Counter(one.finish_reason for one in expected)
+    assert reasons["stop"] > 5 and reasons["length"] > 5
+
+
+@pytest.mark.parametrize("row", [1e-9, 1.0], ids=["cheap", "dear"])
+def test_selection_of_drafts_changes_nothing(row: float) -> None:
+    """Where rows cost nothing, and where they and the drafters never pay."""
+    expected, _ = plain(0.8)
+    engine = engine_of(max_num_seqs=12)
+    steps = {(STEP, rows, n): 1.0 + row * rows for n in (1, 12) for rows in (n, 5 * n)}
+    dear = {(name, n, n): 5 * row for name in ("ngram", "suffix", "mtp") for n in (1, 12)}
+    engine._drafting.use_costs(CostTable({**steps, **dear}))
+    own = [{**with_k(name, 6), "adaptive_verification": True} for name in METHODS]
+    before = engine.stats.speculative.num_draft_tokens, engine.stats.num_suspended_steps
+    assert bits(run(engine, jobs_of(BY_HAND, 0.8), own)) == expected
+    assert engine.stats.speculative.num_draft_tokens > before[0]
+    assert (engine.stats.num_suspended_steps > before[1]) == (row == 1.0)
+
+
+def test_choices_share_a_prompt_and_each_has_its_own_state() -> None:
+    schema = record(a={"type": "integer"}, b={"type": "string", "maxLength": 8})
+    params = SamplingParams(
+        n=12, max_tokens=40, temperature=1.2, seed=3, logprobs=0,
+        structured_output=StructuredOutput(json_schema=schema),
+    )  # fmt: skip
+    prompt = prompt_of(schema, {"a": 1, "b": "x"})
+    naive = engine_of().generate([prompt], params, speculative_config=NAIVE)
+    for method in METHODS:
+        done = engine_of().generate([prompt], params, speculative_config=with_k(method, 6))
+        assert bits(done) == bits(naive)
+    assert len({one.text for one in naive}) > 6
+    assert any(one.num_cached_tokens for one in naive), "the prefix cache was used"
+
+
+# ---- where a text ends ----
+
+
+def one(form: dict[str, Any], method: str = "", **params: Any) -> Completion:
+    """A text of plain decoding; with a method, the same of that."""
+    wanted = StructuredOutput(**form)
+    defaults = {"max_tokens": 40, "temperature": 0.0, "logprobs": 1}
+    asked = SamplingParams(**{**defaults, **params}, structured_output=wanted)
+    config = with_k(method, 6) if method else NAIVE
+    (done,) = engine_of().generate(["value = "], asked, speculative_config=config)
+    return done
+
+
+@pytest.mark.parametrize("method", ["", *METHODS])
+@pytest.mark.parametrize(
+    "form,params,reason,text",
+    [
+        # Complete, and nothing can follow: no end of sequence is needed, whatever min_tokens says.
+        ({"choice": ("None",)}, {}, "stop", "None"),
+        ({"choice": ("None",)}, {"min_tokens": 30}, "stop", "None"),
+        ({"choice": ("None",)}, {"ignore_eos": True}, "stop", "None"),
+        # Complete at the last token that there may be.
+        ({"choice": ("None",)}, {"max_tokens": 1}, "stop", "None"),
+        ({"choice": ("None, None, None, None",)}, {"max_tokens": 3}, "length", None),
+        # A stop string in the middle, and at the very end of the text.
+        ({"choice": ("(None, None)",)}, {"stop": (", ",)}, "stop", "(None"),
+        ({"choice": ("(None, None)",)}, {"stop": (")",)}, "stop", "(None, None"),
+        # Only an end of sequence ends it, or nothing does.
+        ({"regex": "[ab]*"}, {"max_tokens": 4, "ignore_eos": True}, "length", None),
+        ({"regex": ""}, {}, "stop", ""),
+        ({"regex": "x?"}, {"logit_bias": {0: 100.0}}, "stop", ""),
+        # Nothing is left that the other parameters allow: whole, or in the middle.
+        ({"regex": "(ab)?"}, {"bad_words": ("ab", "a"), "ignore_eos": True}, "stop", ""),
+        ({"choice": ("ab",)}, {"allowed_token_ids": (5, 6)}, "abort", ""),
+    ],
+)  # fmt: skip
+def test_ends(
+    method: str, form: dict[str, Any], params: dict[str, Any], reason: str, text: str | None
+) -> None:
+    done = one(form, method, **params)
+    assert done.finish_reason == reason
+    assert text is None or done.text == text
+    assert done.stop_reason == ("structured_output" if reason == "abort" else
+                                params["stop"][0] if "stop" in params else None)  # fmt: skip
+    assert bits([done]) == bits([one(form, **params)])
+    assert len(done.logprobs) == len(done.token_ids)
+
+
+def test_no_special_token_is_ever_part_of_a_text() -> None:
+    params = {"logit_bias": {0: 100.0}, "max_tokens": 30}
+    done = one(
+        {"json_schema": {"type": "array", "minItems": 2, "items": {"type": "string"}}}, **params
+    )
+    assert 0 not in done.token_ids[:-1]
+    if done.token_ids[-1] == 0:
+        assert len(json.loads(done.text)) >= 2
+
+
+# ---- behind a thinking ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_grammar_begins_behind_the_thinking(method: str) -> None:
+    """At the token that ends it, wherever among the drafts, or where it is ended by force."""
+    engine = engine_of()
+    newline, comma = (engine.tokenizer.encode(text)[0] for text in ("\n", ","))
+    wanted = StructuredOutput(
+        json_schema={"type": "array", "items": {"type": "integer"}, "minItems": 2}
+    )
+    jobs, ended = [], []
+    for index in range(24):
+        params = SamplingParams(
+            max_tokens=40, temperature=(0.0, 0.8)[index % 2], seed=index, logprobs=1,
+            structured_output=wanted,
+            think_end_token_id=newline,
+            think_inject_token_ids=[None, (comma, newline), (newline, comma)][index % 3],
+            reasoning_max_tokens=(3, 12, 30)[index // 8],
+            response_max_tokens=None if index % 4 else 10,
+        )  # fmt: skip
+        jobs.append(("def f(a):\n    x = [1, 2]\n    return x\n\nx = f(", params))
+    expected = run(engine, jobs, [NAIVE])
+    done = run(engine, jobs, [with_k(method, 1 + i % 8) for i in range(8)])
+    assert bits(done) == bits(expected)
+    compiler = GrammarCompiler(engine.tokenizer, engine.vocab_size)
+    for (_, params), got in zip(jobs, expected, strict=True):
+        budget = params.reasoning_max_tokens or 0
+        inject = params.think_inject_token_ids or (newline,)
+        thinking = got.token_ids[:budget]
+        if newline in thinking:
+            begin = thinking.index(newline) + 1
+        else:
+            begin = budget + len(inject)
+            assert tuple(got.token_ids[budget:begin]) == inject
+        ended.append(newline in thinking)
+        reply = [token for token in got.token_ids[begin:] if token]
+        assert all(map(GrammarState(compiler.compile(wanted), []).take, reply))
+        assert reply, "there is a reply to look at"
+    assert 0 < sum(ended) < len(ended)
+
+
+# ---- laws ----
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "block"])
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+@pytest.mark.corners("mtp-block", "ngram-rejection")
+def test_texts_follow_the_law_of_constrained_sampling(method: str, strategy: str) -> None:
+    """Chi-square of the texts of plain sampling and of those verified by other uniforms."""
+    choices = ("a + b", "a - b", "b + a", "a", "None", "a.b", "b")
+    size = 750
+
+    def texts(seed: int, config: dict[str, Any]) -> Counter[str]:
+        params = SamplingParams(
+            n=125, max_tokens=8, temperature=1.5, seed=seed,
+            structured_output=StructuredOutput(choice=choices),
+        )  # fmt: skip
+        asked = [replace(params, seed=seed + i) for i in range(size // 125)]
+        prompts = ["def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return "] * len(asked)
+        done = engine_of().generate(prompts, asked, speculative_config=config)
+        assert all(one.finish_reason == "stop" for one in done)
+        return Counter(one.text for one in done)
+
+    plain_texts = texts(1, NAIVE)
+    before = engine_of().stats.speculative.num_draft_tokens
+    got = texts(900, {**with_k(method, 3), "verify_strategy": strategy})
+    assert engine_of().stats.speculative.num_draft_tokens - before > size // 2
+    assert set(plain_texts) | set(got) <= set(choices) and len(plain_texts) > 4
+    statistic = sum(
+        (plain_texts[text] - got[text]) ** 2 / (plain_texts[text] + got[text])
+        for text in set(plain_texts) | set(got)
+    )
+    assert statistic < 30, "of 6 degrees of freedom: one in 20,000"
+
+
+def test_policies_that_emit_drafts_unseen_are_refused() -> None:
+    wanted = SamplingParams(structured_output=StructuredOutput(regex="a+"))
+    for policy in ("accept_all", "synthetic"):
+        own: dict[str, Any] = {**with_k("ngram", 2), "accept_policy": policy}
+        if policy == "synthetic":
+            own["synthetic_acceptance_rates"] = [0.5]
+        with pytest.raises(ValueError, match="structured_output needs accept_policy"):
+            engine_of().add_request("x", wanted, speculative_config=own)
+    own = {**with_k("ngram", 2), "accept_policy": "reject_all"}
+    assert bits([one({"choice": ("abc",)})]) == bits(
+        engine_of().generate(
+            ["value = "],
+            SamplingParams(max_tokens=40, temperature=0, logprobs=1,
+                           structured_output=StructuredOutput(choice=("abc",))),
+            speculative_config=own,
+        )
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="structured_output must be a StructuredOutput"):
+        SamplingParams(structured_output="a+")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="think_inject_token_ids must hold a token"):
+        SamplingParams(
+            structured_output=StructuredOutput(regex="a"), reasoning_max_tokens=3,
+            think_inject_token_ids=(),
+        )  # fmt: skip
+
+
+# ---- forced tokens ----
+
+
+def test_forced_tokens_are_drafted_for_nothing() -> None:
+    """With every method, and more than without; never for a request that does not speculate."""
+    fixed = record(**{f"a long name {i}": {"const": f"value {i}"} for i in range(4)})
+    form = {"json_schema": fixed, "disable_any_whitespace": True}
+    plain_text = one(form, max_tokens=200)
+    assert plain_text.finish_reason == "stop" and plain_text.stats.num_draft_tokens == 0
+    for method in METHODS:
+        done = one(form, method, max_tokens=200)
+        assert bits([done]) == bits([plain_text])
+        stats = done.stats
+        assert stats.num_accepted_tokens > 0.95 * stats.num_draft_tokens
+        assert len(done.token_ids) > 5.5 * stats.num_steps, method
+
+
+def test_a_limit_in_the_middle_of_a_text_ends_that_text_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One met behind a draft is none: only where the text itself meets it does the request end."""
+    import llguidance
+
+    def limited(**given: Any) -> Any:
+        return llguidance_limits(**given | {"max_items_in_row": 20})
+
+    llguidance_limits = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", limited)
+    engine = Engine(
+        EngineConfig(device="cpu", speculative_config=SpeculativeConfig(method="naive"))
+    )
+    forms: list[dict[str, Any]] = [
+        {"grammar": 'start: s\ns: s s | "a" | "b" | "(" s ")"'},  # longer is more ambiguous
+        {"choice": ("abc", "abd")},
+        {"json_schema": BY_HAND[25][0]},
+    ]
+    jobs = [
+        ("value = ", SamplingParams(max_tokens=30, temperature=0.9, seed=i, logprobs=1,
+                                    structured_output=StructuredOutput(**forms[i % 3])))
+        for i in range(9)
+    ]  # fmt: skip
+    expected = run(engine, jobs, [NAIVE])
+    reasons = [got.finish_reason for got in expected]
+    assert "abort" in reasons and "stop" in reasons
+    for method in METHODS:
+        assert bits(run(engine, jobs, [with_k(method, 5)])) == bits(expected)
+
+
+# ---- on a device with a memory of its own ----
+
+
+@pytest.fixture
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
+    def make(**arguments: Any) -> TwinDevice:
+        device = TwinDevice(**arguments)
+        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+        return device
+
+    return make
+
+
+@pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
+def test_masks_travel_with_a_steps_inputs(twin: Callable[..., TwinDevice], captures: bool) -> None:
+    """Padding, poisoned memory and replays; beside requests without a grammar."""
+    jobs = jobs_of(BY_HAND[20:36], 0.8)
+    for index in (3, 7):
+        prompt, params = jobs[index]
+        allowed_ids = tuple(range(1, 4096, 2)) if index == 3 else None
+        jobs[index] = prompt, replace(params, structured_output=None, allowed_token_ids=allowed_ids)
+    expected = bits(run(engine_of(max_num_seqs=1), jobs, [NAIVE]))
+    device = twin(captures=captures)
+    engine = Engine(
+        EngineConfig(device="cpu", max_num_seqs=8, speculative_config=SpeculativeConfig())
+    )
+    for own in (NAIVE, with_k("ngram", 4), with_k("mtp", 3), with_k("suffix tree", 6)):
+        assert bits(run(engine, jobs, [own])) == expected
+    assert (engine.num_captures > 0) == captures == ("replay" in device.log)
+
+
+def test_a_request_without_a_grammar_has_no_masks() -> None:
+    engine = engine_of()
+    shapes: list[int] = []
+    shape_of = engine._runner._shape_of
+
+    def noting(plan: Any) -> Any:
+        shape = shape_of(plan)
+        shapes.append(shape.masks)
+        return shape
+
+    engine._runner._shape_of = noting  # type: ignore[method-assign]
+    try:
+        run(engine, [("x = ", SamplingParams(max_tokens=4, allowed_token_ids=[5, 6, 7]))], [NAIVE])
+        assert set(shapes) == {0}
+        one({"choice": ("abcdef",)}, "ngram")
+        assert max(shapes) > 0
+    finally:
+        engine._runner._shape_of = shape_of  # type: ignore[method-assign]

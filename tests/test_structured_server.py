@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""Constrained output over HTTP: OpenAI's field and vLLM's, refusals, and who waits for whom."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "jinja2", "httpx", "openai", "llguidance"):
+    pytest.importorskip(name)
+pytest.importorskip("jsonschema")
+
+import httpx
+import jsonschema
+import openai
+from schemas import BY_HAND, record
+from serving import Served, serving, wait_for
+from specops.engine import Engine, EngineConfig, SpeculativeConfig, StructuredOutput
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.server import structured
+from specops.engine.server.api_error import ApiError
+from specops.engine.server.structured import Compiling
+
+HTTP = httpx.Client(timeout=60)
+PERSON, EXAMPLE = BY_HAND[25]
+PROMPT = f"values = [\n{json.dumps(EXAMPLE)},\n{json.dumps(EXAMPLE)},\n"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    engine = Engine(
+        EngineConfig(
+            device="cpu",
+            speculative_config=SpeculativeConfig(method="mtp", num_speculative_tokens=4),
+        )
+    )
+    with serving(engine) as one:
+        yield one
+
+
+def complete(served: Served, **body: Any) -> httpx.Response:
+    asked = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, **body}
+    return HTTP.post(f"{served.url}/v1/completions", json=asked)
+
+
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def wrapped(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+
+
+def test_a_schema_as_openai_sends_it(served: Served) -> None:
+    texts = set()
+    for method in ("naive", "ngram", "suffix", "mtp"):
+        done = client(served).chat.completions.create(
+            model="specops-bundled",
+            messages=[{"role": "user", "content": PROMPT}],
+            max_tokens=60,
+            temperature=0.7,
+            seed=1,
+            response_format=wrapped(PERSON),  # type: ignore[arg-type]
+            extra_body={"speculative_config": {"method": method}},
+        )
+        choice = done.choices[0]
+        assert choice.finish_reason == "stop" and choice.message.content is not None
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+        texts.add(choice.message.content)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    "field,value,allows",
+    [
+        ("response_format", {"type": "json_object"}, lambda text: type(json.loads(text)) is dict),
+        ("structured_outputs", {"json_object": True}, lambda text: type(json.loads(text)) is dict),
+        ("structured_outputs", {"json": {"enum": ["a", "b"]}}, lambda text: text[1] in "ab"),
+        ("structured_outputs", {"json": '{"const": 5}'}, lambda text: text == "5"),
+        ("structured_outputs", {"regex": "x{3}y?"}, lambda text: text in ("xxx", "xxxy")),
+        ("structured_outputs", {"choice": ["one", "two"]}, lambda text: text in ("one", "two")),
+        ("structured_outputs", {"grammar": 'start: "a" "b"+ "c"'}, lambda text: text[-1] == "c"),
+        ("structured_outputs", {"json": PERSON, "disable_any_whitespace": True},
+         lambda text: text == compact(json.loads(text))),
+    ],
+)  # fmt: skip
+def test_every_form(served: Served, field: str, value: Any, allows: Any) -> None:
+    body: dict[str, Any] = {"max_tokens": 200, "logit_bias": {}, field: value}
+    if "json_object" in str(value):
+        body |= {"temperature": 0.9, "seed": 3, "prompt": 'd = {"a": 1}\ne = '}
+    answer = complete(served, **body).json()
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] in ("stop", "length"), answer
+    assert choice["finish_reason"] == "length" or allows(choice["text"]), choice
+    assert choice["finish_reason"] == "stop" or field == "response_format" or "json_object" in value
+
+
+def test_null_and_text_ask_for_nothing(served: Served) -> None:
+    bare = complete(served, max_tokens=8).json()["choices"][0]["text"]
+    for field in ({"response_format": {"type": "text"}}, {"response_format": None},
+                  {"structured_outputs": None}):  # fmt: skip
+        assert complete(served, max_tokens=8, **field).json()["choices"][0]["text"] == bare
+
+
+def test_a_stream_is_the_same_text(served: Served) -> None:
+    whole = complete(served, response_format=wrapped(PERSON), n=3, temperature=1.0, seed=5).json()
+    parts = ["", "", ""]
+    reasons = {}
+    stream = client(served).completions.create(
+        model="specops-bundled", prompt=PROMPT, max_tokens=60, temperature=1.0, seed=5, n=3,
+        stream=True, extra_body={"response_format": wrapped(PERSON)},
+    )  # fmt: skip
+    for chunk in stream:
+        for choice in chunk.choices:
+            parts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert parts == [choice["text"] for choice in whole["choices"]]
+    assert list(reasons.values()) == [choice["finish_reason"] for choice in whole["choices"]]
+
+
+@pytest.mark.parametrize(
+    "body,param,message",
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "need each other"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+         "response_format", "need each other"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         "response_format.json_schema.schema", "is missing"),
+        ({"response_format": {"type": "text", "more": 1}}, "response_format.more", "unknown field"),
+        ({"response_format": wrapped({"type": "text"})}, "response_format", "cannot be used"),
+        ({"response_format": wrapped({"not": {}})}, "response_format", '"not"'),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json_object": True, "json": {}}}, "structured_outputs", "both"),
+        ({"structured_outputs": {"structural_tag": "x"}},
+         "structured_outputs.structural_tag", "unknown field"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"regex": "(" * 99 + ")" * 99}}, "structured_outputs", "nested"),
+        ({"structured_outputs": {"grammar": "begin: x"}}, "structured_outputs", "cannot be used"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "1 to 1024 texts"),
+        ({"structured_outputs": {"json": {"enum": ["x" * 300_000]}}},
+         "structured_outputs", "at most"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "structured_outputs", "must be absent"),
+        ({"structured_outputs": {"regex": "a"},
+          "speculative_config": {"accept_policy": "accept_all"}}, None, "accept_policy"),
+        ({"guided_json": {}}, "guided_json", "not supported"),
+    ],
+)  # fmt: skip
+def test_refusals(served: Served, body: dict[str, Any], param: str | None, message: str) -> None:
+    answer = complete(served, **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and message in error["message"], error
+    # Nobody is worse off for it.
+    assert HTTP.get(f"{served.url}/health").status_code == 200
+    served.wait_until_idle()
+
+
+def test_rules_that_refer_to_rules_do_not_end_the_server(served: Served) -> None:
+    """A chain of thousands: each is a call of llguidance's inside another."""
+    count = 5000
+    rules = [f'r{i}: "a" r{i + 1} | "b"' for i in range(count)]
+    grammar = "\n".join(["start: r0", *rules, f'r{count}: "z"'])
+    defs = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(count)} | {str(count): {"const": 1}}
+    forms: list[dict[str, Any]] = [
+        {"grammar": grammar}, {"json": {"$ref": "#/$defs/0", "$defs": defs}},
+    ]  # fmt: skip
+    for form in forms:
+        answer = complete(served, structured_outputs=form, max_tokens=4)
+        assert answer.status_code == 200, answer.text
+    assert HTTP.get(f"{served.url}/health").status_code == 200
+
+
+def test_a_grammar_that_takes_long_holds_up_nobody(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is compiled beside the engine's thread, and refused when it takes too long."""
+    begun, may_end = threading.Event(), threading.Event()
+    compile_it = served.engine.compile_structured_output
+
+    def slowly(wanted: StructuredOutput) -> Any:
+        if wanted.regex == "slow":
+            begun.set()
+            assert may_end.wait(30)
+        return compile_it(wanted)
+
+    monkeypatch.setattr(served.engine, "compile_structured_output", slowly)
+    monkeypatch.setattr(structured, "_MAX_SECONDS", 1.0)
+    answers: list[httpx.Response] = []
+    slow = threading.Thread(
+        target=lambda: answers.append(complete(served, structured_outputs={"regex": "slow"}))
+    )
+    slow.start()
+    assert begun.wait(10)
+    try:
+        assert complete(served, max_tokens=4).status_code == 200
+        assert (
+            complete(served, structured_outputs={"choice": ["quick"]}).json()["choices"][0]["text"]
+            == "quick"
+        )
+        assert not answers
+        slow.join(10)
+    finally:
+        may_end.set()
+    (answer,) = answers
+    assert answer.status_code == 400 and "takes longer than 1 seconds" in answer.text
+    # What was begun is there in the end.
+    wait_for(lambda: complete(served, structured_outputs={"regex": "slow"}).status_code == 200)
+
+
+def test_too_many_grammars_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        def compile_structured_output(self, wanted: StructuredOutput) -> None:
+            time.sleep(0.2)
+
+    async def ask() -> list[Any]:
+        compiling = Compiling(Slow())  # type: ignore[arg-type]
+        params = [
+            SamplingParams(structured_output=StructuredOutput(regex=f"a{i}")) for i in range(5)
+        ]
+        first = [asyncio.ensure_future(compiling.compile(one, "it")) for one in params[:3]]
+        await asyncio.sleep(0.01)
+        more = await asyncio.gather(compiling.compile(params[3], "it"), return_exceptions=True)
+        await asyncio.gather(*first)
+        assert await compiling.compile(SamplingParams(), "it") is None
+        await compiling.compile(params[4], "it")
+        return more
+
+    monkeypatch.setattr(structured, "_MAX_WAITING", 3)
+    (refused,) = asyncio.run(ask())
+    assert isinstance(refused, ApiError) and refused.status == 429
+
+
+def test_many_schemas_at_once(served: Served) -> None:
+    """Clients that come together, with the same schema and with others."""
+    schemas = [BY_HAND[i % 20 + 20][0] for i in range(30)]
+    answers: list[Any] = [None] * len(schemas)
+
+    def ask(index: int) -> None:
+        answers[index] = complete(
+            served, response_format=wrapped(schemas[index]), temperature=0.8, seed=index,
+            speculative_config={"method": ("ngram", "suffix", "mtp")[index % 3]},
+        ).json()  # fmt: skip
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(schemas))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended = 0
+    for schema, answer in zip(schemas, answers, strict=True):
+        choice = answer["choices"][0]
+        if choice["finish_reason"] == "stop":
+            jsonschema.Draft202012Validator(schema).validate(json.loads(choice["text"]))
+            ended += 1
+    assert ended > 10
+    served.wait_until_idle()
+
+
+def test_a_client_that_leaves_while_its_grammar_is_compiled(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slowly(wanted: StructuredOutput) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+
+    monkeypatch.setattr(served.engine, "compile_structured_output", slowly)
+    requests = served.engine._admission._arrivals
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{served.url}/v1/completions", timeout=0.5,
+            json={"prompt": "x", "structured_outputs": {"json": record(left={"const": 1})}},
+        )  # fmt: skip
+    assert begun.is_set()
+    may_end.set()
+    served.wait_until_idle()
+    assert served.engine._admission._arrivals == requests, "it never reached the engine"

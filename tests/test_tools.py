@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""Tools of a chat: the grammar of calls, calls read from a text however it arrives, and HTTP."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "jinja2", "httpx", "openai", "llguidance"):
+    pytest.importorskip(name)
+pytest.importorskip("jsonschema")
+
+import httpx
+import jsonschema
+import openai
+from schemas import BY_HAND, record
+from serving import Served, serving
+from specops.engine import Engine, EngineConfig, SpeculativeConfig
+from specops.engine.config import BUNDLED_MODEL
+from specops.engine.server.chat import ChatFormat
+from specops.engine.server.tools import CallReader, Tool, calls_wanted
+from specops.engine.structured import GrammarCompiler, GrammarState
+from specops.engine.tokenizer import Tokenizer
+
+# As Qwen's: tools in the system's message, calls between tags, answers as the user's.
+TEMPLATE = """
+{%- if tools %}{{ "Call a function as <tool_call>{name, arguments}</tool_call>:\\n" }}
+{%- for tool in tools %}{{ tool | tojson }}{{ "\\n" }}{% endfor %}{% endif %}
+{%- for message in messages %}
+{{- message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}{{ "\\n" }}
+{%- endfor %}assistant:"""
+
+WEATHER = record(
+    place={"enum": ["Bonn", "Rome"]}, days={"type": "integer", "minimum": 1, "maximum": 9}
+)
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "now", "description": "the time"}},
+    {"type": "function", "function": {"name": "tree", "parameters": BY_HAND[35][0]}},
+]
+BY_NAME = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+
+
+def state_of(choice: Any, parallel: bool = True) -> GrammarState:
+    tools = [Tool(**tool) for tool in TOOLS]
+    wanted = calls_wanted(tools, choice, parallel)
+    assert wanted is not None
+    return GrammarState(GrammarCompiler(TOKENIZER, 4096).compile(wanted), [0])
+
+
+TOKENIZER = Tokenizer.from_dir(BUNDLED_MODEL)
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+RAIN = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn", "days": 3}}\n</tool_call>'
+TREE = '<tool_call>\n{"name": "tree", "arguments": {"v": 1, "next": {"v": 2}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "choice,parallel,text,fits",
+    [
+        ("auto", True, "hello", True),
+        ("auto", True, f"hello\n{NOW}\n{RAIN}", True),
+        ("auto", True, f"{TREE}{NOW} bye", True),
+        ("auto", True, "a < b, <tool", True),
+        ("auto", True, "<tool_call>x", False),
+        ("auto", True, '<tool_call>\n{"name": "other"', False),
+        ("auto", True, '<tool_call>\n{"name": "weather", "arguments": {"place": "Paris"', False),
+        ("auto", False, f"hello {NOW}", True),
+        ("auto", False, f"{NOW}\n{NOW}", False),
+        ("required", True, f"{NOW}\n{TREE}", True),
+        ("required", True, "hello", False),
+        ("required", False, NOW, True),
+        ("required", False, f"{NOW}\n", False),
+    ],
+)
+def test_the_grammar_of_calls(choice: Any, parallel: bool, text: str, fits: bool) -> None:
+    state = state_of(choice, parallel)
+    taken = [state.take(token) for token in TOKENIZER.encode_as_text(text)]
+    assert (all(taken) and state.may_end) == fits
+
+
+def test_nobody_calls_what_is_not_offered() -> None:
+    assert calls_wanted([], None, True) is None
+    assert calls_wanted([Tool(**TOOLS[0])], "none", True) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_are_read_however_the_text_arrives(seed: int) -> None:
+    draw = random.Random(seed)
+    cases: list[tuple[str, str, int]] = [
+        (f"hello\n{NOW}\n{RAIN}", "hello", 2),
+        (f"{TREE}", "", 1),
+        (f"a <b {RAIN} and {NOW}\n", "a <b and", 2),
+        ("no call, <tool_cal", "no call, <tool_cal", 0),
+        ("spaces \n ", "spaces \n ", 0),
+        (f"{NOW}\n<tool_call>\n{{\"name\"", "<tool_call>\n{\"name\"", 1),
+    ]  # fmt: skip
+    for text, content, count in cases:
+        reader, got, calls, at = CallReader(), "", [], 0
+        while at < len(text):
+            size = draw.randrange(1, 9)
+            more, found = reader.feed(text[at : at + size])
+            got, calls, at = got + more, calls + found, at + size
+        got += reader.finish()
+        assert got == content and [call["index"] for call in calls] == list(range(count))
+        for call in calls:
+            arguments = json.loads(call["function"]["arguments"])
+            jsonschema.validate(arguments, BY_NAME[call["function"]["name"]])
+        assert len({call["id"] for call in calls}) == count
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=4)
+    engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
+    with serving(engine, chat_format=ChatFormat(TEMPLATE)) as one:
+        yield one
+
+
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+ASK: dict[str, Any] = {
+    "model": "specops-bundled",
+    "messages": [{"role": "user", "content": "How is the weather in Bonn?"}],
+    "max_tokens": 120,
+    "tools": TOOLS,
+}
+
+
+def check_calls(message: Any) -> int:
+    for call in message.tool_calls or []:
+        jsonschema.validate(json.loads(call.function.arguments), BY_NAME[call.function.name])
+    return len(message.tool_calls or [])
+
+
+def test_required_and_named_calls(served: Served) -> None:
+    seen = set()
+    for seed in range(6):
+        texts = set()
+        for method in ("naive", "ngram", "suffix", "mtp"):
+            done = client(served).chat.completions.create(
+                **ASK, temperature=1.0, seed=seed, tool_choice="required",
+                parallel_tool_calls=False,
+                extra_body={"speculative_config": {"method": method}},
+            )  # fmt: skip
+            choice = done.choices[0]
+            if choice.finish_reason != "length":
+                assert choice.finish_reason == "tool_calls" and choice.message.content is None
+                assert check_calls(choice.message) == 1
+                seen.add(choice.message.tool_calls[0].function.name)
+            calls = [call.function.model_dump_json() for call in choice.message.tool_calls or []]
+            texts.add((choice.message.content, *calls))
+        assert len(texts) == 1
+    assert len(seen) > 1
+    named = {"type": "function", "function": {"name": "weather"}}
+    done = client(served).chat.completions.create(**ASK, temperature=0, tool_choice=named)
+    assert done.choices[0].finish_reason == "stop" and check_calls(done.choices[0].message) == 1
+    assert done.choices[0].message.tool_calls[0].function.name == "weather"
+
+
+def test_a_stream_has_the_same_calls(served: Served) -> None:
+    for choice in ("auto", "required"):
+        body = {**ASK, "temperature": 0.7, "seed": 5, "tool_choice": choice, "tools": TOOLS[:2]}
+        body["parallel_tool_calls"] = choice == "auto"
+        whole = client(served).chat.completions.create(**body).choices[0]
+        content, calls, reason = "", [], None
+        for chunk in client(served).chat.completions.create(**body, stream=True):
+            for part in chunk.choices:
+                content += part.delta.content or ""
+                calls += part.delta.tool_calls or []
+                reason = part.finish_reason or reason
+        assert content == (whole.message.content or "") and reason == whole.finish_reason
+        expected = [call.function for call in whole.message.tool_calls or []]
+        assert [(one.function.name, one.function.arguments) for one in calls] == [
+            (one.name, one.arguments) for one in expected
+        ]
+        assert (choice == "required") <= bool(calls)
+
+
+def test_a_conversation_with_calls(served: Served) -> None:
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"days": 1}'},
+    }
+    messages = [
+        *ASK["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    done = client(served).chat.completions.create(
+        **{**ASK, "messages": messages, "tool_choice": "none"}
+    )
+    assert done.choices[0].message.tool_calls is None
+    read = {"function": {"name": "weather", "arguments": {"days": 1}}}
+    shown = ChatFormat(TEMPLATE).render(
+        [{"role": "assistant", "content": "", "tool_calls": [read]}]
+    )
+    assert '{"name": "weather", "arguments": {"days": 1}}' in shown
+
+
+@pytest.mark.parametrize(
+    "change,param,message",
+    [
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "different names"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "got 'a b'"),
+        ({"tools": [{"type": "code"}]}, "tools.0.type", "got 'code'"),
+        ({"tools": [TOOLS[1]] * 129}, "tools", "at most 128"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}},
+         "tool_choice", "got 'x'"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "sometimes"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "must be absent"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]},
+         "tools", "cannot be used"),
+        ({"messages": [{"role": "assistant"}]}, "messages", "is missing"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "1", "function": {"name": "a", "arguments": "["}}]}]}, "messages", "no JSON"),
+    ],
+)  # fmt: skip
+def test_refusals(served: Served, change: dict[str, Any], param: str, message: str) -> None:
+    body = {**ASK, **change}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=30)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param, error
+    assert message in error["message"], error
+
+
+@pytest.mark.parametrize(
+    "template,message",
+    [
+        ("{{ messages[0].content }}", "the model's chat template has none"),
+        ("{{ tools }}<tool_call><function=x>", "written otherwise"),
+        ("{{ tools }}name arguments", "written otherwise"),
+    ],
+)
+def test_templates_without_tools_or_with_others(template: str, message: str) -> None:
+    chat = ChatFormat(template)
+    with pytest.raises(ValueError, match=message):
+        chat.require_tools()
+    ChatFormat(TEMPLATE).require_tools()
