@@ -173,6 +173,7 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
     longest, max_tokens = (120, 48) if model else (300, 64)
     shared = {
         "device": "cpu",
+        "kv_cache_dtype": draw.choice(["auto", "auto", "int8", "fp8_e4m3"]),
         "logprobs_mode": draw.choice(["raw_logprobs", "processed_logprobs"]),
         "max_model_len": longest + max_tokens + 1,
     }

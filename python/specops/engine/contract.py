@@ -42,7 +42,9 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         "model": {
             "digest": _model_digest(Path(config.model_dir), config.load_format),
             "dtype": engine.model_dtype,
-            "kv_cache_dtype": engine.model_dtype,
+            "kv_cache_dtype": (
+                engine.model_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+            ),
         },
         "attention_leaf_tokens": LEAF_TOKENS[kind],
         "logprobs_mode": config.logprobs_mode,
