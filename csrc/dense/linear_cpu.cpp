@@ -144,18 +144,22 @@ inline void put(float* p, const Quad<Float4>& sum) {
 }
 #endif
 
-// How many rows a tile of T holds at most, and how many blocks fit the registers beside them.
+// How many rows a tile of T holds at most, from how many on weights are fetched ahead, and how many
+// blocks fit the registers beside so many rows.
 template <typename T>
 struct Shape {
 #if defined(SPECOPS_AVX512)
   static constexpr int kMaxRows = 8;
+  static constexpr int kFetchRows = 6;
   static constexpr int kMaxBlocks[] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
 #elif defined(SPECOPS_AVX2)
   // Sixteen registers: sums take two each, weights two, inputs one.
   static constexpr int kMaxRows = 6;
+  static constexpr int kFetchRows = 3;
   static constexpr int kMaxBlocks[] = {0, 6, 2, 1, 1, 1, 1};
 #else
   static constexpr int kMaxRows = 3;
+  static constexpr int kFetchRows = 6;
   static constexpr int kMaxBlocks[] = {0, 3, 1, 1};
 #endif
 };
@@ -369,9 +373,9 @@ void run_range(const LinearParams& params,
   int64_t block_bytes = max64(1, linear_steps(params.num_inputs, params.dtype) * 64);
   int64_t panel = max64(kPanelBytes / block_bytes / max_blocks, 1) * max_blocks;
   int64_t panels = ceil_div(block_end - block_begin, panel);
-  // From six rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
+  // From some rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
   // prefetching does better, unless blocks are so short that they end before it has begun.
-  int64_t fetch_rows = block_bytes > (16 << 10) ? 6 : 3;
+  int64_t fetch_rows = block_bytes > (16 << 10) ? Shape<T>::kFetchRows : 3;
   Rows<T> inputs{};
   for (int64_t p = 0; p < panels; ++p) {
     int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
