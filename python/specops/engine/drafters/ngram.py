@@ -7,6 +7,7 @@ leftmost one, where the two disagree.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,33 +114,37 @@ class NgramDrafter(Drafter):
 
     def propose(self, target: TargetStep, found: "_Found") -> None:
         """Continues the proposals of every request in one call."""
-        ngram_propose(
-            target.token_ids,
-            target.lens,
-            found.limits.device,
-            min_ngram_size=self._rows[0],
-            max_ngram_size=self._rows[1],
+        self._look_up(
+            target,
+            found.limits,
             leftmost=self._rows[2],
+            index=self._index,
             draft_token_ids=target.draft_token_ids,
             num_draft_tokens=target.num_draft_tokens,
             num_given_drafts=target.num_draft_tokens,
             match_lens=found.match_lens.device,
             max_total_draft_tokens=self._speculative.max_total_draft_tokens,
-            index=self._index,
         )
 
     def propose_others(self, target: TargetStep, found: "_Others") -> None:
         """Looks for drafts on the other side, for those that draft trees."""
+        self._look_up(
+            target,
+            found.limits,
+            leftmost=self._rows[3],
+            index=self._other_index,
+            draft_token_ids=found.token_ids.device,
+            num_draft_tokens=found.counts.device,
+        )
+
+    def _look_up(self, target: TargetStep, limits: Array, **asked: Any) -> None:
         ngram_propose(
             target.token_ids,
             target.lens,
-            found.limits.device,
+            limits.device,
             min_ngram_size=self._rows[0],
             max_ngram_size=self._rows[1],
-            leftmost=self._rows[3],
-            draft_token_ids=found.token_ids.device,
-            num_draft_tokens=found.counts.device,
-            index=self._other_index,
+            **asked,
         )
 
 
