@@ -188,7 +188,7 @@ def test_no_more_logprobs_than_tokens(tmp_path: Path) -> None:
 
 def test_refusals(model_dir: Path) -> None:
     engine = make(model_dir, max_waiting=1, max_model_len=64)
-    params = SamplingParams(max_tokens=10)
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
     with pytest.raises(ContextOverflow, match="prompt of 60 tokens and max_tokens 10"):
         engine.add_request([1] * 60, params)
     with pytest.raises(ValueError, match="at least one token"):

@@ -617,7 +617,8 @@ def test_faults_of_cuda_kernels_come_with_the_results(
 ) -> None:
     twin()
     engine = make(tiny_dir, NAIVE)
-    name = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    name = engine.add_request([1, 2, 3], params)
     engine.step()
     request = engine._requests[name]
     request.token_ids[-1] = 64  # of a vocabulary of 64

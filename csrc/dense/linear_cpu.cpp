@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cstdlib>
 #include <type_traits>
 
+#include "common/growing_array.h"
 #include "common/parallel.h"
 #include "dense/gated_cpu.h"
 #include "dense/linear.h"
@@ -171,23 +171,8 @@ struct Rows {
   int64_t stride;
 };
 
-// Rows that a thread has made floats of, as many at once as a tile holds. It grows to the largest
-// it has met.
-struct FloatRows {
-  float* data = nullptr;
-  int64_t capacity = 0;
-  ~FloatRows() { std::free(data); }
-
-  float* reserve(int64_t size) {
-    if (size > capacity) {
-      std::free(data);
-      data = static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64));
-      capacity = size;
-    }
-    return data;
-  }
-};
-thread_local FloatRows float_rows;
+// Rows that a thread has made floats of, as many at once as a tile holds.
+thread_local GrowingArray<float> float_rows;
 
 // The rows from `row` on; what they had in `float_rows` is gone.
 template <typename T>
@@ -280,9 +265,9 @@ template <typename T, int kRows, int kBlocks>
     const LinearParams& params, Rows<T> rows, int64_t row, int64_t block, int64_t ahead) {
   using S = Step<T>;
   int64_t steps = linear_steps(params.num_inputs, params.dtype);
-  // Floats of an odd last input have a partner, zero as in the weight; bfloat16 rows end with it.
-  bool has_partner = sizeof(typename S::Input) != sizeof(bfloat16);
-  int64_t full_steps = has_partner ? steps : params.num_inputs / S::kInputs;
+  // A caller's row may end within a step; rows of floats were made with a zero for what is missing.
+  constexpr bool kCallersRows = std::is_same_v<typename S::Input, T>;
+  int64_t full_steps = kCallersRows ? params.num_inputs / S::kInputs : steps;
   const auto* w = static_cast<const uint32_t*>(params.packed) + block * steps * kLinearBlock;
   typename S::Sum acc[kRows][kBlocks] = {};
   for (int64_t step = 0; step < full_steps; ++step) {
@@ -315,7 +300,7 @@ template <typename T, int kRows, int kBlocks>
       });
     }
   }
-  if constexpr (S::kParts == 1 && S::kInputs > 1) {
+  if constexpr (kCallersRows && S::kInputs > 1) {
     if (full_steps < steps) {
       // An odd last input: its partner in the packed weight is zero, and must not be read from x.
       unrolled<kRows>([&](int r) SPECOPS_INLINE {

@@ -36,7 +36,7 @@ __device__ inline V block_reduce(RowShared& shared, V value) {
   }
   V* scratch = reinterpret_cast<V*>(shared.scratch);
   __syncthreads();
-  if (lane_id() == 0) scratch[warp_id()] = value;
+  if (lane_id() == 0) scratch[fresh_warp_id()] = value;
   __syncthreads();
   value = scratch[0];
 #pragma unroll 1

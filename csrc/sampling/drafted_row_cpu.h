@@ -33,10 +33,10 @@ struct DraftProbs {
 };
 
 struct DraftedRowScratch {
-  Array<double> masses;   // by leaf
-  Array<int32_t> head;    // by leaf: the last of its changed tokens, -1 = none
-  Array<int32_t> next;    // by changed token: another of its leaf
-  Array<int32_t> tokens;  // the drafts that were rejected
+  GrowingArray<double> masses;   // by leaf
+  GrowingArray<int32_t> head;    // by leaf: the last of its changed tokens, -1 = none
+  GrowingArray<int32_t> next;    // by changed token: another of its leaf
+  GrowingArray<int32_t> tokens;  // the drafts that were rejected
 };
 thread_local DraftedRowScratch tls_drafted_row;
 

@@ -61,10 +61,10 @@ struct VerifyRequest {
 
 // What the rows of block steps tell each other; entry [b, i] is about row i and the draft after it.
 struct BlockScratch {
-  Array<double> target_probs;  // of the draft
-  Array<double> draft_probs;   // of the draft
-  Array<double> weights;       // of the drafts before the row
-  Array<double> masses;        // of what is left when the two are compared
+  GrowingArray<double> target_probs;  // of the draft
+  GrowingArray<double> draft_probs;   // of the draft
+  GrowingArray<double> weights;       // of the drafts before the row
+  GrowingArray<double> masses;        // of what is left when the two are compared
 };
 thread_local BlockScratch tls_block;
 

@@ -10,6 +10,14 @@ __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSi
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 __device__ inline int num_warps() { return static_cast<int>(blockDim.x) / kWarpSize; }
 
+// warp_id(), computed where it is asked for. Left to itself the compiler keeps what follows from the
+// number of a thread in registers of its own, from one block_reduce to all others.
+__device__ inline int fresh_warp_id() {
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));
+  return thread / kWarpSize;
+}
+
 // The same bits in every lane.
 __device__ inline float warp_sum(float x) {
 #pragma unroll

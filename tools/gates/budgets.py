@@ -150,8 +150,8 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("commit_kernel<*", registers=128),
     # 256 threads a block where rows are many, two such blocks to an SM. Under processors
     # (true) a block holds two bits of every token, of up to 121 KiB.
-    Budget("sample_kernel<*, false>", 128, 512, smem_bytes=41 << 10, spills=_spilled(12)),
-    Budget("verify_kernel<*, false, *>", 128, 512, smem_bytes=41 << 10, spills=_spilled(12)),
+    Budget("sample_kernel<*, false>", 128, 512, smem_bytes=41 << 10),
+    Budget("verify_kernel<*, false, *>", 128, 512, smem_bytes=41 << 10),
     Budget("top_logprobs_kernel<*, false>", registers=128, threads=512, smem_bytes=41 << 10),
     Budget(
         "sample_kernel<*, true>",
