@@ -2,6 +2,7 @@
 // Where a thread stands in its block, and what a warp finds together.
 #pragma once
 
+#include "common/ptx.cuh"
 #include "sampling/ranking.cuh"
 
 namespace specops {
@@ -13,9 +14,9 @@ __device__ inline int num_warps() { return static_cast<int>(blockDim.x) / kWarpS
 // warp_id(), computed where it is asked for. Left to itself the compiler keeps what follows from the
 // number of a thread in registers of its own, from one block_reduce to all others.
 __device__ inline int fresh_warp_id() {
-  int thread = static_cast<int>(threadIdx.x);
-  asm volatile("" : "+r"(thread));
-  return thread / kWarpSize;
+  uint32_t thread = threadIdx.x;
+  ptx::forget(thread);
+  return static_cast<int>(thread) / kWarpSize;
 }
 
 // The same bits in every lane.
