@@ -141,6 +141,10 @@ def test_the_card_comes_with_the_mouse_too(served: Served, browser: Browser) -> 
         expect(page.locator("#card")).to_contain_text("b token 99, probability 61 %")
         page.locator("h1").hover()
         expect(page.locator("#card")).to_be_hidden()
+        page.locator(".token").nth(2).focus()
+        page.locator(".token").nth(1).hover()
+        page.locator("h1").hover()
+        expect(page.locator("#card")).to_contain_text("c token 100")  # it has the focus
 
 
 # ---- phones ----

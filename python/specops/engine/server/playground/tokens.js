@@ -39,7 +39,11 @@ export class TokenPane {
     for (const kind of ["mouseover", "focusin"]) {
       element.addEventListener(kind, (event) => this.inspect(event.target));
     }
-    element.addEventListener("mouseleave", () => onInspect(null));
+    element.addEventListener("mouseleave", () => {
+      // Back to the token that has the focus, if one has.
+      onInspect(null);
+      this.inspect(document.activeElement);
+    });
     element.addEventListener("focusout", () => onInspect(null));
   }
 
@@ -97,7 +101,7 @@ export class TokenPane {
   }
 
   inspect(target) {
-    if (target.dataset?.place === undefined) return;
+    if (!this.spans.includes(target)) return;
     this.onInspect(this.generation, Number(target.dataset.place), target);
   }
 }
