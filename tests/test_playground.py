@@ -306,6 +306,39 @@ def test_trees_are_drawn(bundled: Served, browser: Browser) -> None:
         assert page.locator("#tree").is_hidden()
 
 
+TREE_STEP = {
+    "seconds": 0.2,
+    "token_ids": [1, 2],
+    "bytes": [[99], [120]],
+    "sources": ["mtp", "target"],
+    "drafts": {  # a with b behind it, or c with d behind it
+        "token_ids": [3, 4, 1, 5],
+        "bytes": [[97], [98], [99], [100]],
+        "sources": ["mtp"] * 4,
+        "parents": [-1, 0, -1, 2],
+        "accepted": [2],
+    },
+}
+
+
+@needs_chromium
+def test_a_card_names_what_stood_in_a_token_s_place(page: Page) -> None:
+    choice = {"index": 0, "text": "cx", "finish_reason": "length", "step": TREE_STEP}
+    body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(status=200, body=body))
+    choose(page, "write")
+    fill(page, prompt="abc")
+    run(page)
+    card = page.locator("#card")
+    page.locator(".token").nth(1).hover()
+    expect(card).to_contain_text("Chosen by the target model instead of “d”.")
+    expect(card).to_contain_text("Step 1: 1 of 4 drafts accepted.")
+    page.locator(".token").nth(0).hover()
+    expect(card).to_contain_text("Proposed by: MTP module. Accepted by the target model.")
+    label = "Accepted drafts by position, in percent. position 1: 1 of 2; position 2: 0 of 2."
+    expect(page.locator("#acceptance svg")).to_have_attribute("aria-label", label)
+
+
 # ---- all methods ----
 
 

@@ -10,11 +10,12 @@ const percent = (logprob) => {
 };
 
 function origin({source, step}, {steps}) {
-  const {drafts, first, count} = steps[step];
+  const {drafts} = steps[step];
   if (source !== "target") return `Proposed by: ${sourceName(source)}. Accepted by the target model.`;
   if (!drafts) return "Chosen by the target model; there were no drafts.";
-  const depth = count - 1;
-  const rejected = drafts.texts.filter((_, node) => drafts.depths[node] === depth && !drafts.accepted.includes(node));
+  // What hangs on the last accepted draft, or on the text, stood where this token stands.
+  const last = drafts.accepted.at(-1) ?? -1;
+  const rejected = drafts.texts.filter((_, node) => drafts.parents[node] === last);
   if (!rejected.length) return "Chosen by the target model, behind the last accepted draft.";
   return `Chosen by the target model instead of ${rejected.map((text) => `“${visible(text)}”`).join(", ")}.`;
 }
