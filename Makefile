@@ -31,7 +31,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
 .PHONY: prove campaign soak test-vllm vllm-campaign
-.PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check lint format clean
+.PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check screenshots lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -73,7 +73,8 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai transformers
+	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai transformers \
+	  playwright axe-playwright-python
 	touch $@
 
 $(VENV)/lint-deps: $(VENV)/serve-deps
@@ -205,6 +206,10 @@ gpu-check:
 	$(PYTHON) -m tools.gpu_check $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) \
 	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out "$(OUT)") \
 	  $(if $(PREBUILT),--prebuilt "$(PREBUILT)")
+
+# The pictures of the page in docs/, of the bundled model; needs Chromium.
+screenshots: setup $(VENV)/test-deps
+	$(BIN)/python -m tools.screenshots
 
 lint: setup $(VENV)/lint-deps
 	$(BIN)/ruff check .

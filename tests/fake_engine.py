@@ -18,6 +18,7 @@ from specops.engine import (
     RequestOutput,
     SamplingParams,
     SpeculativeConfig,
+    StepDrafts,
     TokenLogprob,
 )
 from specops.engine.engine import EngineStats
@@ -51,6 +52,7 @@ class _Request:
     params: SamplingParams
     index: int
     limit: int
+    method: str
     k: int
     stream: TextStream
     token_ids: list[int] = field(default_factory=list)
@@ -70,7 +72,13 @@ class FakeEngine:
         *,
         step_seconds: float = 0.0,
         methods: tuple[str, ...] = ("naive", "ngram"),
+        most_accepted: int | None = None,
+        flaw: int | None = None,
     ) -> None:
+        """Of a step's drafts all, or the first `most_accepted`, are right.
+
+        With `flaw`, speculation changes the token at that place of the output, as it never may.
+        """
         self.config = config or EngineConfig(
             speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=3),
             served_model_name="fake",
@@ -92,6 +100,7 @@ class FakeEngine:
         self.has_unsaved_drafters = False
         self.num_pages = 1000
         self.step_seconds = step_seconds
+        self.most_accepted, self.flaw = most_accepted, flaw
         self.num_failures = 0  # steps to come that fail
         self._running: list[_Request] = []
         self._waiting: list[_Request] = []
@@ -147,6 +156,7 @@ class FakeEngine:
                 params=params,
                 index=choice_index,
                 limit=params.max_tokens or room,
+                method=config.method,
                 k=config.num_speculative_tokens,
                 stream=TextStream(self.tokenizer, params.stop),
             )
@@ -213,10 +223,11 @@ class FakeEngine:
         first = not request.token_ids
         self._seen.add(tuple(request.prompt))
         drafts = 0 if first else request.k
+        right = drafts if self.most_accepted is None else min(drafts, self.most_accepted)
         tokens: list[int] = []
-        for _ in range(1 + drafts):
-            # Choices differ by where in the prompt they begin.
-            token = request.prompt[(len(request.token_ids) + request.index) % len(request.prompt)]
+        proposed = [self._next_token(request, j) + (j >= right) for j in range(drafts)]
+        for _ in range(1 + right):
+            token = self._next_token(request, 0)
             request.token_ids.append(token)
             tokens.append(token)
             ended = token in request.params.stop_token_ids or (
@@ -253,7 +264,17 @@ class FakeEngine:
         text = request.stream.take()
         if request.reason is not None:
             text += request.stream.finish()
-        return RequestOutput(request.id, tokens, text, logprobs, request.reason)
+        report = None
+        if drafts and request.params.report_drafts:
+            parents, accepted = list(range(-1, drafts - 1)), list(range(right))
+            report = StepDrafts(proposed, parents, [request.method] * drafts, accepted)
+        return RequestOutput(request.id, tokens, text, logprobs, request.reason, report)
+
+    def _next_token(self, request: _Request, ahead: int) -> int:
+        """What follows so many further tokens; choices differ by where in the prompt they begin."""
+        place = len(request.token_ids) + ahead
+        token = request.prompt[(place + request.index) % len(request.prompt)]
+        return token + 1 if place == self.flaw and request.k else token
 
     def _check_thread(self) -> None:
         if self._owner is None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where a package is missing, nothing else is imported)
-"""The page at `/`, in a real browser."""
+"""What the page at `/` does, in a real browser; test_page_access.py has who can use it."""
 
-import os
+import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,35 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "playwright"):
     pytest.importorskip(name)
 
+from browsing import (
+    choose,
+    connected,
+    done,
+    fact,
+    fill,
+    needs_chromium,
+    opened,
+    run,
+    running_browser,
+    text_of,
+)
 from fake_engine import FakeEngine
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 from serving import Served, serving
-from specops.engine import EngineConfig, SpeculativeConfig
+from specops.engine import Engine, EngineConfig, RequestOutput, SpeculativeConfig
+from specops.engine.server.chat import ChatFormat
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-PAGE = Path(__file__).parents[1] / "python/specops/engine/server/playground/index.html"
+FOLDER = Path(__file__).parents[1] / "python/specops/engine/server/playground"
+FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".html", ".css", ".js"))
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+NONE = "\N{EN DASH}"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with running_browser() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -32,84 +51,310 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_playwright() as playwright:
-        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
-        yield browser
-        browser.close()
+def bundled() -> Iterator[Served]:
+    """The bundled model."""
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    with serving(Engine(EngineConfig(speculative_config=config, max_num_seqs=4))) as served:
+        yield served
 
 
 @pytest.fixture
-def page(served: Served, browser: Any) -> Iterator[Page]:
-    page = browser.new_page()
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-
-    def check(url: str) -> None:
-        if not url.startswith(served.url):
-            problems.append(f"asked for {url}")
-
-    page.on("console", lambda said: problems.extend([said.text] * (said.type == "error")))
-    page.on("request", lambda asked: check(asked.url))
-    page.goto(served.url)
-    expect(page.locator("#model")).to_contain_text("fake")
-    yield page
-    page.close()
-    assert problems == []
+def page(served: Served, browser: Browser) -> Iterator[Page]:
+    with opened(browser, served) as page:
+        yield connected(page)
 
 
-def fill(page: Page, **fields: str) -> None:
-    for name, value in fields.items():
-        page.locator(f"#{name}").fill(value)
+# ---- the race ----
 
 
-def done(page: Page, state: str = "done") -> None:
-    expect(page.locator("body")).to_have_attribute("data-state", state)
+@needs_chromium
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_a_race_of_the_bundled_model_ends_in_the_same_bits(
+    bundled: Served, browser: Browser, method: str
+) -> None:
+    with opened(browser, bundled) as page:
+        connected(page)
+        assert page.locator("input[name=mode]:checked").input_value() == "race"
+        page.locator("#method").select_option(method)
+        fill(page, tokens="60", temperature="0.7", seed="5")
+        run(page)
+        expect(page.locator("#identical")).to_have_text(
+            "identical: 60 of 60 tokens, 60 of 60 logprobs, to the last bit"
+        )
+        expect(page.locator("#identical")).to_have_class("identical same")
+        assert text_of(page, 0) == text_of(page, 1) != ""
+        assert re.fullmatch(r"\d+\.\d\d\u00d7", page.locator("#factor").inner_text())
+        expect(page.locator("#factor-what")).to_have_text("as fast, each alone")
+        expect(page.locator("#verdict-note")).to_contain_text("the same bits once more")
+        assert page.locator(".lane").nth(0).locator(".from-target").count() == 60
+        assert page.locator(".lane").nth(1).locator(f".from-{method}").count() > 0
+        expect(page.locator("#timeline svg")).to_have_attribute(
+            "aria-label", re.compile("^Plain decoding: 60 tokens in 60 steps; With .* 60 tokens in")
+        )
+
+
+@needs_chromium
+def test_a_race_notices_what_differs(browser: Browser) -> None:
+    with serving(FakeEngine(flaw=5)) as served, opened(browser, served) as page:
+        connected(page)
+        fill(page, prompt="abcdefgh", tokens="9")
+        run(page)
+        expect(page.locator("#identical")).to_have_text(
+            "DIFFERENT: 8 of 9 tokens, 9 of 9 logprobs, to the last bit"
+        )
+        expect(page.locator("#identical")).to_have_class("identical differs")
+        marked = page.locator(".token.differs")
+        assert marked.all_text_contents() == ["f", "g"], "in both, at the same place"
+        expect(page.locator("#status")).to_contain_text("DIFFERENT")
+
+
+@needs_chromium
+def test_a_race_notices_a_logprob_that_differs_in_its_last_bit(
+    served: Served, browser: Browser
+) -> None:
+    with opened(browser, served) as page:
+        connected(page)
+
+        def change(route: Route) -> None:
+            response = route.fetch()
+            is_plain = route.request.post_data_json["speculative_config"]["method"] == "naive"
+            text = response.text()
+            if is_plain:
+                text = text.replace(
+                    '"token_logprobs":[-0.5]', '"token_logprobs":[-0.5000000596]', 1
+                )
+            route.fulfill(response=response, body=text)
+
+        page.route("**/v1/completions", change)
+        fill(page, prompt="abc", tokens="9")
+        page.locator("#alone").evaluate("box => { box.checked = false; }")
+        run(page)
+        expect(page.locator("#identical")).to_have_text(
+            "DIFFERENT: 9 of 9 tokens, 8 of 9 logprobs, to the last bit"
+        )
+
+
+@needs_chromium
+def test_a_race_without_logprobs_compares_tokens(page: Page) -> None:
+    page.locator(".more summary").click()
+    page.locator("#alternatives").select_option("")
+    page.locator("#alone").uncheck()
+    fill(page, prompt="abc", tokens="20")
+    run(page)
+    expect(page.locator("#identical")).to_have_text("identical: 20 of 20 tokens")
+    expect(page.locator("#factor-what")).to_have_text("as fast, in shared steps")
+
+
+class Watched(FakeEngine):
+    """Knows how many requests it ever had at once."""
+
+    most = 0
+
+    def step(self) -> list[RequestOutput]:
+        self.most = max(self.most, self.num_running + self.num_waiting)
+        return super().step()
+
+
+@needs_chromium
+def test_both_run_at_once_with_one_seed(browser: Browser) -> None:
+    engine = Watched(step_seconds=0.003)
+    with serving(engine) as served, opened(browser, served) as page:
+        connected(page)
+        sent: list[Any] = []
+        page.on(
+            "request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data))
+        )
+        fill(page, prompt="abc", tokens="200")
+        page.locator("#alone").evaluate("box => { box.checked = false; }")
+        run(page)
+        assert engine.most == 2
+        assert [one["speculative_config"]["method"] for one in sent] == ["naive", "ngram"]
+        assert len({one["seed"] for one in sent}) == len({one["prompt"] for one in sent}) == 1
+        page.locator("#alone").evaluate("box => { box.checked = true; }")
+        engine.most = 0
+        run(page)
+        methods = [one["speculative_config"]["method"] for one in sent[2:]]
+        assert methods == ["naive", "ngram"] * 2, "then each alone"
+
+
+@needs_chromium
+def test_a_method_that_learns_is_not_timed_alone(browser: Browser) -> None:
+    engine = FakeEngine(methods=("naive", "ngram", "suffix"))
+    with serving(engine) as served, opened(browser, served) as page:
+        connected(page)
+        page.locator("#method").select_option("suffix")
+        fill(page, prompt="abc", tokens="20")
+        run(page)
+        expect(page.locator("#verdict-note")).to_contain_text("Neither is timed alone")
+
+
+@needs_chromium
+def test_speeds_are_the_server_s(page: Page) -> None:
+    """What the server measured counts, however tokens arrive: here all at once."""
+
+    def slow(route: Route) -> None:
+        response = route.fetch()
+        text = re.sub(r'"tokens_per_second":[\d.e-]+', '"tokens_per_second":612.4', response.text())
+        route.fulfill(response=response, body=text)
+
+    page.route("**/v1/completions", slow)
+    choose(page, "write")
+    fill(page, prompt="abc", tokens="20")
+    run(page)
+    expect(page.locator(".speed b")).to_have_text("612")
+
+
+# ---- one completion ----
 
 
 @needs_chromium
 def test_completes_and_counts(page: Page) -> None:
     assert page.locator("#method").input_value() == "ngram", "the server's own method"
     assert page.locator("#k").input_value() == "3"
+    choose(page, "write")
     fill(page, prompt="wörd 🙂 ", tokens="33", seed="9007199254740993")
-    page.locator("#run").click()
-    done(page)
-    expect(page.locator("#output")).to_have_text("wörd 🙂 " * 4)
-    expect(page.locator("#count")).to_have_text("33")
+    run(page)
+    assert text_of(page) == "wörd 🙂 " * 3
+    expect(page.locator(".before")).to_have_text("wörd 🙂 ")
     # 1 + 8 steps of 4 tokens: 24 accepted drafts.
-    expect(page.locator("#accepted")).to_have_text("24 of 24")
-    expect(page.locator("#length")).to_have_text("3.67")
-    expect(page.locator("#used-seed")).to_have_text("9007199254740993")
-    assert page.locator("#output .accepted").count() == 24
-    assert re.fullmatch(r"\d+", page.locator("#speed").inner_text())
+    counts = {name: fact(page, name) for name in ("tokens", "per step", "accepted", "seed")}
+    assert counts == {
+        "tokens": "33",
+        "per step": "3.67",
+        "accepted": "24 of 24 drafts",
+        "seed": "9007199254740993",
+    }
+    assert page.locator(".pane .from-ngram").count() == 24
+    assert re.fullmatch(r"[\d,]+", page.locator(".speed b").inner_text())
+    expect(page.locator("#acceptance svg")).to_have_attribute(
+        "aria-label",
+        "Accepted drafts by position, in percent. position 1: 8 of 8; position 2: 8 of 8; "
+        "position 3: 8 of 8.",
+    )
 
 
 @needs_chromium
-@pytest.mark.parametrize("colour", ["accepted", "probability", ""])
-def test_the_end_token_does_not_show(page: Page, served: Served, colour: str) -> None:
-    page.locator("#colour").select_option(colour)
+@pytest.mark.parametrize("tint", ["source", "probability", ""])
+def test_the_end_token_does_not_show(page: Page, tint: str) -> None:
+    choose(page, "write")
+    page.locator("#tint").select_option(tint)
     fill(page, prompt="ab<|end|>", tokens="30")
     page.locator("#prompt").press("Control+Enter")
     done(page)
-    expect(page.locator("#count")).to_have_text("3")
-    expect(page.locator("#output")).to_have_text("ab<|end|>ab")
+    assert fact(page, "tokens") == "3"
+    assert text_of(page) == "ab"
+
+
+@needs_chromium
+def test_markup_of_the_model_is_text(page: Page) -> None:
+    choose(page, "write")
+    prompt = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    fill(page, prompt=prompt, tokens=str(len(prompt)))
+    run(page)
+    assert text_of(page) == prompt
+    assert page.locator(".pane img, .pane script").count() == 0
+
+
+@needs_chromium
+def test_the_end_of_the_prompt_is_seen(page: Page) -> None:
+    lines = "\n".join(f"l {i}" for i in range(40))
+    fill(page, prompt=lines, tokens="8")
+    at = "field => field.scrollHeight - field.clientHeight - field.scrollTop"
+    assert page.locator("#prompt").evaluate(at) < 4, "the field is scrolled to its end"
+    choose(page, "write")
+    run(page)
+    expect(page.locator(".before")).to_have_text("…\nl 38\nl 39")
+
+
+@needs_chromium
+def test_rejected_drafts_are_shown_on_demand(browser: Browser) -> None:
+    with serving(FakeEngine(most_accepted=1)) as served, opened(browser, served) as page:
+        connected(page)
+        choose(page, "write")
+        fill(page, prompt="abcdefgh", tokens="5")
+        run(page)
+        dels = page.locator(".pane del")
+        assert dels.all_text_contents() == ["d", "e", "f", "g"], "two of three, of two steps"
+        expect(dels.first).to_be_hidden()
+        page.locator("#rejected").check()
+        expect(dels.first).to_be_visible()
+        assert dels.first.evaluate("one => getComputedStyle(one).textDecorationLine") == (
+            "line-through"
+        )
+        assert fact(page, "accepted") == "2 of 6 drafts"
+        label = page.locator("#drafts svg").get_attribute("aria-label")
+        assert label == "Drafts: d accepted, f rejected, g rejected."
+
+
+@needs_chromium
+def test_trees_are_drawn(bundled: Served, browser: Browser) -> None:
+    with opened(browser, bundled) as page:
+        connected(page)
+        choose(page, "write")
+        page.locator("#method").select_option("mtp")
+        page.locator("#tree").check()
+        fill(page, k="6", steps="2", tokens="24", temperature="0")
+        run(page)
+        page.locator(".token").nth(3).hover()
+        expect(page.locator("#tree-caption")).to_have_text(re.compile(r"^Drafts of step \d$"))
+        boxes = [one.bounding_box() for one in page.locator("#drafts .draft rect").all()]
+        rows = {round(box["y"]) for box in boxes if box}
+        columns = {round(box["x"]) for box in boxes if box}
+        assert len(boxes) > len(columns) > 1 and len(rows) > 1, "siblings stand below each other"
+        assert "accepted" in (page.locator("#drafts svg").get_attribute("aria-label") or "")
+        page.locator("#method").select_option("naive")
+        assert page.locator("#tree").is_hidden()
+
+
+TREE_STEP = {
+    "seconds": 0.2,
+    "token_ids": [1, 2],
+    "bytes": [[99], [120]],
+    "sources": ["mtp", "target"],
+    "drafts": {  # a with b behind it, or c with d behind it
+        "token_ids": [3, 4, 1, 5],
+        "bytes": [[97], [98], [99], [100]],
+        "sources": ["mtp"] * 4,
+        "parents": [-1, 0, -1, 2],
+        "accepted": [2],
+    },
+}
+
+
+@needs_chromium
+def test_a_card_names_what_stood_in_a_token_s_place(page: Page) -> None:
+    choice = {"index": 0, "text": "cx", "finish_reason": "length", "step": TREE_STEP}
+    body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(status=200, body=body))
+    choose(page, "write")
+    fill(page, prompt="abc")
+    run(page)
+    card = page.locator("#card")
+    page.locator(".token").nth(1).hover()
+    expect(card).to_contain_text("Chosen by the target model instead of “d”.")
+    expect(card).to_contain_text("Step 1: 1 of 4 drafts accepted.")
+    page.locator(".token").nth(0).hover()
+    expect(card).to_contain_text("Proposed by: MTP module. Accepted by the target model.")
+    label = "Accepted drafts by position, in percent. position 1: 1 of 2; position 2: 0 of 2."
+    expect(page.locator("#acceptance svg")).to_have_attribute("aria-label", label)
+
+
+# ---- all methods ----
 
 
 @needs_chromium
 def test_compares_methods(page: Page) -> None:
+    choose(page, "compare")
     fill(page, prompt="abc", tokens="24", temperature="0.8")
-    page.locator("#compare").click()
-    done(page)
-    rows = page.locator("#runs tbody tr")
-    assert [row.split("\t")[0] for row in rows.all_inner_texts()] == ["naive", "ngram"]
-    assert rows.nth(0).inner_text().split("\t")[2:5] == ["1.00", "0", "0"]
-    expect(rows.nth(1).locator("td").last).to_have_text("identical")
-    assert page.locator("#note").is_hidden(), "nothing learns here"
+    run(page)
+    rows = [row.split("\t") for row in page.locator("#table tbody tr").all_inner_texts()]
+    assert [row[0] for row in rows] == ["naive", "ngram"]
+    assert [row[3:] for row in rows] == [["1.00", NONE, NONE], ["3.43", "100 %", "identical"]]
+    assert "seen" not in page.locator("#table caption").inner_text(), "nothing learns here"
 
 
 @needs_chromium
-def test_mtp_and_what_continues_it(browser: Any) -> None:
+def test_mtp_and_what_continues_it(browser: Browser) -> None:
     config = EngineConfig(
         served_model_name="fake",
         max_model_len=256,
@@ -117,55 +362,125 @@ def test_mtp_and_what_continues_it(browser: Any) -> None:
             method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=5, num_model_steps=2
         ),
     )
-    with serving(FakeEngine(config, methods=("naive", "suffix", "mtp"))) as served:
-        page = browser.new_page()
+    every = ["naive", "suffix", "mtp", "mtp + ngram", "mtp + suffix"]
+    with (
+        serving(FakeEngine(config, methods=("naive", "suffix", "mtp"))) as served,
+        opened(browser, served, expects=("400",)) as page,
+    ):
+        connected(page)
         sent: list[Any] = []
         page.on(
             "request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data))
         )
-        page.goto(served.url)
-        expect(page.locator("#model")).to_contain_text("fake")
-        assert page.locator("#method option").all_inner_texts() == [
-            "naive", "suffix", "mtp", "mtp + ngram", "mtp + suffix",
-        ]  # fmt: skip
-        assert page.locator("#method").input_value() == "mtp + ngram", "the server's own"
-        assert (page.locator("#k").input_value(), page.locator("#steps").input_value()) == (
-            "5",
-            "2",
-        )
+        assert page.locator("#method option").all_inner_texts() == every
+        own = [page.locator(f"#{name}").input_value() for name in ("method", "k", "steps")]
+        assert own == ["mtp + ngram", "5", "2"], "the server's own"
+        choose(page, "write")
         fill(page, prompt="abc", tokens="9")
-        own = {"method": "mtp", "num_speculative_tokens": 5}
+        mtp = {"method": "mtp", "num_speculative_tokens": 5, "tree": False}
         for choice, steps, expected in (
-            ("mtp + ngram", "2", own | {"mtp_strategy": "with_ngram", "num_model_steps": 2}),
-            ("mtp + suffix", "", own | {"mtp_strategy": "with_suffix", "num_model_steps": None}),
-            ("mtp", "4", own | {"mtp_strategy": "default", "num_model_steps": 4}),
+            ("mtp + ngram", "2", mtp | {"mtp_strategy": "with_ngram", "num_model_steps": 2}),
+            ("mtp + suffix", "", mtp | {"mtp_strategy": "with_suffix", "num_model_steps": None}),
+            ("mtp", "4", mtp | {"mtp_strategy": "default", "num_model_steps": 4}),
         ):
             page.locator("#method").select_option(choice)
-            assert page.locator("#steps").get_attribute("placeholder") == (
-                "all" if choice == "mtp" else "1"
-            )
+            placeholder = page.locator("#steps").get_attribute("placeholder")
+            assert placeholder == ("all" if choice == "mtp" else "1")
             fill(page, steps=steps)
-            page.locator("#run").click()
-            done(page)
+            run(page)
             assert sent[-1]["speculative_config"] == expected
         fill(page, steps="6")
-        page.locator("#run").click()
-        done(page, "failed")
+        run(page, "failed")
         expect(page.locator("#error")).to_have_text(
-            "num_model_steps must be at most num_speculative_tokens = 5, got 6"
+            "num_model_steps must be at most num_speculative_tokens = 5, got 6."
         )
         fill(page, steps="")
-        page.locator("#compare").click()
-        done(page)
-        rows = page.locator("#runs tbody tr").all_inner_texts()
-        assert [row.split("\t")[0] for row in rows] == [
-            "naive", "suffix", "mtp", "mtp + ngram", "mtp + suffix",
-        ]  # fmt: skip
-        expect(page.locator("#note")).to_contain_text("the second method with it")
-        for method in ("naive", "suffix"):
-            page.locator("#method").select_option(method)
-            assert page.locator("#steps").is_hidden()
-        page.close()
+        choose(page, "compare")
+        run(page)
+        heads = page.locator("#table tbody th").all_inner_texts()
+        assert heads == every
+        expect(page.locator("#table caption")).to_contain_text("the second method with it")
+
+
+# ---- chats ----
+
+
+@needs_chromium
+def test_a_chat_goes_on_and_is_kept(page: Page) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+    choose(page, "chat")
+    fill(page, tokens="20")
+    page.locator(".more summary").click()
+    fill(page, system="be kind", prompt="héllo<|end|>")
+    run(page)
+    expect(page.locator("#prompt")).to_have_value("")
+    assert text_of(page) == "be kind", "the fake engine repeats the prompt"
+    fill(page, prompt="<b>more</b>")
+    run(page)
+    said = sent[-1]["messages"]
+    assert [one["role"] for one in said] == ["system", "user", "assistant", "user"]
+    assert said[2]["content"] == "be kind" and said[3]["content"] == "<b>more</b>"
+    page.reload()
+    connected(page)
+    expect(page.locator(".message")).to_have_text(["You: héllo<|end|>", "You: <b>more</b>"])
+    page.locator("#new-chat").click()
+    expect(page.locator(".message")).to_have_count(0)
+
+
+@needs_chromium
+def test_no_chat_without_a_template(browser: Browser) -> None:
+    with (
+        serving(FakeEngine(), chat_format=ChatFormat(None)) as served,
+        opened(browser, served) as page,
+    ):
+        connected(page)
+        expect(page.get_by_text("Chat", exact=True)).to_be_hidden()
+
+
+# ---- what is kept ----
+
+
+@needs_chromium
+def test_settings_history_and_links_lead_back(browser: Browser) -> None:
+    with (
+        serving(FakeEngine(), api_keys=["geheim"]) as served,
+        opened(browser, served, expects=("401",)) as page,
+    ):
+        expect(page.locator("#error")).to_contain_text("API key")
+        fill(page, key="geheim", prompt="abc", tokens="6")
+        run(page)
+        choose(page, "write")
+        fill(page, prompt="x & y", tokens="7", temperature="0.5", seed="11")
+        run(page)
+        page.locator("#share").click()
+        expect(page.locator("#share")).not_to_have_text("Copy link")
+        link = page.url
+        page.reload()
+        fill(page, key="geheim")
+        runs = page.locator("#runs button")
+        page.locator("#history summary").click()
+        assert "write, ngram" in runs.nth(0).inner_text() and "race" in runs.nth(1).inner_text()
+        runs.nth(1).click()
+        assert page.locator("#prompt").input_value() == "abc"
+        assert page.locator("#seed").input_value() != "", "the seed that was drawn"
+        assert page.locator("input[name=mode]:checked").input_value() == "race"
+        kept = page.evaluate("JSON.stringify(localStorage)")
+        assert "abc" in kept and "geheim" not in kept + link
+        with opened(browser, served, fragment=link.split("/")[-1], expects=("401",)) as other:
+            fill(other, key="geheim", k="2")
+            other.locator("#run").click()
+            done(other)
+            assert other.locator("#prompt").input_value() == "x & y"
+            values = [other.locator(f"#{name}").input_value() for name in ("tokens", "seed")]
+            assert values == ["7", "11"]
+            assert fact(other, "tokens") == "7"
+        page.locator("#forget").click()
+        expect(runs).to_have_count(0)
+        assert page.evaluate("localStorage.getItem('specops-history')") is None
+
+
+# ---- what goes wrong ----
 
 
 @needs_chromium
@@ -174,36 +489,89 @@ def test_stop_frees_the_engine(page: Page, served: Served) -> None:
     page.locator("#method").select_option("naive")
     assert page.locator("#k").is_disabled()
     page.locator("#run").click()
-    expect(page.locator("#count")).to_have_text(re.compile(r"\d+"))
+    expect(page.locator(".lane .token").first).to_be_visible()
     page.locator("#stop").click()
     done(page, "stopped")
     served.wait_until_idle()
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    assert 0 < int(fact(page, "tokens")) < 250
+    run(page)  # and it can begin again
+    assert fact(page, "tokens") == "250"
 
 
 @needs_chromium
-def test_errors_are_shown(served: Served, browser: Any) -> None:
-    page = browser.new_page()
-    page.goto(served.url)
-    fill(page, prompt="abc", tokens="100000")
-    page.locator("#run").click()
-    done(page, "failed")
-    expect(page.locator("#error")).to_contain_text("exceeds the context")
-    page.close()
+def test_errors_are_sentences(served: Served, browser: Browser) -> None:
+    with opened(browser, served, expects=("400", "Failed to load")) as page:
+        connected(page)
+        fill(page, prompt="abc", tokens="100000")
+        run(page, "failed")
+        expect(page.locator("#error")).to_have_text("A prompt of 3 tokens exceeds the context.")
+        assert page.locator("#error").get_attribute("role") == "alert"
+        fill(page, tokens="5")
+        page.route("**/v1/completions", lambda route: route.abort())
+        run(page, "failed")
+        expect(page.locator("#error")).to_have_text(
+            "The server does not answer; is it still running?"
+        )
+        page.unroute("**/v1/completions")
+        busy = {"error": {"message": "the server is busy: 9 requests are waiting already"}}
+        page.route(
+            "**/v1/completions",
+            lambda route: route.fulfill(
+                status=429, headers={"Retry-After": "1"}, body=json.dumps(busy)
+            ),
+        )
+        run(page, "failed")
+        expect(page.locator("#error")).to_have_text(
+            "The server is busy: 9 requests are waiting already. Try again in 1 s."
+        )
+        page.unroute("**/v1/completions")
+        page.route("**/v1/completions", lambda route: route.fulfill(status=200, body="data: "))
+        run(page, "failed")
+        expect(page.locator("#error")).to_have_text(
+            "The connection broke off before the answer was complete."
+        )
+        page.unroute("**/v1/completions")
+        run(page)
+        expect(page.locator("#error")).to_have_text("")
 
 
 @needs_chromium
-def test_asks_for_the_key(browser: Any) -> None:
-    with serving(FakeEngine(), api_keys=["geheim"]) as served:
-        page = browser.new_page()
-        page.goto(served.url)
-        expect(page.locator("#error")).to_contain_text("API key")
-        fill(page, key="geheim", prompt="abc", tokens="6")
-        page.locator("#run").click()
-        done(page)
-        expect(page.locator("#output")).to_have_text("abcabcabc")
-        page.close()
+def test_a_failing_engine_is_told(browser: Browser) -> None:
+    engine = FakeEngine()
+    with serving(engine) as served, opened(browser, served) as page:
+        connected(page)
+        choose(page, "write")
+        fill(page, prompt="abc")
+        engine.num_failures = 1
+        run(page, "failed")
+        expect(page.locator("#error")).to_have_text(
+            "A step of the engine failed; the server's log says why."
+        )
+
+
+# ---- the files ----
 
 
 def test_the_page_needs_nothing_else() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert not re.search(r"https?://|src=|@import|url\(", text)
+    for path in FILES:
+        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|@import|url\(", text), path.name
+        assert "SPDX-License-Identifier: Apache-2.0" in text[:120], path.name
+        names = re.findall(r'(?:src|href)="([^"]*)"', text) + re.findall(r' from "(.*)";', text)
+        for name in names:
+            if name not in ("data:,",):
+                assert (FOLDER / name.removeprefix("page/").removeprefix("./")).is_file(), name
+
+
+def test_no_text_becomes_markup() -> None:
+    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc"
+    for path in FILES:
+        assert not re.search(forbidden, path.read_text(encoding="utf-8")), path.name
+    html = (FOLDER / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"\bstyle=|<style|\son\w+=", html), "the policy forbids it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.name))
+def test_files_are_of_one_idea(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300

@@ -4,7 +4,13 @@
 from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, EngineError, ModelError, QueueFull
-from specops.engine.outputs import Completion, RequestOutput, SpeculativeStats, TokenLogprob
+from specops.engine.outputs import (
+    Completion,
+    RequestOutput,
+    SpeculativeStats,
+    StepDrafts,
+    TokenLogprob,
+)
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import StructuredOutput
@@ -21,6 +27,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "SpeculativeStats",
+    "StepDrafts",
     "StructuredOutput",
     "TokenLogprob",
 ]

@@ -267,6 +267,13 @@ class Drafting:
         nodes = slice(request.num_drafts) if tree is None else tree.nodes
         return self.proposals.token_ids[request.slot, nodes]
 
+    def sources_of(self, request: Request, count: int) -> list[str]:
+        """Who proposed the first of the drafts that a request verifies, by the drafters' names."""
+        tree = self._trees.get(request)
+        nodes = slice(count) if tree is None else tree.nodes[:count]
+        names = (*request.draft_stages, *reversed(COMPANIONS))  # -1 is the first companion
+        return [names[stage] for stage in self.proposals.stages[request.slot, nodes].tolist()]
+
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> StepShape:
         """Adds to a step's shape what drafters do behind it."""
         if not self.width:
@@ -327,6 +334,7 @@ def _no_proposals(slots: int, width: int) -> Proposals:
         np.zeros((slots, width), dtype=np.float32),
         np.full((slots, width), -1, dtype=np.int32),
         np.zeros(slots, dtype=np.bool_),
+        np.zeros((slots, width), dtype=np.int8),
     )
 
 
@@ -336,4 +344,5 @@ def _widened(proposals: Proposals, slots: int, width: int) -> Proposals:
     wider.token_ids[:, :have] = proposals.token_ids
     wider.confidences[:, :have] = proposals.confidences
     wider.parents[:, :have] = proposals.parents
+    wider.stages[:, :have] = proposals.stages
     return replace(wider, counts=proposals.counts, are_trees=proposals.are_trees)

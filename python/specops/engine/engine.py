@@ -422,7 +422,9 @@ class Engine:
             text += request.stream.finish()
             # Keys and values of tokens that were cut are never read again.
             request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
-        return RequestOutput(request.request_id, kept, text, logprobs, request.finish_reason)
+        return RequestOutput(
+            request.request_id, kept, text, logprobs, request.finish_reason, result.drafts
+        )
 
     def _note_end(self, request: Request, result: Emitted) -> None:
         """Notes why `commit` ended a request."""

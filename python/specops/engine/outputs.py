@@ -36,6 +36,24 @@ class SpeculativeStats:
         return counts
 
 
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """The drafts that one step verified for one request.
+
+    Attributes:
+        token_ids: in the order in which they were verified.
+        parents: of each, the place of the one before it that it hangs on; -1: the last token.
+        sources: of each, the name of the drafter that proposed it.
+        accepted: the places of those that were accepted, in the order of the text. A stop may cut
+            the text before the last of them.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    sources: list[str]
+    accepted: list[int]
+
+
 @dataclass(frozen=True)
 class RequestOutput:
     """What one step added to one request."""
@@ -45,6 +63,7 @@ class RequestOutput:
     text: str  # newly released text; text that may yet become a stop string is held back
     logprobs: list[TokenLogprob]  # one per token when the request asked for them
     finish_reason: str | None  # None, "stop", "length" or "abort"
+    drafts: StepDrafts | None = None  # when there were some, and the request asked for them
 
 
 @dataclass(frozen=True)

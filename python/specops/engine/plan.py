@@ -24,6 +24,7 @@ class Scheduled:
     # alone, which all chains but the first need; None: they are one chain.
     draft_parents: Sequence[int] | None = None
     spare_pages: Sequence[int] = ()
+    draft_sources: Sequence[str] = ()  # who proposed each draft, where the request asks for that
 
     @property
     def num_chains(self) -> int:

@@ -15,7 +15,7 @@ from specops.engine.drafters import Proposals, StepResults
 from specops.engine.drafting import Drafting
 from specops.engine.errors import EngineError
 from specops.engine.models import Transformer
-from specops.engine.outputs import TokenLogprob
+from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Plan, Scheduled, SharedPrefixes
 from specops.engine.request import Feature, Request
 from specops.engine.slot_tables import SlotTables
@@ -48,6 +48,7 @@ class Emitted:
     token_ids: list[int]
     accepted: Sequence[int]  # which of its drafts
     logprobs: list[TokenLogprob]  # filled when the request asks for them
+    drafts: StepDrafts | None = None  # likewise
     finish_reason: FinishReason = FinishReason.RUNNING
     stop_index: int = -1  # of the stop token or sequence that ended it
 
@@ -226,6 +227,7 @@ class Runner:
             return
         proposals.confidences.fill(0)
         proposals.are_trees.fill(False)
+        proposals.stages.fill(0)
         if step.shape.drafters:
             proposals.token_ids[:] = step.arrays.proposed_token_ids.host
             proposals.counts[:] = step.arrays.num_proposed.host
@@ -305,6 +307,8 @@ class Runner:
                 token_ids[row] = known[begin]
                 token_ids[row + 1 : row + count] = drafts
                 arrays.draft_token_ids.host[index, : part.num_drafts] = drafts
+                if request.params.report_drafts:
+                    part.draft_sources = self._drafting.sources_of(request, part.num_drafts)
             else:
                 token_ids[row : row + count] = known[begin : begin + count]
             row += count
@@ -408,6 +412,10 @@ def _emitted(parts: Sequence[Scheduled], step: Step) -> list[Emitted]:
         reason = reasons[request.slot]
         if reason:
             one.finish_reason, one.stop_index = FinishReason(reason), stops[request.slot]
+        if part.draft_sources:
+            drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
+            parents = list(part.draft_parents or range(-1, part.num_drafts - 1))
+            one.drafts = StepDrafts(drafts, parents, list(part.draft_sources), list(path))
         emitted.append(one)
     if step.shape.logprobs >= 0:
         _attach_logprobs(parts, emitted, step)

@@ -74,6 +74,7 @@ class SamplingParams:
         stop_token_sequences: sequences of token ids that end the output; they are part of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: None for none; otherwise the number of alternatives beside each emitted token.
+        report_drafts: say with each step's output which drafts it verified.
         think_end_token_id: the token that ends the model's thinking; "</think>" when absent.
         reasoning_max_tokens: tokens of thinking after which it is ended by force.
         response_max_tokens: tokens after the thinking that end the output.
@@ -108,6 +109,7 @@ class SamplingParams:
     stop_token_sequences: _Sequences = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    report_drafts: bool = False
     think_end_token_id: int | None = None
     reasoning_max_tokens: int | None = None
     response_max_tokens: int | None = None
@@ -126,8 +128,9 @@ class SamplingParams:
                 self._become_tuple(name, "integers")
         for name in ("bad_words_token_ids", "stop_token_sequences"):
             self._become_sequences(name)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "report_drafts"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, (low, high) in _WHOLE.items():
             value = getattr(self, name)
             # None is no value but where it is the default, and for max_tokens.

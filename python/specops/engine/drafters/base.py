@@ -108,6 +108,10 @@ class Proposals:
     # are trees, bool [slots]. Others are chains. The likeliest drafts come first.
     parents: NDArray[np.int32]
     are_trees: NDArray[np.bool_]
+    # [slots, k]: who made each, by its place among the request's drafters; -1: the companion. Of
+    # requests that report their drafts alone. They begin as 0: a drafter that others may continue
+    # marks what is not its own.
+    stages: NDArray[np.int8]
 
 
 @dataclass(slots=True)

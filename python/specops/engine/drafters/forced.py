@@ -71,3 +71,5 @@ def _write(drafts: CompletedDrafts, proposals: Proposals, slot: int) -> None:
     proposals.parents[slot, :count] = drafts.parents
     proposals.confidences[slot, :count] = sure
     proposals.counts[slot] = count
+    stages = proposals.stages[slot].tolist()
+    proposals.stages[slot, :count] = [-1 if one < 0 else stages[one] for one in drafts.sources]

@@ -452,7 +452,10 @@ class MtpStep(DrafterStep):
         )
 
     def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
-        """Takes over how likely the modules hold their drafts."""
+        """Takes over how likely the modules hold their drafts, and marks who continues them."""
+        for part in parts:
+            if part.request.params.report_drafts:
+                self._mark(part, proposals)
         if not self._logprobs:
             return
         # Those of requests that did not draft may be anything.
@@ -465,6 +468,14 @@ class MtpStep(DrafterStep):
                 proposals.confidences[slot, :count] = probs[:count, index]
                 if self._likeliest and part.request.speculative.tree:
                     self._branch(part, index, proposals)
+
+    def _mark(self, part: Scheduled, proposals: Proposals) -> None:
+        """Marks the drafts behind the modules' own, of whoever continues these."""
+        name, progress = self._drafter.name, self._drafter.progress_of(part)
+        if progress is not None and len(part.request.draft_stages) > 1:
+            own = stage_limit(part, name) if progress.redraft_len >= 0 else 0
+            place = list(part.request.draft_stages).index(name)
+            proposals.stages[part.request.slot, own:] = place + 1
 
     def _branch(self, part: Scheduled, index: int, proposals: Proposals) -> None:
         """Makes a tree of a request's chain: with a second token for each of its drafts."""

@@ -18,6 +18,7 @@ from specops.engine.server.protocol import (
     CompletionRequest,
     StreamOptions,
 )
+from specops.engine.server.steps import step_report
 from specops.engine.server.streaming import event
 from specops.engine.server.tools import CallReader, NamedTool
 from specops.engine.server.usage import add_stats, metrics, timings, usage
@@ -95,7 +96,10 @@ class Answer(Generic[R]):
             while self.job.num_unfinished:
                 for output in await self.job.next_outputs():
                     num_tokens += len(output.output.token_ids)
-                    if output.output.text or output.output.logprobs:
+                    if options.include_steps:
+                        step = step_report(self.tokenizer, output)
+                        yield chunk([{**self.delta(output), "step": step}])
+                    elif output.output.text or output.output.logprobs:
                         yield chunk([self.delta(output)])
                     if output.completion is None:
                         continue

@@ -11,11 +11,10 @@ import json
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -28,17 +27,12 @@ from specops.engine.server.connections import bounded_protocol
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
 from specops.engine.server.metrics import Metrics
+from specops.engine.server.page import add_page
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest
 from specops.engine.server.request_counts import RequestCounts
 from specops.engine.server.request_ids import RequestIds
 
 _READ = ["GET", "HEAD"]
-_PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
-_PLAYGROUND_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-}
 
 
 def make_app(
@@ -93,10 +87,7 @@ def make_app(
 
 def _add_own_routes(app: FastAPI, thread: EngineThread, metrics: Metrics) -> None:
     """The page, and what operators look at."""
-
-    @app.api_route("/", methods=_READ)
-    async def playground() -> Response:
-        return HTMLResponse(_PLAYGROUND.read_bytes(), headers=_PLAYGROUND_HEADERS)
+    add_page(app)
 
     @app.api_route("/health", methods=_READ)
     async def health() -> Response:

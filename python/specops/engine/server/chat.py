@@ -52,6 +52,11 @@ class ChatFormat:
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         return cls(template, special_tokens)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is one: without it no chat can be rendered."""
+        return self._template is not None
+
     def require_tools(self) -> None:
         """Refuses tools where the template has none, or has their calls written in another form.
 

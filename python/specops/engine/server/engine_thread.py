@@ -285,7 +285,8 @@ class EngineThread:
                 span = Span(queued, first, seconds, choice.num_first)
                 self._metrics.finished(output.finish_reason, completion, span)
             if job.streaming or completion is not None:
-                event = ChoiceOutput(choice.index, output, completion, choice.seed, span)
+                seconds = now - job.arrival
+                event = ChoiceOutput(choice.index, output, completion, choice.seed, seconds, span)
                 self._events.append((job, event))
 
     def _give_up(self, finish_reason: str, message: str) -> None:

@@ -88,6 +88,7 @@ class Generation:
             "created": self._created,
             "owned_by": "specops",
             "max_model_len": self._engine.max_model_len,
+            "has_chat_template": self._chat_format.has_template,
             "methods": list(self._engine.runnable_methods),
             "speculative_config": speculative,
         }

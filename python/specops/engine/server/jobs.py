@@ -36,6 +36,7 @@ class ChoiceOutput:
     output: RequestOutput
     completion: Completion | None  # once the choice is finished
     seed: int  # as the client sent it or as it was drawn
+    seconds: float  # from its job's arrival to the end of the step
     span: Span | None = None  # once the choice is finished
 
 

@@ -68,6 +68,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # usage so far in every chunk
+    include_steps: bool = False  # tokens and drafts of the step in every choice
 
 
 class _Request(Strict):
@@ -131,6 +132,7 @@ class _Request(Strict):
                 stop=stop,
                 logit_bias=self._logit_bias(),
                 logprobs=self._num_logprobs(),
+                report_drafts=bool(self.stream_options and self.stream_options.include_steps),
                 **{name: getattr(self, name) for name in _AS_THEY_ARE},
             )
         except ValueError as error:

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The web page at `/`: files that ship with the package, and what a browser may do with them."""
+
+from pathlib import Path
+
+from fastapi import FastAPI, Response
+
+_FOLDER = Path(__file__).parent / "playground"
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_HEADERS = {
+    # Nothing but the page's own files, nothing inline, no other host, and no text that becomes
+    # markup: model output is shown as text, and a browser that knows trusted types sees to it.
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """Adds the page at `/` and its files below `/page/`."""
+    for path in sorted(_FOLDER.iterdir()):
+        if path.suffix in _TYPES:
+            route = "/" if path.name == "index.html" else f"/page/{path.name}"
+            _add_file(app, route, path)
+
+
+def _add_file(app: FastAPI, route: str, path: Path) -> None:
+    @app.api_route(route, methods=["GET", "HEAD"])
+    async def file() -> Response:
+        return Response(path.read_bytes(), headers=_HEADERS, media_type=_TYPES[path.suffix])

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// The results: lanes and charts, drawn at most once a frame however fast tokens come.
+
+import {hideCard, showCard} from "./card.js";
+import {acceptance, draftTree, timeline} from "./charts.js";
+import {$, make} from "./dom.js";
+import {Lane} from "./lane.js";
+import {sourceClass, sourceName} from "./names.js";
+
+const CHART_MILLISECONDS = 150; // between two drawings of the charts
+
+class Board {
+  constructor() {
+    this.lanes = [];
+    this.extra = () => {}; // drawn with every frame
+    this.frame = 0;
+    this.drawnAt = 0;
+    this.inspected = null; // [generation, step]
+  }
+
+  /** Takes away what an earlier run has left. */
+  clear() {
+    this.lanes = [];
+    this.extra = () => {};
+    this.inspected = null;
+    for (const id of ["idle", "verdict", "charts", "table"]) $(id).hidden = true;
+    $("lanes").replaceChildren();
+    for (const id of ["acceptance", "drafts", "timeline"]) $(id).replaceChildren();
+  }
+
+  /** Adds a lane; options are those of Lane. */
+  addLane(method, options) {
+    const onInspect = (generation, place, span) => this.inspect(generation, place, span);
+    const lane = new Lane(method, {...options, onInspect});
+    this.lanes.push(lane);
+    $("lanes").append(lane.element);
+    return lane;
+  }
+
+  inspect(generation, place, span) {
+    hideCard();
+    if (!generation) return;
+    showCard(generation, place, span);
+    this.inspected = [generation, generation.tokens[place].step];
+    this.drawDrafts();
+  }
+
+  /** Has everything drawn with the next frame. */
+  refresh() {
+    this.frame ||= requestAnimationFrame(() => this.paint());
+  }
+
+  paint() {
+    this.frame = 0;
+    for (const lane of this.lanes) if (lane.generation) lane.paint();
+    this.extra();
+    if (performance.now() - this.drawnAt > CHART_MILLISECONDS) this.drawCharts();
+  }
+
+  /** Draws what is left, at the end of a run. */
+  finish() {
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
+    for (const lane of this.lanes) if (lane.generation) lane.finish();
+    this.extra();
+    this.drawCharts();
+  }
+
+  drawCharts() {
+    this.drawnAt = performance.now();
+    const shown = this.lanes.filter((lane) => lane.generation?.steps.length);
+    $("charts").hidden = !shown.length;
+    if (!shown.length) return;
+    const drafting = shown.map(({generation}) => generation).findLast(({depths}) => depths.length);
+    $("acceptance").replaceChildren(drafting ? acceptance(drafting.depths) : "Plain decoding has no drafts.");
+    const width = Math.max(260, $("timeline").clientWidth);
+    const last = shown.slice(-2);
+    const generations = last.map(({generation}) => generation);
+    $("timeline").replaceChildren(timeline(generations, last.map(({title}) => title), width));
+    this.drawDrafts(drafting);
+    showLegend(this.lanes);
+  }
+
+  /** Draws the drafts of the step that is looked at, or of the last one that had some. */
+  drawDrafts(latest = null) {
+    let [generation, number] = this.inspected ?? [latest, -1];
+    if (!generation) return;
+    if (number < 0) number = generation.steps.findLastIndex(({drafts}) => drafts);
+    const drafts = generation.steps[number]?.drafts;
+    $("tree-caption").textContent = number < 0 ? "Drafts of a step" : `Drafts of step ${number + 1}`;
+    $("drafts").replaceChildren(drafts ? draftTree(drafts) : "No drafts in this step.");
+  }
+}
+
+const PROBABILITIES = ["90 % or more", "60 %", "30 %", "10 %", "less"];
+
+/** What the colours mean, of those there are; all that the page knows where there is nothing yet. */
+export function showLegend(lanes = []) {
+  const found = new Set(lanes.flatMap(({generation}) => generation?.tokens.map(({source}) => source) ?? []));
+  const names = found.size ? ["target", ...[...found].filter((one) => one !== "target").sort()] : [
+    ...["target", "ngram", "suffix", "mtp"],
+  ];
+  const keys = {
+    source: names.map((name) => make("span", {class: `token ${sourceClass(name)}`}, sourceName(name))),
+    probability: PROBABILITIES.map((text, i) => make("span", {class: `token p${i}`}, text)),
+  }[$("tint").value] ?? [];
+  if ($("rejected").checked) keys.push(make("del", {}, "rejected draft"));
+  $("legend-keys").replaceChildren(...keys);
+}
+
+export const board = new Board();

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Three small charts, as SVG: acceptance by position, the drafts of a step, and steps over time.
+
+import {draw, visible} from "./dom.js";
+import {sourceClass} from "./names.js";
+
+const picture = (width, height, label, ...children) =>
+  draw("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label}, ...children);
+
+const box = (x, y, width, height, name) =>
+  draw("rect", {x, y, width: Math.max(width, 0), height: Math.max(height, 0), class: name});
+
+const words = (x, y, text, name = "", anchor = "middle") =>
+  draw("text", {x, y, class: name, "text-anchor": anchor}, text);
+
+/** How often the draft at each distance from the last token was right, of those there were. */
+export function acceptance(depths) {
+  const [pitch, top, tall] = [Math.max(24, Math.min(46, Math.floor(320 / Math.max(depths.length, 1)))), 18, 90];
+  const bars = depths.flatMap(({drafted, accepted}, place) => {
+    const [x, share] = [place * pitch + 4, accepted / drafted];
+    return [
+      box(x, top, pitch - 8, tall, "bar-room"),
+      box(x, top + tall * (1 - share), pitch - 8, tall * share, "bar"),
+      words(x + pitch / 2 - 4, top - 5, `${Math.round(100 * share)}`, "value"),
+      words(x + pitch / 2 - 4, top + tall + 14, `${place + 1}`),
+    ];
+  });
+  const told = depths.map(({drafted, accepted}, place) => `position ${place + 1}: ${accepted} of ${drafted}`);
+  const label = `Accepted drafts by position, in percent. ${told.join("; ")}.`;
+  return picture(Math.max(depths.length * pitch, 60), top + tall + 20, label, ...bars);
+}
+
+/** Places of a step's drafts: columns by depth, and a row of its own for every path. */
+function rowsOf({parents}) {
+  const rows = [];
+  let numRows = 0;
+  parents.forEach((parent, node) => {
+    // The first child goes on in its parent's row.
+    const isFirst = !parents.slice(0, node).includes(parent);
+    rows.push(isFirst ? (parent < 0 ? numRows++ : rows[parent]) : numRows++);
+  });
+  return {rows, numRows};
+}
+
+/** A step's drafts as the tree they are: accepted ones joined by a line, the others struck out. */
+export function draftTree(drafts) {
+  const [wide, tall, gap] = [76, 24, 14];
+  const {rows, numRows} = rowsOf(drafts);
+  const kept = new Set(drafts.accepted);
+  const x = (depth) => 12 + depth * (wide + gap);
+  const y = (row) => 4 + row * (tall + 6);
+  const shapes = [draw("circle", {cx: 5, cy: y(0) + tall / 2, r: 4, class: "root"})];
+  drafts.parents.forEach((parent, node) => {
+    const [left, middle] = [x(drafts.depths[node]), y(rows[node]) + tall / 2];
+    const [fromX, fromY] = parent < 0 ? [9, y(0) + tall / 2] : [left - gap, y(rows[parent]) + tall / 2];
+    const fate = kept.has(node) ? "kept" : "dropped";
+    shapes.push(draw("path", {d: `M${fromX} ${fromY}L${left} ${middle}`, class: `edge ${fate}`}));
+    const text = visible(drafts.texts[node]);
+    const shown = text.length > 9 ? `${text.slice(0, 8)}…` : text;
+    const name = `draft ${sourceClass(drafts.sources[node])} ${fate}`;
+    const group = draw("g", {class: name}, box(left, y(rows[node]), wide, tall, ""));
+    group.append(words(left + wide / 2, middle + 4, shown));
+    shapes.push(group);
+  });
+  const told = drafts.texts.map((text, node) => `${visible(text)} ${kept.has(node) ? "accepted" : "rejected"}`);
+  const width = x(Math.max(...drafts.depths) + 1);
+  return picture(width, y(numRows), `Drafts: ${told.join(", ")}.`, ...shapes);
+}
+
+/** A stack of tokens per step, as one path for each drafter. */
+function bars(generation, scale, {left, unit, base}) {
+  const bySource = new Map();
+  for (const {seconds, first, count} of generation.steps) {
+    for (let i = 0; i < count; i++) {
+      const source = generation.tokens[first + i].source;
+      const piece = `M${(left + seconds * scale).toFixed(1)} ${base - i * unit}v-${unit - 0.6}`;
+      bySource.set(source, (bySource.get(source) ?? "") + piece);
+    }
+  }
+  // As wide as steps lie apart.
+  const pitch = ((generation.steps.at(-1)?.seconds ?? 0) * scale) / Math.max(generation.steps.length, 1);
+  const width = Math.max(0.8, Math.min(0.7 * pitch, 5)).toFixed(1);
+  return [...bySource].map(([source, d]) =>
+    draw("path", {d, class: `step ${sourceClass(source)}`, "stroke-width": width}),
+  );
+}
+
+/** Each step as a stack of its tokens, where it ended on the server's clock; a row a generation. */
+export function timeline(generations, titles, width) {
+  const [left, unit, right] = [8, 5, 12];
+  const most = Math.max(2, ...generations.flatMap(({steps}) => steps.map(({count}) => count)));
+  const tall = Math.min(most, 12) * unit + 26;
+  const end = Math.max(0.001, ...generations.map(({steps}) => steps.at(-1)?.seconds ?? 0));
+  const scale = (width - left - right) / end;
+  const shapes = generations.flatMap((generation, row) => {
+    const base = (row + 1) * tall - 6;
+    const last = generation.steps.at(-1)?.seconds ?? 0;
+    const numSteps = generation.steps.length;
+    const axis = draw("path", {d: `M${left} ${base + 1}H${(left + last * scale).toFixed(1)}`, class: "axis"});
+    const title = `${titles[row]}: ${numSteps} steps, ${(1000 * last).toFixed(0)} ms`;
+    return [axis, ...bars(generation, scale, {left, unit, base}), words(left, base - tall + 20, title, "", "start")];
+  });
+  const told = generations.map(({steps, tokens}, row) => `${titles[row]}: ${tokens.length} tokens in ${steps.length} steps`);
+  return picture(width, tall * generations.length + 2, `${told.join("; ")}.`, ...shapes);
+}

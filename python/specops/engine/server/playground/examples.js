@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// Prompts to click. The bundled model writes Python; edits repeat much, new code little.
+
+const TESTS = `class DequeTest(unittest.TestCase):
+    def test_append(self):
+        d = deque()
+        d.append(1)
+        d.append(2)
+        self.assertEqual(list(d), [1, 2])
+
+    def test_appendleft(self):
+        d = deque()
+        d.appendleft(1)
+        d.appendleft(2)
+        self.assertEqual(list(d), [2, 1])
+
+    def test_pop(self):`;
+
+const CLASSES = `class Account:
+    def __init__(self, owner, balance):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+        return self.balance
+
+
+class SavingsAccount:
+    def __init__(self, owner, balance):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):`;
+
+const DATA = `CODES = {
+    200: "OK",
+    201: "Created",
+    202: "Accepted",
+    204: "No Content",
+    301: "Moved Permanently",
+    302: "Found",`;
+
+const FRESH = `def read_config(path):
+    """Read a configuration file and return its sections."""
+    sections = {}
+    with open(path) as file:
+        for line in file:`;
+
+const MEAN = `def mean(values):
+    total = 0
+    for value in values:
+        total += value
+    return total / len(values)`;
+
+export const PROMPTS = {"Tests": TESTS, "Similar class": CLASSES, "Data": DATA, "New code": FRESH};
+
+export const MESSAGES = {
+  "Explain": "Explain in three sentences what speculative decoding is.",
+  "Code": "Write a Python function that merges two sorted lists, and a test for it.",
+  "Edit": `Add type hints to this function, and repeat it in full:\n\n${MEAN}`,
+};

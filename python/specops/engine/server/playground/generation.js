@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// One generation as the server tells it: tokens, who proposed them, drafts and times. Draws nothing.
+
+/**
+ * Collects a stream with `include_steps`.
+ *
+ * tokens: {id, text, source, step, logprob, alternatives: [{text, logprob}]}; the last two are
+ *   undefined without logprobs.
+ * steps: {seconds, first, count, drafts}: `first` is the place of its first token; drafts are
+ *   {texts, sources, parents, accepted}, or null.
+ * depths: by a draft's distance from the last token, {drafted, accepted}.
+ */
+export class Generation {
+  constructor(method, limit) {
+    this.method = method;
+    this.limit = limit; // most tokens
+    this.tokens = [];
+    this.steps = [];
+    this.depths = [];
+    this.drafted = 0;
+    this.accepted = 0;
+    this.seed = null;
+    this.timings = null; // once it is complete
+    this.finishReason = null;
+    this.decoder = new TextDecoder(); // a character may span tokens
+  }
+
+  take(event) {
+    if (event.seed !== undefined) this.seed = event.seed;
+    for (const choice of event.choices) {
+      if (choice.step) this.takeStep(choice.step, readLogprobs(choice.logprobs));
+      if (choice.finish_reason) this.finishReason = choice.finish_reason;
+    }
+    if (event.timings) this.timings = event.timings;
+  }
+
+  takeStep(step, logprobs) {
+    const number = this.steps.length;
+    this.steps.push({
+      seconds: step.seconds,
+      first: this.tokens.length,
+      count: step.token_ids.length,
+      drafts: step.drafts && this.takeDrafts(step.drafts),
+    });
+    step.token_ids.forEach((id, i) => {
+      const text = this.decoder.decode(Uint8Array.from(step.bytes[i]), {stream: true});
+      this.tokens.push({id, text, source: step.sources[i], step: number, ...logprobs?.[i]});
+    });
+  }
+
+  takeDrafts({bytes, sources, parents, accepted}) {
+    const depths = [];
+    const taken = new Set(accepted);
+    parents.forEach((parent, node) => {
+      const depth = parent < 0 ? 0 : depths[parent] + 1;
+      depths.push(depth);
+      this.depths[depth] ??= {drafted: 0, accepted: 0};
+      this.depths[depth].drafted += 1;
+      this.depths[depth].accepted += taken.has(node);
+    });
+    this.drafted += parents.length;
+    this.accepted += accepted.length;
+    const decoder = new TextDecoder();
+    const texts = bytes.map((data) => decoder.decode(Uint8Array.from(data)));
+    return {texts, sources, parents, depths, accepted};
+  }
+
+  /** Called at the end: shows what is left of a character that broke off. */
+  finish() {
+    const left = this.decoder.decode();
+    if (left && this.tokens.length) this.tokens.at(-1).text += left;
+  }
+
+  get text() {
+    return this.tokens.map((token) => token.text).join("");
+  }
+
+  /** Tokens per second by the server's clock, without the first ones; null: not known yet. */
+  get speed() {
+    if (this.timings) return this.timings.tokens_per_second;
+    if (this.steps.length < 2) return null;
+    const [first, last] = [this.steps[0], this.steps.at(-1)];
+    return (this.tokens.length - first.count) / (last.seconds - first.seconds);
+  }
+
+  /** Milliseconds to the first token, by the server's clock. */
+  get firstToken() {
+    return this.steps.length ? 1000 * this.steps[0].seconds : null;
+  }
+
+  get perStep() {
+    return this.steps.length ? this.tokens.length / this.steps.length : null;
+  }
+}
+
+/** Of each token {logprob, alternatives}, from either of OpenAI's two shapes. */
+function readLogprobs(logprobs) {
+  if (!logprobs) return null;
+  if (logprobs.content) {
+    return logprobs.content.map(({logprob, top_logprobs: top}) => ({
+      logprob,
+      alternatives: top.map((one) => ({text: one.token, logprob: one.logprob})),
+    }));
+  }
+  return logprobs.token_logprobs.map((logprob, i) => ({
+    logprob,
+    alternatives: Object.entries(logprobs.top_logprobs[i])
+      .map(([text, its]) => ({text, logprob: its}))
+      .sort((a, b) => b.logprob - a.logprob),
+  }));
+}
+
+/**
+ * How far two generations agree, over the tokens that both have.
+ *
+ * Returns {tokens, sameTokens, logprobs, sameLogprobs, firstDifference}; logprobs are compared to
+ * the last bit, and firstDifference is a place or -1.
+ */
+export function agreement(a, b) {
+  const found = {tokens: 0, sameTokens: 0, logprobs: 0, sameLogprobs: 0, firstDifference: -1};
+  const count = Math.min(a.tokens.length, b.tokens.length);
+  for (let place = 0; place < count; place++) {
+    const [one, other] = [a.tokens[place], b.tokens[place]];
+    const hasLogprobs = one.logprob !== undefined && other.logprob !== undefined;
+    const isSame = one.id === other.id;
+    const isSameLogprob = hasLogprobs && Object.is(one.logprob, other.logprob);
+    found.tokens += 1;
+    found.sameTokens += isSame;
+    found.logprobs += hasLogprobs;
+    found.sameLogprobs += isSameLogprob;
+    if (found.firstDifference < 0 && !(isSame && (isSameLogprob || !hasLogprobs))) {
+      found.firstDifference = place;
+    }
+  }
+  return found;
+}

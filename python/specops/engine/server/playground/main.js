@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page: connects to the server, and runs what the form says, one thing at a time.
+
+import {ask} from "./api.js";
+import {board, showLegend} from "./board.js";
+import {hideCard} from "./card.js";
+import {chat, newChat, showChat} from "./chat.js";
+import {compare} from "./compare.js";
+import {$, make, perSecond, whole} from "./dom.js";
+import {MESSAGES, PROMPTS} from "./examples.js";
+import {forget, remember, showHistory} from "./history.js";
+import {race} from "./race.js";
+import {generate} from "./runs.js";
+import {fitForm, fitPrompt, fragmentOf, fromFragment, offer, readForm, store, stored, writeForm} from "./settings.js";
+
+let running = null; // AbortController of what runs now
+let card = null; // the model's, once the server has answered
+let chosen = {}; // what the form is to have besides what the server does by itself
+
+const tell = (text) => ($("status").textContent = text);
+
+async function connect() {
+  const response = await ask("v1/models", {key: $("key").value});
+  card = (await response.json()).data[0];
+  $("model").textContent = `${card.id}, context of ${whole(card.max_model_len)} tokens`;
+  offer(card);
+  writeForm(chosen);
+  changed();
+  if (readForm().mode === "chat") changeMode();
+}
+
+/** Fills the form, as far as that is possible before the server says what it can do. */
+function prepare() {
+  const linked = location.hash ? fromFragment(location.hash) : {};
+  chosen = {prompt: Object.values(PROMPTS)[0], ...stored("settings"), ...linked};
+  writeForm(chosen);
+  changed();
+  fitPrompt();
+}
+
+/** One completion, in one lane. */
+async function write(context) {
+  board.clear();
+  const {settings} = context;
+  const lane = board.addLane(settings.method, {prompt: settings.prompt});
+  const run = await generate(context, settings.method, {
+    seed: settings.seed,
+    onStart: (generation) => lane.start(generation),
+    onStep: () => board.refresh(),
+  });
+  board.finish();
+  return {seed: run.seed, outcome: `${perSecond(run.speed)} tokens/s, ${run.tokens.length} tokens`};
+}
+
+const WORK = {race, write, chat, compare: (context) => compare(context, card.methods)};
+
+function setState(state) {
+  document.body.dataset.state = state;
+  // They stay focusable: who pressed one goes on from there.
+  $("run").setAttribute("aria-disabled", state === "running");
+  $("stop").setAttribute("aria-disabled", state !== "running");
+}
+
+/** Scrolls to the results, where they would begin below the window. */
+function bringIntoView() {
+  const isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  if ($("results").getBoundingClientRect().top > 0.75 * innerHeight) {
+    $("results").scrollIntoView({behavior: isCalm ? "auto" : "smooth"});
+  }
+}
+
+async function start() {
+  if (running) return;
+  running = new AbortController();
+  $("error").textContent = "";
+  hideCard();
+  setState("running");
+  try {
+    if (!card) await connect();
+    const settings = readForm();
+    tell("Generating.");
+    bringIntoView();
+    const context = {settings, key: $("key").value, signal: running.signal};
+    const {seed, outcome} = await WORK[settings.mode](context);
+    remember({...settings, seed: seed ?? settings.seed}, outcome);
+    showHistory(restore);
+    tell(`Done: ${outcome}.`);
+    setState("done");
+  } catch (error) {
+    board.finish();
+    failed(error);
+  } finally {
+    running = null;
+  }
+}
+
+function failed(error) {
+  if (error.name === "AbortError") {
+    tell("Stopped.");
+    setState("stopped");
+    return;
+  }
+  if (error.status === 401) $("key-label").hidden = false;
+  $("error").textContent = error.message;
+  tell("");
+  setState("failed");
+}
+
+/** Goes back to an earlier run, with the seed that it had. */
+function restore(values) {
+  writeForm(values);
+  changed();
+  fitPrompt();
+  $("run").focus();
+}
+
+/** Called after each change of the form. */
+function changed() {
+  fitForm();
+  const {mode, tint, rejected} = readForm();
+  $("results").dataset.tint = tint;
+  $("results").dataset.rejected = rejected;
+  showLegend(board.lanes);
+  showExamples(mode === "chat" ? MESSAGES : PROMPTS);
+}
+
+function showExamples(examples) {
+  if ($("examples").dataset.of === Object.keys(examples).join()) return;
+  $("examples").dataset.of = Object.keys(examples).join();
+  $("examples").replaceChildren(
+    ...Object.entries(examples).map(([name, text]) => {
+      const button = make("button", {type: "button"}, name);
+      button.addEventListener("click", () => {
+        $("prompt").value = text;
+        keep();
+        fitPrompt();
+        $("prompt").focus();
+      });
+      return button;
+    }),
+  );
+}
+
+/** Keeps the form's values; a link that was opened is left behind. */
+function keep() {
+  if (!card) {
+    const {method, mode, ...others} = readForm(); // what methods there are is not known yet
+    chosen = {...chosen, ...others};
+    return;
+  }
+  store("settings", readForm());
+  if (location.hash) history.replaceState(null, "", location.pathname);
+}
+
+async function share() {
+  history.replaceState(null, "", fragmentOf(readForm()));
+  try {
+    await navigator.clipboard.writeText(location.href);
+    tell("The link is copied.");
+    $("share").textContent = "Link copied";
+  } catch {
+    tell("The link is in the address bar.");
+    $("share").textContent = "Link in address bar";
+  }
+  setTimeout(() => ($("share").textContent = "Copy link"), 2000);
+}
+
+function changeMode() {
+  if (running) return;
+  board.clear();
+  if (readForm().mode === "chat") showChat();
+  else $("idle").hidden = false;
+}
+
+function listen() {
+  $("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    start();
+  });
+  for (const element of [$("form"), $("legend")]) {
+    element.addEventListener("change", () => {
+      changed();
+      keep();
+    });
+  }
+  $("modes").addEventListener("change", changeMode);
+  $("prompt").addEventListener("input", fitPrompt);
+  $("stop").addEventListener("click", () => running?.abort());
+  $("share").addEventListener("click", share);
+  $("new-chat").addEventListener("click", newChat);
+  $("reset").addEventListener("click", () => {
+    store("settings", null);
+    location.replace(location.pathname);
+  });
+  $("forget").addEventListener("click", () => {
+    forget();
+    showHistory(restore);
+    $("history").querySelector("summary").focus();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      hideCard();
+      running?.abort();
+    }
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
+  });
+}
+
+listen();
+showHistory(restore);
+prepare();
+connect().catch((error) => {
+  $("model").textContent = "not connected";
+  failed(error);
+});

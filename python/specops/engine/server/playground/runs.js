@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// One request: from the form's values to a generation, step by step.
+
+import {ask, events} from "./api.js";
+import {Generation} from "./generation.js";
+import {configOf} from "./names.js";
+
+/** A seed of as many bits as a number holds, for requests that are to have the same one. */
+export function drawSeed() {
+  const [high, low] = crypto.getRandomValues(new Uint32Array(2));
+  return String((high % 2 ** 21) * 2 ** 32 + low);
+}
+
+function bodyOf(settings, method, seed, messages) {
+  const {alternatives} = settings;
+  const fields = {
+    ...(messages ? {messages} : {prompt: settings.prompt}),
+    max_tokens: Number(settings.tokens),
+    temperature: Number(settings.temperature),
+    top_p: Number(settings.top_p),
+    speculative_config: configOf(method, {
+      k: Number(settings.k),
+      // Absent: what the server takes by itself, all drafts by MTP, or one where another goes on.
+      steps: settings.steps === "" ? null : Number(settings.steps),
+      tree: settings.tree,
+    }),
+    stream: true,
+    stream_options: {include_steps: true},
+  };
+  if (alternatives !== "" && messages) {
+    Object.assign(fields, {logprobs: true, top_logprobs: Number(alternatives)});
+  } else if (alternatives !== "") {
+    fields.logprobs = Number(alternatives);
+  }
+  const text = JSON.stringify(fields);
+  // As digits: JSON has integers that JavaScript's numbers do not hold.
+  return seed === "" ? text : `${text.slice(0, -1)},"seed":${seed}}`;
+}
+
+/**
+ * Runs one request and returns its Generation.
+ *
+ * context: {settings, key, signal}; messages: of a chat; onStart and onStep are called with the
+ * generation, when it begins and with every step.
+ */
+export async function generate(context, method, {seed, messages = null, onStart, onStep}) {
+  const {settings, key, signal} = context;
+  const generation = new Generation(method, Number(settings.tokens));
+  onStart?.(generation);
+  const path = messages ? "v1/chat/completions" : "v1/completions";
+  const response = await ask(path, {key, signal, body: bodyOf(settings, method, seed, messages)});
+  for await (const event of events(response)) {
+    generation.take(event);
+    onStep?.(generation);
+  }
+  generation.finish();
+  onStep?.(generation);
+  return generation;
+}

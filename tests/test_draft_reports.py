@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps report of their drafts: all that was verified, by whom, and nothing changes by it."""
+
+import pytest
+from specops.engine import (
+    Engine,
+    EngineConfig,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeConfig,
+    StructuredOutput,
+)
+
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
+# What followed `x =` before differs, so trees branch.
+TWICE = "x = 1\nx = 2\nx = 3\nx = 4\nx ="
+
+METHODS = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    "ngram tree": {"method": "ngram", "num_speculative_tokens": 6, "tree": True},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 6},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+    "mtp tree": {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 3, "tree": True},
+    "mtp+ngram": {
+        "method": "mtp",
+        "mtp_strategy": "with_ngram",
+        "num_speculative_tokens": 5,
+        "num_model_steps": 2,
+    },
+    "mtp+suffix": {
+        "method": "mtp",
+        "mtp_strategy": "with_suffix",
+        "num_speculative_tokens": 5,
+        "num_model_steps": 1,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=8)
+    return Engine(EngineConfig(speculative_config=speculative, max_num_seqs=4, seed=0))
+
+
+def steps_of(
+    engine: Engine, prompt: str, params: SamplingParams, config: dict[str, object]
+) -> list[RequestOutput]:
+    name = engine.add_request(prompt, params, speculative_config=config)
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    completion = engine.completion(name)
+    drafts = [one.drafts for one in outputs if one.drafts is not None]
+    assert sum(len(one.token_ids) for one in drafts) == completion.stats.num_draft_tokens
+    assert sum(len(one.accepted) for one in drafts) == completion.stats.num_accepted_tokens
+    return outputs
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, TWICE], ids=["new", "repeating"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_verified_draft_is_reported(
+    engine: Engine, name: str, temperature: float, prompt: str
+) -> None:
+    params = SamplingParams(
+        max_tokens=60, temperature=temperature, seed=3, logprobs=1, report_drafts=True
+    )
+    outputs = steps_of(engine, prompt, params, METHODS[name])
+    seen = set()
+    for output in outputs:
+        drafts = output.drafts
+        if drafts is None:
+            assert len(output.token_ids) == 1, "what no draft announced comes one by one"
+            continue
+        count = len(drafts.token_ids)
+        assert len(drafts.parents) == len(drafts.sources) == count
+        if "tree" not in name:
+            assert drafts.parents == list(range(-1, count - 1))
+            assert drafts.accepted == list(range(len(drafts.accepted)))
+        before = -1
+        for token, node in zip(output.token_ids, drafts.accepted, strict=False):
+            assert (drafts.token_ids[node], drafts.parents[node]) == (token, before)
+            before = node
+        seen.update(drafts.sources)
+        if name.startswith("mtp+"):
+            first = METHODS[name]["num_model_steps"]
+            both = ["mtp"] * first + [name[4:]] * (count - first)
+            assert drafts.sources == both[:count], "the modules come first, in every step"
+    expected = set(name.split()[0].split("+"))
+    assert seen == expected if prompt == TWICE else seen <= expected
+    if name.endswith("tree") and prompt == TWICE:
+        parents = [one.drafts.parents for one in outputs if one.drafts is not None]
+        assert any(of != list(range(-1, len(of) - 1)) for of in parents), "some trees branch"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_report_changes_nothing(engine: Engine, name: str) -> None:
+    plain = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2)
+    told = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, report_drafts=True)
+    quiet = steps_of_quiet(engine, plain, METHODS[name])
+    assert all(one.drafts is None for one in quiet)
+    loud = steps_of(engine, PROMPT, told, METHODS[name])
+    assert [one for step in quiet for one in step.logprobs] == [
+        one for step in loud for one in step.logprobs
+    ]
+
+
+def steps_of_quiet(
+    engine: Engine, params: SamplingParams, config: dict[str, object]
+) -> list[RequestOutput]:
+    name = engine.add_request(PROMPT, params, speculative_config=config)
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    engine.completion(name)
+    return outputs
+
+
+def test_requests_of_one_step_have_reports_of_their_own(engine: Engine) -> None:
+    told = SamplingParams(max_tokens=30, temperature=0.0, report_drafts=True)
+    quiet = SamplingParams(max_tokens=30, temperature=0.0)
+    names = [
+        engine.add_request(TWICE, params, speculative_config=METHODS[method])
+        for params, method in ((told, "mtp+ngram"), (quiet, "mtp+ngram"), (told, "ngram"))
+    ]
+    found: dict[str, set[str]] = {name: set() for name in names}
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.drafts is not None:
+                found[output.request_id].update(output.drafts.sources)
+    for name in names:
+        engine.completion(name)
+    assert [found[name] for name in names] == [{"mtp", "ngram"}, set(), {"ngram"}]
+
+
+@pytest.mark.parametrize("name", ["ngram", "mtp", "mtp+ngram"])
+def test_forced_tokens_are_told_from_drafts(engine: Engine, name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a_long_name_of_a_property": {"enum": ["yes", "no"]}},
+        "required": ["a_long_name_of_a_property"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(
+        max_tokens=60,
+        temperature=0.0,
+        report_drafts=True,
+        structured_output=StructuredOutput(json_schema=schema),
+    )
+    outputs = steps_of(engine, PROMPT, params, METHODS[name])
+    forced = [
+        source == "forced"
+        for one in outputs
+        if one.drafts is not None
+        for place, source in enumerate(one.drafts.sources)
+        if place in one.drafts.accepted
+    ]
+    assert any(forced), "most of the text is forced"
+
+
+def test_report_drafts_must_be_true_or_false() -> None:
+    with pytest.raises(ValueError, match="report_drafts must be True or False, got 1"):
+        SamplingParams(report_drafts=1)  # type: ignore[arg-type]

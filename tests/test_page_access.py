@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where a package is missing, nothing else is imported)
+"""Who can use the page at `/`: by keyboard, on a phone, in the dark, with a screen reader."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+for name in (
+    *("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"),
+    *("playwright", "axe_playwright_python"),
+):
+    pytest.importorskip(name)
+
+import httpx
+from axe_playwright_python.sync_playwright import Axe
+from browsing import (
+    choose,
+    connected,
+    done,
+    fill,
+    needs_chromium,
+    opened,
+    run,
+    running_browser,
+)
+from fake_engine import FakeEngine
+from playwright.sync_api import Browser, Page, expect
+from serving import Served, serving
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    methods = ("naive", "ngram", "suffix", "mtp")
+    with serving(FakeEngine(step_seconds=0.002, methods=methods, most_accepted=2)) as served:
+        yield served
+
+
+def focused(page: Page) -> str:
+    """The id of what has the focus, or its class."""
+    return str(page.evaluate("document.activeElement.id || document.activeElement.className"))
+
+
+def tab_to(page: Page, name: str) -> None:
+    """Presses Tab until something has the focus."""
+    for _ in range(40):
+        if focused(page) == name:
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError(f"the Tab key never reaches {name}")
+
+
+# ---- the keyboard ----
+
+
+@needs_chromium
+def test_a_race_by_keyboard_alone(served: Served, browser: Browser) -> None:
+    with opened(browser, served) as page:
+        connected(page)
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.value") == "race", "the first stop"
+        page.keyboard.press("ArrowRight")
+        assert page.locator("body").get_attribute("data-mode") == "write"
+        page.keyboard.press("ArrowLeft")
+        tab_to(page, "prompt")
+        page.keyboard.press("Control+A")
+        page.keyboard.type("abcdef")
+        tab_to(page, "tokens")
+        page.keyboard.press("Control+A")
+        page.keyboard.type("24")
+        tab_to(page, "run")
+        page.keyboard.press("Enter")
+        done(page)
+        assert focused(page) == "run", "the focus stays where it was"
+        page.keyboard.press("Tab")
+        assert focused(page) == "stop", "beside the button that starts"
+        expect(page.locator("#identical")).to_contain_text("identical: 24 of 24 tokens")
+        token = page.locator(".lane").nth(1).locator(".token")
+        for _ in range(10):
+            page.keyboard.press("Tab")
+            if token.first.evaluate("one => one === document.activeElement"):
+                break
+        expect(token.first).to_be_focused()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        expect(token.nth(2)).to_be_focused()
+        card = page.locator("#card")
+        expect(card).to_contain_text("Proposed by: n-gram look-up. Accepted by the target model.")
+        expect(card).to_contain_text("Step 2: 2 of 3 drafts accepted.")
+        assert token.nth(2).get_attribute("aria-describedby") == "card"
+        page.keyboard.press("ArrowRight")
+        expect(card).to_contain_text("Chosen by the target model instead of “e”.")
+        alternatives = card.locator("li")
+        assert alternatives.count() == 5 and "61 %" in alternatives.first.inner_text()
+        page.keyboard.press("Escape")
+        expect(card).to_be_hidden()
+        page.keyboard.press("End")
+        expect(token.last).to_be_focused()
+        page.keyboard.press("Home")
+        expect(token.first).to_be_focused()
+
+
+@needs_chromium
+def test_escape_stops_and_the_focus_stays(served: Served, browser: Browser) -> None:
+    with opened(browser, served) as page:
+        connected(page)
+        page.locator("#method").select_option("naive")
+        fill(page, prompt="abc", tokens="250")
+        page.locator("#prompt").press("Control+Enter")
+        expect(page.locator(".lane .token").first).to_be_visible()
+        page.keyboard.press("Escape")
+        done(page, "stopped")
+        assert focused(page) == "prompt"
+        served.wait_until_idle()
+        page.locator("#prompt").press("Control+Enter")
+        expect(page.locator(".lane .token").first).to_be_visible()
+        page.locator("#stop").focus()
+        page.keyboard.press("Space")
+        done(page, "stopped")
+        assert focused(page) == "stop"
+        served.wait_until_idle()
+
+
+@needs_chromium
+def test_the_card_comes_with_the_mouse_too(served: Served, browser: Browser) -> None:
+    with opened(browser, served) as page:
+        connected(page)
+        choose(page, "write")
+        fill(page, prompt="abcdef", tokens="12")
+        run(page)
+        page.locator(".token").nth(1).hover()
+        expect(page.locator("#card")).to_contain_text("b token 99, probability 61 %")
+        page.locator("h1").hover()
+        expect(page.locator("#card")).to_be_hidden()
+        page.locator(".token").nth(2).focus()
+        page.locator(".token").nth(1).hover()
+        page.locator("h1").hover()
+        expect(page.locator("#card")).to_contain_text("c token 100")  # it has the focus
+
+
+# ---- phones ----
+
+
+@needs_chromium
+@pytest.mark.parametrize("mode", ["race", "compare", "chat"])
+def test_nothing_is_wider_than_a_phone(served: Served, browser: Browser, mode: str) -> None:
+    with opened(browser, served, **PHONE) as page:
+        connected(page)
+        choose(page, mode)
+        page.locator(".more summary").click()
+        fill(page, prompt="averylongwordwithoutaspace" * 6, tokens="60")
+        run(page)
+        page.locator("#rejected").check()
+        page.locator("#history summary").click()
+        widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        assert widths == [390, 390]
+        for table in page.locator("table").all():
+            box = table.bounding_box()
+            assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390
+        small = page.evaluate(TOO_SMALL)
+        assert small == [], "what is touched is at least 44 pixels high and wide"
+
+
+# A check box and a mode are touched by their labels.
+TOO_SMALL = """() => [...document.querySelectorAll("button, select, input, textarea, summary")]
+  .map(one => one.closest("label.check, .modes label") ?? one)
+  .filter(one => one.offsetParent !== null)
+  .filter(one => one.getBoundingClientRect().height < 44 || one.getBoundingClientRect().width < 44)
+  .map(one => one.outerHTML.slice(0, 80))"""
+
+
+@needs_chromium
+def test_a_phone_shows_the_race_and_can_stop_it(served: Served, browser: Browser) -> None:
+    with opened(browser, served, **PHONE) as page:
+        connected(page)
+        page.locator("#method").select_option("naive")
+        fill(page, prompt="abc", tokens="250")
+        page.locator("#run").tap()
+        expect(page.locator(".lane .token").first).to_be_visible()
+        expect(page.locator("#verdict")).to_be_in_viewport()
+        expect(page.locator("#stop")).to_be_in_viewport(ratio=1)
+        page.locator("#stop").tap()
+        done(page, "stopped")
+        served.wait_until_idle()
+        page.locator(".token").first.tap()
+        expect(page.locator("#card")).to_be_in_viewport(ratio=1)
+
+
+# ---- the dark, and screen readers ----
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_scheme_is_the_system_s(served: Served, browser: Browser, scheme: str) -> None:
+    with opened(browser, served, color_scheme=scheme) as page:
+        connected(page)
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        levels = [int(level) for level in re.findall(r"\d+", colour)]
+        assert max(levels) < 60 if scheme == "dark" else min(levels) > 200
+
+
+def findings(page: Page) -> list[str]:
+    """What axe-core finds, of every rule that it has by default."""
+    violations = Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {node['html'][:120]} {node.get('failureSummary', '')[:300]}"
+        for one in violations
+        for node in one["nodes"]
+    ]
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"color_scheme": "dark"}, PHONE],
+    ids=["light", "dark", "phone"],
+)
+def test_axe_finds_nothing(served: Served, browser: Browser, options: dict[str, object]) -> None:
+    with opened(browser, served, expects=("400",), **options) as page:
+        connected(page)
+        page.locator(".more summary").click()
+        assert findings(page) == [], "before anything runs"
+        page.locator("#method").select_option("mtp + suffix")
+        fill(page, prompt="abcdef", tokens="30", k="5", steps="2")
+        run(page)
+        page.locator("#rejected").check()
+        page.locator("#history summary").click()
+        page.locator(".lane").nth(1).locator(".token").nth(3).focus()
+        expect(page.locator("#card")).to_be_visible()
+        assert findings(page) == [], "after a race, with a token's card"
+        if options:  # the colours, and the sizes, of these: the rest is the same
+            return
+        page.locator("#tint").select_option("probability")
+        assert findings(page) == [], "tinted by probability"
+        choose(page, "compare")
+        run(page)
+        assert findings(page) == [], "a table of methods"
+        choose(page, "chat")
+        fill(page, prompt="hello")
+        run(page)
+        fill(page, prompt="x", tokens="100000")
+        run(page, "failed")
+        assert findings(page) == [], "a chat, and an error"
+
+
+@needs_chromium
+def test_landmarks_and_live_regions(served: Served, browser: Browser) -> None:
+    with opened(browser, served) as page:
+        connected(page)
+        for role in ("banner", "main", "contentinfo", "form", "alert", "status"):
+            assert page.get_by_role(role).count() == 1, role  # type: ignore[arg-type]
+        unlabelled = page.evaluate(
+            "[...document.querySelectorAll('input, select, textarea')]"
+            ".filter(one => !one.labels.length).map(one => one.id)"
+        )
+        assert unlabelled == []
+        fill(page, prompt="abc", tokens="12")
+        run(page)
+        expect(page.get_by_role("status")).to_have_text(
+            re.compile(r"^Done: .* as fast, identical: 12 tokens\.$")
+        )
+
+
+# ---- what the browser may do ----
+
+
+def test_the_policy_allows_the_page_s_own_files_alone(served: Served) -> None:
+    for path in ("/", "/page/main.js", "/page/style.css"):
+        response = httpx.get(f"{served.url}{path}")
+        assert response.status_code == 200
+        policy = dict(
+            directive.strip().split(" ", 1)
+            for directive in response.headers["content-security-policy"].split(";")
+        )
+        assert policy == {
+            "default-src": "'none'",
+            "style-src": "'self'",
+            "script-src": "'self'",
+            "connect-src": "'self'",
+            "img-src": "data:",
+            "base-uri": "'none'",
+            "form-action": "'none'",
+            "frame-ancestors": "'none'",
+            "require-trusted-types-for": "'script'",
+            "trusted-types": "'none'",
+        }
+        assert response.headers["x-content-type-options"] == "nosniff"
+    assert httpx.get(f"{served.url}/page/../app.py").status_code == 404
+    assert httpx.get(f"{served.url}/page/none.js").status_code == 404
+
+
+@needs_chromium
+def test_the_browser_keeps_to_the_policy(served: Served, browser: Browser) -> None:
+    """The other tests fail where the page itself breaks it: here something else tries to."""
+    expected = ("Content Security Policy", "TrustedHTML", "Trusted", "trusted")
+    with opened(browser, served, expects=expected) as page:
+        connected(page)
+        refused = page.evaluate(
+            """() => {
+              const script = document.createElement("script");
+              const tries = [
+                () => { document.body.innerHTML = "<b>x</b>"; },
+                () => { script.text = "window.ran = true"; },
+              ];
+              return tries.map(one => {
+                try { one(); return "done"; } catch (error) { return error.name; }
+              });
+            }"""
+        )
+        assert refused == ["TypeError", "TypeError"]
+        answer = page.evaluate(
+            "fetch('http://127.0.0.1:1/').then(() => 'asked', error => error.name)"
+        )
+        assert answer == "TypeError"

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the pictures of the page that docs/ shows: `python -m tools.screenshots`."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+MOST_BYTES = 200_000  # of a picture
+START_SECONDS = 120.0
+SEED = "6"
+
+
+def main() -> None:
+    """Serves the bundled model, and takes the pictures of it."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        sys.exit("Chromium must be installed to take screenshots")
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has none for root
+    with serving() as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
+        race(browser, url, DOCS / "page.png")
+        tree(browser, url, DOCS / "page-tree.png")
+        browser.close()
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """A server of the bundled model, in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "specops.engine", "--port", str(port), "--log-level", "error"]
+    process = subprocess.Popen(command)
+    url = f"http://127.0.0.1:{port}/"
+    try:
+        end = time.monotonic() + START_SECONDS
+        while not answers(url):
+            if process.poll() is not None or time.monotonic() > end:
+                sys.exit("the server did not start")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether the server is there."""
+    try:
+        urllib.request.urlopen(f"{url}health", timeout=5).close()
+    except (urllib.error.URLError, OSError):
+        return False
+    return True
+
+
+def run(page: Page, url: str, **settings: str) -> None:
+    """Runs what a link's settings say, after a first time that warms caches up."""
+    page.goto(f"{url}#{urlencode({'seed': SEED, **settings})}")
+    expect(page.locator("#model")).to_contain_text("context of")
+    for _ in range(2):
+        page.locator("#run").click()
+        expect(page.locator("body")).not_to_have_attribute("data-state", "idle")
+        expect(page.locator("body")).to_have_attribute("data-state", "done", timeout=60_000)
+        expect(page.locator("#status")).to_contain_text("Done")
+
+
+def save(page: Page, path: Path) -> None:
+    """Writes the picture, down to the end of the results."""
+    page.mouse.move(0, 0)
+    end = page.locator("#history").evaluate("one => one.getBoundingClientRect().top + scrollY")
+    width = page.evaluate("innerWidth")
+    clip: Any = {"x": 0, "y": 0, "width": width, "height": end}
+    page.screenshot(path=path, full_page=True, clip=clip)
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        sys.exit(f"{path.name} must be at most {MOST_BYTES} bytes large, got {size}")
+    print(f"{path.name}: {size} bytes")
+
+
+def race(browser: Browser, url: str, path: Path) -> None:
+    """A race of plain decoding against n-gram drafts."""
+    page = browser.new_page(viewport={"width": 1040, "height": 900})
+    run(page, url, mode="race", method="ngram", k="4", tokens="96")
+    page.evaluate("document.activeElement.blur()")
+    save(page, path)
+    page.close()
+
+
+def tree(browser: Browser, url: str, path: Path) -> None:
+    """Trees of drafts by the MTP module, what was rejected, and one token's card, in the dark."""
+    # So high that nothing need be scrolled: the card stands beside its token.
+    page = browser.new_page(viewport={"width": 1040, "height": 1360}, color_scheme="dark")
+    run(
+        page,
+        url,
+        mode="write",
+        method="mtp",
+        k="6",
+        steps="3",
+        tree="true",
+        tokens="64",
+    )
+    page.locator("#rejected").check()
+    tokens = page.locator(".token.from-target")
+    tokens.nth(4).focus()
+    save(page, path)
+    page.close()
+
+
+if __name__ == "__main__":
+    main()
