@@ -135,7 +135,7 @@ class FakeEngine:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"prompt: token id {token} is outside the vocabulary")
         room = self.max_model_len - len(prompt)
-        if room < 1 or (params.max_tokens or 1) > room:
+        if (1 if params.max_tokens is None else params.max_tokens) > room:
             raise ContextOverflow(f"a prompt of {len(prompt)} tokens exceeds the context")
         config = self.config.speculative_config
         if speculative_config is not None:
@@ -146,7 +146,7 @@ class FakeEngine:
                 prompt=list(prompt),
                 params=params,
                 index=choice_index,
-                limit=params.max_tokens or room,
+                limit=room if params.max_tokens is None else params.max_tokens,
                 k=config.num_speculative_tokens,
                 stream=TextStream(self.tokenizer, params.stop),
             )
@@ -207,6 +207,7 @@ class FakeEngine:
             seed=request.params.seed,
             num_cached_tokens=request.cached,
             stats=request.stats,
+            prompt_logprobs=_prompt_logprobs(request),
         )
 
     def _advance(self, request: _Request) -> RequestOutput:
@@ -214,7 +215,9 @@ class FakeEngine:
         self._seen.add(tuple(request.prompt))
         drafts = 0 if first else request.k
         tokens: list[int] = []
-        for _ in range(1 + drafts):
+        if not request.limit:
+            request.reason = "length"
+        for _ in range(1 + drafts if request.limit else 0):
             # Choices differ by where in the prompt they begin.
             token = request.prompt[(len(request.token_ids) + request.index) % len(request.prompt)]
             request.token_ids.append(token)
@@ -253,9 +256,18 @@ class FakeEngine:
         text = request.stream.take()
         if request.reason is not None:
             text += request.stream.finish()
-        return RequestOutput(request.id, tokens, text, logprobs, request.reason)
+        of_prompt = _prompt_logprobs(request) if first else None
+        return RequestOutput(request.id, tokens, text, logprobs, request.reason, of_prompt)
 
     def _check_thread(self) -> None:
         if self._owner is None:
             self._owner = threading.get_ident()
         assert self._owner == threading.get_ident(), "one thread owns the engine"
+
+
+def _prompt_logprobs(request: _Request) -> list[TokenLogprob | None] | None:
+    count = request.params.prompt_logprobs
+    if count is None:
+        return None
+    tops = tuple((j, -0.5 - j) for j in range(count))
+    return [None, *(TokenLogprob(token, -0.25, tops) for token in request.prompt[1:])]
