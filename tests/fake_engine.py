@@ -144,7 +144,7 @@ class FakeEngine:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"prompt: token id {token} is outside the vocabulary")
         room = self.max_model_len - len(prompt)
-        if room < 1 or (params.max_tokens or 1) > room:
+        if (1 if params.max_tokens is None else params.max_tokens) > room:
             raise ContextOverflow(f"a prompt of {len(prompt)} tokens exceeds the context")
         config = self.config.speculative_config
         if speculative_config is not None:
@@ -155,7 +155,7 @@ class FakeEngine:
                 prompt=list(prompt),
                 params=params,
                 index=choice_index,
-                limit=params.max_tokens or room,
+                limit=room if params.max_tokens is None else params.max_tokens,
                 method=config.method,
                 k=config.num_speculative_tokens,
                 stream=TextStream(self.tokenizer, params.stop),
@@ -217,6 +217,7 @@ class FakeEngine:
             seed=request.params.seed,
             num_cached_tokens=request.cached,
             stats=request.stats,
+            prompt_logprobs=_prompt_logprobs(request),
         )
 
     def _advance(self, request: _Request) -> RequestOutput:
@@ -225,8 +226,10 @@ class FakeEngine:
         drafts = 0 if first else request.k
         right = drafts if self.most_accepted is None else min(drafts, self.most_accepted)
         tokens: list[int] = []
+        if not request.limit:
+            request.reason = "length"
         proposed = [self._next_token(request, j) + (j >= right) for j in range(drafts)]
-        for _ in range(1 + right):
+        for _ in range(1 + right if request.limit else 0):
             token = self._next_token(request, 0)
             request.token_ids.append(token)
             tokens.append(token)
@@ -268,7 +271,8 @@ class FakeEngine:
         if drafts and request.params.report_drafts:
             parents, accepted = list(range(-1, drafts - 1)), list(range(right))
             report = StepDrafts(proposed, parents, [request.method] * drafts, accepted)
-        return RequestOutput(request.id, tokens, text, logprobs, request.reason, report)
+        of_prompt = _prompt_logprobs(request) if first else None
+        return RequestOutput(request.id, tokens, text, logprobs, request.reason, report, of_prompt)
 
     def _next_token(self, request: _Request, ahead: int) -> int:
         """What follows so many further tokens; choices differ by where in the prompt they begin."""
@@ -280,3 +284,11 @@ class FakeEngine:
         if self._owner is None:
             self._owner = threading.get_ident()
         assert self._owner == threading.get_ident(), "one thread owns the engine"
+
+
+def _prompt_logprobs(request: _Request) -> list[TokenLogprob | None] | None:
+    count = request.params.prompt_logprobs
+    if count is None:
+        return None
+    tops = tuple((j, -0.5 - j) for j in range(count))
+    return [None, *(TokenLogprob(token, -0.25, tops) for token in request.prompt[1:])]

@@ -221,7 +221,7 @@ def test_refusals(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"max_tokens": 0},
+        {"max_tokens": -1},
         {"temperature": -1.0},
         {"temperature": float("nan")},
         {"top_p": 0.0},

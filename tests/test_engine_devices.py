@@ -510,6 +510,22 @@ def test_all_parameters_in_the_interpreter(
     assert results[1] == results[0]
 
 
+def test_logprobs_of_prompts_in_the_interpreter(
+    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+) -> None:
+    """Those of chunks equal those of generated tokens, through the CUDA kernels."""
+    device = twin(captures=True)
+    engine = make(tiny_dir, NGRAM, max_num_seqs=2, max_num_batched_tokens=8)
+    poison_model(device, engine)
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True)
+    done = engine.generate(PROMPTS[:2], params)
+    prompts = [one.prompt_token_ids + one.token_ids for one in done]
+    scored = engine.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=2))
+    for one, again in zip(done, scored, strict=True):
+        assert again.prompt_logprobs is not None
+        assert list(again.prompt_logprobs)[len(one.prompt_token_ids) :] == one.logprobs
+
+
 def test_masks_in_the_interpreter(
     tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
 ) -> None:

@@ -23,7 +23,7 @@ OPTIONAL = ("llguidance",)
 # Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (
     {"device", "draft_trees", "errors", "kv_cache", "methods", "outputs"},
-    {"tokenizer"},
+    {"prompt_logprobs", "tokenizer"},
     {"sampling_params", "structured"},
     {"cost_table", "draft_chances", "speculative_config", "step_shape"},
     {"draft_selection"},
@@ -33,7 +33,7 @@ ENGINE_GROUPS = (
     {"drafters", "prefixes"},
     {"drafting", "slot_tables"},
     {"fairness", "scheduler", "step_masks", "step_trees"},
-    {"step"},
+    {"prompt_scorer", "step"},
     {"admission", "runner"},
     {"calibration"},
     {"engine"},

@@ -432,9 +432,27 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"min_p": 2}, 400, "min_p", "must be in"),
     (TEXT | {"n": 0}, 400, "n", "at least 1"),
     (TEXT | {"n": 100}, 400, "n", "100 choices, more than the 64 that may wait"),
-    (TEXT | {"max_tokens": 0}, 400, "max_tokens", "at least 1"),
+    (TEXT | {"max_tokens": -1}, 400, "max_tokens", "at least 0"),
+    (CHAT | {"max_tokens": 0}, 400, "max_tokens", "at least 1, got 0"),
+    (CHAT | {"max_completion_tokens": 0}, 400, "max_completion_tokens", "at least 1, got 0"),
     (TEXT | {"seed": 2**64}, 400, "seed", "at most"),
     (TEXT | {"logprobs": 101}, 400, "logprobs", "at most 100"),
+    (TEXT | {"logprobs": 101, "echo": True}, 400, "logprobs", "at most 100"),
+    (TEXT | {"prompt_logprobs": 101}, 400, "prompt_logprobs", "at most 100"),
+    (TEXT | {"prompt_logprobs": -1}, 400, "prompt_logprobs", "at least 0"),
+    (CHAT | {"prompt_logprobs": 101}, 400, "prompt_logprobs", "at most 100"),
+    (
+        TEXT | {"prompt": ["a" * 256] * 11, "prompt_logprobs": 100},
+        400,
+        "prompt_logprobs",
+        "make 284416 numbers with n and the prompts' tokens",
+    ),
+    (
+        TEXT | {"prompt": ["a" * 256] * 22, "logprobs": 49, "echo": True, "n": 1},
+        400,
+        "prompt_logprobs",
+        "(or logprobs with echo) make 281600 numbers",
+    ),
     (TEXT | {"stop": [""]}, 400, "stop", "non-empty"),
     (TEXT | {"stop": ["a"] * 17}, 400, "stop", "at most 16 elements"),
     (TEXT | {"stop_token_ids": [1] * 257}, 400, "stop_token_ids", "at most 256 elements"),
@@ -507,7 +525,6 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     # what is not there
     (TEXT | {"best_of": 2}, 400, "best_of", "not supported"),
     (TEXT | {"suffix": "x"}, 400, "suffix", "not supported"),
-    (TEXT | {"echo": True, "logprobs": 1}, 400, "echo", "not supported"),
     (CHAT | {"tools": [TOOL]}, 400, "tools", "the model's chat template has none"),
     (CHAT | {"tools": [{"type": "function"}]}, 400, "tools.0.function", "is missing"),
     (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "needs tools"),
@@ -565,7 +582,7 @@ def test_refusals(
 ) -> None:
     path = "chat/completions" if "messages" in body else "completions"
     for stream in ({}, STREAM):
-        if "stream_options" in body and stream:
+        if stream and body.keys() & {"stream_options", "prompt_logprobs"}:
             continue
         data = json.dumps(stream | body)
         response = HTTP.post(f"{fake.url}/v1/{path}", content=data, headers=JSON)
@@ -1167,6 +1184,7 @@ def test_every_sampling_parameter_reaches_the_engine(tiny: Served, model_dir: Pa
     assert read == params
     others = {"top_p", "min_p", "n", "stop", "ignore_eos", "logprobs", "structured_output"}
     others |= {"report_drafts"}  # no parameter of sampling: of what a stream tells
+    others |= {"prompt_logprobs"}  # tests/test_prompt_logprobs.py
     given = {*common, *own, "logit_bias"}
     assert given | others == {field.name for field in dataclasses.fields(SamplingParams)}
     last = events(post(tiny, "completions", body | STREAM))[-1]

@@ -90,7 +90,7 @@ class Admission:
             seed=_signed64(seed),
             choice_index=choice_index,
             prompt_len=len(token_ids),
-            max_len=len(token_ids) + (params.max_tokens or room),
+            max_len=len(token_ids) + (room if params.max_tokens is None else params.max_tokens),
             token_ids=token_ids,
             stream=TextStream(self.tokenizer, params.stop),
             owners=tuple(owners),
@@ -132,7 +132,7 @@ class Admission:
     def _room(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Tokens that may follow a prompt."""
         room = self.max_model_len - len(token_ids)
-        if room < 1 or (params.max_tokens or 1) > room:
+        if (1 if params.max_tokens is None else params.max_tokens) > room:
             asked = "" if params.max_tokens is None else f" and max_tokens {params.max_tokens}"
             raise ContextOverflow(
                 f"a prompt of {len(token_ids)} tokens{asked} exceed the context of "
@@ -141,11 +141,12 @@ class Admission:
         return room
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
-        if params.logprobs is not None and params.logprobs > self.vocab_size:
-            raise ValueError(
-                f"logprobs must be at most the vocabulary's {self.vocab_size}, "
-                f"got {params.logprobs}"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self.vocab_size:
+                raise ValueError(
+                    f"{name} must be at most the vocabulary's {self.vocab_size}, got {count}"
+                )
         name, largest = params.largest_token_id()
         if largest >= self.vocab_size:
             raise ValueError(

@@ -303,6 +303,8 @@ class Engine:
             if part.emits:
                 self._count(request, part.num_drafts, len(result.accepted))
                 outputs.append(self._commit(request, result))
+            elif request.has_no_output and request.num_computed == request.prompt_len:
+                outputs.append(self._end_without_output(request))
         if self._drafting.can_select:
             self.stats.num_suspended_steps += self._drafting.observe(
                 plan.parts, [one.accepted for one in emitted]
@@ -319,7 +321,8 @@ class Engine:
         for request in plan.started:
             if not request.was_preempted:
                 request.queue_seconds = time.perf_counter() - request.added_at
-                self.stats.prefix_cache_queries += request.prompt_len
+                if request.prompt_logprobs is None:  # whose rows are all computed
+                    self.stats.prefix_cache_queries += request.prompt_len
                 self.stats.prefix_cache_hits += request.num_cached_tokens
 
     def completion(self, request_id: str) -> Completion:
@@ -341,6 +344,7 @@ class Engine:
             stats=request.stats,
             queue_seconds=request.queue_seconds,
             stop_reason=request.stop_reason,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def generate(
@@ -422,8 +426,18 @@ class Engine:
             text += request.stream.finish()
             # Keys and values of tokens that were cut are never read again.
             request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
+        reason, prompt_logprobs = request.finish_reason, None
+        if not num_output:  # not told again
+            prompt_logprobs = request.prompt_logprobs
         return RequestOutput(
-            request.request_id, kept, text, logprobs, request.finish_reason, result.drafts
+            request.request_id, kept, text, logprobs, reason, result.drafts, prompt_logprobs
+        )
+
+    def _end_without_output(self, request: Request) -> RequestOutput:
+        """Ends a request of which only the prompt is wanted."""
+        request.finish_reason = "length"
+        return RequestOutput(
+            request.request_id, [], "", [], "length", prompt_logprobs=request.prompt_logprobs
         )
 
     def _note_end(self, request: Request, result: Emitted) -> None:

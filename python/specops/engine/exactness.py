@@ -177,6 +177,8 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
         if not 1 <= args.prompts <= len(prompts):
             raise ValueError(f"--prompts must be 1 to {len(prompts)}, got {args.prompts}")
         prompts = prompts[: args.prompts]
+    if args.max_tokens == 0:  # there would be nothing to compare
+        raise ValueError("max_tokens must be at least 1, got 0")
     config = SpeculativeConfig()
     if args.speculative_config is not None:
         config = SpeculativeConfig.from_json(args.speculative_config)

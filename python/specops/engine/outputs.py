@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine hands back: deltas while a request runs, and the finished completion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -64,6 +65,9 @@ class RequestOutput:
     logprobs: list[TokenLogprob]  # one per token when the request asked for them
     finish_reason: str | None  # None, "stop", "length" or "abort"
     drafts: StepDrafts | None = None  # when there were some, and the request asked for them
+    # With its first output, when the request asked for them: one per token of the prompt, and None
+    # for the first.
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,3 +87,5 @@ class Completion:
     queue_seconds: float = 0.0  # from add_request to the first slot
     # The stop string, token or sequence that ended it; None for an end of sequence, or no stop.
     stop_reason: int | str | tuple[int, ...] | None = None
+    # When the request asked for them: one per token of the prompt, and None for the first.
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None

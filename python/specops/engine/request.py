@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from specops.engine.kv_cache import DraftKv
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
+from specops.engine.prompt_logprobs import PromptLogprobs
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import GrammarState
@@ -73,6 +74,7 @@ class Request:
     num_cached_tokens: int = 0
     was_preempted: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None  # if they are wanted
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     finish_reason: str | None = None
     stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if one did
@@ -80,11 +82,25 @@ class Request:
     def __post_init__(self) -> None:
         self.draft_stages = dict(self.speculative.draft_stages)
         self.draft_limit = self.speculative.num_speculative_tokens
+        if (wanted := self.params.prompt_logprobs) is not None:
+            self.prompt_logprobs = PromptLogprobs(self.token_ids, wanted)
 
     @property
     def is_decoding(self) -> bool:
         """Whether everything but the newest token has been computed."""
         return self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose rows nobody needs, where their keys and values are there already."""
+        if self.prompt_logprobs is not None and self.prompt_logprobs.num_missing:
+            return self.prompt_logprobs.num_scored
+        return len(self.token_ids) - 1
+
+    @property
+    def has_no_output(self) -> bool:
+        """Whether no token is to follow the prompt."""
+        return self.max_len == self.prompt_len
 
     @property
     def has_grammar_begun(self) -> bool:

@@ -17,6 +17,7 @@ from specops.engine.errors import EngineError
 from specops.engine.models import Transformer
 from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Plan, Scheduled, SharedPrefixes
+from specops.engine.prompt_scorer import PromptScorer
 from specops.engine.request import Feature, Request
 from specops.engine.slot_tables import SlotTables
 from specops.engine.step import (
@@ -111,6 +112,7 @@ class Runner:
             drafting=drafting,
             processed_logprobs=processed_logprobs,
         )
+        self._prompt_scorer = PromptScorer(model, device, processed_logprobs=processed_logprobs)
         # The last step, if it chose tokens, and its requests' places, by slot.
         self._executed: tuple[Step, Plan] | None = None
         self._places: dict[int, int] = {}
@@ -181,6 +183,8 @@ class Runner:
         num_pages = self._fill(step, plan)
         try:
             step.run(num_pages)
+            if step.shape.rows != step.shape.outputs:  # there are chunks of prompts
+                self._prompt_scorer.score(parts)
         except ValueError as error:
             raise EngineError(f"a step failed: {error}") from error
         self._take_proposals(step, parts)

@@ -14,11 +14,12 @@ _MAX_INT = 2**31 - 1
 
 # Whole numbers with their ranges, and those that may be None.
 _WHOLE: dict[str, tuple[int, int | None]] = {
-    "max_tokens": (1, None),
+    "max_tokens": (0, None),
     "top_k": (0, _MAX_INT),
     "n": (1, 128),
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, 100),
+    "prompt_logprobs": (0, 100),
     "min_tokens": (0, _MAX_INT),
     "think_end_token_id": (0, _MAX_INT),
     "reasoning_max_tokens": (0, _MAX_INT),
@@ -49,7 +50,8 @@ class SamplingParams:
     penalties; and then temperature, top_k, top_p, min_p, typical_p choose among what is left.
 
     Attributes:
-        max_tokens: most tokens to generate, at least 1. None means up to the context length.
+        max_tokens: most tokens to generate. None means up to the context length; with 0 the prompt
+            is computed and nothing generated.
         temperature: 0 is greedy decoding; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p, in (0, 1].
@@ -75,6 +77,8 @@ class SamplingParams:
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: None for none; otherwise the number of alternatives beside each emitted token.
         report_drafts: say with each step's output which drafts it verified.
+        prompt_logprobs: the same for the tokens of the prompt. All of its rows are computed then:
+            none are taken from the prefix cache.
         think_end_token_id: the token that ends the model's thinking; "</think>" when absent.
         reasoning_max_tokens: tokens of thinking after which it is ended by force.
         response_max_tokens: tokens after the thinking that end the output.
@@ -110,6 +114,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     report_drafts: bool = False
+    prompt_logprobs: int | None = None
     think_end_token_id: int | None = None
     reasoning_max_tokens: int | None = None
     response_max_tokens: int | None = None

@@ -137,14 +137,13 @@ class Scheduler:
         rows = min(missing, budget)
         if not self._make_room(request, rows):
             return 0
-        self._plan.parts.append(Scheduled(request, rows, 0, emits=rows == missing))
+        emits = rows == missing and not request.has_no_output
+        self._plan.parts.append(Scheduled(request, rows, 0, emits=emits))
         return rows
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and its cached prefix, if all its tokens find room."""
-        hits = self.pool.match_prefix(
-            request.token_ids, len(request.token_ids) - 1, request.draft_kv
-        )
+        hits = self.pool.match_prefix(request.token_ids, request.num_reusable, request.draft_kv)
         needed = self._pages_for(len(request.token_ids)) - len(hits)
         if needed > self.pool.num_available:
             self.pool.release(hits)

@@ -4,27 +4,37 @@
 They are plain dicts, since one is built per step.
 """
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from specops.engine.outputs import Completion, SpeculativeStats
+from specops.engine.outputs import Completion, SpeculativeStats, TokenLogprob
 from specops.engine.server.api_error import server_error
 from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span
-from specops.engine.server.logprobs import LegacyLogprobs, chat_logprobs
+from specops.engine.server.logprobs import (
+    LegacyLogprobs,
+    chat_logprobs,
+    joined,
+    num_prompt_logprobs,
+    vllm_prompt_logprobs,
+)
 from specops.engine.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     StreamOptions,
 )
 from specops.engine.server.steps import step_report
-from specops.engine.server.streaming import event
+from specops.engine.server.streaming import dumped, event
 from specops.engine.server.tools import CallReader, NamedTool
 from specops.engine.server.usage import add_stats, metrics, timings, usage
 from specops.engine.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
+
+# So many take milliseconds to spell: beside the event loop.
+_MANY_LOGPROBS = 2048
 
 
 class Answer(Generic[R]):
@@ -54,22 +64,44 @@ class Answer(Generic[R]):
             "system_fingerprint": fingerprint,
         }
         self._completions: dict[int, Completion] = {}
+        # By prompt; they come with the first output of its first choice, before the others'.
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._spans: list[Span] = []
 
-    async def whole(self) -> dict[str, Any]:
-        """Waits for all choices: the answer that is not streamed."""
-        choices: dict[int, dict[str, Any]] = {}
+    async def whole(self) -> bytes:
+        """Waits for all choices: the answer that is not streamed, in JSON."""
+        outputs: dict[int, ChoiceOutput] = {}
         while self.job.num_unfinished:
             for output in await self.job.next_outputs():
                 if output.completion is not None:
                     self._note(output, output.completion)
-                    choices[output.index] = self.choice(output, output.completion)
-        return {
+                    outputs[output.index] = output
+        if self._num_logprobs() < _MANY_LOGPROBS:
+            return self._render(outputs)
+        return await asyncio.to_thread(self._render, outputs)
+
+    def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
+        choices = []
+        for index in sorted(outputs):
+            completion = outputs[index].completion
+            assert completion is not None
+            choices.append(self.choice(outputs[index], completion))
+        body = {
             **self._frame,
             "object": self.object_name,
-            "choices": [choices[index] for index in sorted(choices)],
+            "choices": choices,
+            **self.extras(),
             **self._totals(),
         }
+        return dumped(body)
+
+    def _num_logprobs(self) -> int:
+        """How many numbers the answer has beside its text, with the alternatives'."""
+        params, count = self.job.params, 0
+        if params.logprobs is not None:
+            num_tokens = sum(len(one.token_ids) for one in self._completions.values())
+            count = num_tokens * (1 + params.logprobs)
+        return count + num_prompt_logprobs(self.job.prompts, params)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
@@ -95,7 +127,10 @@ class Answer(Generic[R]):
                     yield chunk([first])
             while self.job.num_unfinished:
                 for output in await self.job.next_outputs():
+                    self._note_prompt(output)
                     num_tokens += len(output.output.token_ids)
+                    for late in self.late_first(output.index):
+                        yield chunk([late])
                     if options.include_steps:
                         step = step_report(self.tokenizer, output)
                         yield chunk([{**self.delta(output), "step": step}])
@@ -118,6 +153,10 @@ class Answer(Generic[R]):
         """What a choice's stream begins with."""
         raise NotImplementedError
 
+    def late_first(self, index: int) -> list[dict[str, Any]]:
+        """What a choice's stream begins with, once its first output is there."""
+        return []
+
     def delta(self, output: ChoiceOutput) -> dict[str, Any]:
         """What a step added to a choice."""
         raise NotImplementedError
@@ -129,6 +168,29 @@ class Answer(Generic[R]):
     def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
         """A finished choice as a whole."""
         raise NotImplementedError
+
+    def extras(self) -> dict[str, Any]:
+        """What stands beside the choices, where something was asked for."""
+        return {}
+
+    def prompt_of(self, index: int) -> int:
+        """Which prompt a choice is of."""
+        return index // self.job.params.n
+
+    def vllm_prompt_logprobs(self, prompt: int) -> dict[str, Any]:
+        """A prompt's log-probabilities in vLLM's field, if they were asked for there."""
+        wanted = self.request.prompt_logprobs
+        if wanted is None:
+            return {}
+        found = vllm_prompt_logprobs(self.tokenizer, self._prompt_logprobs[prompt], wanted)
+        return {"prompt_logprobs": found}
+
+    def _note_prompt(self, output: ChoiceOutput) -> None:
+        found = output.output.prompt_logprobs
+        if found is None and output.completion is not None:
+            found = output.completion.prompt_logprobs
+        if found is not None:
+            self._prompt_logprobs[self.prompt_of(output.index)] = found
 
     def _totals(self) -> dict[str, Any]:
         n = self.job.params.n
@@ -149,6 +211,7 @@ class Answer(Generic[R]):
     def _note(self, output: ChoiceOutput, completion: Completion) -> None:
         """Keeps what the totals need of a finished choice."""
         self._completions[output.index] = completion
+        self._note_prompt(output)
         if output.span is not None:
             self._spans.append(output.span)
 
@@ -202,6 +265,9 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         if num_calls and completion.finish_reason == "stop" and not is_named:
             return "tool_calls"
         return completion.finish_reason
+
+    def extras(self) -> dict[str, Any]:
+        return self.vllm_prompt_logprobs(0)
 
     def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
         delta, num_calls = {}, 0
@@ -257,13 +323,20 @@ class TextAnswer(Answer[CompletionRequest]):
 
     def first(self, index: int) -> list[dict[str, Any]]:
         echo = self._echo(index)
-        return [self._spell(index, echo, None, None)] if echo else []
+        if not echo or self.request.echoes_logprobs:
+            return []
+        return [self._spell(index, echo, None, None)]
+
+    def late_first(self, index: int) -> list[dict[str, Any]]:
+        if not self.request.echoes_logprobs or index in self._logprobs:
+            return []
+        logprobs = self._echoed_logprobs(index, self._builder(index))
+        return [self._spell(index, self._echo(index), logprobs, None)]
 
     def delta(self, output: ChoiceOutput) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs is not None:
-            builder = self._logprobs.setdefault(output.index, LegacyLogprobs(self.tokenizer))
-            logprobs = builder.build(output.output.logprobs)
+            logprobs = self._builder(output.index).build(output.output.logprobs)
         return self._spell(output.index, output.output.text, logprobs, None)
 
     def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
@@ -273,15 +346,28 @@ class TextAnswer(Answer[CompletionRequest]):
     def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = LegacyLogprobs(self.tokenizer).build(completion.logprobs)
+            builder = LegacyLogprobs(self.tokenizer)
+            echoed = None
+            if self.request.echo:
+                echoed = self._echoed_logprobs(output.index, builder)
+            logprobs = joined(echoed, builder.build(completion.logprobs))
         text = self._echo(output.index) + completion.text
         choice = self._spell(output.index, text, logprobs, completion.finish_reason)
+        choice |= self.vllm_prompt_logprobs(self.prompt_of(output.index))
         return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
+
+    def _builder(self, index: int) -> LegacyLogprobs:
+        return self._logprobs.setdefault(index, LegacyLogprobs(self.tokenizer))
+
+    def _echoed_logprobs(self, index: int, builder: LegacyLogprobs) -> dict[str, Any]:
+        prompt = self.prompt_of(index)
+        token_ids, found = self.job.prompts[prompt], self._prompt_logprobs[prompt]
+        return builder.build_prompt(token_ids, found, self.request.logprobs or 0)
 
     def _echo(self, index: int) -> str:
         if not self.request.echo:
             return ""
-        prompt = self.request.prompts()[index // self.job.params.n]
+        prompt = self.request.prompts()[self.prompt_of(index)]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     @staticmethod

@@ -188,8 +188,9 @@ class EngineThread:
                 added.append(self._add_choice(self._first_choice(job, position, prompt)))
                 siblings = self._choices[added[-1]].siblings
                 config = self._engine.config
-                # Nothing is shared without a full page.
-                if not config.enable_prefix_caching or len(prompt) <= config.page_size:
+                # Nothing is shared without a full page, but what is told of the prompt.
+                shares = config.enable_prefix_caching and len(prompt) > config.page_size
+                if not shares and job.params.prompt_logprobs is None:
                     added += [self._add_choice(sibling) for sibling in siblings]
                     siblings.clear()
         except Exception as error:
@@ -209,12 +210,13 @@ class EngineThread:
         seed = self._engine.draw_seed(_SEED_BITS) if params.seed is None else params.seed
         # The choices of a prompt share the seed: their index tells their random numbers apart.
         params = replace(params, seed=seed)
-        choices = [
-            _Choice(job, position * params.n + i, prompt, params, seed, siblings=[])
-            for i in range(params.n)
+        first = _Choice(job, position * params.n, prompt, params, seed, siblings=[])
+        others = replace(params, prompt_logprobs=None)  # the first one's are all choices'
+        first.siblings = [
+            _Choice(job, first.index + i, prompt, others, seed, siblings=[])
+            for i in range(1, params.n)
         ]
-        choices[0].siblings = choices[1:]
-        return choices[0]
+        return first
 
     def _add_choice(self, choice: _Choice) -> str:
         request_id = self._engine.add_request(

@@ -23,6 +23,7 @@ from specops.engine.server.api_error import (
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.jobs import Job, JobFailed
+from specops.engine.server.logprobs import check_prompt_logprobs
 from specops.engine.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -112,6 +113,7 @@ class Generation:
         params = request.sampling_params()
         speculative = self._speculative_config(request)
         prompts = await self._tokenize(request)
+        check_prompt_logprobs(prompts, params)
         try:
             compiling = self._compiling.compile(params, request.form_field)
             grammar = await until_gone(compiling, http.receive)
@@ -137,7 +139,8 @@ class Generation:
             await until_gone(self._thread.submit(job), http.receive)
             if request.stream:
                 return EventStream(answer.chunks(), lambda: self._thread.abort(job))
-            return JSONResponse(await until_gone(answer.whole(), http.receive))
+            whole = await until_gone(answer.whole(), http.receive)
+            return Response(whole, media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # for the access log: nobody reads it
         except (ValueError, QueueFull, JobFailed, asyncio.CancelledError) as error:

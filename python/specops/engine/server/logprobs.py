@@ -6,7 +6,36 @@ from collections.abc import Sequence
 from typing import Any
 
 from specops.engine.outputs import TokenLogprob
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.server.api_error import ApiError
 from specops.engine.tokenizer import Tokenizer
+
+# Of prompts, in one answer, with the alternatives': some 20 MB of JSON.
+MAX_PROMPT_LOGPROBS = 1 << 18
+
+
+def num_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
+    """How many log-probabilities of prompts an answer has, with the alternatives'."""
+    if params.prompt_logprobs is None:
+        return 0
+    return params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
+
+
+def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """Refuses answers with more log-probabilities of prompts than one may have.
+
+    Raises:
+        ApiError: there would be.
+    """
+    count = num_prompt_logprobs(prompts, params)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise ApiError(
+            400,
+            f"prompt_logprobs (or logprobs with echo) make {count} numbers with n and the prompts' "
+            f"tokens, alternatives included, more than the {MAX_PROMPT_LOGPROBS} of an answer",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
 
 
 def token_text(data: bytes) -> str:
@@ -45,23 +74,71 @@ class LegacyLogprobs:
 
     def build(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The next tokens' log-probabilities."""
-        tokens, offsets, top, raw = [], [], [], []
-        for one in logprobs:
-            data = self._tokenizer.token_bytes(one.token_id)
+        return self._build([one.token_id for one in logprobs], logprobs, None)
+
+    def build_prompt(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+        num_alternatives: int,
+    ) -> dict[str, Any]:
+        """A prompt's log-probabilities, with null for the first token."""
+        return self._build(token_ids, logprobs, num_alternatives)
+
+    def _build(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+        num_alternatives: int | None,
+    ) -> dict[str, Any]:
+        tokens, offsets, raw = [], [], []
+        values: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for token_id, one in zip(token_ids, logprobs, strict=True):
+            data = self._tokenizer.token_bytes(token_id)
             tokens.append(token_text(data))
             raw.append(list(data))
             offsets.append(self._offset)
-            if not self._tokenizer.is_special(one.token_id):
+            if not self._tokenizer.is_special(token_id):
                 self._offset += len(self._utf8.decode(data))
-            alternatives: dict[str, float] = {}
-            for token_id, logprob in (*one.alternatives, (one.token_id, one.logprob)):
-                text = token_text(self._tokenizer.token_bytes(token_id))
-                alternatives.setdefault(text, _finite(logprob))
-            top.append(alternatives)
+            values.append(None if one is None else _finite(one.logprob))
+            top.append(None if one is None else self._alternatives(one, num_alternatives))
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "token_logprobs": values,
             "top_logprobs": top,
             "text_offset": offsets,
             "bytes": raw,
         }
+
+    def _alternatives(self, one: TokenLogprob, most: int | None) -> dict[str, float]:
+        """The likeliest tokens, by their text, and the token itself."""
+        alternatives: dict[str, float] = {}
+        for token_id, logprob in (*one.alternatives[:most], (one.token_id, one.logprob)):
+            text = token_text(self._tokenizer.token_bytes(token_id))
+            alternatives.setdefault(text, _finite(logprob))
+        return alternatives
+
+
+def joined(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities of two texts in the shape of completions, one behind the other."""
+    return second if first is None else {name: first[name] + second[name] for name in second}
+
+
+def vllm_prompt_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None], num_alternatives: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """A prompt's log-probabilities in vLLM's shape: by token id, the prompt's own token first."""
+
+    def entries(one: TokenLogprob) -> dict[str, dict[str, Any]]:
+        top = one.alternatives[:num_alternatives]
+        found = [(one.token_id, one.logprob, one.rank)]
+        found += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(top, 1)]
+        by_id: dict[str, dict[str, Any]] = {}
+        for token_id, logprob, rank in found:
+            text = token_text(tokenizer.token_bytes(token_id))
+            entry = {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+            by_id.setdefault(str(token_id), entry)
+        return by_id
+
+    return [None if one is None else entries(one) for one in logprobs]

@@ -99,6 +99,7 @@ class _Request(Strict):
     reasoning_max_tokens: int | None = None
     response_max_tokens: int | None = None
     think_inject_token_ids: list[int] | None = Field(None, fail_fast=True)
+    prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative_config: dict[str, Any] | None = None
@@ -123,6 +124,9 @@ class _Request(Strict):
             )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs must be absent where stream is true"
+            raise ApiError(400, message, param="prompt_logprobs")
         wanted = self.wanted_output()
         try:
             return SamplingParams(
@@ -133,6 +137,7 @@ class _Request(Strict):
                 logit_bias=self._logit_bias(),
                 logprobs=self._num_logprobs(),
                 report_drafts=bool(self.stream_options and self.stream_options.include_steps),
+                prompt_logprobs=self._num_prompt_logprobs(),
                 **{name: getattr(self, name) for name in _AS_THEY_ARE},
             )
         except ValueError as error:
@@ -165,6 +170,9 @@ class _Request(Strict):
 
     def _num_logprobs(self) -> int | None:
         raise NotImplementedError
+
+    def _num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
 
 
 # Fields that the engine takes under the same name.
@@ -229,14 +237,20 @@ class CompletionRequest(_Request):
         """As for any request; refuses what only completions have."""
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(400, "best_of is not supported", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise ApiError(
-                400, "echo with logprobs is not supported: prompts have no logprobs", param="echo"
-            )
         return super().sampling_params()
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the prompt is told with its log-probabilities, as the text after it is."""
+        return self.echo and self.logprobs is not None
 
     def _num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def _num_prompt_logprobs(self) -> int | None:
+        if not self.echoes_logprobs:
+            return self.prompt_logprobs
+        return max(self.logprobs or 0, self.prompt_logprobs or 0)
 
 
 class TextPart(Strict):
@@ -357,6 +371,9 @@ class ChatCompletionRequest(_Request):
         return {**effort, **self.chat_template_kwargs}
 
     def _max_tokens(self) -> int | None:
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} must be at least 1, got 0")
         if self.max_completion_tokens is None:
             return self.max_tokens
         if self.max_tokens not in (None, self.max_completion_tokens):

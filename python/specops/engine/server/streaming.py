@@ -44,9 +44,14 @@ async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
+def dumped(body: dict[str, Any]) -> bytes:
+    """An answer in JSON."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def event(body: dict[str, Any]) -> bytes:
     """One event of a stream, on the wire."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return b"data: " + dumped(body) + b"\n\n"
 
 
 class EventStream(Response):

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""Log-probabilities of prompts over HTTP: OpenAI's echo, vLLM's field, lm-eval's request."""
+
+import json
+from collections.abc import Iterator
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "httpx"):
+    pytest.importorskip(name)
+
+import httpx
+import torch
+from checkpoints import make_checkpoint, write_tokenizer
+from serving import Served, serving
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.server.chat import ChatFormat
+
+HTTP = httpx.Client(timeout=30)
+CHAT = ChatFormat("{% for m in messages %}{{ m.content }}{% endfor %}")
+PROMPT = "for i in range(3): for i in range"
+
+
+def make(model_dir: Path, **options: Any) -> Engine:
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+    return Engine(
+        EngineConfig(
+            model=str(model_dir),
+            dtype="float32",
+            device="cpu",
+            speculative_config=speculative,
+            served_model_name="tiny",
+            **options,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "Qwen3", num_hidden_layers=2, vocab_size=257)
+    write_tokenizer(directory, 257)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def served(model_dir: Path) -> Iterator[Served]:
+    with serving(make(model_dir, max_num_seqs=4, max_waiting=64), chat_format=CHAT) as served:
+        yield served
+
+
+def post(served: Served, body: dict[str, Any], path: str = "completions") -> Any:
+    response = HTTP.post(f"{served.url}/v1/{path}", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_an_echo_with_logprobs(served: Served) -> None:
+    """OpenAI's: first the prompt's tokens, null for the first; offsets count through both."""
+    tokenizer = served.engine.tokenizer
+    base = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "logprobs": 2, "ignore_eos": True}
+    (plain,) = post(served, base)["choices"]
+    (choice,) = post(served, base | {"echo": True})["choices"]
+    assert choice["text"] == PROMPT + plain["text"]
+    ids = tokenizer.encode(PROMPT)
+    told, own = choice["logprobs"], plain["logprobs"]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "bytes"):
+        assert told[name][len(ids) :] == own[name] and len(told[name]) == len(ids) + 12
+    assert told["text_offset"][: len(ids)] == [*range(len(PROMPT))]
+    assert told["text_offset"][len(ids) :] == [len(PROMPT) + one for one in own["text_offset"]]
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    assert "".join(told["tokens"][: len(ids)]) == PROMPT
+
+
+def test_an_echo_alone(served: Served, model_dir: Path) -> None:
+    """What was generated, told as a prompt: the same numbers, and nothing more."""
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=1, ignore_eos=True)
+    (done,) = make(model_dir).generate([PROMPT], params)
+    prompt = done.prompt_token_ids + done.token_ids
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = post(served, body)
+    (choice,) = answer["choices"]
+    assert choice["text"] == PROMPT + done.text and choice["finish_reason"] == "length"
+    told = choice["logprobs"]["token_logprobs"]
+    assert told[-12:] == [one.logprob for one in done.logprobs] and len(told) == len(prompt)
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("max_tokens", [0, 6])
+def test_an_echo_is_streamed_with_its_logprobs(served: Served, n: int, max_tokens: int) -> None:
+    prompts = [PROMPT, "ab", "a much longer prompt than the others, for pages of sixteen"]
+    body = {"prompt": prompts, "max_tokens": max_tokens, "logprobs": 1, "echo": True}
+    body |= {"n": n, "seed": 4, "ignore_eos": True}
+    whole = post(served, body)["choices"]
+    assert [one["index"] for one in whole] == [*range(3 * n)]
+    response = HTTP.post(f"{served.url}/v1/completions", json=body | {"stream": True})
+    frames = response.text.split("\n\n")
+    assert frames[-2] == "data: [DONE]"
+    parts = [part for frame in frames[:-2] for part in json.loads(frame[6:])["choices"]]
+    for choice in whole:
+        own = [part for part in parts if part["index"] == choice["index"]]
+        assert choice["text"].startswith(prompts[choice["index"] // n])
+        assert "".join(part["text"] for part in own) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            streamed = [one for p in own if p["logprobs"] for one in p["logprobs"][name]]
+            assert streamed == values
+    served.wait_until_idle()
+
+
+def test_vllm_s_field(served: Served, model_dir: Path) -> None:
+    ids = served.engine.tokenizer.encode(PROMPT)
+    body = {"prompt": [ids, [70, 71, 72]], "max_tokens": 1, "prompt_logprobs": 2, "n": 2}
+    choices = post(served, body)["choices"]
+    assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
+    assert choices[0]["logprobs"] is None
+    told = choices[2]["prompt_logprobs"]
+    assert told[0] is None and len(told) == 3
+    (scored,) = make(model_dir).generate([[70, 71, 72]], SamplingParams(prompt_logprobs=2))
+    assert scored.prompt_logprobs is not None
+    for entry, one in zip(told[1:], scored.prompt_logprobs[1:], strict=True):
+        assert one is not None and next(iter(entry)) == str(one.token_id)
+        token = entry[str(one.token_id)]
+        text = served.engine.tokenizer.decode([one.token_id])
+        assert token == {"logprob": one.logprob, "rank": one.rank, "decoded_token": text}
+        ranks = {key: value["rank"] for key, value in entry.items() if key != str(one.token_id)}
+        assert ranks == {
+            str(i): r for r, (i, _) in enumerate(one.alternatives, 1) if i != one.token_id
+        }
+    messages = [{"role": "user", "content": PROMPT}]
+    chat = post(served, {"messages": messages, "prompt_logprobs": 2}, "chat/completions")
+    assert chat["prompt_logprobs"] == choices[0]["prompt_logprobs"]
+    assert "prompt_logprobs" not in post(served, {"prompt": "a"})["choices"][0]
+
+
+def test_both_fields_at_once(served: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 0, "logprobs": 1, "echo": True}
+    echoed = post(served, body)["choices"][0]["logprobs"]
+    for count in (0, 3):
+        (choice,) = post(served, body | {"prompt_logprobs": count})["choices"]
+        assert choice["logprobs"] == echoed
+        assert all(count <= len(one) <= count + 1 for one in choice["prompt_logprobs"][1:])
+
+
+def test_a_stream_has_no_such_field(served: Served) -> None:
+    body = {"prompt": "a", "prompt_logprobs": 1, "stream": True}
+    response = HTTP.post(f"{served.url}/v1/completions", json=body)
+    assert response.status_code == 400
+    message = "prompt_logprobs must be absent where stream is true"
+    assert response.json()["error"]["message"] == message
+
+
+def lm_eval_s_loglikelihoods(answer: Any, context_lens: list[int]) -> list[tuple[float, bool]]:
+    """What lm-eval's `local-completions` reads of an answer, in its `parse_logprobs`."""
+    results = []
+    choices = sorted(answer["choices"], key=itemgetter("index"))
+    for choice, begin in zip(choices, context_lens, strict=True):
+        told = choice["logprobs"]
+        values, tops = told["token_logprobs"][begin:-1], told["top_logprobs"][begin:-1]
+        greedy = all(one == max(top.values()) for one, top in zip(values, tops, strict=True))
+        results.append((sum(values), greedy))
+    return results
+
+
+def test_lm_eval_s_request(tmp_path: Path) -> None:
+    """Its body for loglikelihood: token ids, several prompts, one token generated and dropped."""
+    model = make_checkpoint(tmp_path, "Qwen3", num_hidden_layers=2)
+    write_tokenizer(tmp_path)
+    contexts = [[5, 6, 7, 8], [9], [*range(20, 60)]]
+    engine = make(tmp_path)
+    with torch.no_grad():  # continuations that are greedy, and some that are not
+        likeliest = model.generate(torch.tensor([contexts[0]]), max_new_tokens=3, do_sample=False)
+    rests = [likeliest[0, 4:].tolist(), [1, 2, 3, 4], [33]]
+    prompts = [one + rest for one, rest in zip(contexts, rests, strict=True)]
+    body = {
+        "model": "tiny",
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    with serving(engine, chat_format=CHAT) as served:
+        answers = [post(served, body) for _ in range(2)]
+    results = [lm_eval_s_loglikelihoods(one, [*map(len, contexts)]) for one in answers]
+    assert results[0] == results[1]
+    for (value, greedy), context, rest in zip(results[0], contexts, rests, strict=True):
+        with torch.no_grad():
+            want = torch.log_softmax(model(torch.tensor([context + rest])).logits[0].double(), -1)
+        rows = range(len(context) - 1, len(context) + len(rest) - 1)
+        expected = sum(float(want[row, token]) for row, token in zip(rows, rest, strict=True))
+        assert value == pytest.approx(expected, abs=1e-3)
+        assert greedy == all(
+            int(want[row].argmax()) == token for row, token in zip(rows, rest, strict=True)
+        )
+    assert results[0][0][1] and not results[0][1][1]
