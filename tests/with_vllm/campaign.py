@@ -5,14 +5,19 @@ Prompts of random tokens that repeat themselves, in groups with common beginning
 ones with random filters and penalties side by side. Each is decoded alone and plainly; then again
 with each method, in batches of 1 to 32 in shuffled order, with prefix cache and chunked prefill.
 Exit code 1 if an output differs with specops; with vLLM's own kernels, greedy ones are counted.
+What an engine has decoded is kept where --keep says: a campaign may be ended and begun again.
 """
 
 import argparse
+import hashlib
+import importlib.util
+import json
 import os
 import random
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +29,13 @@ from specops.vllm.settings import EXACT
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    "suffix": {"method": "suffix"},
     "specops-suffix": {"method": "custom_class", "model": "specops.vllm.SuffixProposer"},
     "junk": {"method": "custom_class", "model": "junk.JunkProposer"},
 }
+# vLLM's own suffix decoding needs a package that `make test-vllm` does not install.
+if importlib.util.find_spec("arctic_inference") is None:
+    del METHODS["suffix"]
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 32)
 
 
@@ -79,8 +88,33 @@ def joined(parts: list[Decoded]) -> Decoded:
     return whole
 
 
+def kept(job: Job, name: str, keep: Path | None) -> list[Decoded]:
+    """Decodes, or reads what the same job has decoded before.
+
+    Args:
+        job: what to decode.
+        name: of the file, beside the job's digest.
+        keep: the folder; None: nothing is kept.
+    """
+    if keep is None:
+        return decode(job)
+    text = json.dumps(asdict(job), sort_keys=True)
+    file = keep / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    if not file.exists():
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps([asdict(one) for one in decode(job)]))
+        new.rename(file)
+    return [Decoded(**one) for one in json.loads(file.read_text())]
+
+
 def campaign(
-    model: str, parts: str, count: int, max_tokens: int, seed: int, methods: list[str]
+    model: str,
+    parts: str,
+    count: int,
+    max_tokens: int,
+    seed: int,
+    methods: list[str],
+    keep: Path | None = None,
 ) -> list[Difference]:
     """Decodes plainly and alone, then with every method."""
     chance = random.Random(seed)
@@ -92,15 +126,17 @@ def campaign(
         params = [one | {"temperature": 0.0, "top_k": 0, "top_p": 1.0} for one in params]
     engine = {"model": model, "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 32}
     alone = Job(engine | {"enable_prefix_caching": False}, [Run(prompts, params, 1)], parts)
-    base = decode(alone)[0]
+    kernels = "specops" if parts else "vllm"
+    name = f"{Path(model).name}-{kernels}"
+    base = kept(alone, f"{name}-alone", keep)[0]
     found = []
     for method in methods:
         config = METHODS[method]
         crowded = engine | {"enable_prefix_caching": True, "max_num_batched_tokens": 128}
         if config:
             crowded["speculative_config"] = config | {"num_speculative_tokens": 5}
-        whole = joined(decode(Job(crowded, runs_of(prompts, params, seed), parts)))
-        kernels = "specops" if parts else "vllm"
+        job = Job(crowded, runs_of(prompts, params, seed), parts)
+        whole = joined(kept(job, f"{name}-{method}", keep))
         one = compare(base, whole, kernels, method, max(BATCHES), 0.0)
         print(
             f"{Path(model).name:8} {kernels:8} {method:15} {one.num_prompts} prompts, "
@@ -119,20 +155,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", nargs="+", choices=["specops", "vllm"], default=["specops"])
     parser.add_argument("--method", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="what was decoded, to go on from")
     args = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent)  # for junk.JunkProposer
+    here = str(Path(__file__).resolve().parent)  # for junk.JunkProposer
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     wrong = 0
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
         models = {
-            write_bundled(Path(folder, "bundled")): args.prompts - 2 * (args.prompts // 4),
-            write_random(Path(folder, "llama"), "llama"): args.prompts // 4,
-            write_random(Path(folder, "qwen2"), "qwen2"): args.prompts // 4,
+            write_bundled(folder / "bundled"): args.prompts - 2 * (args.prompts // 4),
+            write_random(folder / "llama", "llama"): args.prompts // 4,
+            write_random(folder / "qwen2", "qwen2"): args.prompts // 4,
         }
         for kernels in args.kernels:
             parts = EXACT if kernels == "specops" else ""
             for model, count in models.items():
-                found = campaign(model, parts, count, args.max_tokens, args.seed, args.method)
+                found = campaign(
+                    model, parts, count, args.max_tokens, args.seed, args.method, args.keep
+                )
                 wrong += sum(one.logprobs for one in found) if parts else 0
     print(f"{time.monotonic() - started:.0f} s; with specops {wrong} outputs differ")
     return int(wrong > 0)

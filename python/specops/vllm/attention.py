@@ -75,8 +75,9 @@ class SpecopsAttentionMetadata:
     Attributes:
         num_actual_tokens: rows of the step.
         qo_indptr: [batch + 1], int32.
-        kv_indptr: [batch + 1], int32.
+        kv_indptr: [batch + 1], int32. As many pages for each request as the longest one has.
         kv_indices: [pages], int32. Pages of the keys; those of the values have the same numbers.
+            Behind a request's last page stands anything.
         kv_lens: [batch], int32.
         rows: rows that are written to the cache; None: all.
         key_slots: [rows], int64. Where each key goes, counted in rows of all pages.
@@ -92,7 +93,7 @@ class SpecopsAttentionMetadata:
     rows: Tensor | None
     key_slots: Tensor
     value_slots: Tensor
-    workspaces: dict[tuple[int, ...], Tensor]
+    workspaces: dict[tuple[torch.Size, torch.Size], Tensor | None]
 
 
 class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata]):  # type: ignore[misc]
@@ -122,14 +123,10 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
         given = common_attn_metadata
         if given.causal is not True:
             raise ValueError("specops.vllm: attention is causal, got a batch that is not")
-        kv_lens = given.seq_lens[: given.num_reqs]
-        num_pages = (kv_lens + (self.page_size - 1)) // self.page_size
-        kv_indptr = torch.zeros(given.num_reqs + 1, dtype=torch.int32)
-        torch.cumsum(num_pages, 0, out=kv_indptr[1:])
         widest = -(-int(given.max_seq_len) // self.page_size)
         blocks = given.block_table_tensor[: given.num_reqs, :widest]
-        used = torch.arange(blocks.shape[1], dtype=torch.int32) < num_pages[:, None]
-        kv_indices = (2 * blocks[used]).to(torch.int32)
+        widest = blocks.shape[1]
+        kv_indptr = torch.arange(0, given.num_reqs * widest + 1, widest, dtype=torch.int32)
         slots = given.slot_mapping[: given.num_actual_tokens].to(torch.int64)
         rows = None
         if int(slots.min()) < 0:
@@ -140,8 +137,8 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
             num_actual_tokens=given.num_actual_tokens,
             qo_indptr=given.query_start_loc[: given.num_reqs + 1],
             kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            kv_lens=kv_lens,
+            kv_indices=(2 * blocks).flatten(),
+            kv_lens=given.seq_lens[: given.num_reqs],
             rows=rows,
             key_slots=key_slots,
             value_slots=key_slots + self.page_size,
@@ -188,6 +185,7 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._pages: _Pages | None = None
         threads.start()
 
     def forward(
@@ -222,45 +220,71 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
             raise ValueError("specops.vllm: attention does not quantise its output")
         if attn_metadata is None:
             return output
-        num_blocks, num_kv_heads, page_size, _ = kv_cache.shape
-        pages = kv_cache.view(2 * num_blocks, page_size, num_kv_heads, self.head_size)
-        if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
-            _write(pages, key, value, attn_metadata)
+        pages = self._pages
+        if pages is None or pages.kv_cache is not kv_cache:
+            pages = self._pages = _Pages.of(kv_cache, self.head_size)
         num_tokens = attn_metadata.num_actual_tokens
-        q = query[:num_tokens]
+        if len(query) != num_tokens:
+            query, output_rows = query[:num_tokens], output[:num_tokens]
+        else:
+            output_rows = output
+        if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
+            _write(pages.slots, key, value, attn_metadata)
         append_attention(
-            q,
-            pages[:-1],
-            pages[1:],
+            query,
+            pages.keys,
+            pages.values,
             attn_metadata.qo_indptr,
             attn_metadata.kv_indptr,
             attn_metadata.kv_indices,
             attn_metadata.kv_lens,
             sm_scale=self.scale,
             sliding_window=self.sliding_window,
-            out=output[:num_tokens],
-            workspace=_workspace(q, pages, attn_metadata),
+            out=output_rows,
+            workspace=_workspace(query, pages, attn_metadata),
         )
         return output
 
 
-def _write(pages: Tensor, key: Tensor, value: Tensor, metadata: SpecopsAttentionMetadata) -> None:
+@dataclass(frozen=True)
+class _Pages:
+    """A layer's cache as the op sees it.
+
+    Attributes:
+        kv_cache: vLLM's tensor, [blocks, num_kv_heads, block_size, 2 * head_dim].
+        keys: [2 * blocks - 1, block_size, num_kv_heads, head_dim]; block b's are page 2 * b.
+        values: the same from the second page on, so that block b's are page 2 * b, too.
+        slots: [slots, num_kv_heads, head_dim]. All pages, row by row.
+    """
+
+    kv_cache: Tensor
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, kv_cache: Tensor, head_dim: int) -> "_Pages":
+        num_blocks, num_kv_heads, page_size, _ = kv_cache.shape
+        pages = kv_cache.view(2 * num_blocks, page_size, num_kv_heads, head_dim)
+        return cls(kv_cache, pages[:-1], pages[1:], pages.view(-1, num_kv_heads, head_dim))
+
+
+def _write(slots: Tensor, key: Tensor, value: Tensor, metadata: SpecopsAttentionMetadata) -> None:
     """Copies a step's keys and values to their slots."""
-    key, value = key[: metadata.num_actual_tokens], value[: metadata.num_actual_tokens]
+    if len(key) != metadata.num_actual_tokens:
+        key, value = key[: metadata.num_actual_tokens], value[: metadata.num_actual_tokens]
     if metadata.rows is not None:
         key, value = key[metadata.rows], value[metadata.rows]
-    slots = pages.view(-1, pages.shape[2], pages.shape[3])
     slots.index_copy_(0, metadata.key_slots, key)
     slots.index_copy_(0, metadata.value_slots, value)
 
 
-def _workspace(q: Tensor, pages: Tensor, metadata: SpecopsAttentionMetadata) -> Tensor | None:
+def _workspace(q: Tensor, pages: _Pages, metadata: SpecopsAttentionMetadata) -> Tensor | None:
     """Memory for the op, made once a step for all layers of one shape."""
-    shape = (*q.shape, pages.shape[2])
+    shape = (q.shape, pages.keys.shape)
     if shape not in metadata.workspaces:
         size = attention_workspace_size(
-            q.shape, pages.shape, len(metadata.kv_indices), len(metadata.kv_lens)
+            q.shape, pages.keys.shape, len(metadata.kv_indices), len(metadata.kv_lens)
         )
-        metadata.workspaces[shape] = torch.empty(size, dtype=torch.float32)
-    workspace = metadata.workspaces[shape]
-    return workspace if len(workspace) else None
+        metadata.workspaces[shape] = torch.empty(size, dtype=torch.float32) if size else None
+    return metadata.workspaces[shape]

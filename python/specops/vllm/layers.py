@@ -70,21 +70,29 @@ def _product(
 
 
 class SpecopsRMSNorm(RMSNorm):  # type: ignore[misc]
-    """vLLM's RMSNorm by `specops.dense.rms_norm`."""
+    """vLLM's RMSNorm by `specops.dense.rms_norm`.
+
+    Raises:
+        ValueError: the sum is not of the whole width, or there is no weight.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.variance_size_override is not None or not self.has_weight:
+            raise ValueError("specops.vllm: norm needs a weight, and the whole width for its sum")
 
     def forward_cpu(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalises the last dimension; with a residual, first adds `x` to it, IN PLACE."""
-        if self.variance_size_override is not None or not self.has_weight:
-            raise ValueError("specops.vllm: norm needs a weight, and the whole width for its sum")
-        rows = x.reshape(-1, x.shape[-1])
-        weight = self.weight.data
-        if residual is None:
-            return dense.rms_norm(rows, weight, self.variance_epsilon).view(x.shape)
-        sums = residual.view(rows.shape)
-        out = dense.rms_norm(rows, weight, self.variance_epsilon, residual=sums)
-        return out.view(x.shape), residual
+        weight, eps = self.weight, self.variance_epsilon
+        if x.dim() == 2:
+            out = dense.rms_norm(x, weight, eps, residual=residual)
+        else:
+            rows = x.reshape(-1, x.shape[-1])
+            sums = None if residual is None else residual.view(rows.shape)
+            out = dense.rms_norm(rows, weight, eps, residual=sums).view(x.shape)
+        return out if residual is None else (out, residual)
 
 
 class SpecopsSiluAndMul(SiluAndMul):  # type: ignore[misc]

@@ -132,5 +132,7 @@ def _check_models(parts: frozenset[str]) -> None:
             raise NotExactError(f"specops.vllm: cannot be exact with {'; '.join(faults)}")
         for fault in faults:
             _logger.warning("specops.vllm: not exact: %s.", fault)
+        if len(parts) == len(PARTS):
+            threads.rest_openmp()
 
     CPUModelRunner.load_model = checked

@@ -26,14 +26,17 @@ class _Batch:
     """The requests of a runner's batch and what they ask for, until the batch changes."""
 
     def __init__(self, rows: list[Row], parameters: BatchParameters) -> None:
+        self.request_ids = [row.request_id for row in rows]
         self.rows = rows
         self.parameters = parameters
 
-    def is_of(self, rows: list[Row]) -> bool:
-        """Whether these are the same requests, in the same order."""
-        return len(rows) == len(self.rows) and all(
-            new.request_id == old.request_id and new.sampling_params is old.sampling_params
-            for new, old in zip(rows, self.rows, strict=True)
+    def is_of(self, runner: Any) -> bool:
+        """Whether the runner has the same requests, in the same order."""
+        if runner.input_batch.req_ids != self.request_ids:
+            return False
+        states = runner.requests
+        return all(
+            states[row.request_id].sampling_params is row.sampling_params for row in self.rows
         )
 
 
@@ -115,13 +118,13 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
 
 def _batch_of(runner: Any, logits: Tensor) -> _Batch:
     """What the runner's batch asks for; read again when the batch has changed."""
-    given = runner.input_batch
-    rows = []
-    for request_id in given.req_ids:
-        state = runner.requests[request_id]
-        rows.append(Row(request_id, state.num_prompt_tokens, state.sampling_params))
     batch: _Batch | None = getattr(runner, _STATE, None)
-    if batch is None or not batch.is_of(rows):
+    if batch is None or not batch.is_of(runner):
+        given = runner.input_batch
+        rows = []
+        for request_id in given.req_ids:
+            state = runner.requests[request_id]
+            rows.append(Row(request_id, state.num_prompt_tokens, state.sampling_params))
         seed = runner.model_config.seed or 0
         parameters = BatchParameters.of(rows, seed, logits.shape[-1], given.token_ids_cpu_tensor)
         batch = _Batch(rows, parameters)

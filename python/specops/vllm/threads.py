@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts specops' threads on the CPUs that vLLM gave this process.
+"""Starts specops' threads on the CPUs that vLLM gave this process, and puts OpenMP's to rest.
 
 vLLM's OpenMP pins the main thread to one core, and a thread that is made later inherits its maker's
 mask. So the mask is widened while the pool starts, and put back.
@@ -18,6 +18,9 @@ from specops import dense
 _BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
 # A product large enough to be cut among any number of threads.
 _ROWS, _WIDTH = 64, 1024
+
+# vLLM's CPU worker makes torch's own do nothing before it loads a model.
+_set_openmp_threads = torch.set_num_threads
 
 _first_mask: set[int] = set()
 _started = False
@@ -56,3 +59,14 @@ def start() -> None:
         dense.linear(torch.zeros(_ROWS, _WIDTH, dtype=torch.float32), weight)
     finally:
         os.sched_setaffinity(0, before)
+
+
+def rest_openmp() -> None:
+    """Leaves to the calling thread what vLLM and torch still compute themselves.
+
+    Two pools on the same cores hold each other up: a thread of OpenMP spins behind each of its
+    parallel regions, and a region waits for threads whose core is taken. What is left to OpenMP
+    (rotary embedding, slots) is small, and every element of it is computed by itself.
+    """
+    start()
+    _set_openmp_threads(1)
