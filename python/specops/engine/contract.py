@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The execution contract: all that the bits of an engine's outputs depend on, and a digest of it.
 
-Two engines with the same digest give a request with the same seed the same tokens and the same bits
-of logprobs, as long as drafts are verified by `target_match`, the default. What is not in it changes
-no bit: drafters and their settings, batches, chunks, threads, pages. Under other ways to verify and
-forced acceptance tokens depend on the drafts (docs/exactness.md, "The execution contract").
+Two engines with the same digest give a request with the same seed the same tokens and the same
+bits of logprobs, as long as drafts are verified by `target_match`, the default. What is not in it
+changes no bit: drafters and their settings, batches, chunks, threads, pages. Under other ways to
+verify, and under forced acceptance, tokens depend on the drafts (docs/exactness.md, "The execution
+contract").
 """
 
 import hashlib
