@@ -352,6 +352,8 @@ def mixed(index: int) -> SamplingParams:
         **maybe({"stop_token_ids": ids(",") + ids(".")}, 0.2),
         **maybe({"stop_token_sequences": (ids("\n\n"), ids(" = "), ids("\n#"))}, 0.15),
         **(thinking if rng.random() < 0.15 else {}),
+        report_drafts=index % 3 == 0,
+        prompt_logprobs=1 if index % 5 == 2 else None,
     )
 
 
@@ -419,6 +421,8 @@ def agree(got: list[Completion], expected: list[Completion]) -> None:
         assert one.token_ids == other.token_ids, (index, mixed(index))
         assert bits(one) == bits(other), (index, mixed(index))
         assert [p.rank for p in one.logprobs] == [p.rank for p in other.logprobs], index
+        of_prompts = [list(c.prompt_logprobs or ()) for c in (one, other)]
+        assert of_prompts[0] == of_prompts[1], index
         ends = [(c.text, c.finish_reason, c.stop_reason) for c in (one, other)]
         assert ends[0] == ends[1], index
 

@@ -493,8 +493,8 @@ MUTATIONS = [
     Mutation(
         "no barrier between the warps' values and their fold",
         "sampling/block_reduce.cuh",
-        "scratch[warp_id()] = value;\n  __syncthreads();\n  value = scratch[0];",
-        "scratch[warp_id()] = value;\n  value = scratch[0];",
+        "scratch[fresh_warp_id()] = value;\n  __syncthreads();\n  value = scratch[0];",
+        "scratch[fresh_warp_id()] = value;\n  value = scratch[0];",
         SAMPLE,
     ),
     Mutation(
