@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -125,6 +125,14 @@ def make_mtp_checkpoint(
         config["mtp_num_hidden_layers"] = modules
     save_checkpoint(directory, config, tensors)
     return Tiny(directory, naming, config, tensors, theirs)
+
+
+def make_mtp_model(directory: Path) -> Path:
+    """Saves a Qwen3 of two layers with an MTP module and a tokenizer, for engines."""
+    base = ("Qwen3", {"num_hidden_layers": 2, "vocab_size": 257})
+    make_mtp_checkpoint(directory, "deepseek_v3", base=base)
+    write_tokenizer(directory, 257)
+    return directory
 
 
 def save_checkpoint(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, write_tokenizer
-from mtp_checkpoints import make_mtp_checkpoint
+from mtp_checkpoints import make_mtp_model
 from specops.engine import (
     Completion,
     ContextOverflow,
@@ -32,11 +32,7 @@ PROMPTS = [[7, 8, 9] * 6, [5, 6, 7, 5, 6, 7, 5], list(range(1, 50)), [3, 4], [11
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    base = ("Qwen3", {"num_hidden_layers": 2, "vocab_size": 257})
-    make_mtp_checkpoint(directory, "deepseek_v3", base=base)
-    write_tokenizer(directory, 257)
-    return directory
+    return make_mtp_model(tmp_path_factory.mktemp("model"))
 
 
 def make(model_dir: Path, speculative: SpeculativeConfig = NAIVE, **options: Any) -> Engine:

@@ -30,7 +30,7 @@ import openai
 import specops
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
-from mtp_checkpoints import make_mtp_checkpoint
+from mtp_checkpoints import make_mtp_model
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, EngineError, SamplingParams, SpeculativeConfig
@@ -1084,11 +1084,7 @@ def test_no_page_leaks(fake: Served) -> None:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    base = ("Qwen3", {"num_hidden_layers": 2, "vocab_size": 257})
-    make_mtp_checkpoint(directory, "deepseek_v3", base=base)
-    write_tokenizer(directory, 257)
-    return directory
+    return make_mtp_model(tmp_path_factory.mktemp("model"))
 
 
 def tiny_engine(model_dir: Path, **options: Any) -> Engine:

@@ -81,10 +81,6 @@ LIMITS = {
 RESERVED_SMEM_BYTES = 1 << 10
 
 
-def _spilled(number: int) -> dict[str, int]:
-    return {"86": number, "89": number}
-
-
 _OVERLAY = "its launcher asks the device, and puts what does not fit into the workspace"
 
 BUDGETS: tuple[Budget, ...] = (
@@ -160,7 +156,6 @@ BUDGETS: tuple[Budget, ...] = (
         smem_bytes=162 << 10,
         launched_on=LARGE,
         elsewhere=_OVERLAY,
-        spills=_spilled(20),
     ),
     Budget(
         "verify_kernel<*, true, true>",
@@ -177,7 +172,7 @@ BUDGETS: tuple[Budget, ...] = (
         smem_bytes=162 << 10,
         launched_on=LARGE,
         elsewhere=_OVERLAY,
-        spills=_spilled(40),
+        spills={"86": 20, "89": 20},
     ),
     # suffix_tree
     Budget("ngram_propose_kernel", registers=64, threads=512, smem_bytes=320, blocks_per_sm=2),

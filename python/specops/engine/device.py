@@ -62,6 +62,16 @@ class Device(Protocol):
         """Returns the memory that could still be allocated."""
 
 
+def raise_reported(code: int) -> None:
+    """Raises what a kernel has reported; 0 is nothing.
+
+    Raises:
+        ValueError: with the op's sentence.
+    """
+    if code:
+        raise ValueError(specops.error_sentence(code) or f"a kernel reported code {code}")
+
+
 class CpuDevice:
     """The CPU kernels: calls compute, and there is one memory."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import specops
 from specops import batching, sampling
-from specops.engine.device import Device
+from specops.engine.device import Device, raise_reported
 from specops.engine.models import Transformer
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
@@ -181,9 +181,7 @@ class PromptScorer:
     def _check(self) -> None:
         """Raises what a kernel has met; on the CPU, ops have raised themselves."""
         if self._device.is_async:
-            code = int(specops.take_error(self._tensor([0])).item())
-            if code:
-                raise ValueError(specops.error_sentence(code) or f"a kernel reported code {code}")
+            raise_reported(int(specops.take_error(self._tensor([0])).item()))
 
 
 def _strategy(request: Request) -> VerifyStrategy:

@@ -16,6 +16,7 @@ from torch import Tensor
 import specops
 from specops import batching, sampling
 from specops.batching import BatchIndices
+from specops.engine.device import raise_reported
 from specops.engine.drafters import DrafterStep, TargetStep
 from specops.engine.drafting import Drafting
 from specops.engine.models import KvCache, StepBatch, Transformer
@@ -394,9 +395,8 @@ class Step:
         self._runs += 1
         device.copy_out(arrays.host_out, arrays.device_out, len(arrays.host_out))
         device.wait()
-        if device.is_async and arrays.error.host[0]:
-            code = int(arrays.error.host[0])
-            raise ValueError(specops.error_sentence(code) or f"a kernel reported code {code}")
+        if device.is_async:
+            raise_reported(int(arrays.error.host[0]))
 
     @property
     def is_captured(self) -> bool:
