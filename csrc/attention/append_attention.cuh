@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
   run_all(AttentionBlock<T, kHeadDim, kExact>(launch));
 }
 
-// The same over 8-bit caches: a tile is copied as it lies and widened in shared memory.
+// The same over 8-bit caches, whose elements are widened in registers (attention_bytes.cuh).
 template <typename T, typename Cache, int kHeadDim>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerSm)
     append_8bit_attention_kernel(const __grid_constant__ AttentionLaunch launch) {

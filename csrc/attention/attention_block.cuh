@@ -117,23 +117,10 @@ struct AttentionBlock {
   // ---- shared memory ----
 
   __device__ __forceinline__ unsigned char* k_slot(int tile) const {
-    if constexpr (Shape::kScaled) return smem + Shape::kWide;
     return smem + Shape::kRing + (tile & (kStages - 1)) * Shape::kTileBytes;
   }
   __device__ __forceinline__ unsigned char* v_slot(int tile) const {
-    if constexpr (Shape::kScaled) return smem + Shape::kWide + Shape::kTileBytes;
     return smem + Shape::kRing + (kStages + (tile & (kStages - 1))) * Shape::kTileBytes;
-  }
-  // Of 8-bit caches: K (0) or V (1) as it comes, and the scales of a tile.
-  __device__ __forceinline__ unsigned char* raw_slot(int which, int tile) const {
-    int slot = which * kStages + (tile & (kStages - 1));
-    return smem + Shape::kRing + slot * Shape::kRawBytes;
-  }
-  __device__ __forceinline__ float* k_scales() const {
-    return reinterpret_cast<float*>(smem + Shape::kScales);
-  }
-  __device__ __forceinline__ float* v_scales(int tile) const {
-    return k_scales() + (1 + (tile & 1)) * kTile;
   }
 
   // The running maximum of a leaf after a tile, by row, in turns like chunk_sums.

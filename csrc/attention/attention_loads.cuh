@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/attention_block.cuh"
+#include "attention/attention_bytes.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -89,10 +90,11 @@ __device__ __forceinline__ void load_tile(const Block& block,
   constexpr int kRowsAtOnce = Shape::kCopyRows;
   constexpr int kBlocks = Shape::kTile / kPageBlock;
   Share share(thread_index());
-  unsigned token_bytes = static_cast<unsigned>(block.params.num_kv_heads) * Shape::kRowBytes;
+  if (Shape::kFilled < Shape::kVectors && share.vector >= Shape::kFilled) return;
+  unsigned token_bytes = static_cast<unsigned>(block.params.num_kv_heads) * Shape::kCacheBytes;
   unsigned block_bytes = kPageBlock * token_bytes;
-  unsigned first_byte =
-      block.unit.head * Shape::kRowBytes + share.vector * 16 + share.row % kPageBlock * token_bytes;
+  unsigned first_byte = block.unit.head * Shape::kCacheBytes + share.vector * 16 +
+                        share.row % kPageBlock * token_bytes;
   const unsigned char* source = static_cast<const unsigned char*>(cache) + first_byte;
   unsigned char* target = slot + share.place();
   const int* table = reinterpret_cast<const int*>(block.smem + Shape::kTable) +
@@ -149,18 +151,29 @@ __device__ __forceinline__ void load_queries(const Block& block) {
     int position = unit.request.kv_len - unit.request.qo_len + packed / block.group();
     seen[row] = make_int2(window_begin(block.params, position), position + 1);
   }
+  // 8-bit caches: two vectors at once, whose columns change places.
+  constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;
 #pragma unroll 1
-  for (unsigned index = threadIdx.x; index < 16 * kRowTiles * Shape::kVectors;
-       index += kAttentionThreads) {
-    int row = index / Shape::kVectors, vector = index % Shape::kVectors;
+  for (unsigned index = threadIdx.x; index < 16 * kRowTiles * kShares; index += kAttentionThreads) {
+    int row = index / kShares, vector = index % kShares * kAtOnce;
     bool valid = row < unit.rows;
     int packed = unit.first_row + (valid ? row : 0);
     int64_t query = int64_t{unit.request.qo_begin} + packed / block.group();
     int head = unit.head * block.group() + packed % block.group();
     const T* source = static_cast<const T*>(block.params.q) + query * block.params.q_stride +
                       head * Block::kHeadDim + vector * (16 / sizeof(T));
-    ptx::cp_async_16(
-        block.smem + Shape::kQueries + place_of<Shape::kVectors>(row, vector), source, valid);
+    unsigned char* queries = block.smem + Shape::kQueries;
+    if constexpr (Shape::kScaled) {
+      const uint4* from = reinterpret_cast<const uint4*>(source);
+      uint4 first{}, second{};
+      if (valid) {
+        first = from[0];
+        second = from[1];
+      }
+      store_query<Shape>(queries, row, vector, first, second);
+    } else {
+      ptx::cp_async_16(queries + place_of<Shape::kQueryVectors>(row, vector), source, valid);
+    }
   }
 }
 

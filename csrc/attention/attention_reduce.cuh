@@ -4,13 +4,13 @@
 #pragma once
 
 #include "attention/attention_block.cuh"
+#include "attention/attention_bytes.cuh"
 #include "attention/attention_fold.cuh"
 #include "attention/attention_leaf.cuh"
 #include "attention/attention_loads.cuh"
 #include "attention/attention_results.cuh"
 #include "attention/attention_stamps.cuh"
 #include "attention/attention_tile.cuh"
-#include "attention/attention_widen.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -31,6 +31,9 @@ __device__ __forceinline__ bool attend(const Block& block) {
   int begin = block.first_tile();
 
   float s[kRowTiles][Block::kScoreTiles][4];
+  // 8-bit caches: of the tile that is scored or weighed, and of the one after it.
+  float scale = 0.0f;
+  [[maybe_unused]] float next_scale = 0.0f;
   Outputs<kRowTiles, Block::kOutTiles> leaf;
   Outputs<kRowTiles, Block::kOutTiles> chunk;
   leaf.clear();
@@ -51,11 +54,11 @@ __device__ __forceinline__ bool attend(const Block& block) {
     if (tile > last) break;
     if (tile >= first - 1) __syncthreads();  // maxima are out; the tile before is done with
     if (tile >= first) {
-      weigh<kRowTiles>(block, tile, s, leaf);
+      weigh<kRowTiles>(block, tile, scale, s, leaf);
     }
-    [[maybe_unused]] float scale = 0.0f;
     if constexpr (Shape::kScaled) {
-      if (tile >= first - 1 && tile < last) scale = load_scale(block, tile + 1);
+      scale = next_scale;
+      if (tile >= first - 2) next_scale = load_scale(block, tile + 2);
     }
     int ahead = tile + Block::kStages - 1;
 #pragma unroll 1
@@ -63,11 +66,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
       int wanted = ahead + 1 - which;
       if (wanted < first || wanted > last) continue;
       const void* cache = which == 0 ? block.params.k_cache : block.params.v_cache;
-      if constexpr (Shape::kScaled) {
-        load_raw_tile(block, cache, block.raw_slot(which, wanted), wanted);
-      } else {
-        load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
-      }
+      load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
     }
     ptx::cp_async_commit();
     if (tile < first - 1) continue;
@@ -76,16 +75,6 @@ __device__ __forceinline__ bool attend(const Block& block) {
       load_table(block, tile / Shape::kTilesPerChunk + 1);
     }
     ptx::cp_async_wait<Block::kStages - 1>();
-    if constexpr (Shape::kScaled) {
-#pragma unroll 1
-      for (int which = 0; which < 2; ++which) {
-        int landed = tile + 1 - which;
-        if (landed < block.first_tile() || landed > block.last_tile()) continue;
-        widen_tile<Block>(block.raw_slot(which, landed),
-                          which == 0 ? block.k_slot(landed) : block.v_slot(landed));
-      }
-      if (tile < block.last_tile()) keep_scale(block, tile + 1, scale);
-    }
     // Elements of 8-bit caches are finite, and their scales reach no row that does not see them.
     if (!Shape::kScaled && tile >= first && unit.many_queries && block.partly_seen(tile)) {
       if (__syncthreads_or(has_nonfinite(block, tile))) {
@@ -121,7 +110,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
         leaf.clear();
       }
     }
-    if (tile < block.last_tile()) score<kRowTiles>(block, tile + 1, s);
+    if (tile < block.last_tile()) score<kRowTiles>(block, tile + 1, scale, s);
   }
   return true;
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/attention_block.cuh"
+#include "attention/attention_bytes.cuh"
 #include "attention/attention_fold.cuh"
 #include "common/device.cuh"
 
@@ -20,10 +21,39 @@ __device__ __forceinline__ void store_pair(T* out, float x, float y) {
   }
 }
 
+template <typename T>
+__device__ __forceinline__ void store_one(T* out, float x) {
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint16_t*>(out) = static_cast<uint16_t>(ptx::pack2<T>(x, 0.0f));
+  } else {
+    *out = x;
+  }
+}
+
 template <typename Block>
 __device__ __forceinline__ void write_lse(const Block& block, int64_t item, float m, float l) {
   if (block.params.lse == nullptr) return;
   block.params.lse[item] = l == 0.0f ? -INFINITY : __fmul_rn(__fadd_rn(m, log2f(l)), kLn2);
+}
+
+// The thread's share `o` of a row, to the row at `out`: `map` is what becomes of a value.
+template <typename Block, typename Out, typename Map>
+__device__ __forceinline__ void store_share(Out* out,
+                                            const float (&o)[Block::kOutTiles][4],
+                                            int half,
+                                            Map map) {
+  unsigned thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+#pragma unroll
+  for (int n = 0; n < Block::kOutTiles; ++n) {
+    float x = map(o[n][2 * half]), y = map(o[n][2 * half + 1]);
+    if constexpr (Block::Shape::kScaled) {
+      store_one(out + column_of_byte<Block>(warp, lane, n, 0), x);
+      store_one(out + column_of_byte<Block>(warp, lane, n, 1), y);
+    } else {
+      store_pair(out + (warp * Block::kOutTiles + n) * 8 + 2 * (lane % 4), x, y);
+    }
+  }
 }
 
 template <int kRowTiles, typename Block>
@@ -45,16 +75,12 @@ __device__ __forceinline__ void write_rows(const Block& block,
     for (int half = 0; half < 2; ++half) {
       int row = 16 * i + lane / 4 + 8 * half;
       if (row >= unit.rows) continue;
-      int column = warp * Block::kOutTiles * 8 + 2 * (lane % 4);
       float m = sums[row].x, l = sums[row].y;
       bool writes_sums = warp == 0 && lane % 4 == 0;
       if (state != nullptr) {
         int place = unit.state_row + row;
-#pragma unroll
-        for (int n = 0; n < Block::kOutTiles; ++n) {
-          *reinterpret_cast<float2*>(state + place * Block::kHeadDim + column + 8 * n) =
-              make_float2(sum.o[i][n][2 * half], sum.o[i][n][2 * half + 1]);
-        }
+        store_share<Block>(
+            state + place * Block::kHeadDim, sum.o[i], half, [](float x) { return x; });
         if (writes_sums) {
           reinterpret_cast<float2*>(state + unit.state_rows * Block::kHeadDim)[place] =
               make_float2(m, l);
@@ -62,14 +88,9 @@ __device__ __forceinline__ void write_rows(const Block& block,
         continue;
       }
       int64_t item = block.item_of(row);
-      T* out = static_cast<T*>(block.params.out) + item * Block::kHeadDim + column;
+      T* out = static_cast<T*>(block.params.out) + item * Block::kHeadDim;
       float scale = inverse(l);
-#pragma unroll
-      for (int n = 0; n < Block::kOutTiles; ++n) {
-        store_pair(out + 8 * n,
-                   finished(sum.o[i][n][2 * half], scale),
-                   finished(sum.o[i][n][2 * half + 1], scale));
-      }
+      store_share<Block>(out, sum.o[i], half, [scale](float x) { return finished(x, scale); });
       if (writes_sums) write_lse(block, item, m, l);
     }
   }

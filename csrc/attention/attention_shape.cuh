@@ -9,41 +9,38 @@
 
 namespace specops {
 
-// Sizes that follow from the element type, that of the caches, and head_dim. Elements of 8-bit
-// caches are widened to T in shared memory, tile by tile.
+// Sizes that follow from the element type, that of the caches, and head_dim. A tile lies in shared
+// memory as it does in the cache; elements of 8-bit caches are widened to T in registers.
 template <typename T, int kHeadDim, typename Cache = T>
 struct AttentionShape {
   static constexpr bool kScaled = kIsScaled<Cache>;
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
-  // Of tokens. Where 8-bit caches leave no room for their scales, a tile is half as long.
-  static constexpr int kTile = kRowBytes < 256 || (kRowBytes == 256 && !kScaled) ? 64 : 32;
+  static constexpr int kQueryBytes = kHeadDim * static_cast<int>(sizeof(T));  // of a row
+  static constexpr int kQueryVectors = kQueryBytes / 16;
+  static constexpr int kTile = kQueryBytes <= 256 ? 64 : 32;  // tokens
   // Of 16 rows. So many that all fits 99 KiB, and no more than the bandwidth of memory needs.
-  static constexpr int kRowTiles = kRowBytes > 512 ? 1 : sizeof(T) == 4 || kRowBytes > 256 ? 2 : 4;
+  static constexpr int kRowTiles = kQueryBytes > 512                     ? 1
+                                   : sizeof(T) == 4 || kQueryBytes > 256 ? 2
+                                                                         : 4;
   static constexpr int kRows = 16 * kRowTiles;
   static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;   // of 8 tokens, per warp
   static constexpr int kOutTiles = kHeadDim / kAttentionWarps / 8;  // of 8 columns, per warp
-  static constexpr int kStages = kRowBytes <= 128 || (kRowBytes == 256 && kScaled) ? 4
-                                 : kRowBytes <= 512                                ? 2
-                                                                                   : 1;
-  static constexpr int kVectors = kRowBytes / 16;  // of 16 bytes, per token
+  // A token of a tile: vectors of 16 bytes that it fills, and places that it has for them.
+  static constexpr int kCacheBytes = kHeadDim * static_cast<int>(sizeof(Cache));
+  static constexpr int kFilled = kCacheBytes / 16;
+  static constexpr int kVectors = (kFilled + 3) / 4 * 4;
+  static constexpr int kRowBytes = kVectors * 16;
+  static constexpr int kTileBytes = kTile * kRowBytes;
+  static constexpr int kStages = kTileBytes <= 8 << 10 ? 4 : kTileBytes <= 16 << 10 ? 2 : 1;
   // Threads that copy one row of a tile, and rows that all copy at once.
   static constexpr int kCopyLanes = kVectors % 16 == 0 ? 16 : kVectors % 8 == 0 ? 8 : 4;
   static constexpr int kCopyRows = kAttentionThreads / kCopyLanes;
   static constexpr int kProbVectors = kTile * static_cast<int>(sizeof(T)) / 16;
-  static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kTilesPerChunk = kChunkTokens / kTile;
 
   // Shared memory.
   static constexpr int kQueries = 0;
-  static constexpr int kRing = kQueries + kRows * kRowBytes;  // kStages tiles of K, then of V
-  // 8-bit caches: kStages tiles as they come, of K, then of V; then one widened tile of each and
-  // their scales, float [3, kTile]: of K, and of V in turns.
-  static constexpr int kRawVectors = kHeadDim / 16;
-  static constexpr int kRawBytes = kTile * kHeadDim;
-  static constexpr int kWide = kRing + 2 * kStages * kRawBytes;
-  static constexpr int kScales = kWide + 2 * kTileBytes;
-  static constexpr int kProbs =
-      kScaled ? kScales + 3 * kTile * 4 : kRing + 2 * kStages * kTileBytes;
+  static constexpr int kRing = kQueries + kRows * kQueryBytes;  // kStages tiles of K, then of V
+  static constexpr int kProbs = kRing + 2 * kStages * kTileBytes;
   static constexpr int kMaxima = kProbs + kRows * kProbVectors * 16;  // float [kRows, warps]
   static constexpr int kSums = kMaxima + kRows * kAttentionWarps * 4;
   static constexpr int kRunning = kSums + kRows * kAttentionWarps * 4;  // float [2, kRows]

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "attention/attention_block.cuh"
+#include "attention/attention_bytes.cuh"
 #include "attention/attention_fold.cuh"
 #include "attention/attention_loads.cuh"
 #include "common/device.cuh"
@@ -15,10 +16,11 @@ namespace specops {
 constexpr float kLog2E = 1.4426950408889634f;
 
 // s = scaled scores of the warp's tokens, -inf where a row does not see the token; each row's
-// maximum over them goes to shared memory.
+// maximum over them goes to shared memory. token_scale: what load_scale found, of 8-bit caches.
 template <int kRowTiles, typename Block>
 __device__ __forceinline__ void score(const Block& block,
                                       int tile,
+                                      float token_scale,
                                       float (&s)[kRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
@@ -35,12 +37,14 @@ __device__ __forceinline__ void score(const Block& block,
     }
   }
   int first = warp * (8 * Block::kScoreTiles);  // token of the warp in the tile
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (Shape::kScaled) {
+    multiply_byte_keys<kRowTiles>(block, keys, s);
+  } else if constexpr (sizeof(T) == 2) {
     // B: lanes 0-7 the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8 tokens.
     int token = first + lane % 8 + (Block::kScoreTiles == 2 ? lane / 16 * 8 : 0);
     LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
     // A: lanes 0-15 the rows at vector 2 k, 16-31 at 2 k + 1.
-    LanePlace<Shape::kVectors> a_place(lane % 16, lane / 16);
+    LanePlace<Shape::kQueryVectors> a_place(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < Block::kHeadDim / 16; ++k) {
       uint32_t b[Block::kScoreTiles][2];
@@ -57,7 +61,7 @@ __device__ __forceinline__ void score(const Block& block,
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         uint32_t a[4];
-        ptx::ldmatrix_x4(a, queries + i * 16 * Shape::kRowBytes + a_place.after(2 * k));
+        ptx::ldmatrix_x4(a, queries + i * 16 * Shape::kQueryBytes + a_place.after(2 * k));
 #pragma unroll
         for (int n = 0; n < Block::kScoreTiles; ++n) ptx::mma_m16n8k16<T>(s[i][n], a, b[n]);
       }
@@ -96,24 +100,15 @@ __device__ __forceinline__ void score(const Block& block,
   }
   float scale = __fmul_rn(block.params.sm_scale, kLog2E);
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int n = 0; n < Block::kScoreTiles; ++n) {
 #pragma unroll
-    for (int n = 0; n < Block::kScoreTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[i][n][e] = __fmul_rn(s[i][n][e], scale);
-    }
-  }
-  if constexpr (Shape::kScaled) {
-#pragma unroll
-    for (int n = 0; n < Block::kScoreTiles; ++n) {
-      float2 of_tokens =
-          *reinterpret_cast<const float2*>(block.k_scales() + first + 8 * n + 2 * (lane % 4));
+    for (int e = 0; e < 2; ++e) {
+      float factor = scale;
+      if constexpr (Shape::kScaled) factor = __fmul_rn(scale, scale_of_token(token_scale, 0, n, e));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          s[i][n][e] = __fmul_rn(s[i][n][e], e % 2 == 0 ? of_tokens.x : of_tokens.y);
-        }
+        s[i][n][e] = __fmul_rn(s[i][n][e], factor);
+        s[i][n][2 + e] = __fmul_rn(s[i][n][2 + e], factor);
       }
     }
   }
@@ -157,6 +152,7 @@ __device__ __forceinline__ void score(const Block& block,
 template <int kRowTiles, typename Block>
 __device__ __forceinline__ void weigh(const Block& block,
                                       int tile,
+                                      float token_scale,
                                       float (&s)[kRowTiles][Block::kScoreTiles][4],
                                       Outputs<kRowTiles, Block::kOutTiles>& leaf) {
   using Shape = typename Block::Shape;
@@ -187,6 +183,14 @@ __device__ __forceinline__ void weigh(const Block& block,
     share[r] = begins ? 0.0f : shares[r * kAttentionThreads];
     top[r] = fmaxf(old[r], fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
   }
+  [[maybe_unused]] float scales[Block::kScoreTiles][2];
+  if constexpr (Shape::kScaled) {
+#pragma unroll
+    for (int n = 0; n < Block::kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) scales[n][e] = scale_of_token(token_scale, 1, n, e);
+    }
+  }
   bool writes = thread < kWarpSize && lane % 4 == 0;
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
@@ -201,11 +205,9 @@ __device__ __forceinline__ void weigh(const Block& block,
       float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
       sum = __fadd_rn(sum, __fadd_rn(p0, p1));
       if constexpr (Shape::kScaled) {
-        int token = warp * (8 * Block::kScoreTiles) + 8 * n + 2 * (lane % 4);
-        float2 of_tokens = *reinterpret_cast<const float2*>(block.v_scales(tile) + token);
         // A scale may be NaN, and a token that the row does not see has a weight of zero.
-        p0 = p0 == 0.0f ? 0.0f : __fmul_rn(p0, of_tokens.x);
-        p1 = p1 == 0.0f ? 0.0f : __fmul_rn(p1, of_tokens.y);
+        p0 = p0 == 0.0f ? 0.0f : __fmul_rn(p0, scales[n][0]);
+        p1 = p1 == 0.0f ? 0.0f : __fmul_rn(p1, scales[n][1]);
       }
       unsigned char* place = probs[n] + 8 * r * Shape::kProbVectors * 16;
       if constexpr (sizeof(T) == 2) {
@@ -234,7 +236,9 @@ __device__ __forceinline__ void accumulate(const Block& block,
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const unsigned char* probs = block.smem + Shape::kProbs;
   const unsigned char* values = block.v_slot(tile);
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (Shape::kScaled) {
+    add_byte_values<kRowTiles>(block, values, leaf);
+  } else if constexpr (sizeof(T) == 4) {
     const float* p = reinterpret_cast<const float*>(probs);
 #pragma unroll 1
     for (int token = 0; token < Block::kTile; ++token) {

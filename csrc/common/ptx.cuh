@@ -137,6 +137,13 @@ __device__ inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
   return out;
 }
 
+// a * b + c of each pair of bf16 halves, rounded once; subnormal numbers are kept.
+__device__ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
 // Approximate functions: the same bits for the same argument on one device, nothing more.
 __device__ inline float exp2_approx(float x) {
   float out;

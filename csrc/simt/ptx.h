@@ -129,6 +129,27 @@ inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
   return out;
 }
 
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  auto half_of = [](uint32_t word, int half) {
+    return double{to_float(bfloat16{static_cast<uint16_t>(word >> 16 * half)})};
+  };
+  uint32_t out = 0;
+  for (int half = 0; half < 2; ++half) {
+    double exact = std::fma(half_of(a, half), half_of(b, half), half_of(c, half));
+    float sum = static_cast<float>(exact);
+    // Rounded to odd on the way, so that the second rounding sees on which side of a tie it was.
+    if (double{sum} != exact) {
+      if (std::fabs(double{sum}) > std::fabs(exact)) sum = std::nextafterf(sum, 0.0f);
+      uint32_t bits;
+      std::memcpy(&bits, &sum, 4);
+      bits |= 1u;
+      std::memcpy(&sum, &bits, 4);
+    }
+    out |= uint32_t{from_float<bfloat16>(sum).bits} << 16 * half;
+  }
+  return out;
+}
+
 // .ftz: subnormal arguments and results are zeros of their sign.
 inline float flushed(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
