@@ -52,6 +52,7 @@ CUDA_FAMILIES = {
     "facts": "gpu_facts",
     "ablations": "ablations",
     "attention": "attention_cuda",
+    "attention_8bit": "attention_cuda",
     "sampling": "sampling_cuda",
     "recorded": "sampling_cuda",
     "linear": "dense",

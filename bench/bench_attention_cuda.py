@@ -10,11 +10,12 @@ from functools import partial
 from types import ModuleType
 from typing import TypeVar
 
+import torch
 from specops import attention
 
 from bench.common import Timing
 from bench.cuda import CudaBench, bandwidth_figure, seconds, time_figure
-from bench.cuda_caches import Cache, Load, loads
+from bench.cuda_caches import TOKEN_BYTES_8BIT, Cache, Load, loads
 from bench.variants import build
 
 Result = TypeVar("Result")
@@ -62,6 +63,31 @@ def _figures(
             bar=ROWS_BARS[group],
         )
     )
+
+
+KINDS_8BIT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def run_attention_8bit_cuda(bench: CudaBench) -> None:
+    """Caches of 8 bits: their share of the read line, and their time over that of bf16 caches."""
+    for load in loads(bench).values():
+        caches = {"bf16": Cache(bench, load)}
+        caches |= {kind: Cache(bench, load, dtype=dtype) for kind, dtype in KINDS_8BIT.items()}
+        for q_len in (1, 5):
+            cases = {
+                kind: cache.ours(*cache.queries(bench, q_len, 4)) for kind, cache in caches.items()
+            }
+            timings = bench.time(cases)
+            num_bytes = TOKEN_BYTES_8BIT * sum(load.kv_lens)
+            for kind in KINDS_8BIT:
+                id = f"attention_8bit.{kind}.{load.name}.q{q_len}"
+                what = f"append_attention {kind} {load.name}, group 4, {q_len} rows"
+                share = f"{what}: share of read bandwidth"
+                bench.add(bandwidth_figure(timings, kind, id, share, num_bytes, None))
+                over = ("bf16", "bf16 caches")
+                what += ": time over that of bf16 caches"
+                bench.add(time_figure(timings, kind, f"{id}.over_bf16", what, over=over))
+        del caches, cases
 
 
 # Leaves and chunks of other sizes. The product's never depend on the load; a schedule that is free

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged caches of the attention benches on a GPU, and calls of `append_attention` over them.
 
-8 KV heads of 128 in bf16. A case has as many sets of pages as it takes to be cold, shuffled. The
-outputs and the workspace are made before the calls, so that a call is the op's kernels alone.
+8 KV heads of 128, in bf16 or in 8 bits with scales. A case has as many sets of pages as it takes
+to be cold, shuffled. The outputs and the workspace are made before the calls, so that a call is the
+op's kernels alone.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from bench.cuda import Call, CudaBench
 
 KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 128, 16
 TOKEN_BYTES = 2 * 2 * KV_HEADS * HEAD_DIM  # keys and values of one token
+TOKEN_BYTES_8BIT = 2 * KV_HEADS * (HEAD_DIM + 4)  # and its scales
 BIG_BYTES = 128 << 20  # of keys and values, from which on a share of bandwidth is asked for
 
 
@@ -65,13 +67,24 @@ def loads(bench: CudaBench) -> dict[str, Load]:
 class Cache:
     """Keys and values of a load, as often as it takes to be cold, with shuffled pages."""
 
-    def __init__(self, bench: CudaBench, load: Load, page_size: int = PAGE_SIZE) -> None:
+    def __init__(
+        self,
+        bench: CudaBench,
+        load: Load,
+        page_size: int = PAGE_SIZE,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.load, self.page_size, self.device = load, page_size, bench.device
         self.batch = len(load.kv_lens)
         num_pages = [-(-length // page_size) for length in load.kv_lens]
         sets = bench.copies(load.num_bytes)
         shape = (sets * sum(num_pages), page_size, KV_HEADS, HEAD_DIM)
         self.k, self.v = bench.randn(*shape), bench.randn(*shape)
+        self.scales: dict[str, Tensor] = {}
+        if dtype != torch.bfloat16:
+            self.k, self.v = ((x * 30).clamp(-120, 120).to(dtype) for x in (self.k, self.v))
+            names = ("k_scales", "v_scales")
+            self.scales = {name: bench.randn(*shape[:3]).float().abs() / 30 for name in names}
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1))
         self.kv_indices = [bench.ints(part) for part in order.chunk(sets)]
         self.kv_indptr = bench.ints([0, *torch.tensor(num_pages).cumsum(0).tolist()])
@@ -106,6 +119,7 @@ class Cache:
         keywords = {
             "out": out,
             "workspace": self.workspace(q) if workspace is None else workspace,
+            **self.scales,
             **prefixes,
         }
         lens = self.kv_lens if kv_lens is None else kv_lens

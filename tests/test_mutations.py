@@ -40,6 +40,7 @@ PREPARE = "test_batching.py prepare or rows or neighbours"
 INPUT_IDS = "test_batching.py input_ids and not faults"
 ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
+BYTES = "test_attention_8bit.py append_attention or decode_rows"
 COMMIT = "test_commit.py test"
 SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
@@ -454,6 +455,41 @@ MUTATIONS = [
         "group.holds_chunk(chunk) ? group.slot_of_chunk(chunk) : group.slot_of_leaf(leaf);",
         "chunk < 0 ? group.slot_of_chunk(chunk) : group.slot_of_leaf(leaf);",
         ATTENTION,
+    ),
+    Mutation(
+        "even and odd columns of 8-bit caches exchanged",
+        "attention/attention_bytes.cuh",
+        "return {two(word), two(word >> 8)};",
+        "return {two(word >> 8), two(word)};",
+        BYTES,
+    ),
+    Mutation(
+        "negative bytes lose their sign",
+        "attention/attention_bytes.cuh",
+        "origin = (bytes & 0x00800080u) | kBase;",
+        "origin = kBase;",
+        BYTES,
+    ),
+    Mutation(
+        "V has the scales of K",
+        "attention/attention_bytes.cuh",
+        "16 * which + 8 * n + 2 * (lane % 4) + e",
+        "8 * n + 2 * (lane % 4) + e + 0 * which",
+        BYTES,
+    ),
+    Mutation(
+        "scales of a tile before",
+        "attention/attention_reduce.cuh",
+        "next_scale = load_scale(block, tile + 2);",
+        "next_scale = load_scale(block, tile + 1);",
+        BYTES,
+    ),
+    Mutation(
+        "a warp that begins with odd columns takes the even ones",
+        "attention/attention_bytes.cuh",
+        "bool begins_odd = kOutTiles % 2 != 0 && warp % 2 != 0;",
+        "bool begins_odd = kOutTiles % 2 != 0 && warp % 2 != 1;",
+        BYTES,
     ),
     Mutation(
         "the counts are stored while other threads read the row",

@@ -28,7 +28,7 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "h
 import httpx
 import openai
 import specops
-from checkpoints import make_checkpoint, write_tokenizer
+from checkpoints import make_checkpoint
 from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_model
 from prometheus_client.parser import text_string_to_metric_families

@@ -50,6 +50,14 @@ LOOPS = {
         r"append_attention_kernel<bfloat16, 128\b.*>",
         r"tile of 64 tokens, (\d+) rows",
     ),
+    "int8 {} rows": (
+        r"append_8bit_attention_kernel<bfloat16, KvInt8, 128>",
+        r"tile of 64 tokens, (\d+) rows",
+    ),
+    "fp8 {} rows": (
+        r"append_8bit_attention_kernel<bfloat16, KvE4M3, 128>",
+        r"tile of 64 tokens, (\d+) rows",
+    ),
     "verify {} sums": (
         r"verify_kernel<bfloat16, false, false\b.*>",
         r"leaf of 2,048 bytes, (\d) sums",

@@ -15,7 +15,7 @@ __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   using Shape = typename Block::Shape;
   int* table = reinterpret_cast<int*>(block.smem + Shape::kTable) + (chunk & 1) * kChunkBlocks;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kChunkBlocks; i += kAttentionThreads) {
+  for (int i = thread_index(); i < kChunkBlocks; i += kAttentionThreads) {
     int token = chunk * kChunkTokens + i * kPageBlock;
     int place = -1;
     if (token < block.unit.load_end && token + kPageBlock > block.unit.load_begin) {
@@ -143,10 +143,11 @@ __device__ __forceinline__ void load_queries(const Block& block) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
   Unit& unit = block.unit;
+  unsigned thread = thread_index();
   int2* seen = reinterpret_cast<int2*>(block.smem + Shape::kSeen);
   static_assert(16 * kRowTiles <= kAttentionThreads);
-  if (threadIdx.x < 16 * kRowTiles) {
-    int row = threadIdx.x;
+  if (thread < 16 * kRowTiles) {
+    int row = thread;
     int packed = unit.first_row + min(row, unit.rows - 1);
     int position = unit.request.kv_len - unit.request.qo_len + packed / block.group();
     seen[row] = make_int2(window_begin(block.params, position), position + 1);
@@ -154,7 +155,7 @@ __device__ __forceinline__ void load_queries(const Block& block) {
   // 8-bit caches: two vectors at once, whose columns change places.
   constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;
 #pragma unroll 1
-  for (unsigned index = threadIdx.x; index < 16 * kRowTiles * kShares; index += kAttentionThreads) {
+  for (unsigned index = thread; index < 16 * kRowTiles * kShares; index += kAttentionThreads) {
     int row = index / kShares, vector = index % kShares * kAtOnce;
     bool valid = row < unit.rows;
     int packed = unit.first_row + (valid ? row : 0);

@@ -38,13 +38,13 @@ __device__ __forceinline__ bool attend(const Block& block) {
   Outputs<kRowTiles, Block::kOutTiles> chunk;
   leaf.clear();
   chunk.clear();
-  if (threadIdx.x < 16 * kRowTiles) {
-    block.chunk_sums(block.leaf_of(begin))[threadIdx.x] = make_float2(-INFINITY, 0.0f);
-    block.running(begin - 1)[threadIdx.x] = -INFINITY;
+  if (thread_index() < 16 * kRowTiles) {
+    block.chunk_sums(block.leaf_of(begin))[thread_index()] = make_float2(-INFINITY, 0.0f);
+    block.running(begin - 1)[thread_index()] = -INFINITY;
   }
 #pragma unroll
   for (int i = 0; i < 2 * kRowTiles; ++i)
-    block.lane_sums()[i * kAttentionThreads + threadIdx.x] = 0.0f;
+    block.lane_sums()[i * kAttentionThreads + thread_index()] = 0.0f;
   // Copies run ahead: what is begun in step `tile` is V of tile + kStages - 1 and K of the one
   // after it. The steps before first - 1 only begin copies, that step scores the first tile. What
   // the loop asks of the unit it reads anew in each step: registers are short.
@@ -101,8 +101,9 @@ __device__ __forceinline__ bool attend(const Block& block) {
           if (leafwise || tile == last) write_rows<kRowTiles>(block, tile, chunk);
           if (leafwise && tile < last) {
             __syncthreads();
-            if (threadIdx.x < 16 * kRowTiles) {
-              block.chunk_sums(block.leaf_of(tile) + 1)[threadIdx.x] = make_float2(-INFINITY, 0.0f);
+            if (thread_index() < 16 * kRowTiles) {
+              block.chunk_sums(block.leaf_of(tile) + 1)[thread_index()] =
+                  make_float2(-INFINITY, 0.0f);
             }
           }
           chunk.clear();
@@ -148,7 +149,7 @@ __device__ __forceinline__ void run_rows(const Block& block) {
     bool done = attend_rows<1>(block);
     if (done && unit.tile_rows == unit.state_row + unit.rows) return;
     __syncthreads();
-    if (threadIdx.x == 0) narrow(block, done ? unit.state_row + unit.rows : 0);
+    if (thread_index() == 0) narrow(block, done ? unit.state_row + unit.rows : 0);
     __syncthreads();
   }
 }

@@ -174,15 +174,6 @@ __device__ __forceinline__ void weigh(const Block& block,
                place_of<Shape::kProbVectors>(lane / 4, element / kPerVector) +
                element % kPerVector * sizeof(T);
   }
-  // What is read of other warps comes first, so that these loads overlap.
-  float old[2 * kRowTiles], top[2 * kRowTiles], share[2 * kRowTiles];
-#pragma unroll
-  for (int r = 0; r < 2 * kRowTiles; ++r) {
-    float4 tops = maxima[8 * r];
-    old[r] = begins ? -INFINITY : before[8 * r];
-    share[r] = begins ? 0.0f : shares[r * kAttentionThreads];
-    top[r] = fmaxf(old[r], fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
-  }
   [[maybe_unused]] float scales[Block::kScoreTiles][2];
   if constexpr (Shape::kScaled) {
 #pragma unroll
@@ -192,35 +183,51 @@ __device__ __forceinline__ void weigh(const Block& block,
     }
   }
   bool writes = thread < kWarpSize && lane % 4 == 0;
+  // What is read of other warps comes first, so that these loads overlap; for 64 rows of 8-bit
+  // caches in two rounds, since registers are short.
+  constexpr int kRounds = Shape::kScaled && kRowTiles == 4 ? 2 : 1;
+  constexpr int kAtOnce = 2 * kRowTiles / kRounds;
 #pragma unroll
-  for (int r = 0; r < 2 * kRowTiles; ++r) {
-    int i = r / 2, half = r % 2;
-    if (writes) after[8 * r] = top[r];
-    float origin = top[r] == -INFINITY ? 0.0f : top[r];
-    float rescale = ptx::exp2_approx(__fsub_rn(old[r], origin));
-    float sum = 0.0f;
+  for (int round = 0; round < kRounds; ++round) {
+    float old[kAtOnce], top[kAtOnce], share[kAtOnce];
 #pragma unroll
-    for (int n = 0; n < Block::kScoreTiles; ++n) {
-      float p0 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half], origin));
-      float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
-      sum = __fadd_rn(sum, __fadd_rn(p0, p1));
-      if constexpr (Shape::kScaled) {
-        // A scale may be NaN, and a token that the row does not see has a weight of zero.
-        p0 = p0 == 0.0f ? 0.0f : __fmul_rn(p0, scales[n][0]);
-        p1 = p1 == 0.0f ? 0.0f : __fmul_rn(p1, scales[n][1]);
-      }
-      unsigned char* place = probs[n] + 8 * r * Shape::kProbVectors * 16;
-      if constexpr (sizeof(T) == 2) {
-        *reinterpret_cast<uint32_t*>(place) = ptx::pack2<T>(p0, p1);
-      } else {
-        *reinterpret_cast<float2*>(place) = make_float2(p0, p1);
-      }
+    for (int at = 0; at < kAtOnce; ++at) {
+      int r = round * kAtOnce + at;
+      float4 tops = maxima[8 * r];
+      old[at] = begins ? -INFINITY : before[8 * r];
+      share[at] = begins ? 0.0f : shares[r * kAttentionThreads];
+      top[at] = fmaxf(old[at], fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
     }
-    shares[r * kAttentionThreads] = begins ? sum : __fmaf_rn(share[r], rescale, sum);
 #pragma unroll
-    for (int n = 0; n < Block::kOutTiles; ++n) {
-      leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
-      leaf.o[i][n][2 * half + 1] = __fmul_rn(leaf.o[i][n][2 * half + 1], rescale);
+    for (int at = 0; at < kAtOnce; ++at) {
+      int r = round * kAtOnce + at, i = r / 2, half = r % 2;
+      if (writes) after[8 * r] = top[at];
+      float origin = top[at] == -INFINITY ? 0.0f : top[at];
+      float rescale = ptx::exp2_approx(__fsub_rn(old[at], origin));
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < Block::kScoreTiles; ++n) {
+        float p0 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half], origin));
+        float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
+        sum = __fadd_rn(sum, __fadd_rn(p0, p1));
+        if constexpr (Shape::kScaled) {
+          // A scale may be NaN, and a token that the row does not see has a weight of zero.
+          p0 = p0 == 0.0f ? 0.0f : __fmul_rn(p0, scales[n][0]);
+          p1 = p1 == 0.0f ? 0.0f : __fmul_rn(p1, scales[n][1]);
+        }
+        unsigned char* place = probs[n] + 8 * r * Shape::kProbVectors * 16;
+        if constexpr (sizeof(T) == 2) {
+          *reinterpret_cast<uint32_t*>(place) = ptx::pack2<T>(p0, p1);
+        } else {
+          *reinterpret_cast<float2*>(place) = make_float2(p0, p1);
+        }
+      }
+      shares[r * kAttentionThreads] = begins ? sum : __fmaf_rn(share[at], rescale, sum);
+#pragma unroll
+      for (int n = 0; n < Block::kOutTiles; ++n) {
+        leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
+        leaf.o[i][n][2 * half + 1] = __fmul_rn(leaf.o[i][n][2 * half + 1], rescale);
+      }
     }
   }
 }

@@ -110,11 +110,17 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("append_attention_kernel<float, 96, *", 255, 128, smem_bytes=72528),
     Budget("append_attention_kernel<float, 128, *", 255, 128, smem_bytes=93008),
     Budget("append_attention_kernel<float, 256, *", 255, 128, smem_bytes=88912),
-    # Tiles of 8-bit caches as they come, and one of each widened.
-    Budget("append_8bit_attention_kernel<*, 64>", 255, threads=128, smem_bytes=77392),
-    Budget("append_8bit_attention_kernel<*, 96>", 255, threads=128, smem_bytes=81488),
-    Budget("append_8bit_attention_kernel<*, 128>", 255, threads=128, smem_bytes=81104),
-    Budget("append_8bit_attention_kernel<*, 256>", 255, threads=128, smem_bytes=91344),
+    # Half the bytes, so more tiles in flight.
+    Budget("append_8bit_attention_kernel<*, 64>", 255, threads=128, smem_bytes=60240),
+    Budget("append_8bit_attention_kernel<*, 96>", 255, threads=128, smem_bytes=97104),
+    Budget(
+        "append_8bit_attention_kernel<*, 128>",
+        registers=255,
+        threads=128,
+        smem_bytes=101200,
+        spills={"100a": 100, "120": 100},
+    ),
+    Budget("append_8bit_attention_kernel<*, 256>", 255, threads=128, smem_bytes=90960),
     # As the kernel whose time it keeps.
     Budget(
         "append_attention_stamped_kernel<*",
@@ -277,27 +283,38 @@ def _per_arch(*most: int) -> dict[str, int]:
 
 
 def _attention(
-    head_dim: int, row_tiles: int, smem_bytes: int, instructions: Mapping[str, int]
+    head_dim: int,
+    row_tiles: int,
+    smem_bytes: int,
+    instructions: Mapping[str, int],
+    cache: str = "bfloat16",
 ) -> Metered:
-    """The loop over tiles of KV of append_attention for two bytes an element."""
+    """The loop over tiles of KV of append_attention for bf16 queries."""
     tokens = 64 if head_dim <= 128 else 32
     score_tiles, out_tiles = tokens // 32, head_dim // 32
     hmma = row_tiles * (head_dim // 16 * score_tiles + tokens // 16 * out_tiles)
     halves = 2 * row_tiles  # a lane has two rows of each tile of 16
+    is_8bit = cache != "bfloat16"
+    # A token's row takes a multiple of four vectors of 16 bytes.
+    vectors = -(-head_dim * (1 if is_8bit else 2) // 64) * 4
     tile = {
         "HMMA*": hmma,
-        "LDGSTS*": 2 * tokens * head_dim // 8 // 128,
+        "LDGSTS*": 2 * tokens * vectors // 128,
         "MUFU.EX2*": halves * (2 * score_tiles + 1),
     }
     leaf_end = {**tile, "MUFU.EX2*": tile["MUFU.EX2*"] + 2 * halves}
     tiles = 256 // tokens  # of a leaf
+    kernel = f"append_attention_kernel<bfloat16, {head_dim}, true>"
+    if is_8bit:
+        kernel = f"append_8bit_attention_kernel<bfloat16, {cache}, {head_dim}>"
     return Metered(
-        f"append_attention_kernel<bfloat16, {head_dim}, true>",
+        kernel,
         f"tile of {tokens} tokens, {16 * row_tiles} rows",
         (Way(tile, tiles - 1), Way(leaf_end)),
         instructions,
         warps=4,
-        moved_bytes=2 * tokens * head_dim * 2,
+        # An 8-bit head of a token has a scale of four bytes.
+        moved_bytes=2 * tokens * (head_dim + 4 if is_8bit else 2 * head_dim),
         smem_bytes=smem_bytes,
     )
 
@@ -357,6 +374,28 @@ METERED: tuple[Metered, ...] = (
     _attention(128, 4, 101200, _per_arch(1033, 1032, 1032, 1085, 1056, 1136)),
     _attention(256, 1, 90960, _per_arch(513, 513, 513, 570, 562, 560)),
     _attention(256, 2, 90960, _per_arch(685, 686, 686, 740, 720, 740)),
+    _attention(64, 1, 60240, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(64, 2, 60240, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(64, 4, 60240, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(96, 1, 97104, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(96, 2, 97104, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(96, 4, 97104, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(128, 1, 101200, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(128, 2, 101200, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(128, 4, 101200, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(256, 1, 90960, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(256, 2, 90960, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvInt8"),
+    _attention(64, 1, 60240, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(64, 2, 60240, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(64, 4, 60240, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(96, 1, 97104, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(96, 2, 97104, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(96, 4, 97104, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(128, 1, 101200, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(128, 2, 101200, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(128, 4, 101200, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(256, 1, 90960, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
+    _attention(256, 2, 90960, _per_arch(9999, 9999, 9999, 9999, 9999, 9999), "KvE4M3"),
     _streamed(1, 1, _per_arch(53, 53, 53, 50, 51, 54)),
     _streamed(2, 1, _per_arch(71, 71, 71, 71, 65, 71)),
     _streamed(1, 2, _per_arch(65, 65, 65, 62, 60, 66)),

@@ -13,7 +13,20 @@ from tools.cuda_toolkit import ROOT, find_nvcc, toolkit_root
 PARTS = ("facts", "numerics", "ablations", "bench", "sweeps", "peers", "tests", "sanitize")
 OP_TESTS = tuple(
     f"tests/test_{name}.py"
-    for name in ("attention", "batching", "dense", "ngram", "sampling", "torch_ops")
+    for name in (
+        "attention",
+        "attention_8bit",
+        "batching",
+        "commit",
+        "dense",
+        "draft_batch",
+        "logits_processors",
+        "ngram",
+        "sampling",
+        "torch_ops",
+        "trees",
+        "verify",
+    )
 )
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SANITIZER_ERROR = 9
@@ -24,6 +37,7 @@ BENCH_LIMITS = {
     "facts": 60,
     "ablations": 90,
     "attention": 120,
+    "attention_8bit": 90,
     "sampling": 90,
     "recorded": 60,
     "linear": 150,
@@ -152,7 +166,7 @@ def _test_steps(plan: Plan) -> list[Step]:
     device = _device(plan)
     smoke = ("--smoke", device) if plan.rehearsal else ("-m", "not prove", "-k", device)
     pytest = (sys.executable, "-m", "pytest", *_pytest_plugins(), *smoke)
-    steps = [Step("op tests", (*pytest, *OP_TESTS), 300, tests=True)]
+    steps = [Step("op tests", (*pytest, *OP_TESTS), 420, tests=True)]
     rest = [f"--ignore={path}" for path in OP_TESTS]
     if not plan.rehearsal:
         steps.append(Step("engine tests", (*pytest, *rest, "tests"), 240, tests=True))

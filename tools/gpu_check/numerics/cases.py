@@ -160,12 +160,13 @@ class PagedCase:
     q: Tensor
     caches: tuple[Tensor, Tensor]
     where: tuple[Tensor, Tensor, Tensor, Tensor]  # qo_indptr, kv_indptr, kv_indices, kv_lens
+    scales: dict[str, Tensor]  # of 8-bit caches; else none
 
     def call(self, **keywords: Tensor | None) -> list[Tensor]:
         """out and lse."""
         return list(
             attention.append_attention(
-                self.q, *self.caches, *self.where, return_lse=True, **keywords
+                self.q, *self.caches, *self.where, return_lse=True, **self.scales, **keywords
             )
         )
 
@@ -185,12 +186,13 @@ def paged_case(
     head_dim: int | None = None,
     dtype: torch.dtype | None = None,
     qo_len: int | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> PagedCase:
-    """Requests of 1 to 9 rows over shuffled pages."""
+    """Requests of 1 to 9 rows over shuffled pages; cache_dtype: one of 8 bits, for bf16 queries."""
     batch, page_size = _number(generator, 1, 3), _one_of(generator, 16, 32, 64)
     kv_heads, group = _number(generator, 1, 2), _one_of(generator, 1, 4, 8)
     head_dim = head_dim or _one_of(generator, 64, 96, 128, 256)
-    dtype = dtype or _dtype(generator)
+    dtype = torch.bfloat16 if cache_dtype else dtype or _dtype(generator)
     if qo_len is None:
         qo_lens = torch.randint(1, 10, (batch,), generator=generator).int()
     else:
@@ -201,6 +203,11 @@ def paged_case(
     shape = (total, page_size, kv_heads, head_dim)
     q = _randn(generator, int(qo_lens.sum()), group * kv_heads, head_dim, dtype=dtype)
     caches = [_randn(generator, *shape, dtype=dtype) for _ in range(2)]
+    scales = {}
+    if cache_dtype:
+        caches = [(cache * 30).clamp(-120, 120).to(cache_dtype) for cache in caches]
+        for name in ("k_scales", "v_scales"):
+            scales[name] = move(torch.rand(shape[:3], generator=generator) / 30)
     where = (
         torch.cat([_ints(0), qo_lens.cumsum(0)]).int(),
         torch.cat([_ints(0), pages.cumsum(0)]).int(),
@@ -208,14 +215,18 @@ def paged_case(
         kv_lens,
     )
     qo_indptr, kv_indptr, kv_indices, lens = (move(tensor) for tensor in where)
-    return PagedCase(
-        move(q), (move(caches[0]), move(caches[1])), (qo_indptr, kv_indptr, kv_indices, lens)
-    )
+    where = (qo_indptr, kv_indptr, kv_indices, lens)
+    return PagedCase(move(q), (move(caches[0]), move(caches[1])), where, scales)
 
 
 def append_attention(generator: torch.Generator, move: Move) -> Call:
     """Several requests, rows and leaves."""
     return paged_case(generator, move).call
+
+
+def append_8bit_attention(generator: torch.Generator, move: Move) -> Call:
+    """The same over int8 and fp8 caches."""
+    return paged_case(generator, move, cache_dtype=_one_of(generator, *CACHES_8BIT)).call
 
 
 def merge_states(generator: torch.Generator, move: Move) -> Call:
@@ -275,6 +286,8 @@ def top_logprobs(generator: torch.Generator, move: Move) -> Call:
     return lambda: list(sampling.top_logprobs(logits, n))
 
 
+CACHES_8BIT = (torch.int8, torch.float8_e4m3fn)
+
 # A unit in the last place of bf16 is 2^-8; what is rounded last hides what came before.
 APPROXIMATE = 2.0**-8
 
@@ -288,6 +301,7 @@ OPS: dict[str, Op] = {
     "silu_mul": Op(silu_mul, APPROXIMATE),
     "rope_append_kv": Op(rope_append_kv, APPROXIMATE),
     "append_attention": Op(append_attention, APPROXIMATE),
+    "append_attention 8-bit": Op(append_8bit_attention, APPROXIMATE),
     "merge_states": Op(merge_states, APPROXIMATE),
     "top_logprobs": Op(top_logprobs, APPROXIMATE),
     "sample": Op(sample, differing=0.01),

@@ -9,7 +9,7 @@ import torch
 from specops import dense, sampling
 from torch import Tensor
 
-from tools.gpu_check.numerics.cases import OPS, Op, PagedCase, paged_case
+from tools.gpu_check.numerics.cases import CACHES_8BIT, OPS, Op, PagedCase, paged_case
 from tools.gpu_check.numerics.machines import Machine
 
 Pair = tuple[list[Tensor], list[Tensor]]
@@ -132,7 +132,10 @@ def schedules_agree(device: Machine, cases: int) -> Iterator[Found]:
     def pairs() -> Iterator[Pair]:
         for seed in range(cases):
             generator = _generator(seed)
-            case = paged_case(generator, device.move, most_tokens=5000, head_dim=128)
+            kind = (None, *CACHES_8BIT)[seed % 3]
+            case = paged_case(
+                generator, device.move, most_tokens=5000, head_dim=128, cache_dtype=kind
+            )
             with device.at_work():
                 floats = case.workspace_size()
             uncut = torch.zeros(1, device=device.device)
@@ -172,12 +175,15 @@ def rows_stand_anywhere(device: Machine, cases: int) -> Iterator[Found]:
 
     def verified() -> Iterator[Pair]:
         for seed in range(cases):
-            case = paged_case(_generator(seed), device.move, most_tokens=2000, qo_len=5)
+            kind = (None, *CACHES_8BIT)[seed % 3]
+            case = paged_case(
+                _generator(seed), device.move, most_tokens=2000, qo_len=5, cache_dtype=kind
+            )
             whole = device.run(case.call)
             qo_indptr, *rest = case.where
             last = case.q[qo_indptr[1:].long() - 1]
             batch = torch.arange(len(qo_indptr), dtype=torch.int32, device=device.device)
-            one = PagedCase(last, case.caches, (batch, *rest))
+            one = PagedCase(last, case.caches, (batch, *rest), case.scales)
             rows = qo_indptr[1:].long().cpu() - 1
             yield [result[rows] for result in whole], device.run(one.call)
 
@@ -226,6 +232,12 @@ def _largest(device: Machine, is_small: bool) -> Iterator[tuple[str, Callable[[]
                 f"linear {name} M={rows}",
                 lambda x=x, w=weight: [dense.linear(x, dense.pack_weight(w))],
             )
+    for kind in CACHES_8BIT:
+        for head_dim in (64, 96, 128, 256):
+            case = paged_case(
+                _generator(0), device.move, head_dim=head_dim, qo_len=9, cache_dtype=kind
+            )
+            yield f"append_attention {str(kind).removeprefix('torch.')} {head_dim}", case.call
     yield from _with_processors(device, 2000 if is_small else 200_000)
 
 
