@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Each family and the module it lives in.
 FAMILIES = {
+    "machine": "machine",
     "binding": "binding",
     "linear": "dense",
     "attention": "attention",

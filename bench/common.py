@@ -101,9 +101,9 @@ class Bench:
         """The number of a measurement, or what a rehearsal can afford."""
         return rehearsed if self.rehearsal else real
 
-    def read_gb_s(self) -> float:
-        """Reads 256 MiB once with the run's threads; GB/s (10^9)."""
-        return self._read(self.num_threads)
+    def read_gb_s(self, num_threads: int | None = None) -> float:
+        """Reads 256 MiB once, by default with the run's threads; GB/s (10^9)."""
+        return self._read(num_threads or self.num_threads)
 
     def alternate(
         self,
@@ -288,14 +288,19 @@ def _timed(function: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _read_line() -> Callable[[int], float]:
-    """Compiles and loads read_bandwidth.cpp and fills the memory it reads."""
+def host_library(name: str) -> ctypes.CDLL:
+    """The library of bench/`name`.cpp, compiled for this CPU at its first use."""
     WORK.mkdir(exist_ok=True)
-    source, library = BENCH / "read_bandwidth.cpp", WORK / "read_bandwidth.so"
+    source, library = BENCH / f"{name}.cpp", WORK / f"{name}.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         flags = ["-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-pthread"]
         subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
-    function = ctypes.CDLL(str(library)).read_gb_s
+    return ctypes.CDLL(str(library))
+
+
+def _read_line() -> Callable[[int], float]:
+    """Loads read_bandwidth.cpp and fills the memory it reads."""
+    function = host_library("read_bandwidth").read_gb_s
     function.restype = ctypes.c_double
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
     memory = ctypes.create_string_buffer(READ_BYTES)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine's cores and memory can do at most, and what that leaves the kernels.
+
+Read bandwidth by number of threads, the latency of a read that nothing could foresee, and how often
+a second the instructions are issued that inner loops are made of. From these follows, for each way
+to multiply bf16, how many rows arithmetic keeps up with while weights (or keys and values) stream
+from memory: with more, no kernel can run at the read line. `linear` is measured in the same run,
+against the lower of the two limits of the instruction set that runs.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import cycle
+
+import specops
+import torch
+from specops.dense import PackedWeight, linear, pack_weight
+
+from bench.common import Bench, Figure, host_library
+
+# Instructions by name in machine_rates.cpp, and the bf16 products that one of them contributes to.
+RATES = {"fma512": 16, "dpbf16_512": 32, "widen512": 16, "fma256": 8, "widen256": 8}
+# By instruction set: what multiplies, and what a vector of weights goes through first.
+WAYS = {
+    "avx512_bf16": ("dpbf16_512", None),
+    "avx512": ("fma512", "widen512"),
+    "avx2": ("fma256", "widen256"),
+}
+LATENCIES = {"l2": 256 << 10, "l3": 8 << 20, "memory": 256 << 20}
+OUTPUTS, INPUTS = 4096, 2048  # of a matrix: 16 MiB
+COLD_BYTES = 512 << 20
+
+
+def run_machine(bench: Bench) -> None:
+    """Bandwidth, latency, rates, and `linear` beside the limits that follow."""
+    _bandwidth(bench)
+    rates = _rates(bench)
+    _latency(bench)
+    _linear(bench, rates)
+
+
+def _bandwidth(bench: Bench) -> None:
+    threads = sorted({1, 2, 4, 8, 16, 32, bench.num_threads})
+    for count in (number for number in threads if number <= bench.num_threads):
+        timing = bench.rounds(
+            {"read": partial(bench.read_gb_s, count)}, rounds=9, guarded=not bench.rehearsal
+        )
+        what = f"read bandwidth, {count} threads"
+        bench.add(
+            Figure(f"machine.read.t{count}", what, timing.median("read"), "GB/s", threads=count)
+        )
+
+
+def _add(bench: Bench, id: str, what: str, value: float, unit: str, threads: int) -> None:
+    bench.add(Figure(f"machine.{id}", what, value, unit, threads=threads))
+
+
+def _rates(bench: Bench) -> dict[str, float]:
+    """Instructions a second of all threads together, of those that this CPU has."""
+    function = _function("issue_rate", (ctypes.c_char_p, ctypes.c_double, ctypes.c_int))
+    seconds, found = bench.pick(0.05, 0.0), {}
+    for name in RATES:
+        call = partial(function, name.encode(), seconds, bench.num_threads)
+        if call() < 0:
+            continue
+        found[name] = bench.rounds({name: call}, rounds=5).median(name)
+        _add(
+            bench,
+            f"rate.{name}",
+            f"{name} instructions",
+            found[name] / 1e9,
+            "G/s",
+            bench.num_threads,
+        )
+    return found
+
+
+def _latency(bench: Bench) -> None:
+    function = _function("latency_ns", (ctypes.c_int64, ctypes.c_int64))
+    for name, num_bytes in LATENCIES.items():
+        size, reads = bench.pick((num_bytes, 1_000_000), (4096, 64))
+        timing = bench.rounds({name: partial(function, size, reads)}, rounds=3)
+        what = f"a read from {num_bytes >> 10:,} KiB, each at the address that the last one gave"
+        _add(bench, f"latency.{name}", what, timing.median(name), "ns", 1)
+
+
+def _function(name: str, argtypes: tuple[type, ...]) -> Callable[..., float]:
+    function = getattr(host_library("machine_rates"), name)
+    function.restype, function.argtypes = ctypes.c_double, argtypes
+    call: Callable[..., float] = function
+    return call
+
+
+def products_gb_s(isa: str, rates: Mapping[str, float], rows: int) -> float:
+    """GB/s of bf16 that arithmetic could take in, each element multiplied with `rows` rows."""
+    multiply, widen = WAYS[isa]
+    seconds = rows / (rates[multiply] * RATES[multiply])
+    if widen is not None:
+        seconds += 1 / (rates[widen] * RATES[widen])
+    return 2e-9 / seconds
+
+
+def _linear(bench: Bench, rates: Mapping[str, float]) -> None:
+    isa = specops.get_isa()
+    if isa not in WAYS or any(name not in rates for name in WAYS[isa] if name is not None):
+        return
+    outputs, inputs = bench.pick((OUTPUTS, INPUTS), (64, 64))
+    copies = bench.pick(-(-COLD_BYTES // (2 * outputs * inputs)), 1)
+    weight = torch.randn(outputs, inputs).bfloat16() * 0.02
+    weights = [pack_weight(weight) for _ in range(copies)]
+    cases = {rows: _calls(weights, rows, inputs) for rows in (1, 5, 8, 16)}
+    timing = bench.alternate({f"m{rows}": call for rows, call in cases.items()})
+    num_bytes, read = 2 * outputs * inputs, timing.read_gb_s()
+    for rows in cases:
+        limit = min(read, products_gb_s(isa, rates, rows))
+        value = num_bytes * 1e-9 / timing.median(f"m{rows}")
+        bench.add(
+            Figure(
+                f"machine.linear.m{rows}",
+                f"linear bf16, {rows} rows, cold weights: share of the lower limit",
+                value,
+                "GB/s",
+                "reading" if limit == read else f"{isa} products",
+                limit,
+                value / limit,
+                threads=bench.num_threads,
+                read_gb_s=read,
+            )
+        )
+    ridge = 1
+    while products_gb_s(isa, rates, ridge + 1) >= read and ridge < 1024:
+        ridge += 1
+    what = f"rows that {isa} products keep up with at the read line"
+    _add(bench, "rows", what, float(ridge), "rows", bench.num_threads)
+
+
+def _calls(weights: list[PackedWeight], rows: int, inputs: int) -> Callable[[], None]:
+    x = torch.randn(rows, inputs).bfloat16()
+    out = torch.empty(rows, weights[0].num_outputs, dtype=torch.bfloat16)
+    turn = cycle(weights)
+
+    def call() -> None:
+        linear(x, next(turn), out=out)
+
+    return call

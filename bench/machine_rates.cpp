@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a core can do at most: how many of the instructions that the kernels' inner loops are made of
+// it issues in a second, and how long a read from memory takes that nothing could foresee.
+// Compiled at first use into bench/work/ and called through ctypes; no part of the product.
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// So many independent chains hide the latency of any of them.
+constexpr int kChains = 12;
+constexpr int64_t kRounds = 4096;
+
+// Runs `step` on each chain in turn for `seconds`; returns steps a second.
+template <typename Vector, typename Step>
+double steps_per_second(double seconds, Vector first, Step step, volatile float* sink) {
+  Vector chains[kChains];
+  for (Vector& chain : chains) chain = first;
+  int64_t rounds = 0;
+  const auto start = Clock::now();
+  do {
+    for (int64_t i = 0; i < kRounds; ++i) {
+#pragma GCC unroll 12
+      for (Vector& chain : chains) {
+        step(chain);
+        // Without this the compiler could join steps, or leave chains out.
+        asm volatile("" : "+x"(chain));
+      }
+    }
+    rounds += kRounds;
+  } while (seconds_since(start) < seconds);
+  const double elapsed = seconds_since(start);
+  float out;
+  for (Vector& chain : chains) {
+    std::memcpy(&out, &chain, sizeof(out));
+    *sink = out;
+  }
+  return static_cast<double>(rounds * kChains) / elapsed;
+}
+
+// Steps a second of one thread; negative: this CPU has no such instruction.
+double rate(const char* what, double seconds, volatile float* sink) {
+  const auto is = [what](const char* name) { return std::strcmp(what, name) == 0; };
+#if defined(__AVX512F__)
+  if (is("fma512")) {
+    const __m512 a = _mm512_set1_ps(0.999f), b = _mm512_set1_ps(1e-3f);
+    return steps_per_second(
+        seconds, a, [&](__m512& x) { x = _mm512_fmadd_ps(x, a, b); }, sink);
+  }
+  if (is("widen512")) {
+    // Sixteen bf16 as floats: what a step of the kernels without dot products of pairs begins with.
+    return steps_per_second(
+        seconds,
+        _mm512_set1_epi32(3),
+        [](__m512i& x) {
+          x = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16);
+        },
+        sink);
+  }
+#endif
+#if defined(__AVX512BF16__)
+  if (is("dpbf16_512")) {
+    const __m512bh a = (__m512bh)_mm512_set1_epi16(0x3c00);
+    return steps_per_second(
+        seconds, _mm512_set1_ps(1.0f), [&](__m512& x) { x = _mm512_dpbf16_ps(x, a, a); }, sink);
+  }
+#endif
+#if defined(__AVX2__) && defined(__FMA__)
+  if (is("fma256")) {
+    const __m256 a = _mm256_set1_ps(0.999f), b = _mm256_set1_ps(1e-3f);
+    return steps_per_second(
+        seconds, a, [&](__m256& x) { x = _mm256_fmadd_ps(x, a, b); }, sink);
+  }
+  if (is("widen256")) {
+    return steps_per_second(
+        seconds,
+        _mm256_set1_epi32(3),
+        [](__m256i& x) {
+          x = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), 16);
+        },
+        sink);
+  }
+#endif
+  return -1.0;
+}
+
+}  // namespace
+
+// The sum over `num_threads` threads at once; negative: this CPU has no such instruction.
+extern "C" double issue_rate(const char* what, double seconds, int num_threads) {
+  double rates[64] = {};
+  float sinks[64] = {};
+  std::thread helpers[64];
+  const auto run = [&](int t) { rates[t] = rate(what, seconds, &sinks[t]); };
+  for (int t = 1; t < num_threads; ++t) helpers[t] = std::thread(run, t);
+  run(0);
+  for (int t = 1; t < num_threads; ++t) helpers[t].join();
+  return std::accumulate(rates, rates + num_threads, 0.0);
+}
+
+// Nanoseconds of a read whose address the read before it gives, over `bytes` of memory.
+extern "C" double latency_ns(int64_t bytes, int64_t reads) {
+  struct alignas(64) Line {
+    uint64_t next;
+  };
+  const auto count = static_cast<uint64_t>(bytes / static_cast<int64_t>(sizeof(Line)));
+  std::vector<Line> lines(count);
+  std::vector<uint64_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), std::mt19937_64(1));
+  for (uint64_t i = 0; i < count; ++i) lines[order[i]].next = order[(i + 1) % count];
+  uint64_t at = 0;
+  const auto start = Clock::now();
+  for (int64_t i = 0; i < reads; ++i) at = lines[at].next;
+  const double elapsed = seconds_since(start);
+  volatile uint64_t sink = at;
+  (void)sink;
+  return elapsed / static_cast<double>(reads) * 1e9;
+}
