@@ -69,6 +69,7 @@ struct Scratch {
   alignas(64) float scores[kMaxTile * kLeafTokens];
   alignas(64) typename Element<T>::Prob probs[kMaxTile * kLeafTokens];
   alignas(64) float leaf_o[kMaxTile * kMaxHeadDim];
+  alignas(64) float wide_q[kMaxTile * kMaxHeadDim];
   alignas(64) float states[2][kStateFloats];
   float leaf_m[kMaxTile], leaf_l[kMaxTile];
   float m[2][kMaxUnitRows], l[2][kMaxUnitRows];

@@ -31,10 +31,48 @@ struct Element<bfloat16> {
   static constexpr int kStep = 2;
 };
 
+// Where the CPU has no products of 16-bit elements a row's query is widened once for all tokens of a
+// leaf. Of bf16 each 32 columns lie as the even ones, then the odd ones.
+template <typename T>
+constexpr bool kWidensQueries = sizeof(T) == 2;
+#if defined(SPECOPS_ISA_avx512_bf16)
+template <>
+constexpr bool kWidensQueries<bfloat16> = false;
+#endif
+template <int D>
+inline void widen_query(const bfloat16* q, float* wide) {
+  for (int i = 0; i < D; i += 32) {
+    BF16x32 pairs = load_pairs(q + i);
+    store(wide + i, even_floats(pairs));
+    store(wide + i + kLanes, odd_floats(pairs));
+  }
+}
+template <int D>
+inline void widen_query(const float16* q, float* wide) {
+  for (int i = 0; i < D; i += kLanes) store(wide + i, load(q + i));
+}
+
 inline F32x16 accumulate(F32x16 acc, BF16x32 a, BF16x32 b) { return dot_pairs(acc, a, b); }
 inline F32x16 accumulate(F32x16 acc, F32x16 a, F32x16 b) { return fma(a, b, acc); }
 inline BF16x32 broadcast_step(const bfloat16* p) { return broadcast_pair(p); }
 inline F32x16 broadcast_step(const float* p) { return set1(*p); }
+
+#if !defined(SPECOPS_AVX512)
+// 16 columns of one step of V, as columns() below has them; of many rows registers hold no more.
+inline F32x16 half_columns(const float* a, const float*) { return load(a); }
+inline F32x16 half_columns(const float16* a, const float16*) { return load(a); }
+inline BF16x32 half_columns(const bfloat16* a, const bfloat16* b) {
+#if defined(SPECOPS_AVX2)
+  __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+  __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
+  return {_mm256_unpacklo_epi16(x, y), _mm256_unpackhi_epi16(x, y)};
+#else
+  BF16x32 out;
+  for (int i = 0; i < 16; ++i) out.v[i] = a[i].bits | static_cast<uint32_t>(b[i].bits) << 16;
+  return out;
+#endif
+}
+#endif
 
 // 32 columns of one step of V as two vectors. bf16: rows a and b interleaved, in the order of
 // columns that the instruction set gives for free; order_columns undoes it.
@@ -51,17 +89,9 @@ inline void columns(const bfloat16* a, const bfloat16* b, BF16x32 out[2]) {
   __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
   out[0].v = _mm512_unpacklo_epi16(x, y);
   out[1].v = _mm512_unpackhi_epi16(x, y);
-#elif defined(SPECOPS_AVX2)
-  for (int half = 0; half < 2; ++half) {
-    __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + 16 * half));
-    __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 16 * half));
-    out[half].lo = _mm256_unpacklo_epi16(x, y);
-    out[half].hi = _mm256_unpackhi_epi16(x, y);
-  }
 #else
-  for (int i = 0; i < 32; ++i) {
-    out[i / 16].v[i % 16] = a[i].bits | static_cast<uint32_t>(b[i].bits) << 16;
-  }
+  out[0] = half_columns(a, b);
+  out[1] = half_columns(a + kLanes, b + kLanes);
 #endif
 }
 
@@ -103,6 +133,15 @@ inline F32x16 keep_halves(F32x16 x, bool, bool) { return x; }
 inline F32x16 keep_lanes(F32x16 x, uint32_t bits, float other = -INFINITY) {
 #if defined(SPECOPS_AVX512)
   return {_mm512_mask_mov_ps(_mm512_set1_ps(other), static_cast<__mmask16>(bits), x.v)};
+#elif defined(SPECOPS_AVX2)
+  const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i word = _mm256_set1_epi32(static_cast<int>(bits));
+  const __m256 rest = _mm256_set1_ps(other);
+  auto kept = [&](__m256 v, __m256i lanes) {
+    __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(word, lanes), lanes);
+    return _mm256_blendv_ps(rest, v, _mm256_castsi256_ps(set));
+  };
+  return {kept(x.lo, low), kept(x.hi, _mm256_slli_epi32(low, 8))};
 #else
   float lanes[kLanes];
   store(lanes, x);

@@ -27,8 +27,24 @@ inline void lane_dots(const bfloat16* const* q, const bfloat16* k, F32x16* acc) 
     for (int r = 0; r < kRows; ++r) acc[r] = dot_pairs(acc[r], load_pairs(q[r] + i), x);
   }
 }
-template <int kRows, int D, typename T>
-inline void lane_dots(const T* const* q, const T* k, F32x16* acc) {
+// The same with widened queries (widen_query), in the order of dot_pairs.
+template <int kRows, int D>
+inline void lane_dots(const float* const* q, const bfloat16* k, F32x16* acc) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) acc[r] = zero();
+#pragma GCC unroll 8
+  for (int i = 0; i < D; i += 32) {
+    BF16x32 pairs = load_pairs(k + i);
+    F32x16 odd = odd_floats(pairs);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) acc[r] = fma(load(q[r] + i + kLanes), odd, acc[r]);
+    F32x16 even = even_floats(pairs);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) acc[r] = fma(load(q[r] + i), even, acc[r]);
+  }
+}
+template <int kRows, int D, typename Q, typename T>
+inline void lane_dots(const Q* const* q, const T* k, F32x16* acc) {
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) acc[r] = zero();
 #pragma GCC unroll 16
@@ -40,10 +56,11 @@ inline void lane_dots(const T* const* q, const T* k, F32x16* acc) {
 }
 
 // Scores of a block's 16 tokens for kRows rows: scores[r * kLeafTokens + token]. The lanes of a token are
-// added in the tree of reduce_add; on AVX-512 sixteen tokens share each level of it.
-template <typename T, int kRows, int D>
+// added in the tree of reduce_add; on AVX-512 sixteen tokens share each level of it, on AVX2 eight.
+// Q: T, or float where queries are widened.
+template <typename Q, typename T, int kRows, int D>
 SPECOPS_FLATTEN void score_block(
-    const T* const* q, const T* k, int64_t stride, float scale, float* scores) {
+    const Q* const* q, const T* k, int64_t stride, float scale, float* scores) {
 #if defined(SPECOPS_AVX512)
   F32x16 halves[2][kRows];
 #pragma GCC unroll 2
@@ -83,6 +100,34 @@ SPECOPS_FLATTEN void score_block(
     __m512 a = halves[0][r].v, b = halves[1][r].v;
     F32x16 sum{_mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd))};
     store(scores + r * kLeafTokens, mul(sum, set1(scale)));
+  }
+#elif defined(SPECOPS_AVX2)
+  for (int first = 0; first < kPageBlock; first += 8) {
+    __m256 halves[8][kRows];  // lanes i and i + 8 of each token
+    for (int token = 0; token < 8; ++token) {
+      F32x16 acc[kRows];
+      lane_dots<kRows, D>(q, k + (first + token) * stride, acc);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) halves[token][r] = _mm256_add_ps(acc[r].lo, acc[r].hi);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      __m256 quads[4];  // lanes i and i + 4, of the tokens j and j + 4
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        __m256 a = halves[j][r], b = halves[j + 4][r];
+        quads[j] =
+            _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+      }
+      __m256 pairs[2];  // lanes i and i + 2, of the tokens 2 j, 2 j + 1, and four after these
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        __m256 a = quads[2 * j], b = quads[2 * j + 1];
+        pairs[j] = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+      }
+      __m256 sum = _mm256_add_ps(_mm256_shuffle_ps(pairs[0], pairs[1], 0x88),
+                                 _mm256_shuffle_ps(pairs[0], pairs[1], 0xdd));
+      _mm256_storeu_ps(scores + r * kLeafTokens + first, _mm256_mul_ps(sum, _mm256_set1_ps(scale)));
+    }
   }
 #else
   for (int token = 0; token < kPageBlock; ++token) {
@@ -180,41 +225,44 @@ SPECOPS_FLATTEN void score_packed(const T* const* q, const T* packed, float scal
 }
 #endif
 
-// o[r] (+)= sum over steps [begin, end) of p[r] * v, for kRows rows and kSlabs * 32 columns.
-template <typename T, int kRows, int kSlabs, int D, bool kPacked>
+// o[r] (+)= sum over steps [begin, end) of p[r] * v, for kRows rows and kParts * 16 columns from part
+// `part` on.
+template <typename T, int kRows, int kParts, int D, bool kPacked>
 inline void weigh_tile(const typename Element<T>::Prob* p,
                        const LeafKv<T>& kv,
                        const T* packed_v,
                        int begin,
                        int end,
-                       int slab,
+                       int part,
                        bool fresh,
                        float* const* o) {
   using Vec = typename Element<T>::Vec;
   constexpr int kStep = Element<T>::kStep;
-  F32x16 acc[kRows][2 * kSlabs];
+  F32x16 acc[kRows][kParts];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-    for (int i = 0; i < 2 * kSlabs; ++i) {
-      acc[r][i] = fresh ? zero() : load(o[r] + slab * 32 + i * kLanes);
+    for (int i = 0; i < kParts; ++i) {
+      acc[r][i] = fresh ? zero() : load(o[r] + (part + i) * kLanes);
     }
   }
   for (int step = begin; step < end;) {
     int block = step * kStep / kPageBlock;
     int stop = (block + 1) * kPageBlock / kStep;
     stop = stop < end ? stop : end;
-    const T* v = kPacked ? packed_v + (static_cast<int64_t>(step) * D + slab * 32) * kStep
-                         : kv.v[block] + (step * kStep % kPageBlock) * kv.stride + slab * 32;
+    const T* v = kPacked ? packed_v + (static_cast<int64_t>(step) * D + part * kLanes) * kStep
+                         : kv.v[block] + (step * kStep % kPageBlock) * kv.stride + part * kLanes;
     for (; step < stop; ++step) {
-      Vec x[2 * kSlabs];
+      Vec x[kParts];
+      if constexpr (kPacked && kStep == 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kParts; ++i) x[i] = load_pairs(v + 32 * i);
+      } else if constexpr (kParts == 1) {
+        x[0] = half_columns(v, v + kv.stride);
+      } else {
 #pragma GCC unroll 4
-      for (int i = 0; i < kSlabs; ++i) {
-        if constexpr (kPacked && kStep == 2) {
-          x[2 * i] = load_pairs(v + 64 * i);
-          x[2 * i + 1] = load_pairs(v + 64 * i + 32);
-        } else {
-          columns(v + 32 * i, v + 32 * i + kv.stride, x + 2 * i);
+        for (int i = 0; i < kParts; i += 2) {
+          columns(v + i * kLanes, v + i * kLanes + kv.stride, x + i);
         }
       }
       v += kPacked ? D * kStep : kStep * kv.stride;
@@ -222,14 +270,14 @@ inline void weigh_tile(const typename Element<T>::Prob* p,
       for (int r = 0; r < kRows; ++r) {
         Vec weight = broadcast_step(p + r * kLeafTokens + step * kStep);
 #pragma GCC unroll 16
-        for (int i = 0; i < 2 * kSlabs; ++i) acc[r][i] = accumulate(acc[r][i], weight, x[i]);
+        for (int i = 0; i < kParts; ++i) acc[r][i] = accumulate(acc[r][i], weight, x[i]);
       }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-    for (int i = 0; i < 2 * kSlabs; ++i) store(o[r] + slab * 32 + i * kLanes, acc[r][i]);
+    for (int i = 0; i < kParts; ++i) store(o[r] + (part + i) * kLanes, acc[r][i]);
   }
 }
 
@@ -242,18 +290,18 @@ inline void weigh(const typename Element<T>::Prob* p,
                   bool fresh,
                   float* const* o) {
 #if defined(SPECOPS_AVX512)
-  constexpr int kWant = kRows <= 3 ? 4 : kRows <= 6 ? 2 : 1;
+  constexpr int kWant = kRows <= 3 ? 8 : kRows <= 6 ? 4 : 2;
 #else
-  constexpr int kWant = kRows <= 1 ? 2 : 1;
+  constexpr int kWant = kRows <= 1 ? 4 : kRows <= 2 ? 2 : 1;
 #endif
-  constexpr int kAll = D / 32;
-  constexpr int kSlabs = kWant < kAll ? kWant : kAll;
-  int slab = 0;
-  for (; slab + kSlabs <= kAll; slab += kSlabs) {
-    weigh_tile<T, kRows, kSlabs, D, kPacked>(p, kv, packed_v, begin, end, slab, fresh, o);
+  constexpr int kAll = D / kLanes;
+  constexpr int kParts = kWant < kAll ? kWant : kAll;
+  int part = 0;
+  for (; part + kParts <= kAll; part += kParts) {
+    weigh_tile<T, kRows, kParts, D, kPacked>(p, kv, packed_v, begin, end, part, fresh, o);
   }
-  if constexpr (kAll % kSlabs != 0) {
-    weigh_tile<T, kRows, kAll % kSlabs, D, kPacked>(p, kv, packed_v, begin, end, slab, fresh, o);
+  if constexpr (kAll % kParts != 0) {
+    weigh_tile<T, kRows, kAll % kParts, D, kPacked>(p, kv, packed_v, begin, end, part, fresh, o);
   }
 }
 
@@ -389,6 +437,11 @@ using WeighTiles = std::conditional_t<sizeof(T) == 2 && Element<T>::kStep == 2,
                                       TileSizes<12, 10, 8, 6, 5, 4, 2, 1>,
                                       TileSizes<8, 4, 2, 1>>;
 using PackedTiles = TileSizes<12, 6, 2, 1>;
+#elif defined(SPECOPS_AVX2)
+using ScoreTiles = TileSizes<4, 2, 1>;
+template <typename T>
+using WeighTiles = TileSizes<4, 2, 1>;
+using PackedTiles = TileSizes<4, 2, 1>;
 #else
 using ScoreTiles = TileSizes<1>;
 template <typename T>
@@ -413,6 +466,15 @@ void reduce_leaf(const Tile<T>& tile,
   for (; last > first && tile.lo[last - 1] >= tile.hi[last - 1]; --last) l[last - 1] = 0.0f;
   if (first == last) return;
   bool packed = last - first >= kPackedTile;
+
+  [[maybe_unused]] const float* wide_q[kMaxTile];
+  if constexpr (kWidensQueries<T>) {
+    for (int row = first; row < last; ++row) {
+      float* wide = own.wide_q + row * kMaxHeadDim;
+      widen_query<D>(tile.q[row], wide);
+      wide_q[row] = wide;
+    }
+  }
 
   // Scores, block by block, so that a block of K stays in L1 for all rows.
   int first_block = tile.lo[first] / kPageBlock, last_block = (tile.hi[last - 1] - 1) / kPageBlock;
@@ -439,7 +501,12 @@ void reduce_leaf(const Tile<T>& tile,
 #endif
     for (int row = first; row < last;) {
       row += ScoreTiles::pick(last - row, [&]<int kRows>() {
-        score_block<T, kRows, D>(tile.q + row, k, kv.stride, scale, scores + row * kLeafTokens);
+        float* at = scores + row * kLeafTokens;
+        if constexpr (kWidensQueries<T>) {
+          score_block<float, T, kRows, D>(wide_q + row, k, kv.stride, scale, at);
+        } else {
+          score_block<T, T, kRows, D>(tile.q + row, k, kv.stride, scale, at);
+        }
       });
     }
   }

@@ -171,6 +171,19 @@ inline void store(bfloat16* p, F32x16 x) {
   rounded = _mm512_mask_or_epi32(rounded, nan, word, _mm512_set1_epi32(0x400000));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+#elif defined(SPECOPS_AVX2)
+  auto rounded = [](__m256 v) {
+    __m256i word = _mm256_castps_si256(v);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(word, 16), _mm256_set1_epi32(1));
+    __m256i sum = _mm256_add_epi32(word, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(word, _mm256_set1_epi32(0x400000));
+    __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+    __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(sum), _mm256_castsi256_ps(quiet), nan);
+    return _mm256_srli_epi32(_mm256_castps_si256(chosen), 16);
+  };
+  // Packing puts halves of 128 bits in turns.
+  __m256i words = _mm256_packus_epi32(rounded(x.lo), rounded(x.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
 #else
   float lanes[16];
   store(lanes, x);
@@ -258,6 +271,25 @@ inline F32x16 exp(F32x16 x) {
   out.v = _mm512_mask_mov_ps(out.v, tiny, _mm512_setzero_ps());
   out.v = _mm512_mask_mov_ps(out.v, huge, _mm512_set1_ps(INFINITY));
   return out;
+#elif defined(SPECOPS_AVX2)
+  // Two steps, because 2^128 is out of range although the product is not.
+  auto scaled = [](__m256 value, __m256 power, __m256 input) {
+    __m256i exponent = _mm256_cvttps_epi32(power), bias = _mm256_set1_epi32(127);
+    __m256i half =
+        _mm256_srai_epi32(_mm256_sub_epi32(exponent, _mm256_srai_epi32(exponent, 31)), 1);
+    __m256i rest = _mm256_sub_epi32(exponent, half);
+    __m256i a = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+    __m256i b = _mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23);
+    __m256 out =
+        _mm256_mul_ps(_mm256_mul_ps(value, _mm256_castsi256_ps(a)), _mm256_castsi256_ps(b));
+    __m256 tiny = _mm256_cmp_ps(input, _mm256_set1_ps(-87.3f), _CMP_LT_OQ);
+    __m256 huge = _mm256_cmp_ps(input, _mm256_set1_ps(88.7f), _CMP_GT_OQ);
+    __m256 nan = _mm256_cmp_ps(input, input, _CMP_UNORD_Q);
+    out = _mm256_blendv_ps(out, value, nan);
+    out = _mm256_andnot_ps(tiny, out);
+    return _mm256_blendv_ps(out, _mm256_set1_ps(INFINITY), huge);
+  };
+  return {scaled(p.lo, n.lo, x.lo), scaled(p.hi, n.hi, x.hi)};
 #else
   float lanes[16], scale[16], input[16];
   store(lanes, p);
