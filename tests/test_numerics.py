@@ -140,6 +140,10 @@ def test_a_form_that_cannot_be_launched_is_said(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention, "append_attention", small)
     wrong = [one for one in checks.launches(machine(), is_small=True) if not one.passed]
     assert {one.subject for one in wrong} == {
-        f"append_attention bfloat16 128{more}" for more in ("", ", prefixes", ", no workspace")
+        f"append_attention {form}"
+        for form in (
+            *("bfloat16 128", "bfloat16 128, prefixes", "bfloat16 128, no workspace"),
+            *("int8 128", "float8_e4m3fn 128"),
+        )
     }
     assert all(one.remark == "specops: launch: invalid argument" for one in wrong)
