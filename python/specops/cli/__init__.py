@@ -2,10 +2,12 @@
 """The command `specops`. A command's module is imported when it runs, so that help is instant."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 _EXTRA = {"httpx": "cli", "rich": "cli", "prometheus_client": "cli"}
 _INTERRUPTED = 130  # as a shell says that a program ended by Ctrl-C
@@ -85,12 +87,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # whoever read has seen enough; the interpreter must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def fail(message: str) -> int:
     """Says on standard error what is wrong; returns the exit code for a mistake."""
     print(f"specops: {message}", file=sys.stderr)
     return 2
+
+
+def write_file(option: str, file: str, text: str) -> None:
+    """Writes a result to the file that an option names.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"{option} must be a file to write, got {file}: {reason}") from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from specops.cli import fail
+from specops.cli import fail, write_file
 from specops.engine import (
     Completion,
     Engine,
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     args = _parser(program).parse_args(arguments)
     try:
         return _complete(args)
-    except (EngineError, OSError, ValueError) as error:
+    except (EngineError, ValueError) as error:
         return fail(str(error))
 
 
@@ -79,9 +78,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="the server's; --method and the lengths change it",
     )
     add("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    add(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default"
-    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
     add("--top-p", type=float, default=1.0, metavar="P", help="(default: 1, all tokens)")
     add("--seed", type=int, metavar="N", dest="request_seed", help="(default: one at random)")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
@@ -133,7 +130,10 @@ def _complete(args: argparse.Namespace) -> int:
     plain = _run(engine, prompt, params, _PLAIN, _ignore) if args.compare else None
     if args.json is not None:
         _write(args.json, _report(engine, speculative, drafted, plain))
-    return 0 if plain is None else _compare(engine, plain, drafted)
+    if plain is None:
+        return 0
+    print(_summary(SpeculativeConfig(), plain), file=sys.stderr)
+    return _compare(engine, plain, drafted, speculative.verify_strategy)
 
 
 def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -186,11 +186,10 @@ def _summary(speculative: SpeculativeConfig, run: Run) -> str:
     )
 
 
-def _compare(engine: Engine, plain: Run, drafted: Run) -> int:
+def _compare(engine: Engine, plain: Run, drafted: Run, strategy: str) -> int:
     """Says whether both gave the same; returns the exit code."""
     left, right = plain.completion, drafted.completion
     place = first_difference(left, right)
-    print(_summary(SpeculativeConfig(), plain), file=sys.stderr)
     if place is None:
         faster = ""
         if plain.tokens_per_s is not None and drafted.tokens_per_s is not None:
@@ -201,6 +200,8 @@ def _compare(engine: Engine, plain: Run, drafted: Run) -> int:
     print(f"different from output token {place} on:", file=sys.stderr)
     for name, one in (("plain", left), ("drafted", right)):
         print(f"  {name + ':':8} {_token_at(engine, one, place)}", file=sys.stderr)
+    if strategy not in ("target_match", "greedy"):
+        print(f"verify_strategy {strategy} promises no more (docs/exactness.md)", file=sys.stderr)
     return 1
 
 
@@ -261,4 +262,4 @@ def _write(file: str, report: dict[str, Any]) -> None:
     if file == "-":
         _print(text)
     else:
-        Path(file).write_text(text, encoding="utf-8")
+        write_file("--json", file, text)
