@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-_EXTRA = {"httpx": "cli", "rich": "cli", "prometheus_client": "cli"}
+_EXTRA = {"aiohttp": "cli", "rich": "cli", "prometheus_client": "cli"}
 _INTERRUPTED = 130  # as a shell says that a program ended by Ctrl-C
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-import httpx
+import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -125,29 +125,29 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
 
 async def _bench(args: argparse.Namespace) -> dict[str, Any]:
     bodies = _bodies(args)
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    path = "/v1/chat/completions" if args.chat else "/v1/completions"
-    async with httpx.AsyncClient(
-        base_url=args.url.rstrip("/").removesuffix("/v1"),
-        headers=headers,
-        timeout=args.timeout,
-        limits=httpx.Limits(max_connections=None),
-        trust_env=False,  # it measures the server, not a proxy
-    ) as client:
-        model = args.model or await first_model(client)
+    url = args.url.rstrip("/").removesuffix("/v1")
+    endpoint = f"{url}/v1/chat/completions" if args.chat else f"{url}/v1/completions"
+    async with aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {args.api_key}"} if args.api_key else {},
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=args.timeout, sock_read=args.timeout
+        ),
+        connector=aiohttp.TCPConnector(limit=0),
+    ) as session:
+        model = args.model or await first_model(session, url)
 
         async def send(index: int, due: float) -> Answer:
-            body = {"model": model, **bodies[index % len(bodies)]}
-            return await ask(client, path, body | _seed(args, index), due, time.perf_counter)
+            body = {"model": model, **bodies[index % len(bodies)], **_seed(args, index)}
+            return await ask(session, endpoint, body, due, time.perf_counter)
 
         for index in range(args.warm_up):
             first = await send(index, time.perf_counter())
             if first.error is not None:
                 raise ValueError(f"the server refused a request: {first.error}")
-        before = await draft_counts(client)
+        before = await draft_counts(session, url)
         started = datetime.now(timezone.utc)
         answers = await _run(args, send)
-        after = await draft_counts(client)
+        after = await draft_counts(session, url)
     counted = None if before is None or after is None else after.since(before)
     return {
         "kind": KIND,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 
 Clock = Callable[[], float]
 
@@ -64,13 +64,13 @@ class Answer:
 
 
 async def ask(
-    client: httpx.AsyncClient, path: str, body: Mapping[str, Any], due: float, clock: Clock
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], due: float, clock: Clock
 ) -> Answer:
     """Sends a request and reads its answer to the end.
 
     Args:
-        client: knows the server.
-        path: of the endpoint.
+        session: keeps connections.
+        url: of the endpoint.
         body: of the request, with `stream`.
         due: when it should be sent; that is now, or a little ago.
         clock: of all times.
@@ -80,36 +80,39 @@ async def ask(
     """
     answer = Answer(due, sent=clock())
     try:
-        async with client.stream("POST", path, json=body) as response:
-            if response.status_code != 200:
-                await response.aread()
-                answer.error = f"{response.status_code}: {error_message(response)}"
-            else:
+        async with session.post(url, json=body) as response:
+            if response.status == 200:
                 await _read(answer, response, clock)
-    except httpx.HTTPError as error:
+            else:
+                answer.error = f"{response.status}: {error_message(await response.text())}"
+    except (aiohttp.ClientError, TimeoutError) as error:
         answer.error = f"{type(error).__name__}: {error}".rstrip(": ")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         answer.error = f"the stream is not OpenAI's: {error!r}"
-    answer.end = clock()
+    answer.end = answer.end or clock()
     return answer
 
 
-def error_message(response: httpx.Response) -> str:
+def error_message(text: str) -> str:
     """What a server says of a refusal, in OpenAI's form or in any other."""
     try:
-        return str(response.json()["error"]["message"])
+        return str(json.loads(text)["error"]["message"])
     except (ValueError, TypeError, KeyError):
-        return " ".join(response.text.split())[:200] or response.reason_phrase
+        return " ".join(text.split())[:200]
 
 
-async def _read(answer: Answer, response: httpx.Response, clock: Clock) -> None:
+async def _read(answer: Answer, response: aiohttp.ClientResponse, clock: Clock) -> None:
     async for data in _events(response):
+        if answer.end:  # to the end of the body, or the connection could not serve another
+            continue
         if data == b"[DONE]":
-            return
+            answer.end = clock()
+            continue
         event = json.loads(data)
         if event.get("error"):
             answer.error = str(event["error"].get("message", event["error"]))
-            return
+            answer.end = clock()
+            continue
         if any(_text(choice) for choice in event.get("choices", ())):
             answer.last = clock()
             answer.first = answer.last if answer.first is None else answer.first
@@ -117,17 +120,14 @@ async def _read(answer: Answer, response: httpx.Response, clock: Clock) -> None:
             if answer.prompt_tokens is None:
                 answer.completion_tokens = answer.pieces
         _take_counts(answer, event)
-    answer.error = "the stream ended before [DONE]"
+    if not answer.end:
+        answer.error = "the stream ended before [DONE]"
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of server-sent events.
-
-    Lines end with line feeds alone: `aiter_lines` also ends them at characters such as U+2028,
-    which JSON may contain.
-    """
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of server-sent events."""
     rest = b""
-    async for piece in response.aiter_bytes():
+    async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

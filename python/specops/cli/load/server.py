@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server says of itself: its models, and its counters of drafts."""
 
-import httpx
+import json
+
+import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from specops.cli.load.answers import error_message
@@ -15,37 +17,32 @@ _COUNTERS = {
 }
 
 
-async def first_model(client: httpx.AsyncClient) -> str:
+async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     """The name of the first model that the server has.
 
     Raises:
         ValueError: there is no such server, or it has none.
     """
+    wrong = f"--url must be an OpenAI-compatible server, got {url}: "
     try:
-        response = await client.get("/v1/models")
-    except httpx.HTTPError as error:
-        raise ValueError(_wrong(client, str(error) or type(error).__name__)) from None
-    if response.status_code != 200:
-        raise ValueError(_wrong(client, f"{response.status_code}: {error_message(response)}"))
+        async with session.get(f"{url}/v1/models") as response:
+            text = await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ValueError(wrong + (str(error) or type(error).__name__)) from None
+    if response.status != 200:
+        raise ValueError(f"{wrong}{response.status}: {error_message(text)}")
     try:
-        return str(response.json()["data"][0]["id"])
+        return str(json.loads(text)["data"][0]["id"])
     except (ValueError, TypeError, KeyError, IndexError):
-        raise ValueError(_wrong(client, "it lists no model at /v1/models")) from None
+        raise ValueError(wrong + "it lists no model at /v1/models") from None
 
 
-def _wrong(client: httpx.AsyncClient, reason: str) -> str:
-    url = str(client.base_url).rstrip("/")
-    return f"--url must be an OpenAI-compatible server, got {url}: {reason}"
-
-
-async def draft_counts(client: httpx.AsyncClient) -> DraftCounts | None:
+async def draft_counts(session: aiohttp.ClientSession, url: str) -> DraftCounts | None:
     """What the server's metrics say of drafts so far; None: it has no such metrics."""
     try:
-        response = await client.get("/metrics")
-        if response.status_code != 200:
-            return None
-        return _parse(response.text)
-    except (httpx.HTTPError, ValueError):
+        async with session.get(f"{url}/metrics") as response:
+            return _parse(await response.text()) if response.status == 200 else None
+    except (aiohttp.ClientError, TimeoutError, ValueError):
         return None
 
 
