@@ -20,10 +20,9 @@ from specops.cli.load.answers import Answer, ask
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import PERCENTILES, figures, request_records
 from specops.cli.load.server import draft_counts, first_model
+from specops.cli.results import KIND, VERSION
 from specops.prompts import PROMPTS, read_prompts
 
-KIND = "specops bench"
-VERSION = 1  # of the results' form
 _LATE_MS = 10.0  # from which the generator's own lateness is worth a word
 
 
