@@ -25,9 +25,7 @@ def test_the_readme_states_the_texts_that_the_picture_shows() -> None:
     stated = {name: int(edits) + int(completions) for name, edits, completions in shown}
     assert list(stated) == list(SYSTEMS.values())
     committed = PICTURE.read_text()
-    (values,) = [
-        panels(path)[0].values for path in complete_results() if drawn(path) == committed
-    ]
+    (values,) = [panels(path)[0].values for path in complete_results() if drawn(path) == committed]
     assert stated == values
 
 

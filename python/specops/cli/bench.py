@@ -264,7 +264,7 @@ def _print_table(results: dict[str, Any]) -> None:
         if times is not None:
             table.add_row(name, *(f"{value:,.1f}" for value in times.values()))
     console.print(table)
-    console.print(_sentences(found))
+    console.print(_sentences(found), soft_wrap=True)
 
 
 def _sentences(found: dict[str, Any]) -> str:
