@@ -207,7 +207,7 @@ def test_specops_own_server(tmp_path: Path) -> None:
         assert found["whole_ms"]["p50"] >= found["server_ms"]["decode"]["p50"]
         # Eight at a time in four slots: some wait for those before them.
         assert found["first_token_ms"]["max"] >= 22
-        plain = ("--body", '{"speculative_config": {"method": "naive"}}', "--chat")
+        plain = ("--body", '{"speculative_config": {"method": "naive"}}', "--chat", "--ignore-eos")
         found = bench(served.url, tmp_path / "a.json", *options, *plain)["figures"]
         assert found["acceptance"] is None and found["completion_tokens"] == 12 * 32
         served.wait_until_idle()

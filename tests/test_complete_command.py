@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops complete`: what it shows and writes is what the engine gives; it notices a difference."""
+"""`specops complete`: it shows and writes what the engine gives, and notices a difference."""
 
 import io
 import json
@@ -62,7 +62,7 @@ def test_it_is_what_the_engine_gives(
 
 
 def test_plain_decoding_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = reported("--compare", *SEEDED, file=tmp_path / "a.json")
+    report = reported("--compare", "--method", "mtp", *SEEDED, file=tmp_path / "a.json")
     error = capsys.readouterr().err
     count = len(report["token_ids"])
     assert f"identical: {count} of {count} tokens and logprobs, " in error
@@ -93,11 +93,8 @@ def test_a_difference_is_told(
 
 def test_a_strategy_that_promises_less_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     config = '{"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "rejection"}'
-    codes = [
-        main([*COMMAND, PROMPT, "--compare", "--temperature", "1", "--seed", str(seed)]
-             + ["--speculative-config", config])
-        for seed in range(3)
-    ]  # fmt: skip
+    options = ["--compare", "--temperature", "1", "--speculative-config", config]
+    codes = [main([*COMMAND, PROMPT, *options, "--seed", str(seed)]) for seed in range(3)]
     assert 1 in codes
     assert "verify_strategy rejection promises no more" in capsys.readouterr().err
 
@@ -105,11 +102,15 @@ def test_a_strategy_that_promises_less_says_so(capsys: pytest.CaptureFixture[str
 def test_from_standard_input_to_standard_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert main([*COMMAND, PROMPT]) == 0
+    whole = capsys.readouterr().out
+    stop = whole[len(whole) // 2 :][:3]
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    assert main([*COMMAND, "--json", "-", "--stop", "def", "--stop", "return"]) == 0
+    assert main([*COMMAND, "--json", "-", "--stop", stop, "--stop", "not in it"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["finish_reason"] == "stop" and printed["stop_reason"] in ("def", "return")
-    assert main([*COMMAND, PROMPT, "--stop", "def", "--stop", "return"]) == 0
+    assert printed["finish_reason"] == "stop" and printed["stop_reason"] == stop
+    assert printed["text"] == whole.partition(stop)[0]
+    assert main([*COMMAND, PROMPT, "--stop", stop]) == 0
     assert capsys.readouterr().out == printed["text"] + "\n"
 
 
@@ -117,7 +118,7 @@ def test_from_standard_input_to_standard_output(
     "options,message",
     [
         (["--method", "eagle"], "method must be one of naive, ngram, suffix, mtp; got 'eagle'"),
-        (["--num-speculative-tokens", "0"], "num_speculative_tokens must be at least 1, got 0"),
+        (["--num-speculative-tokens", "0"], "num_speculative_tokens must be at least 1"),
         (["--max-tokens", "-1"], "max_tokens must be"),
         (["--temperature", "-1"], "temperature must be"),
         (["--model", "/nowhere"], "no such directory"),

@@ -132,7 +132,8 @@ def _missing(name: str, error: ImportError) -> str:
     """What to do where a module is not there."""
     if error.name == "specops" and "_C" in str(error):
         return "the kernels are not compiled: run `make setup`, or install the package with pip"
-    extra = _EXTRA.get(str(error.name))
+    package = str(error.name).partition(".")[0]
+    extra = _EXTRA.get(package)
     if extra is None:
         raise error
-    return f"{name} needs {error.name}, which is not installed: pip install 'specops[{extra}]'"
+    return f"{name} needs {package}, which is not installed: pip install 'specops[{extra}]'"
