@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
 _EXTRA = {"aiohttp": "cli", "rich": "cli", "prometheus_client": "cli"}
 _INTERRUPTED = 130  # as a shell says that a program ended by Ctrl-C
@@ -104,8 +103,22 @@ def write_file(option: str, file: str, text: str) -> None:
     Raises:
         ValueError: it cannot be written.
     """
+    _open(option, file, "w", text)
+
+
+def require_writable(option: str, file: str) -> None:
+    """Refuses a file before hours of work, if it could not be written after them.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    _open(option, file, "a", "")
+
+
+def _open(option: str, file: str, mode: str, text: str) -> None:
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        with open(file, mode, encoding="utf-8") as opened:
+            opened.write(text)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"{option} must be a file to write, got {file}: {reason}") from None

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specops.cli import fail, write_file
+from specops.cli import fail, require_writable, write_file
 from specops.cli.load.answers import Answer, ask
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import PERCENTILES, figures, request_records
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str], program: str) -> int:
     """Measures, prints, and returns the exit code: 1 if a request failed, 2 for a mistake."""
     args = _parser(program).parse_args(arguments)
     try:
+        if args.json is not None:
+            require_writable("--json", args.json)
         results = asyncio.run(_bench(args))
         _print_table(results)
         if args.json is not None:
@@ -136,7 +138,7 @@ async def _bench(args: argparse.Namespace) -> dict[str, Any]:
         model = args.model or await first_model(session, url)
 
         async def send(index: int, due: float) -> Answer:
-            body = {"model": model, **bodies[index % len(bodies)], **_seed(args, index)}
+            body = {"model": model, **_seed(args, index), **bodies[index % len(bodies)]}
             return await ask(session, endpoint, body, due, time.perf_counter)
 
         for index in range(args.warm_up):
