@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("rich")
+pytest.importorskip("fastapi")
 
 from fake_engine import FakeEngine
 from known_server import Known, known_server
@@ -132,13 +133,13 @@ def test_known_delays(load: tuple[str, ...], tmp_path: Path) -> None:
         results = bench(known.url, tmp_path / "a.json", "--requests", "12", *load)
     found = results["figures"]
     assert (found["num_requests"], found["completion_tokens"]) == (12, 12 * 21)
-    assert 50 <= found["first_token_ms"]["p50"] < 100
+    assert 50 <= found["first_token_ms"]["p50"] < 200
     # Eleven texts in ten gaps hold 21 tokens.
-    assert 4.5 < found["per_output_token_ms"]["p50"] < 10
-    assert 150 <= found["whole_ms"]["p50"] < 300
+    assert 4.5 < found["per_output_token_ms"]["p50"] < 20
+    assert 150 <= found["whole_ms"]["p50"] < 600
     seconds = found["seconds"]
     least = 4 * 0.15 if load[0] == "--concurrency" else 11 / 40 + 0.15
-    assert least <= seconds < 3 * least
+    assert least <= seconds < 5 * least
     assert found["output_tokens_per_s"] == pytest.approx(12 * 21 / seconds)
     assert len(known.bodies) == 13, "one request to warm up, which does not count"
 

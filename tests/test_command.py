@@ -17,12 +17,19 @@ import specops
 from specops.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
+EXTRA = ("aiohttp", "rich", "prometheus_client")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
     command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def need_the_extra() -> None:
+    """Skips where specops[cli] is not installed, as on a machine without network."""
+    for package in EXTRA:
+        pytest.importorskip(package)
 
 
 def test_help_is_there_at_once() -> None:
@@ -45,8 +52,7 @@ def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
 
 
 def test_the_load_generator_imports_no_torch() -> None:
-    pytest.importorskip("aiohttp")
-    pytest.importorskip("rich")
+    need_the_extra()
     code = "import sys, specops.cli.bench; print('torch' in sys.modules)"
     assert python("-c", code).stdout == "False\n"
 
@@ -66,7 +72,7 @@ def test_every_command_has_help_under_its_name(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if name == "bench":
-        pytest.importorskip("aiohttp")
+        need_the_extra()
     with pytest.raises(SystemExit) as exit:
         main([name, "--help"])
     assert exit.value.code == 0
@@ -125,10 +131,11 @@ def raising(error: BaseException) -> Any:
     return run
 
 
-@pytest.mark.parametrize("missing", ["aiohttp", "rich", "prometheus_client"])
+@pytest.mark.parametrize("missing", EXTRA)
 def test_a_missing_package_is_named(
     missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    need_the_extra()
     for name in [name for name in sys.modules if name.startswith("specops.cli.")]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.split(".")[0] == missing]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -47,6 +46,7 @@ def named(nav: Any) -> list[str]:
 
 def test_the_site_names_every_document_once() -> None:
     """`make docs` checks the links; a file that the navigation lacks, nobody finds."""
+    yaml = pytest.importorskip("yaml")
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     files = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
     assert sorted(named(site["nav"])) == sorted(files)
