@@ -31,7 +31,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
 .PHONY: prove campaign soak test-vllm vllm-campaign
-.PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check screenshots lint format clean
+.PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check screenshots docs lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -47,11 +47,14 @@ $(VENV)/torch: constraints.txt | $(VENV)/build-deps
 	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	touch $@
 
-# The package is used where it stands: a path file does what an editable install would, at once.
+# The package is used where it stands: a path file does what an editable install would, at once, and
+# a line of shell what its console script would.
 $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
 	$(PIP) numpy safetensors tokenizers jinja2 llguidance \
-	  fastapi uvicorn pydantic prometheus-client pyyaml
+	  fastapi uvicorn pydantic prometheus-client pyyaml aiohttp rich
 	echo "$(abspath python)" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
+	printf '#!/bin/sh\nexec "%s" -m specops "$$@"\n' "$(abspath $(BIN))/python" > $(BIN)/specops
+	chmod +x $(BIN)/specops
 	touch $@
 
 $(VENV)/cuda-%: | $(VENV)/build-deps
@@ -78,7 +81,7 @@ $(VENV)/test-deps: $(VENV)/serve-deps
 	touch $@
 
 $(VENV)/lint-deps: $(VENV)/serve-deps
-	$(PIP) ruff mypy clang-format
+	$(PIP) ruff mypy clang-format zensical mkdocstrings-python
 	touch $@
 
 # The SIMT interpreter: the CUDA kernels on CPU tensors, for tests. With the package in one build, so
@@ -133,7 +136,7 @@ gates: $(VENV)/nvcc $(VENV)/nvdisasm
 # The wheels come in while the compiler works.
 serve:
 	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
-	$(BIN)/python -m specops.engine --host $(HOST) --port $(PORT) \
+	$(BIN)/specops serve --host $(HOST) --port $(PORT) \
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
 
@@ -211,7 +214,12 @@ gpu-check:
 screenshots: setup $(VENV)/test-deps
 	$(BIN)/python -m tools.screenshots
 
-lint: setup $(VENV)/lint-deps
+# The documents as a site in build/site: every link and every anchor in them leads somewhere. Reads
+# the docstrings of the ops, and imports nothing.
+docs: $(VENV)/lint-deps
+	$(BIN)/zensical build --strict
+
+lint: setup docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

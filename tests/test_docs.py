@@ -3,11 +3,12 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 TESTS = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")
@@ -33,3 +34,29 @@ def test_named_files_and_tests_exist(path: Path) -> None:
             assert quoted in TESTS, quoted
         if re.fullmatch(r"(csrc|python|tests|bench|tools|docs)/[\w./]+", quoted):
             assert (ROOT / quoted).exists(), quoted
+
+
+def named(nav: Any) -> list[str]:
+    """The files of a navigation, in its order."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [file for part in parts for file in named(part)]
+
+
+def test_the_site_names_every_document_once() -> None:
+    """`make docs` checks the links; a file that the navigation lacks, nobody finds."""
+    yaml = pytest.importorskip("yaml")
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    files = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert sorted(named(site["nav"])) == sorted(files)
+    assert site["theme"]["font"] is False, "nothing is fetched from elsewhere"
+
+
+def test_every_module_of_ops_has_its_reference() -> None:
+    private = {"__init__", "__main__", "_wrong", "prompts"}
+    modules = {path.stem for path in (ROOT / "python" / "specops").glob("*.py")} - private
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert set(pages) == modules | {"engine"}
+    for name in modules:
+        assert f"\n::: specops.{name}\n" in pages[name]

@@ -30,7 +30,7 @@ TokenIds: TypeAlias = Sequence[int] | Tensor | Array
 class SuffixDraft(NamedTuple):
     """What `SuffixCache.speculate` found.
 
-    Args:
+    Attributes:
         token_ids: the drafts; every one stands behind its parent.
         parents: index of each draft's parent; -1 follows the last token. Of a path -1, 0, 1, ...
         probs: estimated probability of each draft's whole path, as the counts have it.

@@ -10,126 +10,45 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from specops.engine import exactness
 from specops.engine.config import EngineConfig
 from specops.engine.config_file import arguments_of
 from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
-from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.options import add_engine_options, engine_settings
+
+_PROGRAM = "python -m specops.engine"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str = _PROGRAM, *, serves: bool = True) -> argparse.ArgumentParser:
+    """Of the server; and of `contract`, which takes the server's options as they are."""
     parser = argparse.ArgumentParser(
-        prog="python -m specops.engine",
-        description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "
-        "a page to try it in the browser.",
-        epilog="verify-exactness as the first argument, with --help for more: compares every token "
-        "with and without speculation, and serves nothing.",
+        prog=program,
+        description=(
+            "Serves a model with speculative decoding behind an OpenAI-compatible API, and "
+            "a page to try it in the browser."
+            if serves
+            else "Prints what the bits of a server with these options depend on, and a digest of "
+            "it. What only the server needs changes nothing."
+        ),
+        epilog=(
+            "Other commands, as the first argument: verify-exactness compares every token with and "
+            "without speculation, contract prints what the bits depend on. --help after either "
+            "says more."
+            if program == _PROGRAM
+            else None
+        ),
     )
     parser.add_argument(
         "--config",
         metavar="FILE",
         help="options in YAML, under the names of these flags; the command line goes before them",
     )
-    _add_engine_options(parser)
+    add_engine_options(parser)
     _add_server_options(parser)
     return parser
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    # Absent means EngineConfig's default, so that every default is written down once.
-    add = parser.add_argument
-    add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
-    add("--served-model-name", metavar="NAME", help="name clients use (default: the directory's)")
-    add(
-        "--speculative-config",
-        metavar="JSON",
-        help='for requests that do not choose, e.g. \'{"method": "ngram", '
-        '"num_speculative_tokens": 4}\' (default: this one)',
-    )
-    add(
-        "--device",
-        metavar="NAME",
-        help="auto, cpu, cuda or cuda:N (default: auto, a GPU where one can be used)",
-    )
-    add(
-        "--enforce-eager",
-        action="store_true",
-        default=None,
-        help="on a GPU: no CUDA graphs, every kernel is launched on its own",
-    )
-    add(
-        "--load-format",
-        choices=("auto", "dummy"),
-        help="dummy makes random weights for measurements (default: the checkpoint's)",
-    )
-    add(
-        "--logprobs-mode",
-        choices=("raw_logprobs", "processed_logprobs"),
-        help="logprobs of the model's logits, or of what tokens are drawn from (default: raw)",
-    )
-    add("--dtype", choices=("auto", "bfloat16", "float32"), help="(default: the checkpoint's)")
-    add(
-        "--kv-cache-dtype",
-        choices=("auto", "int8", "fp8_e4m3"),
-        help="of keys and values: 8 bits take half the memory (default: the model's)",
-    )
-    _add_sizes(parser)
-    add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
-    add(
-        "--suffix-corpus",
-        metavar="PATH",
-        help="text file, or folder of them, that suffix decoding drafts from",
-    )
-    add(
-        "--suffix-cache",
-        metavar="FILE",
-        help="where suffix decoding keeps the responses it drafts from: loaded at the start if it "
-        "is there, saved at the end and every few minutes",
-    )
-    add(
-        "--calibrate",
-        action="store_true",
-        default=None,
-        help="measure what steps cost anew, for adaptive verification (default: once per machine)",
-    )
-
-
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    default, add = EngineConfig, parser.add_argument
-    add("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
-    add("--max-num-seqs", type=int, metavar="N", help=f"(default: {default.max_num_seqs})")
-    add(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        help=f"rows of one step (default: {default.max_num_batched_tokens})",
-    )
-    add("--page-size", type=int, choices=(16, 32, 64), help=f"(default: {default.page_size})")
-    add("--num-pages", type=int, metavar="N", help="KV pages (default: what the requests need)")
-    add(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="share the pages of equal prefixes (default: yes)",
-    )
-    add(
-        "--enable-cascade-attention",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="read the pages that requests share once for all of them (default: yes)",
-    )
-    add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
-    add(
-        "--max-waiting",
-        type=int,
-        metavar="N",
-        help=f"requests that may wait, further ones get 429 (default: {default.max_waiting})",
-    )
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -194,19 +113,20 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until it is told to stop; returns the exit code, 2 for a mistake in the arguments."""
+    """Runs what the first argument names, and serves where it names nothing."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["verify-exactness"]:
-        return exactness.main(given[1:])
-    if given[:1] == ["contract"]:
-        return _print_contract(given[1:])
-    parser = _parser()
-    args = parser.parse_args(given)
-    if args.config is not None:
-        try:
-            args = parser.parse_args([*arguments_of(args.config, parser), *given])
-        except ValueError as error:
-            return _fail(str(error))
+    name = given[0] if given[:1] and given[0] in _COMMANDS else None
+    if name is None:
+        return serve(given, _PROGRAM)
+    return _COMMANDS[name](given[1:], f"{_PROGRAM} {name}")
+
+
+def serve(given: Sequence[str], program: str) -> int:
+    """Serves until it is told to stop; returns the exit code, 2 for a mistake in the arguments."""
+    try:
+        args = _read(_parser(program), given)
+    except ValueError as error:
+        return _fail(str(error))
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         from specops.engine import server
@@ -215,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"the server needs {error.name}, which is not installed: pip install 'specops[server]'"
         )
     try:
-        settings = _engine_settings(args)
+        settings = engine_settings(args)
         for name in (
             *("max_body_bytes", "drain_timeout", "max_connections"),
             *("body_timeout", "header_timeout"),
@@ -233,16 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         return _fail(str(error))
-    speculative = engine.config.speculative_config
-    logging.getLogger(__name__).info(
-        "%s on %s with method %s, k = %d; the page is at http://%s:%d/",
-        engine.model_name,
-        engine.device,
-        speculative.method,
-        speculative.num_speculative_tokens,
-        args.host,
-        listener.getsockname()[1],
-    )
+    _say_where(engine, args.host, listener.getsockname()[1])
     server.serve(
         app,
         listener,
@@ -254,30 +165,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _print_contract(given: Sequence[str]) -> int:
+def _say_where(engine: Engine, host: str, port: int) -> None:
+    speculative = engine.config.speculative_config
+    logging.getLogger(__name__).info(
+        "%s on %s with method %s, k = %d; the page is at http://%s:%d/",
+        engine.model_name,
+        engine.device,
+        speculative.method,
+        speculative.num_speculative_tokens,
+        host,
+        port,
+    )
+
+
+def contract(given: Sequence[str], program: str) -> int:
     """Prints what the bits of an engine with these options depend on; returns the exit code."""
     try:
-        engine = Engine(EngineConfig(**_engine_settings(_parser().parse_args(given))))
+        args = _read(_parser(program, serves=False), given)
+        engine = Engine(EngineConfig(**engine_settings(args)))
     except ValueError as error:
         return _fail(str(error))
     print(json.dumps(contract_of(engine), indent=2))
     return 0
 
 
-def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What EngineConfig is made of: the options that were given.
+def _read(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
+    """The command line, behind the file that it may name.
 
     Raises:
-        ValueError: the speculative configuration is none.
+        ValueError: the file cannot be read, or holds something else than options.
     """
-    settings: dict[str, Any] = {
-        field.name: getattr(args, field.name)
-        for field in fields(EngineConfig)
-        if getattr(args, field.name, None) is not None
-    }
-    if args.speculative_config is not None:
-        settings["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
-    return settings
+    args = parser.parse_args(given)
+    if args.config is None:
+        return args
+    return parser.parse_args([*arguments_of(args.config, parser), *given])
 
 
 def _api_keys(given: Sequence[str], file: str | None) -> list[str]:
@@ -308,6 +229,8 @@ def _fail(message: str) -> int:
     print(f"specops: {message}", file=sys.stderr)
     return 2
 
+
+_COMMANDS = {"verify-exactness": exactness.main, "contract": contract}
 
 if __name__ == "__main__":
     sys.exit(main())

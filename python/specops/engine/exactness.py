@@ -19,33 +19,12 @@ from specops.engine.contract import contract_of
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.engine import Engine
 from specops.engine.errors import EngineError
+from specops.engine.options import add_draft_lengths, add_model_options, engine_settings
 from specops.engine.outputs import Completion, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
+from specops.prompts import PROMPTS, read_prompts
 
-# Texts that repeat themselves, so that drafts are found, and turn, so that some are wrong.
-PROMPTS = (
-    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n",
-    "import os\nimport sys\nimport ",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-    "for i in range(10):\n    for j in range(10):\n        print(i, j)\n\nfor i in range(",
-    'names = ["anna", "bert", "carl"]\nages = [31, 42, 53]\nfor name, age in zip(names, ages):\n',
-    "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over",
-    "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16",
-    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",
-    '{"name": "anna", "age": 31}\n{"name": "bert", "age": 42}\n{"name":',
-    "| name | age |\n| --- | --- |\n| anna | 31 |\n| bert | 42 |\n|",
-    "def read_lines(path):\n    with open(path) as file:\n        return list(file)\n\n\ndef ",
-    "try:\n    value = int(text)\nexcept ValueError:\n    value = 0\n\ntry:\n    other = int(",
-    "<ul>\n  <li>one</li>\n  <li>two</li>\n  <li>three</li>\n",
-    "SELECT name, age FROM people WHERE age > 30 ORDER BY name;\nSELECT name FROM people WHERE",
-    "a = 1\nb = 2\nc = 3\nd = 4\ne = 5\nf = 6\n",
-    "if x > 0:\n    sign = 1\nelif x < 0:\n    sign = -1\nelse:\n    sign = 0\n\nif y > 0:\n",
-    "Once upon a time there was a king who had three daughters. The first daughter",
-    "assert add(1, 2) == 3\nassert add(2, 3) == 5\nassert add(3, 4) == 7\nassert add(",
-    "# Installation\n\n    pip install package\n\n# Usage\n\n    import package\n\n# ",
-    "x = [i * i for i in range(10)]\ny = [i + 1 for i in x]\nz = [i - 1 for i in y]\n",
-)
 _SHOWN = 40  # characters of a prompt
 _ALTERNATIVES = 5  # of every token, compared by id and logprob
 
@@ -89,9 +68,9 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str], program: str) -> int:
     """Compares, prints, and returns the exit code: 1 for any difference, 2 for a mistake."""
-    args = _parser().parse_args(arguments)
+    args = _parser(program).parse_args(arguments)
     try:
         comparisons, contract = _compare_all(args)
     except (EngineError, OSError, ValueError) as error:
@@ -119,26 +98,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m specops.engine verify-exactness",
+        prog=program,
         description="Decodes prompts plainly, one by one, and again with speculation, together; "
         "compares every token, its rank, and the bits of its logprob and of its alternatives'.",
     )
     add = parser.add_argument
-    add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
+    add_model_options(parser)
     add(
         "--method",
         nargs="+",
         help=f"methods to compare: {', '.join(METHODS)} (default: all that the model runs)",
     )
-    add("--num-speculative-tokens", type=int, metavar="K", help="(default: 4)")
-    add(
-        "--num-model-steps",
-        type=int,
-        metavar="N",
-        help="drafts of MTP modules (default: all, and 1 where something else continues them)",
-    )
+    add_draft_lengths(parser)
     add(
         "--speculative-config",
         metavar="JSON",
@@ -161,28 +134,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--top-p", type=float, default=0.95, metavar="P", help="(default: 0.95)")
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="(default: 1, off)")
-    add("--seed", type=int, default=0, metavar="N", help="of the first prompt (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        dest="first_seed",
+        help="of the first prompt (default: 0)",
+    )
     add("--json", metavar="FILE", help="write the table there, with the engine's contract")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8_e4m3"))
     add("--max-num-seqs", type=int, default=8, metavar="N", help="together (default: 8)")
-    add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
     return parser
 
 
 def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, Any]]:
-    prompts = list(PROMPTS) if args.prompt_file is None else _read_prompts(args.prompt_file)
+    prompts = list(PROMPTS) if args.prompt_file is None else read_prompts(args.prompt_file)
     if args.prompts is not None:
         if not 1 <= args.prompts <= len(prompts):
             raise ValueError(f"--prompts must be 1 to {len(prompts)}, got {args.prompts}")
         prompts = prompts[: args.prompts]
     if args.max_tokens == 0:  # there would be nothing to compare
         raise ValueError("max_tokens must be at least 1, got 0")
-    config = SpeculativeConfig()
-    if args.speculative_config is not None:
-        config = SpeculativeConfig.from_json(args.speculative_config)
-    engine = _open_engine(args, config)
+    settings = {"speculative_config": SpeculativeConfig(), **engine_settings(args)}
+    config = settings["speculative_config"]
+    # A prompt's second computation must not find the first one's.
+    settings["enable_prefix_caching"] = False
+    engine = Engine(EngineConfig(**settings))
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, own in compared:
         # Before anything is computed.
@@ -214,22 +191,6 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     return comparisons, contract_of(engine)
 
 
-def _open_engine(args: argparse.Namespace, config: SpeculativeConfig) -> Engine:
-    return Engine(
-        EngineConfig(
-            model=args.model,
-            device=args.device,
-            dtype=args.dtype,
-            kv_cache_dtype=args.kv_cache_dtype,
-            max_num_seqs=args.max_num_seqs,
-            num_threads=args.num_threads,
-            speculative_config=config,
-            # A prompt's second computation must not find the first one's.
-            enable_prefix_caching=False,
-        )
-    )
-
-
 def _params(
     args: argparse.Namespace, temperature: float, count: int, vocab_size: int
 ) -> list[SamplingParams]:
@@ -240,7 +201,7 @@ def _params(
             temperature=temperature,
             top_p=args.top_p,
             repetition_penalty=args.repetition_penalty,
-            seed=args.seed + index,
+            seed=args.first_seed + index,
             logprobs=min(_ALTERNATIVES, vocab_size),
         )
         for index in range(count)
@@ -349,20 +310,6 @@ def _bits(completion: Completion) -> list[tuple[Any, ...]]:
 
 def _float_bits(value: float) -> bytes:
     return struct.pack("<f", value)
-
-
-def _read_prompts(file: str) -> list[str]:
-    text = Path(file).read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        try:
-            prompts = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from None
-    else:
-        prompts = [line for line in text.splitlines() if line.strip()]
-    if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
-        raise ValueError(f"{file} must hold prompts: a JSON list of texts, or a text per line")
-    return list(prompts)
 
 
 def _print_table(comparisons: Sequence[Comparison]) -> None:

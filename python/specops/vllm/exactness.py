@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specops.engine.exactness import PROMPTS
+from specops.prompts import PROMPTS
 from specops.vllm.decoding import Decoded, DecodingError, Job, Run, decode
 from specops.vllm.settings import EXACT, PARTS
 

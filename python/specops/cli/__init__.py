@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `specops`. A command's module is imported when it runs, so that help is instant."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+_EXTRA = {"aiohttp": "cli", "rich": "cli", "prometheus_client": "cli"}
+_INTERRUPTED = 130  # as a shell says that a program ended by Ctrl-C
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a name runs.
+
+    Attributes:
+        module: that has it.
+        function: takes the arguments and the program's name; returns the exit code.
+        summary: of what it does.
+    """
+
+    module: str
+    function: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Command(
+        "specops.engine.__main__",
+        "serve",
+        "an OpenAI-compatible API and a page in the browser",
+    ),
+    "complete": Command(
+        "specops.cli.complete",
+        "main",
+        "complete a text here, and see whether speculation changes it",
+    ),
+    "verify-exactness": Command(
+        "specops.engine.exactness",
+        "main",
+        "compare every token with and without speculation",
+    ),
+    "contract": Command(
+        "specops.engine.__main__",
+        "contract",
+        "print what the bits of outputs depend on, and a digest of it",
+    ),
+    "bench": Command(
+        "specops.cli.bench",
+        "main",
+        "put load on an OpenAI-compatible server, and measure it",
+    ),
+    "plot": Command(
+        "specops.cli.plot",
+        "main",
+        "draw the results of several benches side by side",
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: the command's name and its arguments; None: the program's own.
+
+    Returns:
+        The exit code: 0, what the command says, or 2 for a mistake in the arguments.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] in (["-V"], ["--version"]):
+        import specops
+
+        print(f"specops {specops.__version__}")
+        return 0
+    name = _parser().parse_args(given[:1]).command
+    try:
+        command = COMMANDS[name]
+        function = getattr(import_module(command.module), command.function)
+        return int(function(given[1:], f"specops {name}"))
+    except ImportError as error:
+        return fail(_missing(name, error))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:  # whoever read has seen enough; the interpreter must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def fail(message: str) -> int:
+    """Says on standard error what is wrong; returns the exit code for a mistake."""
+    print(f"specops: {message}", file=sys.stderr)
+    return 2
+
+
+def write_file(option: str, file: str, text: str) -> None:
+    """Writes a result to the file that an option names.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    _open(option, file, "w", text)
+
+
+def require_writable(option: str, file: str) -> None:
+    """Refuses a file before hours of work, if it could not be written after them.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    _open(option, file, "a", "")
+
+
+def _open(option: str, file: str, mode: str, text: str) -> None:
+    try:
+        with open(file, mode, encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"{option} must be a file to write, got {file}: {reason}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {command.summary}" for name, command in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="specops",
+        usage="specops COMMAND [OPTIONS]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Speculative decoding that changes no bit of what a model says.\n\n"
+        "commands:\n" + "\n".join(lines),
+        epilog="specops COMMAND --help tells the options of a command.",
+        add_help=True,
+    )
+    parser.add_argument("command", choices=list(COMMANDS), help=argparse.SUPPRESS)
+    parser.add_argument("-V", "--version", action="store_true", help="print the version and exit")
+    return parser
+
+
+def _missing(name: str, error: ImportError) -> str:
+    """What to do where a module is not there."""
+    if error.name == "specops" and "_C" in str(error):
+        return "the kernels are not compiled: run `make setup`, or install the package with pip"
+    package = str(error.name).partition(".")[0]
+    extra = _EXTRA.get(package)
+    if extra is None:
+        raise error
+    return f"{name} needs {package}, which is not installed: pip install 'specops[{extra}]'"

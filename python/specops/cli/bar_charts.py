@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bar charts side by side, as one SVG that reads alike on light and dark pages."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+_PANEL_WIDTH, _PANEL_GAP, _MARGIN = 272, 24, 18
+_LABEL_WIDTH, _VALUE_WIDTH, _CHARACTER = 94, 44, 7
+_FIRST_BAR, _BAR_HEIGHT, _BAR_STEP, _BELOW = 72, 18, 28, 16
+_BACKGROUND, _BORDER, _TEXT, _FAINT = "#f6f8fa", "#d1d9e0", "#1f2328", "#59636e"
+_OURS, _THEIRS = "#1a7f37", "#8c959f"
+_STYLE = f"""  <style>
+    text {{ font: 13px -apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif }}
+    text {{ fill: {_TEXT} }}
+    .title {{ font-weight: 600; font-size: 14px }}
+    .note {{ fill: {_FAINT}; font-size: 11.5px }}
+    .ours {{ font-weight: 600 }}
+  </style>"""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One bar chart.
+
+    Attributes:
+        title: above it.
+        notes: two lines of small print.
+        values: by name; None: there is none, and no bar.
+    """
+
+    title: str
+    notes: tuple[str, str]
+    values: Mapping[str, float | None]
+
+
+def picture(panels: Sequence[Panel], title: str, *, ours: Collection[str], columns: int = 3) -> str:
+    """The whole SVG.
+
+    Args:
+        panels: with the same names each.
+        title: for those who cannot see it.
+        ours: the names that stand out.
+        columns: of panels.
+    """
+    names = list(panels[0].values)
+    label_width = max(_LABEL_WIDTH, *(_CHARACTER * len(name) + 8 for name in names))
+    step = _PANEL_WIDTH - _LABEL_WIDTH + label_width + _PANEL_GAP
+    row_height = _FIRST_BAR + _BAR_STEP * len(names) + _BELOW
+    width = 2 * _MARGIN + step * min(columns, len(panels)) - _PANEL_GAP
+    height = row_height * -(-len(panels) // columns)
+    body: list[str] = []
+    for index, panel in enumerate(panels):
+        row, column = divmod(index, columns)
+        left, top = _MARGIN + column * step, row * row_height
+        body += _panel(panel, left, top, label_width, ours)
+    frame = f'width="{width - 1}" height="{height - 1}" rx="6" fill="{_BACKGROUND}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+            f"  <title>{escape(title)}</title>",
+            _STYLE,
+            f'  <rect x="0.5" y="0.5" {frame} stroke="{_BORDER}"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def _panel(
+    panel: Panel, left: int, above: int, label_width: int, ours: Collection[str]
+) -> list[str]:
+    """The chart's lines, its corner at `left` and `above`."""
+    bar_left = left + label_width
+    largest = max((value for value in panel.values.values() if value is not None), default=0.0)
+    scale = (_PANEL_WIDTH - _LABEL_WIDTH - _VALUE_WIDTH) / largest if largest else 0.0
+    lines = [_text(left, above + 26, panel.title, "title")]
+    lines += [
+        _text(left, above + 44 + 14 * row, note, "note") for row, note in enumerate(panel.notes)
+    ]
+    for row, (name, value) in enumerate(panel.values.items()):
+        top = above + _FIRST_BAR + _BAR_STEP * row + 4
+        style = "ours" if name in ours else ""
+        lines.append(_text(left, top + 13, name, style))
+        if value is None:
+            lines.append(_text(bar_left + 8, top + 13, "-", "note"))
+            continue
+        width = max(value * scale, 2.0)  # a bar of nothing is still seen
+        size = f'width="{width:.1f}" height="{_BAR_HEIGHT}" rx="2"'
+        colour = _OURS if name in ours else _THEIRS
+        lines += [
+            f'  <rect x="{bar_left}" y="{top}" {size} fill="{colour}"/>',
+            _text(bar_left + width + 6, top + 13, _number(value), style),
+        ]
+    return lines
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    kind = f' class="{style}"' if style else ""
+    return f'  <text x="{x:.4g}" y="{y}"{kind}>{escape(text)}</text>'
+
+
+def _number(value: float) -> str:
+    """Whole where it is exact or large, else with one decimal."""
+    return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.1f}"

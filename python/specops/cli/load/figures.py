@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the answers of a run to its figures."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from specops.cli.load.answers import Answer
+
+PERCENTILES = (50, 90, 95, 99)
+_SERVER_TIMES = ("queue_seconds", "prefill_seconds", "decode_seconds")
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """What a server says of its drafts.
+
+    Attributes:
+        num_drafts: steps with drafts; None: it does not say.
+        num_draft_tokens: that were verified.
+        num_accepted_tokens: of them.
+    """
+
+    num_drafts: int | None
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    def since(self, before: "DraftCounts") -> "DraftCounts":
+        """What was counted after `before`."""
+        steps = None
+        if self.num_drafts is not None and before.num_drafts is not None:
+            steps = self.num_drafts - before.num_drafts
+        return DraftCounts(
+            steps,
+            self.num_draft_tokens - before.num_draft_tokens,
+            self.num_accepted_tokens - before.num_accepted_tokens,
+        )
+
+
+def figures(answers: Sequence[Answer], metrics: DraftCounts | None = None) -> dict[str, Any]:
+    """The figures of a run, in JSON.
+
+    Args:
+        answers: of all requests.
+        metrics: what the server's own counters say of the time of the run; what stands in the
+            answers goes before it, because others may use the server as well.
+
+    Returns:
+        "num_requests", "num_failed" and "failures" (how often what was said); "seconds" from the
+        first request that was due to the last answer; tokens, and tokens and requests a second;
+        in milliseconds and for answers without a failure "first_token_ms", "per_output_token_ms",
+        "whole_ms" by the clock here, "sent_late_ms" (how late requests were sent: the generator's
+        own fault), and "server_ms" by the server's clock; "acceptance" of drafts, or null.
+    """
+    good = [answer for answer in answers if answer.error is None]
+    seconds = max(a.end for a in answers) - min(a.due for a in answers)
+    tokens = sum(answer.completion_tokens for answer in good)
+    return {
+        "num_requests": len(answers),
+        "num_failed": len(answers) - len(good),
+        "failures": dict(Counter(a.error for a in answers if a.error is not None).most_common()),
+        "seconds": seconds,
+        "prompt_tokens": sum(answer.prompt_tokens or 0 for answer in good),
+        "completion_tokens": tokens,
+        "tokens_are_counted_by": _counter(good),
+        "requests_per_s": len(good) / seconds,
+        "output_tokens_per_s": tokens / seconds,
+        "first_token_ms": spread(answer.seconds_to_first for answer in good),
+        "per_output_token_ms": spread(answer.seconds_per_token for answer in good),
+        "whole_ms": spread(answer.seconds for answer in good),
+        "sent_late_ms": spread(answer.sent - answer.due for answer in answers),
+        "server_ms": _server_times(good),
+        "acceptance": _acceptance(good, metrics),
+    }
+
+
+def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
+    """Mean, percentiles and greatest in milliseconds, of the times that are there; None: none."""
+    there = [1e3 * second for second in seconds if second is not None]
+    if not there:
+        return None
+    of_each = np.percentile(there, PERCENTILES)
+    return {
+        "mean": float(np.mean(there)),
+        **{f"p{p}": float(value) for p, value in zip(PERCENTILES, of_each, strict=True)},
+        "max": max(there),
+    }
+
+
+def request_records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Every request, its times in seconds from the first one that was due."""
+    begin = min(answer.due for answer in answers)
+    records = []
+    for answer in sorted(answers, key=lambda answer: answer.due):
+        record = asdict(answer)
+        for name in ("due", "sent", "first", "last", "end"):
+            if record[name] is not None:
+                record[name] -= begin
+        records.append(record)
+    return records
+
+
+def _counter(answers: Sequence[Answer]) -> str:
+    """Who counted the tokens. Pieces of text are fewer where a step emits several tokens."""
+    told = all(answer.prompt_tokens is not None for answer in answers)
+    return "the server" if told else "pieces of text: the server sends no usage"
+
+
+def _server_times(answers: Sequence[Answer]) -> dict[str, dict[str, float] | None] | None:
+    told = [answer.timings for answer in answers if answer.timings]
+    if not told:
+        return None
+    return {
+        name.removesuffix("_seconds"): spread(timings.get(name) for timings in told)
+        for name in _SERVER_TIMES
+    }
+
+
+def _acceptance(answers: Sequence[Answer], metrics: DraftCounts | None) -> dict[str, Any] | None:
+    counts, source = metrics, "metrics"
+    told = [answer for answer in answers if answer.num_draft_tokens is not None]
+    if any(answer.num_draft_tokens for answer in told):
+        steps = [answer.num_drafts for answer in told]
+        counts, source = (
+            DraftCounts(
+                None if None in steps else sum(step or 0 for step in steps),
+                sum(answer.num_draft_tokens or 0 for answer in told),
+                sum(answer.num_accepted_tokens or 0 for answer in told),
+            ),
+            "answers",
+        )
+    if counts is None or not counts.num_draft_tokens:
+        return None
+    length = None
+    if counts.num_drafts:
+        length = 1 + counts.num_accepted_tokens / counts.num_drafts
+    return {
+        "source": source,
+        **asdict(counts),
+        "rate": counts.num_accepted_tokens / counts.num_draft_tokens,
+        "mean_length": length,
+    }

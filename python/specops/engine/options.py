@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of an engine on a command line, written down once for all commands that have them.
+
+An option that is not given is absent, and EngineConfig's default holds.
+"""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from specops.engine.config import EngineConfig
+from specops.engine.speculative_config import SpeculativeConfig
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds which model runs, in what dtypes, and where."""
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
+    add(
+        "--device",
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:N (default: auto, a GPU where one can be used)",
+    )
+    add("--dtype", choices=("auto", "bfloat16", "float32"), help="(default: the checkpoint's)")
+    add(
+        "--kv-cache-dtype",
+        choices=("auto", "int8", "fp8_e4m3"),
+        help="of keys and values: 8 bits take half the memory (default: the model's)",
+    )
+    add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
+
+
+def add_draft_lengths(parser: argparse.ArgumentParser) -> None:
+    """Adds how much is drafted."""
+    add = parser.add_argument
+    add("--num-speculative-tokens", type=int, metavar="K", help="drafts of a step (default: 4)")
+    add(
+        "--num-model-steps",
+        type=int,
+        metavar="N",
+        help="drafts of MTP modules (default: all, and 1 where something else continues them)",
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Adds everything that sets up an engine which others send requests to."""
+    add = parser.add_argument
+    add_model_options(parser)
+    add("--served-model-name", metavar="NAME", help="name clients use (default: the directory's)")
+    add(
+        "--speculative-config",
+        metavar="JSON",
+        help='for requests that do not choose, e.g. \'{"method": "ngram", '
+        '"num_speculative_tokens": 4}\' (default: this one)',
+    )
+    add(
+        "--enforce-eager",
+        action="store_true",
+        default=None,
+        help="on a GPU: no CUDA graphs, every kernel is launched on its own",
+    )
+    add(
+        "--load-format",
+        choices=("auto", "dummy"),
+        help="dummy makes random weights for measurements (default: the checkpoint's)",
+    )
+    add(
+        "--logprobs-mode",
+        choices=("raw_logprobs", "processed_logprobs"),
+        help="logprobs of the model's logits, or of what tokens are drawn from (default: raw)",
+    )
+    _add_sizes(parser)
+    add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
+    add(
+        "--suffix-corpus",
+        metavar="PATH",
+        help="text file, or folder of them, that suffix decoding drafts from",
+    )
+    add(
+        "--suffix-cache",
+        metavar="FILE",
+        help="where suffix decoding keeps the responses it drafts from: loaded at the start if it "
+        "is there, saved at the end and every few minutes",
+    )
+    add(
+        "--calibrate",
+        action="store_true",
+        default=None,
+        help="measure what steps cost anew, for adaptive verification (default: once per machine)",
+    )
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    default, add = EngineConfig, parser.add_argument
+    add("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
+    add("--max-num-seqs", type=int, metavar="N", help=f"(default: {default.max_num_seqs})")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help=f"rows of one step (default: {default.max_num_batched_tokens})",
+    )
+    add("--page-size", type=int, choices=(16, 32, 64), help=f"(default: {default.page_size})")
+    add("--num-pages", type=int, metavar="N", help="KV pages (default: what the requests need)")
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="share the pages of equal prefixes (default: yes)",
+    )
+    add(
+        "--enable-cascade-attention",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="read the pages that requests share once for all of them (default: yes)",
+    )
+    add(
+        "--max-waiting",
+        type=int,
+        metavar="N",
+        help=f"requests that may wait, further ones get 429 (default: {default.max_waiting})",
+    )
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What EngineConfig is made of: the options that were given.
+
+    Args:
+        args: as a parser with these options, or some of them, reads them.
+
+    Raises:
+        ValueError: the speculative configuration is none.
+    """
+    settings: dict[str, Any] = {
+        field.name: getattr(args, field.name)
+        for field in fields(EngineConfig)
+        if getattr(args, field.name, None) is not None
+    }
+    if settings.get("speculative_config") is not None:
+        settings["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
+    return settings

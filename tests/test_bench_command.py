@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specops bench`: its figures are those of servers whose delays and drafts are known."""
+
+import asyncio
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("rich")
+pytest.importorskip("fastapi")
+
+from fake_engine import FakeEngine
+from known_server import Known, known_server
+from serving import serving
+from specops.cli import main
+from specops.cli.load.answers import Answer
+from specops.cli.load.arrivals import due_times, keep_busy, send_at
+from specops.cli.load.figures import DraftCounts, figures, request_records, spread
+from specops.prompts import PROMPTS
+
+
+def bench(url: str, file: Path, *options: str, code: int = 0) -> dict[str, Any]:
+    """Runs it; what it writes."""
+    assert main(["bench", "--url", url, "--json", str(file), *options]) == code
+    results = json.loads(file.read_text())
+    assert isinstance(results, dict)
+    return results
+
+
+def answer(due: float, sent: float, first: float, last: float, end: float, n: int) -> Answer:
+    return Answer(due, sent, first, last, end, prompt_tokens=10, completion_tokens=n, pieces=n)
+
+
+def test_figures_of_known_answers() -> None:
+    answers = [
+        answer(1.0, 1.0, 1.5, 2.5, 2.75, 11),  # 0.1 s a token
+        answer(2.0, 2.25, 2.5, 4.0, 4.0, 4),  # 0.5 s a token
+        answer(2.0, 2.0, 3.0, 3.0, 3.0, 1),  # one token has no time between tokens
+        Answer(2.0, 2.0, end=6.0, error="500: broken"),
+        Answer(2.0, 2.0, end=5.0, error="500: broken"),
+    ]
+    found = figures(answers)
+    assert (found["num_requests"], found["num_failed"]) == (5, 2)
+    assert found["failures"] == {"500: broken": 2}
+    assert found["seconds"] == 5.0
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (30, 16)
+    assert (found["requests_per_s"], found["output_tokens_per_s"]) == (3 / 5, 16 / 5)
+    assert found["first_token_ms"] == pytest.approx(
+        {"mean": 2000 / 3, "p50": 500, "p90": 900, "p95": 950, "p99": 990, "max": 1000}
+    )
+    assert found["per_output_token_ms"]["mean"] == pytest.approx(300)
+    assert found["per_output_token_ms"]["p90"] == pytest.approx(460)
+    assert found["whole_ms"]["p50"] == pytest.approx(1750)
+    assert found["sent_late_ms"]["max"] == 250
+    assert found["server_ms"] is None and found["acceptance"] is None
+    assert spread([None]) is None
+    records = request_records(answers)
+    assert [record["due"] for record in records] == [0, 1, 1, 1, 1]
+    assert records[1]["first"] == 1.5 and records[3]["first"] is None
+
+
+def test_drafts_are_the_answers_or_the_counters() -> None:
+    one = answer(0, 0, 1, 2, 2, 5)
+    counters = DraftCounts(10, 40, 30).since(DraftCounts(2, 8, 6))
+    assert figures([one], counters)["acceptance"] == {
+        "source": "metrics",
+        "num_drafts": 8,
+        "num_draft_tokens": 32,
+        "num_accepted_tokens": 24,
+        "rate": 0.75,
+        "mean_length": 4.0,
+    }
+    one.num_draft_tokens, one.num_accepted_tokens = 8, 2
+    found = figures([one, answer(0, 0, 1, 2, 2, 5)], counters)["acceptance"]
+    assert (found["source"], found["rate"], found["mean_length"]) == ("answers", 0.25, None)
+    one.num_drafts = 4
+    assert figures([one], None)["acceptance"]["mean_length"] == 1.5
+    assert figures([answer(0, 0, 1, 2, 2, 5)], DraftCounts(0, 0, 0))["acceptance"] is None
+
+
+def test_arrivals() -> None:
+    assert due_times(4, 2.0, even=True, seed=0) == [0, 0.5, 1, 1.5]
+    times = due_times(20000, 10.0, even=False, seed=3)
+    assert times == due_times(20000, 10.0, even=False, seed=3)
+    gaps = [after - before for before, after in pairwise(times)]
+    # Exponential: mean and deviation are alike, within five of their standard errors.
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(0.1, abs=5 * 0.1 / 20000**0.5)
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(0.01, rel=0.12)
+
+
+def test_what_is_sent_late_counts_from_when_it_was_due() -> None:
+    now = [100.0]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds + (2.0 if now[0] < 101 else 0.0)  # the first sleep is too long
+
+    async def send(index: int, due: float) -> Answer:
+        return Answer(due, sent=now[0], end=now[0] + index)
+
+    answers = asyncio.run(send_at([0.0, 0.5, 1.0, 4.0], send, lambda: now[0], sleep))
+    assert [one.due for one in answers] == [100, 100.5, 101, 104]
+    # Tasks begin when the loop that starts them waits.
+    assert [one.sent - one.due for one in answers[1:]] == [3.5, 3.0, 0.0]
+
+
+def test_as_many_are_under_way_as_it_is_told() -> None:
+    seen: list[int] = []
+    under_way = 0
+
+    async def send(index: int, due: float) -> Answer:
+        nonlocal under_way
+        under_way += 1
+        seen.append(under_way)
+        await asyncio.sleep(0.001 * (index % 3))
+        under_way -= 1
+        return Answer(due, end=float(index))
+
+    answers = asyncio.run(keep_busy(30, 4, send, lambda: 0.0))
+    assert sorted(one.end for one in answers) == list(range(30))
+    assert max(seen) == 4 and seen[4:].count(4) == 26
+
+
+@pytest.mark.parametrize("load", [("--concurrency", "3"), ("--rate", "40", "--even")])
+def test_known_delays(load: tuple[str, ...], tmp_path: Path) -> None:
+    """The server's sleeps are never shorter; how much longer depends on the machine's others."""
+    known = Known(first=0.05, gap=0.01, pieces=11, tokens=21)
+    with known_server(known):
+        results = bench(known.url, tmp_path / "a.json", "--requests", "12", *load)
+    found = results["figures"]
+    assert (found["num_requests"], found["completion_tokens"]) == (12, 12 * 21)
+    assert 50 <= found["first_token_ms"]["p50"] < 200
+    # Eleven texts in ten gaps hold 21 tokens.
+    assert 4.5 < found["per_output_token_ms"]["p50"] < 20
+    assert 150 <= found["whole_ms"]["p50"] < 600
+    seconds = found["seconds"]
+    least = 4 * 0.15 if load[0] == "--concurrency" else 11 / 40 + 0.15
+    assert least <= seconds < 5 * least
+    assert found["output_tokens_per_s"] == pytest.approx(12 * 21 / seconds)
+    assert len(known.bodies) == 13, "one request to warm up, which does not count"
+
+
+def test_a_server_like_vllm_tells_drafts_by_its_counters(tmp_path: Path) -> None:
+    known = Known(prefix="vllm")
+    with known_server(known):
+        options = ("--requests", "4", "--warm-up", "2", "--temperature", "0.5", "--seed", "9")
+        results = bench(known.url + "/v1/", tmp_path / "a.json", *options, "--api-key", "k")
+    assert results["figures"]["acceptance"] == {
+        "source": "metrics",
+        "num_drafts": 20,
+        "num_draft_tokens": 80,
+        "num_accepted_tokens": 60,
+        "rate": 0.75,
+        "mean_length": 4.0,
+    }
+    assert results["name"] == results["model"] == "m"
+    assert set(known.keys) == {"Bearer k"} and "api_key" not in results["options"]
+    assert sorted(body["seed"] for body in known.bodies[2:]) == [9, 10, 11, 12]
+    assert known.bodies[0]["stream_options"] == {"include_usage": True}
+    assert {body["prompt"] for body in known.bodies} == set(PROMPTS[:4])
+
+
+def test_texts_without_usage_and_lines_of_their_own(tmp_path: Path) -> None:
+    """U+2028 and U+0085 end lines for Python, but not in a stream."""
+    with known_server(Known(tokens=None, text="a\u2028b\x85c", pieces=5)) as known:
+        found = bench(known.url, tmp_path / "a.json", "--requests", "2")["figures"]
+    assert (found["num_failed"], found["completion_tokens"]) == (0, 10)
+    assert found["tokens_are_counted_by"] == "pieces of text: the server sends no usage"
+    assert found["acceptance"] is None
+
+
+def test_failures_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("yes\nno\n")
+    options = ("--requests", "6", "--prompt-file", str(prompts))
+    with known_server(Known(refuse=503)) as known:
+        found = bench(known.url, tmp_path / "a.json", *options, code=1)["figures"]
+    assert (found["num_failed"], found["completion_tokens"]) == (3, 9)
+    assert found["failures"] == {"503: as you wished": 3}
+    assert "3 failed: 503: as you wished" in capsys.readouterr().out
+    with known_server(Known(cut=True)) as known:
+        options = ("--requests", "2", "--warm-up", "0")
+        found = bench(known.url, tmp_path / "a.json", *options, code=1)["figures"]
+    assert found["failures"] == {"the stream ended before [DONE]": 2}
+
+
+def test_specops_own_server(tmp_path: Path) -> None:
+    """Every token and every draft that the engine has counted."""
+    engine = FakeEngine(step_seconds=0.002, most_accepted=2)
+    with serving(engine) as served:
+        options = ("--requests", "12", "--warm-up", "0", "--max-tokens", "32")
+        found = bench(served.url, tmp_path / "a.json", *options)["figures"]
+        stats = engine.stats.speculative
+        assert found["completion_tokens"] == engine.stats.generation_tokens == 12 * 32
+        assert found["prompt_tokens"] == engine.stats.prompt_tokens
+        accepted = found["acceptance"]
+        assert accepted["source"] == "answers"
+        assert accepted["num_drafts"] == stats.num_drafts
+        assert accepted["num_draft_tokens"] == stats.num_draft_tokens
+        assert accepted["num_accepted_tokens"] == stats.num_accepted_tokens
+        assert set(found["server_ms"]) == {"queue", "prefill", "decode"}
+        # 1 token, and then three a step: eleven steps behind the first, of 2 ms at least.
+        assert found["server_ms"]["decode"]["p50"] >= 22
+        assert found["whole_ms"]["p50"] >= found["server_ms"]["decode"]["p50"]
+        # Eight at a time in four slots: some wait for those before them.
+        assert found["first_token_ms"]["max"] >= 22
+        plain = ("--body", '{"speculative_config": {"method": "naive"}}', "--chat", "--ignore-eos")
+        found = bench(served.url, tmp_path / "a.json", *options, *plain)["figures"]
+        assert found["acceptance"] is None and found["completion_tokens"] == 12 * 32
+        served.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--concurrency", "0"], "--concurrency must be at least 1, got 0"),
+        (["--warm-up", "-1"], "--warm-up must be at least 0, got -1"),
+        (["--rate", "0"], "--rate must be above 0, got 0"),
+        (["--timeout", "nan"], "--timeout must be above 0, got nan"),
+        (["--url", "127.0.0.1"], "--url must begin with http:// or https://, got 127.0.0.1"),
+        (["--even"], "--even needs --rate"),
+        (["--body", "{"], "--body is not valid JSON"),
+        (["--body", "[]"], "--body must be a JSON object, got []"),
+        (["--prompt-file", "/nowhere"], "No such file"),
+        (["--json", "/nowhere/a"], "--json must be a file to write, got /nowhere/a"),
+        (["--url", "http://127.0.0.1:1"], "--url must be an OpenAI-compatible server, got http"),
+    ],
+)
+def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("specops: ") and message in error and error.count("\n") == 1
+
+
+def test_a_refused_request_ends_it_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeEngine()) as served:
+        assert main(["bench", "--url", served.url, "--body", '{"nonsense": 1}']) == 2
+        assert "the server refused a request: 400: unknown field" in capsys.readouterr().err
+        assert main(["bench", "--url", served.url, "--model", "another"]) == 2
+        assert "the server refused a request: 404:" in capsys.readouterr().err

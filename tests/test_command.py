@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `specops`: at once there, the same under every name, and clear about mistakes."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import specops
+from specops.cli import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRA = ("aiohttp", "rich", "prometheus_client")
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def need_the_extra() -> None:
+    """Skips where specops[cli] is not installed, as on a machine without network."""
+    for package in EXTRA:
+        pytest.importorskip(package)
+
+
+def test_help_is_there_at_once() -> None:
+    """Measured here: 0.03 s. torch alone takes two seconds."""
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = python("-m", "specops", "--help")
+        seconds.append(time.perf_counter() - begin)
+        assert done.returncode == 0
+    assert min(seconds) < 0.5
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in done.stdout and command.summary in done.stdout
+
+
+@pytest.mark.parametrize("module", ["specops", "specops.cli", "specops.cli.plot"])
+def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
+    code = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    assert python("-c", code).stdout == "False False\n"
+
+
+def test_the_load_generator_imports_no_torch() -> None:
+    need_the_extra()
+    code = "import sys, specops.cli.bench; print('torch' in sys.modules)"
+    assert python("-c", code).stdout == "False\n"
+
+
+def test_the_package_still_has_all_its_names() -> None:
+    assert set(specops.__all__) <= set(dir(specops))
+    for name in specops.__all__:
+        assert getattr(specops, name).__module__.startswith("specops")
+    code = "import specops; print(specops.runtime.get_isa() == specops.get_isa())"
+    assert python("-c", code).stdout == "True\n"
+    with pytest.raises(AttributeError, match="module 'specops' has no attribute 'nothing'"):
+        specops.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_under_its_name(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "bench":
+        need_the_extra()
+    with pytest.raises(SystemExit) as exit:
+        main([name, "--help"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: specops {name} ")
+
+
+def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = import_module("specops.engine.__main__")
+    for arguments, usage in (
+        ([], "usage: python -m specops.engine ["),
+        (["contract"], "usage: python -m specops.engine contract ["),
+        (["verify-exactness"], "usage: python -m specops.engine verify-exactness ["),
+    ):
+        with pytest.raises(SystemExit):
+            engine.main([*arguments, "--help"])
+        assert capsys.readouterr().out.startswith(usage)
+
+
+def test_contract_is_the_engine_s_and_reads_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("yaml")
+    engine = import_module("specops.engine.__main__")
+    options = ["--device", "cpu", "--dtype", "float32"]
+    assert main(["contract", *options]) == 0
+    ours = capsys.readouterr().out
+    assert engine.main(["contract", *options]) == 0
+    assert capsys.readouterr().out == ours
+    file = tmp_path / "options.yaml"
+    file.write_text("device: cpu\ndtype: float32\nport: 1234\n")
+    assert main(["contract", "--config", str(file)]) == 0
+    assert capsys.readouterr().out == ours
+    assert json.loads(ours)["model"]["dtype"] == "float32"
+    file.write_text("dtyp: float32\n")
+    assert main(["contract", "--config", str(file)]) == 2
+    assert "must hold names of flags, got 'dtyp'; the nearest is dtype" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"specops {specops.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["--nothing"]])
+def test_mistakes_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert "usage: specops COMMAND [OPTIONS]" in capsys.readouterr().err
+
+
+def raising(error: BaseException) -> Any:
+    def run(*_: Any) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("missing", EXTRA)
+def test_a_missing_package_is_named(
+    missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_the_extra()
+    for name in [name for name in sys.modules if name.startswith("specops.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["bench"]) == 2
+    assert capsys.readouterr().err == (
+        f"specops: bench needs {missing}, which is not installed: pip install 'specops[cli]'\n"
+    )
+
+
+def test_kernels_that_are_not_compiled(tmp_path: Path) -> None:
+    """A clone in which nobody has run make."""
+    package = tmp_path / "specops"
+    shutil.copytree(
+        ROOT / "python" / "specops", package, ignore=shutil.ignore_patterns("*.so", "assets")
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "specops", "complete", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "specops: the kernels are not compiled: run `make setup`, or install the package with pip\n"
+    )
+
+
+def test_interrupts_and_closed_pipes_are_no_tracebacks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plot = import_module("specops.cli.plot")
+    monkeypatch.setattr(plot, "main", raising(KeyboardInterrupt()))
+    assert main(["plot"]) == 130
+    assert capsys.readouterr().err == "\n"
+    # Whoever reads has gone before the usage is written.
+    code = "import sys, specops.cli as c; sys.exit(c.main(['contract', '--device', 'cpu']))"
+    shell = f'set -o pipefail; "{sys.executable}" -c "{code}" | true'
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    command = ["bash", "-c", shell]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert "Traceback" not in done.stderr and done.returncode in (0, 1)
+
+
+def test_every_way_to_it_leads_to_it(tmp_path: Path) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '[project.scripts]\nspecops = "specops.cli:main"\n' in project
+    recipe = re.search(
+        r"^\tprintf (.*) > \$\(BIN\)/specops$", (ROOT / "Makefile").read_text(), re.M
+    )
+    assert recipe is not None
+    made = recipe[1].replace("$$", "$").replace("$(abspath $(BIN))", str(tmp_path))
+    launcher = tmp_path / "specops"
+    shell = ["bash", "-c", f"printf {made} > {launcher} && chmod +x {launcher}"]
+    subprocess.run(shell, check=True)
+    (tmp_path / "python").symlink_to(sys.executable)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    command = [str(launcher), "plot", "no such file"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("specops: no such file must be results of specops bench")
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    from specops.prompts import read_prompts
+
+    file = tmp_path / "prompts"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="must be a text in UTF-8"):
+        read_prompts(str(file))
+    file.write_text('["a", 1]')
+    with pytest.raises(ValueError, match="must hold prompts: a JSON list of texts, or a text per"):
+        read_prompts(str(file))
+    file.write_text("a\n\nb\n")
+    assert read_prompts(str(file)) == ["a", "b"]

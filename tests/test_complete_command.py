@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specops complete`: it shows and writes what the engine gives, and notices a difference."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from specops import sampling
+from specops.cli import main
+from specops.engine import Engine, EngineConfig, SamplingParams, runner
+from specops.engine.config import BUNDLED_MODEL
+
+pytestmark = pytest.mark.skipif(
+    not (BUNDLED_MODEL / "model.safetensors").is_file(), reason="the bundled model is not there"
+)
+
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
+COMMAND = ["complete", "--device", "cpu", "--num-threads", "1", "--max-tokens", "24"]
+SEEDED = ["--temperature", "0.8", "--top-p", "0.9", "--seed", "5"]
+
+
+def reported(*options: str, file: Path, code: int = 0) -> dict[str, Any]:
+    assert main([*COMMAND, PROMPT, "--json", str(file), *options]) == code
+    report = json.loads(file.read_text())
+    assert isinstance(report, dict)
+    return report
+
+
+@pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
+def test_it_is_what_the_engine_gives(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = reported("--method", method, "--logprobs", "2", *SEEDED, file=tmp_path / "a.json")
+    streamed = capsys.readouterr()
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=1, num_threads=1))
+    params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, logprobs=2)
+    (want,) = engine.generate([PROMPT], params, speculative_config={"method": method})
+    assert streamed.out == want.text + "\n"
+    assert report["text"] == want.text and report["token_ids"] == want.token_ids
+    assert report["prompt_token_ids"] == want.prompt_token_ids and report["seed"] == 5
+    for told, one in zip(report["logprobs"], want.logprobs, strict=True):
+        assert (told["token_id"], told["logprob"], told["rank"]) == (
+            one.token_id,
+            one.logprob,
+            one.rank,
+        )
+        assert told["alternatives"] == [list(other) for other in one.alternatives]
+    assert report["finish_reason"] == want.finish_reason
+    steps = report["steps"]
+    assert [token for step in steps for token in step["token_ids"]] == want.token_ids
+    assert [step["seconds"] for step in steps] == sorted(step["seconds"] for step in steps)
+    drafts = [step["drafts"] for step in steps if step["drafts"] is not None]
+    stats = report["stats"]
+    assert sum(len(one["token_ids"]) for one in drafts) == stats["num_draft_tokens"]
+    assert sum(len(one["accepted"]) for one in drafts) == stats["num_accepted_tokens"]
+    assert (method == "naive") == (stats["num_draft_tokens"] == 0)
+    assert {source for one in drafts for source in one["sources"]} <= {method}
+    assert f"{method}: {len(want.token_ids)} tokens in {stats['num_steps']} steps" in streamed.err
+    assert "plain" not in report
+
+
+def test_plain_decoding_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = reported("--compare", "--method", "mtp", *SEEDED, file=tmp_path / "a.json")
+    error = capsys.readouterr().err
+    count = len(report["token_ids"])
+    assert f"identical: {count} of {count} tokens and logprobs, " in error
+    assert "times as fast as plain" in error
+    assert report["identical"] is True and report["first_difference"] is None
+    assert report["plain"]["token_ids"] == report["token_ids"]
+    assert report["plain"]["logprobs"] == report["logprobs"]
+    assert report["stats"]["num_accepted_tokens"] > 0
+    assert report["plain"]["stats"]["num_draft_tokens"] == 0
+
+
+def test_a_difference_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier that accepts whatever is proposed."""
+    monkeypatch.setitem(runner._POLICIES, "normal", int(sampling.AcceptPolicy.ACCEPT_ALL))
+    report = reported("--compare", *SEEDED, file=tmp_path / "a.json", code=1)
+    place = report["first_difference"]
+    plain, drafted = report["plain"]["token_ids"], report["token_ids"]
+    assert plain[:place] == drafted[:place] and plain[place] != drafted[place]
+    assert report["identical"] is False
+    error = capsys.readouterr().err
+    assert f"different from output token {place} on:\n" in error
+    assert f"  plain:   token {plain[place]} " in error
+    assert f"  drafted: token {drafted[place]} " in error
+    assert "promises no more" not in error
+
+
+def test_a_strategy_that_promises_less_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    config = '{"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "rejection"}'
+    options = ["--compare", "--temperature", "1", "--speculative-config", config]
+    codes = [main([*COMMAND, PROMPT, *options, "--seed", str(seed)]) for seed in range(3)]
+    assert 1 in codes
+    assert "verify_strategy rejection promises no more" in capsys.readouterr().err
+
+
+def test_from_standard_input_to_standard_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*COMMAND, PROMPT]) == 0
+    whole = capsys.readouterr().out
+    stop = whole[len(whole) // 2 :][:3]
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert main([*COMMAND, "--json", "-", "--stop", stop, "--stop", "not in it"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["finish_reason"] == "stop" and printed["stop_reason"] == stop
+    assert printed["text"] == whole.partition(stop)[0]
+    assert main([*COMMAND, PROMPT, "--stop", stop]) == 0
+    assert capsys.readouterr().out == printed["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--method", "eagle"], "method must be one of naive, ngram, suffix, mtp; got 'eagle'"),
+        (["--num-speculative-tokens", "0"], "num_speculative_tokens must be at least 1"),
+        (["--max-tokens", "-1"], "max_tokens must be"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["--model", "/nowhere"], "no such directory"),
+        (["--speculative-config", "{"], "speculative_config is not valid JSON"),
+        (["--max-tokens", "3", "--json", "/nowhere/a"], "--json must be a file to write, got"),
+    ],
+)
+def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, PROMPT, *options]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specops plot`: a bar for every run and figure, as long as the figure is large."""
+
+import json
+import re
+import xml.dom.minidom
+from pathlib import Path
+from typing import Any
+
+import pytest
+from specops.cli import main
+from specops.cli.bar_charts import Panel, picture
+
+
+def spread(value: float) -> dict[str, float]:
+    return {name: value * (2 if name == "p99" else 1) for name in ("mean", "p50", "p99", "max")}
+
+
+def run(name: str, scale: float, *, accepted: float | None) -> dict[str, Any]:
+    """What `specops bench` writes, with figures that tell it apart."""
+    return {
+        "kind": "specops bench",
+        "version": 1,
+        "name": name,
+        "figures": {
+            "output_tokens_per_s": 1000 * scale,
+            "requests_per_s": 10 * scale,
+            "acceptance": None if accepted is None else {"rate": accepted},
+            "first_token_ms": spread(20 / scale),
+            "per_output_token_ms": spread(3 / scale),
+            "whole_ms": None,
+        },
+    }
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    runs = [run("drafts <4>", 2.0, accepted=0.75), run("plain", 1.0, accepted=None)]
+    paths = [tmp_path / f"{index}.json" for index in range(2)]
+    for path, one in zip(paths, runs, strict=True):
+        path.write_text(json.dumps(one))
+    return [str(path) for path in paths]
+
+
+def test_runs_side_by_side(files: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "runs.svg"
+    assert main(["plot", *files, "--out", str(out), "--highlight", "drafts <4>"]) == 0
+    svg = out.read_text()
+    xml.dom.minidom.parseString(svg)
+    titles = re.findall(r'class="title">([^<]*)<', svg)
+    assert titles[:4] == [
+        "Output tokens a second",
+        "Requests a second",
+        "Drafts accepted, %",
+        "First token, ms",
+    ]
+    assert len(titles) == 9
+    assert svg.count("drafts &lt;4&gt;</text>") == svg.count(">plain</text>") == 9
+    # Both runs in five panels and more, one in that of drafts, none in those of whole answers.
+    bars = re.findall(r'width="([\d.]+)" height="18" rx="2" fill="(#\w+)"/>', svg)
+    assert len(bars) == 2 * 6 + 1
+    (ours, green), (theirs, grey) = bars[:2]
+    assert float(ours) == pytest.approx(2 * float(theirs), abs=0.2) and green != grey
+    for shown in ("2,000", "1,000", "75", "10", "20", "40", "1.5", "6"):
+        assert f">{shown}</text>" in svg, shown
+
+
+def test_a_picture_grows_with_its_names_and_panels() -> None:
+    def size(names: list[str], panels: int) -> tuple[int, int]:
+        panel = Panel("t", ("a", "b"), {name: 1.0 for name in names})
+        found = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture([panel] * panels, "p", ours=()))
+        assert found is not None
+        return int(found[1]), int(found[2])
+
+    assert size(["a"], 1) == (308, 116)
+    assert size(["a"], 3) == (900, 116) and size(["a"], 4) == (900, 232)
+    assert size(["a", "b"], 1) == (308, 144)
+    assert size(["a" * 30], 1)[0] == 308 + 7 * 30 + 8 - 94
+
+
+def test_mistakes(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, newer = tmp_path / "other.json", tmp_path / "newer.json"
+    other.write_text("[1]")
+    newer.write_text(json.dumps({"kind": "specops bench", "version": 2}))
+    for arguments, message in (
+        ([files[0], files[0]], "runs must have different names, got drafts <4> twice"),
+        (["/nowhere"], "/nowhere must be results of specops bench"),
+        ([str(other)], "must be results of specops bench, got another file"),
+        ([str(newer)], "must be results of version 1, got version 2"),
+        ([*files, "--highlight", "x"], "--highlight must name a run of drafts <4>, plain, got x"),
+        ([*files, "--out", "/nowhere/a.svg"], "--out must be a file to write, got /nowhere/a.svg"),
+    ):
+        assert main(["plot", *arguments]) == 2
+        assert message in capsys.readouterr().err
