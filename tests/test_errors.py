@@ -191,6 +191,8 @@ def append_attention() -> dict[str, Any]:
         "kv_lens": ints(5, 20),
         "sm_scale": 0.125,
         "sliding_window": 0,
+        "is_causal": True,
+        "sinks": torch.zeros(4),
         "prefix_leaders": ints(0, 1).view(1, 2),
         "prefix_lens": ints(0, 0).view(1, 2),
         "out": torch.zeros(3, 4, 64),

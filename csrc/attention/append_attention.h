@@ -46,6 +46,9 @@ struct AppendAttentionParams {
   const int32_t* kv_indptr;   // [batch + 1], in pages
   const int32_t* kv_indices;  // [pages]
   const int32_t* kv_lens;     // [batch], this step's rows included
+  // Of each query head, a score that no token has: it is in the sum that weights are divided by, and
+  // -inf is none. [num_qo_heads]; may be nullptr.
+  const float* sinks;
   // Which requests share the first tokens of their pages: the first request of the group, and how
   // many tokens, [num_prefix_levels, batch] each, levels from the widest groups to the narrowest;
   // may be nullptr. Only a schedule: no bit of out or lse depends on them.
@@ -67,6 +70,7 @@ struct AppendAttentionParams {
   int64_t page_size;  // 16, 32 or 64
   int64_t q_stride;
   int64_t sliding_window;  // a row sees this many positions, its own included; 0: all
+  bool is_causal;          // else a row sees what comes after it as well
   float sm_scale;
   DType dtype;        // float32, bfloat16 or float16; of q and out
   DType cache_dtype;  // `dtype`, int8 or float8_e4m3fn

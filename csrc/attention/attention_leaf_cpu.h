@@ -53,8 +53,8 @@ void fold_leaf(const AppendAttentionParams& params,
       float* o = own.states[chunk] + at * D;
       float* dst[kMaxTile];
       for (int row = 0; row < tile.rows; ++row) {
-        int64_t position = rows.positions[begin + row], end = position + 1 - base;
-        int64_t seen = window_begin(params, position);
+        int64_t seen = window_begin(params, rows.positions[begin + row]);
+        int64_t end = rows.ends[begin + row] - base;
         tile.lo[row] = static_cast<int>(seen > base ? seen - base : 0);
         tile.hi[row] = static_cast<int>(end < kLeafTokens ? end : kLeafTokens);
         tile.q[row] = rows.first_q[begin + row] + head * group * D;

@@ -147,7 +147,8 @@ __device__ __forceinline__ void load_queries(const Block& block) {
     int row = threadIdx.x;
     int packed = unit.first_row + min(row, unit.rows - 1);
     int position = unit.request.kv_len - unit.request.qo_len + packed / block.group();
-    seen[row] = make_int2(window_begin(block.params, position), position + 1);
+    seen[row] = make_int2(window_begin(block.params, position),
+                          seen_end(block.params, position, unit.request.kv_len));
   }
 #pragma unroll 1
   for (unsigned index = threadIdx.x; index < 16 * kRowTiles * Shape::kVectors;

@@ -134,6 +134,13 @@ __device__ __forceinline__ int window_begin(const AppendAttentionParams& params,
   return position - static_cast<int>(params.sliding_window) + 1;
 }
 
+// Behind the last token that it sees, of a request of so many.
+__device__ __forceinline__ int seen_end(const AppendAttentionParams& params,
+                                        int position,
+                                        int kv_len) {
+  return params.is_causal ? position + 1 : kv_len;
+}
+
 // The first request of the one's group on a level.
 __device__ __forceinline__ int leader_of(const AppendAttentionParams& params,
                                          int64_t level,

@@ -297,6 +297,8 @@ void append_attention(const TensorView& q,
                       const TensorView& kv_lens,
                       double sm_scale,
                       int64_t sliding_window,
+                      bool is_causal,
+                      const TensorView& sinks,
                       const TensorView& prefix_leaders,
                       const TensorView& prefix_lens,
                       const TensorView& out,
@@ -320,6 +322,7 @@ void append_attention(const TensorView& q,
   check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&num_indices});
+  check.optional("sinks", sinks, {DType::kFloat32}, {&qo_heads});
   if (prefix_leaders.defined() || prefix_lens.defined()) {
     check.tensor("prefix_leaders", prefix_leaders, {DType::kInt32}, {&levels, &batch});
     check.tensor("prefix_lens", prefix_lens, {DType::kInt32}, {&levels, &batch});
@@ -350,6 +353,7 @@ void append_attention(const TensorView& q,
       .kv_indptr = kv_indptr.data<int32_t>(),
       .kv_indices = kv_indices.data<int32_t>(),
       .kv_lens = kv_lens.data<int32_t>(),
+      .sinks = sinks.data<float>(),
       .prefix_leaders = prefix_leaders.data<int32_t>(),
       .prefix_lens = prefix_lens.data<int32_t>(),
       .num_prefix_levels = prefix_leaders.defined() ? levels.value : 0,
@@ -367,6 +371,7 @@ void append_attention(const TensorView& q,
       .page_size = page_size,
       .q_stride = q.stride(0),
       .sliding_window = sliding_window,
+      .is_causal = is_causal,
       .sm_scale = static_cast<float>(sm_scale),
       .dtype = dtype,
       .cache_dtype = cache_dtype,

@@ -166,6 +166,8 @@ def append_attention(
     kv_lens: Tensor,
     sm_scale: float,
     sliding_window: int,
+    is_causal: bool,
+    sinks: Tensor | None,
     prefix_leaders: Tensor | None,
     prefix_lens: Tensor | None,
     out: Written,
