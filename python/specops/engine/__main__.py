@@ -78,6 +78,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "int8", "fp8_e4m3"),
         help="of keys and values: 8 bits take half the memory (default: the model's)",
     )
+    add(
+        "--attention-backend",
+        choices=("specops", "torch", "flashinfer"),
+        help="torch and flashinfer are for comparison, and not exact (default: specops)",
+    )
     _add_sizes(parser)
     add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
     add(
@@ -243,6 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.host,
         listener.getsockname()[1],
     )
+    if not engine.config.has_exact_attention:
+        logging.getLogger(__name__).warning(
+            "not exact: with attention by %s, speculation and batching may change tokens",
+            engine.config.attention_backend,
+        )
     server.serve(
         app,
         listener,

@@ -73,7 +73,9 @@ class Engine:
         self.config = config = config or EngineConfig()
         if config.num_threads is not None:
             specops.set_num_threads(config.num_threads)
-        self._device = open_device(config.device, graphs=not config.enforce_eager)
+        # Other backends ask the device for lengths in every layer, which no graph can hold.
+        graphs = config.has_exact_attention and not config.enforce_eager
+        self._device = open_device(config.device, graphs=graphs)
         model = load_model(
             config.model_dir,
             dtype=config.dtype,
@@ -81,6 +83,7 @@ class Engine:
             device=self._device.device,
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
+            attention_backend=config.attention_backend,
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
@@ -471,7 +474,7 @@ class Engine:
         self._scheduler.finish(request)
 
     def _new_prefix_finder(self, model: Transformer) -> PrefixFinder | None:
-        if not self.config.enable_cascade_attention:
+        if not (self.config.enable_cascade_attention and self.config.has_exact_attention):
             return None
         kind = self._device.device.type
         layer_bytes = model.kv_bytes_per_token() // model.config.num_layers

@@ -166,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     add("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8_e4m3"))
+    add("--attention-backend", default="specops", choices=("specops", "torch", "flashinfer"))
     add("--max-num-seqs", type=int, default=8, metavar="N", help="together (default: 8)")
     add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
     return parser
@@ -187,10 +188,15 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     for _, own in compared:
         # Before anything is computed.
         engine.config.speculative_for(own, engine.runnable_methods, engine.missing_methods)
-    print(
-        f"{engine.model_name} on {engine.device}: {len(prompts)} prompts, up to {args.max_tokens} "
-        "tokens each"
+    backend = (
+        "" if engine.config.has_exact_attention else f", attention by {args.attention_backend}"
     )
+    print(
+        f"{engine.model_name} on {engine.device}{backend}: {len(prompts)} prompts, up to "
+        f"{args.max_tokens} tokens each"
+    )
+    if backend:
+        print("not exact: differences are to be expected")
     comparisons = []
     for temperature in args.temperature:
         params = _params(args, temperature, len(prompts), engine.vocab_size)
@@ -221,6 +227,7 @@ def _open_engine(args: argparse.Namespace, config: SpeculativeConfig) -> Engine:
             device=args.device,
             dtype=args.dtype,
             kv_cache_dtype=args.kv_cache_dtype,
+            attention_backend=args.attention_backend,
             max_num_seqs=args.max_num_seqs,
             num_threads=args.num_threads,
             speculative_config=config,
