@@ -40,6 +40,8 @@ PREPARE = "test_batching.py prepare or rows or neighbours"
 INPUT_IDS = "test_batching.py input_ids and not faults"
 ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
+SINKS = "test_attention_sinks.py reference or formula or schedules"
+NONCAUSAL = "test_attention_noncausal.py reference"
 COMMIT = "test_commit.py test"
 SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
@@ -447,6 +449,27 @@ MUTATIONS = [
         "find_scales(as_one);\n        __syncthreads();",
         "find_scales(as_one);",
         ATTENTION,
+    ),
+    Mutation(
+        "the sink of a head of the first KV head",
+        "attention/attention_results.cuh",
+        "int head = block.unit.head * block.group() + (",
+        "int head = (",
+        SINKS,
+    ),
+    Mutation(
+        "outputs do not know of a sink above all scores",
+        "attention/attention_results.cuh",
+        "return __fmul_rn(fold.a_scale, inverse(l));",
+        "return inverse(l);",
+        SINKS,
+    ),
+    Mutation(
+        "rows that see all are loaded as far as their own position",
+        "attention/attention_plan.cuh",
+        "return params.is_causal ? position + 1 : kv_len;",
+        "return position + 1;",
+        NONCAUSAL,
     ),
     Mutation(
         "a group's chunk is taken for its first leaf",
