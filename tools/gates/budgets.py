@@ -352,7 +352,7 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
 
 METERED: tuple[Metered, ...] = (
     _attention(64, 1, 93008, _per_arch(429, 429, 429, 477, 461, 449)),
-    _attention(64, 2, 93008, _per_arch(562, 562, 562, 609, 594, 596)),
+    _attention(64, 2, 93008, _per_arch(562, 562, 562, 610, 594, 596)),
     _attention(64, 4, 93008, _per_arch(843, 842, 842, 886, 862, 889)),
     _attention(96, 1, 80720, _per_arch(472, 471, 471, 525, 508, 506)),
     _attention(96, 2, 80720, _per_arch(620, 620, 620, 676, 658, 677)),

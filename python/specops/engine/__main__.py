@@ -78,11 +78,6 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "int8", "fp8_e4m3"),
         help="of keys and values: 8 bits take half the memory (default: the model's)",
     )
-    add(
-        "--attention-backend",
-        choices=("specops", "torch", "flashinfer"),
-        help="torch and flashinfer are for comparison, and not exact (default: specops)",
-    )
     _add_sizes(parser)
     add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
     add(
@@ -106,6 +101,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     default, add = EngineConfig, parser.add_argument
+    add(
+        "--attention-backend",
+        choices=("specops", "torch", "flashinfer"),
+        help="torch and flashinfer are for comparison, and not exact (default: specops)",
+    )
     add("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
     add("--max-num-seqs", type=int, metavar="N", help=f"(default: {default.max_num_seqs})")
     add(

@@ -76,15 +76,7 @@ class Engine:
         # Other backends ask the device for lengths in every layer, which no graph can hold.
         graphs = config.has_exact_attention and not config.enforce_eager
         self._device = open_device(config.device, graphs=graphs)
-        model = load_model(
-            config.model_dir,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            device=self._device.device,
-            load_format=config.load_format,
-            kv_cache_dtype=config.kv_cache_dtype,
-            attention_backend=config.attention_backend,
-        )
+        model = self._load_model()
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len = model.max_model_len
@@ -130,6 +122,18 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self.stats = EngineStats()
+
+    def _load_model(self) -> Transformer:
+        config = self.config
+        return load_model(
+            config.model_dir,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            device=self._device.device,
+            load_format=config.load_format,
+            kv_cache_dtype=config.kv_cache_dtype,
+            attention_backend=config.attention_backend,
+        )
 
     @property
     def runnable_methods(self) -> tuple[str, ...]:
