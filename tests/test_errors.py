@@ -193,6 +193,8 @@ def append_attention() -> dict[str, Any]:
         "sliding_window": 0,
         "is_causal": True,
         "sinks": torch.zeros(4),
+        "mask": ints(1, 1, 3).view(3, 1),
+        "mask_starts": ints(4, 18),
         "prefix_leaders": ints(0, 1).view(1, 2),
         "prefix_lens": ints(0, 0).view(1, 2),
         "out": torch.zeros(3, 4, 64),

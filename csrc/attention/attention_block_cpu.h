@@ -55,11 +55,13 @@ struct LeafKv {
   int64_t stride;
 };
 
-// Rows of one tile at one leaf. Row r sees the tokens [lo[r], hi[r]); both grow with r.
+// Rows of one tile at one leaf. Row r sees the tokens [lo[r], hi[r]) but for those of the bits
+// hidden[r]; lo and hi grow with r.
 template <typename T>
 struct Tile {
   const T* q[kMaxTile];
   int lo[kMaxTile], hi[kMaxTile];
+  uint64_t hidden[kMaxTile];
   int rows;
 };
 

@@ -26,10 +26,20 @@ inline float add_sink(const AppendAttentionParams& params, int64_t out_row, floa
   return share;
 }
 
+// A row from which a mask hides everything.
+template <typename T, int D>
+void write_nothing(const AppendAttentionParams& params, int64_t out_row) {
+  std::memset(static_cast<void*>(static_cast<T*>(params.out) + out_row * D), 0, D * sizeof(T));
+  if (params.lse == nullptr) return;
+  bool has_sink = params.sinks != nullptr;
+  params.lse[out_row] = has_sink ? params.sinks[out_row % params.num_qo_heads] : -INFINITY;
+}
+
 // One finished row: o / l, and m + log l.
 template <typename T, int D>
 void write_row(
     const AppendAttentionParams& params, int64_t out_row, float m, float l, const float* o) {
+  if (l == 0.0f) return write_nothing<T, D>(params, out_row);
   float share = params.sinks == nullptr ? 1.0f : add_sink(params, out_row, m, l);
   F32x16 inverse = set1(share / l);
   T* out = static_cast<T*>(params.out) + out_row * D;

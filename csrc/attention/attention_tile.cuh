@@ -8,6 +8,7 @@
 #include "attention/attention_block.cuh"
 #include "attention/attention_fold.cuh"
 #include "attention/attention_loads.cuh"
+#include "attention/attention_mask.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -134,6 +135,7 @@ __device__ __forceinline__ void score(const Block& block,
         }
       }
     }
+    if (block.params.mask != nullptr) hide_masked<kRowTiles>(block, tile, s);
   }
   float* maxima = reinterpret_cast<float*>(block.smem + Shape::kMaxima);
 #pragma unroll

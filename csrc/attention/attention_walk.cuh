@@ -79,7 +79,7 @@ __device__ __forceinline__ void find_unit(
   unit.low = window_begin(params, position + first_query);
   unit.high = seen_end(params, position + last_query, request.kv_len);
   unit.seen_begin = window_begin(params, position + last_query);
-  unit.seen_end = seen_end(params, position + first_query, request.kv_len);
+  unit.seen_end = all_see_end(params, request, unit.batch_idx, position + first_query);
   unit.many_queries = first_query != last_query;
   unit.begin = unit.low;
   unit.end = unit.high;

@@ -168,6 +168,8 @@ def append_attention(
     sliding_window: int,
     is_causal: bool,
     sinks: Tensor | None,
+    mask: Tensor | None,
+    mask_starts: Tensor | None,
     prefix_leaders: Tensor | None,
     prefix_lens: Tensor | None,
     out: Written,

@@ -272,6 +272,8 @@ def append_attention(
     sliding_window: int | None = None,
     is_causal: bool = True,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_starts: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     prefix_leaders: Tensor | None = None,
@@ -338,6 +340,12 @@ def append_attention(
         is_causal: rows see no position after their own.
         sinks: [num_qo_heads], float32. Not scaled by `sm_scale`; of infinity, rows are NaN. None:
             no sinks.
+        mask: [rows, words], int32. Bit j % 32 of word j // 32 of a row says whether the row sees
+            the token at mask_starts[b] + j of its request b; those before are seen, those behind
+            the last bit are not. It hides what the row would else see, and so may keep the row from
+            seeing anything: zeros, and an lse of -inf, or its sink. None: nothing is hidden.
+        mask_starts: [batch], int32. None: each request's first row, so that bit j is its row j, as
+            the `ancestor_mask` of `build_tree` has it.
         k_scales: [num_pages, page_size, num_kv_heads], float32. Needed by 8-bit caches, None with
             others. Scales per head alone are the same value in all slots.
         v_scales: as `k_scales`, of `v_cache`.
@@ -346,8 +354,8 @@ def append_attention(
             one group of the level before. None: no request shares anything.
         prefix_lens: [levels, batch], int32. How many leading tokens the group shares, one value
             throughout the group, at least that of the level before and at most the kv_len - qo_len
-            of each request with rows: its members name the same pages for these tokens. Without
-            meaning for a group of one.
+            (and the `mask_starts`, where there is a mask) of each request with rows: its members
+            name the same pages for these tokens. Without meaning for a group of one.
         out: [rows, num_qo_heads, head_dim], dtype of `q`. Allocated when absent.
         lse: [rows, num_qo_heads], float32. Written when given: natural log-sum-exp of the scores,
             the sink's included.
@@ -370,7 +378,10 @@ def append_attention(
     Note:
         The bits of a row depend only on its own query, its request's KV as far as it sees it, the
         scale, the window and its head's sink: not on the other rows, the batch, page size, page
-        order, threads or declared prefixes. They do depend on what the caches are made of.
+        order, threads or declared prefixes. They do depend on what the caches are made of. With a
+        mask they depend on the row's bits as well, and on where tokens lie that it does not see:
+        a node of a tree has other bits than in plain decoding, for which `tree_chains` is there.
+        Keys and values that a mask alone hides must be finite.
 
     Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV); Xiao et al. 2023
         (attention sinks), OpenAI 2025 (gpt-oss).
@@ -404,6 +415,8 @@ def append_attention(
         _window(sliding_window),
         is_causal,
         sinks,
+        mask,
+        mask_starts,
         prefix_leaders,
         prefix_lens,
         out,

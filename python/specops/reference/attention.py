@@ -143,6 +143,8 @@ def append_attention(
     sliding_window: int | None = None,
     is_causal: bool = True,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_starts: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     prefix_leaders: Tensor | None = None,
@@ -171,6 +173,12 @@ def append_attention(
         seen = column <= (position if is_causal else position.clamp(min=kv_len - 1))
         if sliding_window is not None:
             seen &= column > position - sliding_window
+        if mask is not None:
+            start = int(position[0]) if mask_starts is None else int(mask_starts[request])
+            bits = (mask[begin:end, :, None] >> torch.arange(32)) & 1
+            allowed = torch.nn.functional.pad(bits.flatten(1).bool(), (0, kv_len))
+            place = column - start
+            seen &= (place < 0) | allowed[:, place.clamp(0, allowed.shape[1] - 1)]
         used = seen.any(0)  # pages before every window may not exist
         slots = pages[column // page_size] * page_size + column % page_size
         keys = _elements(k_cache, slots[used], wide).repeat_interleave(group, 1)
@@ -186,7 +194,8 @@ def append_attention(
         lse[begin:end] = scores.logsumexp(-1)
         weights = scores.softmax(-1)[..., : int(used.sum())]
         if v_scales is not None:
-            weights = (weights * of_heads(v_scales, slots[used])).masked_fill(hidden, 0.0)
+            weights = weights * of_heads(v_scales, slots[used])
+        weights = weights.masked_fill(hidden, 0.0)
         out[begin:end] = torch.einsum("qhk,khd->qhd", weights, values).to(q.dtype)
     return out, lse
 
