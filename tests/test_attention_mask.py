@@ -268,7 +268,7 @@ def test_refuses(device: str) -> None:
     batch = random_batch([40, 9], [2, 1], torch.float32)
     good, starts = torch.zeros(3, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for mask, mask_starts, message in [
-        (good[:2], None, r"mask must be int32 \[rows=3, words\], got int32 \[2, 1\]"),
+        (good[:2], None, r"mask must be int32 \[rows=3, words=1\], got int32 \[2, 1\]"),
         (good.long(), None, r"mask must be int32 .*got int64"),
         (good[:, :0], None, "mask must be of at least one word, got 0"),
         (good, starts[:1], r"mask_starts must be int32 \[batch=2\], got int32 \[1\]"),

@@ -248,11 +248,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.host,
         listener.getsockname()[1],
     )
-    if not engine.config.has_exact_attention:
-        logging.getLogger(__name__).warning(
-            "not exact: with attention by %s, speculation and batching may change tokens",
-            engine.config.attention_backend,
-        )
     server.serve(
         app,
         listener,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: requests in, tokens out. One step drafts, verifies, accepts and commits."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from specops.engine.scheduler import Scheduler
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
 from specops.sampling import FinishReason
+
+logger = logging.getLogger(__name__)
 
 # Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
 # rest.
@@ -125,6 +128,11 @@ class Engine:
 
     def _load_model(self) -> Transformer:
         config = self.config
+        if not config.has_exact_attention:
+            logger.warning(
+                "not exact: with attention by %s, speculation and batching may change tokens",
+                config.attention_backend,
+            )
         return load_model(
             config.model_dir,
             dtype=config.dtype,
