@@ -30,6 +30,7 @@ from specops.engine.models.transformer import LayerBatch, LayerKv
 from test_attention import Batch, random_batch
 from test_attention_8bit import quantized
 from torch import Tensor
+from twin_device import TwinDevice
 
 CPU = torch.device("cpu")
 NAIVE = SpeculativeConfig(method="naive")
@@ -124,6 +125,29 @@ def test_greedy_text_is_that_of_ours(method: str) -> None:
             torch.tensor(logprobs), torch.tensor(our_logprobs), rtol=1e-3, atol=1e-3
         )
     assert (engine.stats.speculative.num_accepted_tokens > 0) == (method != "naive")
+
+
+def test_trees_and_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: two memories, poison in what nobody wrote, idle requests beside others."""
+    tree = SpeculativeConfig(
+        method="mtp", num_speculative_tokens=4, tree=True, adaptive_verification=False
+    )
+    config = {"dtype": "float32", "max_num_seqs": 4, "speculative_config": tree}
+    want = texts(engine_of("specops", **config))
+    for captures in (False, True):
+        device = TwinDevice(captures=captures, poison=0xFF)
+        monkeypatch.setattr(
+            "specops.engine.engine.open_device",
+            lambda _, *, graphs, device=device: _with(device, captures=device.captures and graphs),
+        )
+        engine = engine_of("torch", **config)
+        assert [one[0] for one in texts(engine)] == [one[0] for one in want]
+        assert engine.num_captures == 0 and engine.stats.speculative.num_accepted_tokens > 0
+
+
+def _with(device: TwinDevice, *, captures: bool) -> TwinDevice:
+    device.captures = captures
+    return device
 
 
 def test_windows_and_8_bit_caches(tmp_path: Path) -> None:
