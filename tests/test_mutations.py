@@ -42,6 +42,7 @@ ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
 SINKS = "test_attention_sinks.py reference or formula or schedules"
 NONCAUSAL = "test_attention_noncausal.py reference"
+MASK = "test_attention_mask.py against or tree"
 COMMIT = "test_commit.py test"
 SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
@@ -376,8 +377,8 @@ MUTATIONS = [
     Mutation(
         "a row sees one token too many",
         "attention/attention_tile.cuh",
-        "token >= seen.y) s[",
-        "token > seen.y) s[",
+        "token >= seen.y ||",
+        "token > seen.y ||",
         ATTENTION,
     ),
     Mutation(
@@ -470,6 +471,20 @@ MUTATIONS = [
         "return params.is_causal ? position + 1 : kv_len;",
         "return position + 1;",
         NONCAUSAL,
+    ),
+    Mutation(
+        "bits of the mask are those of the row before",
+        "attention/attention_mask.cuh",
+        "int packed = unit.first_row + min(row, unit.rows - 1);",
+        "int packed = max(unit.first_row + min(row, unit.rows - 1) - block.group(), 0);",
+        MASK,
+    ),
+    Mutation(
+        "tiles in which a mask begins are taken to be seen",
+        "attention/attention_plan.cuh",
+        "if (params.mask == nullptr) return end;",
+        "return end;",
+        MASK,
     ),
     Mutation(
         "a group's chunk is taken for its first leaf",
