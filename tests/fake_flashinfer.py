@@ -14,11 +14,12 @@ from specops import reference
 from torch import Tensor
 
 
-def attend(q, caches, qo_indptr, kv_indptr, kv_indices, kv_lens, *, causal=True):
+def attend(q, caches, qo_indptr, kv_indptr, kv_indices, kv_lens, *, causal=True, **options):
     """out and base-2 lse, as FlashInfer has it."""
     k, v = caches
     if causal:
-        out, lse = reference.append_attention(q, k, v, qo_indptr, kv_indptr, kv_indices, kv_lens)
+        where = (qo_indptr, kv_indptr, kv_indices, kv_lens)
+        out, lse = reference.append_attention(q, k, v, *where, **options)
         return out, lse / math.log(2)
     # Every row sees all of its group: as if each were alone behind it.
     outs, lses = [], []
@@ -45,10 +46,11 @@ class Wrapper:
     def __init__(self, workspace, kv_layout, *, use_tensor_cores=False, backend="auto") -> None:
         assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
         self.backend, self.use_tensor_cores = backend, use_tensor_cores
+        self.options = {}
 
     def run(self, q, paged_kv_cache, *, out, lse=None, return_lse=False):
         self.check(q, paged_kv_cache)
-        found = attend(q, paged_kv_cache, *self.paged, causal=self.causal)
+        found = attend(q, paged_kv_cache, *self.paged, causal=self.causal, **self.options)
         out.copy_(found[0])
         if lse is not None:
             lse.copy_(found[1])
@@ -99,10 +101,18 @@ class Prefill(Wrapper):
         page_size,
         *,
         causal,
+        sm_scale=None,
+        window_left=-1,
         q_data_type,
         kv_data_type,
     ) -> None:
         assert qo_indptr.shape == paged_kv_indptr.shape
+        assert paged_kv_indptr[-1] == len(paged_kv_indices) and qo_indptr.dtype == torch.int32
+        assert paged_kv_indptr.dtype == paged_kv_indices.dtype == torch.int32
+        self.options = {
+            "sm_scale": sm_scale,
+            "sliding_window": window_left + 1 if window_left >= 0 else None,
+        }
         if self.backend == "fa3":
             raise RuntimeError("fa3 needs Hopper")
         lens = lens_of(paged_kv_indptr, paged_kv_last_page_len, page_size)

@@ -191,6 +191,10 @@ def append_attention() -> dict[str, Any]:
         "kv_lens": ints(5, 20),
         "sm_scale": 0.125,
         "sliding_window": 0,
+        "is_causal": True,
+        "sinks": torch.zeros(4),
+        "mask": ints(1, 1, 3).view(3, 1),
+        "mask_starts": ints(4, 18),
         "prefix_leaders": ints(0, 1).view(1, 2),
         "prefix_lens": ints(0, 0).view(1, 2),
         "out": torch.zeros(3, 4, 64),
@@ -517,6 +521,7 @@ def test_the_good_calls_are_good(name: str) -> None:
             needed = {"temperature", "seeds", "accept_rates", "positions", "output_indptr"}
             needed |= {"draft_token_ids"} if name == "top_logprobs" else set()
             needed |= NEEDED_IN_COMMIT if name == "commit" else set()
+            needed |= {"mask"} if name == "append_attention" else set()  # by its starts
             if not together and argument not in needed:
                 getattr(_C, name)(*without.values())
         if kind == FIELDS:

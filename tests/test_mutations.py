@@ -41,6 +41,9 @@ INPUT_IDS = "test_batching.py input_ids and not faults"
 ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
 BYTES = "test_attention_8bit.py append_attention or decode_rows"
+SINKS = "test_attention_sinks.py reference or formula or schedules"
+NONCAUSAL = "test_attention_noncausal.py reference"
+MASK = "test_attention_mask.py against or tree"
 COMMIT = "test_commit.py test"
 SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
@@ -375,8 +378,8 @@ MUTATIONS = [
     Mutation(
         "a row sees one token too many",
         "attention/attention_tile.cuh",
-        "token >= seen.y) s[",
-        "token > seen.y) s[",
+        "token >= seen.y ||",
+        "token > seen.y ||",
         ATTENTION,
     ),
     Mutation(
@@ -448,6 +451,41 @@ MUTATIONS = [
         "find_scales(as_one);\n        __syncthreads();",
         "find_scales(as_one);",
         ATTENTION,
+    ),
+    Mutation(
+        "the sink of a head of the first KV head",
+        "attention/attention_results.cuh",
+        "int head = block.unit.head * block.group() + (",
+        "int head = (",
+        SINKS,
+    ),
+    Mutation(
+        "outputs do not know of a sink above all scores",
+        "attention/attention_results.cuh",
+        "return __fmul_rn(fold.a_scale, inverse(l));",
+        "return inverse(l);",
+        SINKS,
+    ),
+    Mutation(
+        "rows that see all are loaded as far as their own position",
+        "attention/attention_plan.cuh",
+        "return params.is_causal ? position + 1 : kv_len;",
+        "return position + 1;",
+        NONCAUSAL,
+    ),
+    Mutation(
+        "bits of the mask are those of the row before",
+        "attention/attention_mask.cuh",
+        "int packed = unit.first_row + min(row, unit.rows - 1);",
+        "int packed = max(unit.first_row + min(row, unit.rows - 1) - block.group(), 0);",
+        MASK,
+    ),
+    Mutation(
+        "tiles in which a mask begins are taken to be seen",
+        "attention/attention_plan.cuh",
+        "if (params.mask == nullptr) return end;",
+        "return end;",
+        MASK,
     ),
     Mutation(
         "a group's chunk is taken for its first leaf",

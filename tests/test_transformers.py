@@ -30,6 +30,10 @@ MODELS = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     "window": ("MistralConfig", {"sliding_window": 24}),
+    "sinks and windows": (
+        "GptOssConfig",
+        {"sliding_window": 24, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
 }
 
 

@@ -9,7 +9,8 @@
 //          live in 16 lanes of a row (warp, lane of a quad), added up in one order at the leaf's
 //          end.
 //   leaf   256 tokens at fixed positions, from an empty state.
-//   chunk  8 leaves, folded left; the chunks of a row are folded left into its result.
+//   chunk  8 leaves, folded left; the chunks of a row are folded left into its result, and a sink
+//          after them all.
 // A state with a zero sum is empty and folding it changes nothing, so tiles and leaves in which a
 // row sees nothing may run or not. Who computes what (Plan) moves states between registers and
 // workspace.
@@ -21,7 +22,8 @@
 
 namespace specops {
 
-// out = softmax(sm_scale q K^T) V over the tokens each row sees, and its log-sum-exp.
+// out = softmax(sm_scale q K^T) V over the tokens each row sees, and its log-sum-exp; with a sink of
+// the head in the softmax's sum, if there are any.
 // Grid:    kAttentionBlocksPerSm per SM; a block takes every gridDim.x-th unit of work: a chunk of
 //          2,048 tokens, a part of one or a whole sequence, for a tile of rows and one KV head.
 // Block:   4 warps. Scores: a warp owns a quarter of the tile's tokens for all rows. P V: a warp

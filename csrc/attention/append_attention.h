@@ -46,6 +46,15 @@ struct AppendAttentionParams {
   const int32_t* kv_indptr;   // [batch + 1], in pages
   const int32_t* kv_indices;  // [pages]
   const int32_t* kv_lens;     // [batch], this step's rows included
+  // Of each query head, a score that no token has: it is in the sum that weights are divided by, and
+  // -inf is none. [num_qo_heads]; may be nullptr.
+  const float* sinks;
+  // Which tokens each row sees among those from mask_starts[b] on, a bit each: [rows, mask_words];
+  // what lies before is seen, what lies behind is not. Both may be nullptr; the starts are then the
+  // positions of the requests' first rows.
+  const int32_t* mask;
+  const int32_t* mask_starts;  // [batch]
+  int64_t mask_words;
   // Which requests share the first tokens of their pages: the first request of the group, and how
   // many tokens, [num_prefix_levels, batch] each, levels from the widest groups to the narrowest;
   // may be nullptr. Only a schedule: no bit of out or lse depends on them.
@@ -67,6 +76,7 @@ struct AppendAttentionParams {
   int64_t page_size;  // 16, 32 or 64
   int64_t q_stride;
   int64_t sliding_window;  // a row sees this many positions, its own included; 0: all
+  bool is_causal;          // else a row sees what comes after it as well
   float sm_scale;
   DType dtype;        // float32, bfloat16 or float16; of q and out
   DType cache_dtype;  // `dtype`, int8 or float8_e4m3fn
@@ -74,6 +84,22 @@ struct AppendAttentionParams {
   int64_t* stamps;         // CUDA: [stamped_blocks, kAttentionStampWords]; may be nullptr
   int64_t stamped_blocks;  // at least those of the grid
 };
+
+// From where on the mask decides what rows of a request see; the position is its first row's.
+SPECOPS_HOST_DEVICE int64_t mask_begin(const AppendAttentionParams& params,
+                                       int64_t batch_idx,
+                                       int64_t position) {
+  return params.mask_starts == nullptr ? position : params.mask_starts[batch_idx];
+}
+
+// Whether the mask lets a row see the token so many places behind its begin.
+SPECOPS_HOST_DEVICE bool mask_allows(const AppendAttentionParams& params,
+                                     int64_t row,
+                                     int64_t place) {
+  if (place < 0 || place >= 32 * params.mask_words) return place < 0;
+  uint32_t word = params.mask[row * params.mask_words + place / 32];
+  return word >> place % 32 & 1;
+}
 
 // Of a request's rows and lengths; an idle one may hold anything. CUDA leaves out rows that are not
 // there (kAttentionQoIndptr) and makes zeros of those whose KV is not.

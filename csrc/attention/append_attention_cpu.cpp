@@ -7,16 +7,17 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// out = softmax(q k^T * sm_scale, causal) v over each request's pages, and its log-sum-exp.
+// out = softmax(q k^T * sm_scale) v over what each row sees of its request's pages, and its
+// log-sum-exp; with a sink of the head in the softmax's sum, if there are any.
 // Cost:    the KV in use read once per tile of rows (all rows of a verification, all query heads of
 //          a KV head); 4 * tokens * head_dim flops per row and head.
 // Assumes: indices checked; kv_lens >= the request's rows.
 // Order:   fp32 states; leaves of 64 tokens, each from a fresh state, folded left into chunks of 8
-//          leaves, those folded left into the row's result. A dot product is 16 lanes over head_dim,
-//          then one tree; a column of the output is one chain over tokens. Probabilities are rounded
-//          to bf16 where q is. What a row does not see never enters its arithmetic. 8-bit elements
-//          are as exact in the dtype of q, and multiplied as such; a score takes its scale after
-//          sm_scale, a probability its own before it is rounded.
+//          leaves, those folded left into the row's result; after them all, a sink. A dot product is
+//          16 lanes over head_dim, then one tree; a column of the output is one chain over tokens.
+//          Probabilities are rounded to bf16 where q is. What a row does not see never enters its
+//          arithmetic. 8-bit elements are as exact in the dtype of q, and multiplied as such; a score
+//          takes its scale after sm_scale, a probability its own before it is rounded.
 // Source:  Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 and 2023 (FlashAttention).
 // Threads: (request, tile of rows, chunks, KV heads): as few pieces as keep the threads busy. A
 //          thread takes all KV heads of a leaf in turn, so that pages are read in memory order.

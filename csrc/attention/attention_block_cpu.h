@@ -31,9 +31,9 @@ struct Unit {
 struct Member {
   const Request* request;
   const int32_t* pages;
-  int64_t last_position, end_leaf;  // leaves from end_leaf on are none of this unit's
-  int64_t first_seen, all_see;      // first position that any row sees, that all rows see
-  int first_row, rows;              // (query row, query head of one KV head), in the unit
+  int64_t seen_end, end_leaf;   // leaves from end_leaf on are none of this unit's
+  int64_t first_seen, all_see;  // first position that any row sees, that all rows see
+  int first_row, rows;          // (query row, query head of one KV head), in the unit
 };
 
 // The rows of a unit, request by request.
@@ -42,6 +42,7 @@ struct UnitRows {
   Member members[kMaxBundle];
   const T* first_q[kMaxBundle];  // of the unit's first head
   int64_t positions[kMaxBundle], out_rows[kMaxBundle];
+  int64_t ends[kMaxBundle];  // of what each sees
   int num_members = 0;
   int count = 0;
 };
@@ -54,11 +55,13 @@ struct LeafKv {
   int64_t stride;
 };
 
-// Rows of one tile at one leaf. Row r sees the tokens [lo[r], hi[r]); both grow with r.
+// Rows of one tile at one leaf. Row r sees the tokens [lo[r], hi[r]) but for those of the bits
+// hidden[r]; lo and hi grow with r.
 template <typename T>
 struct Tile {
   const T* q[kMaxTile];
   int lo[kMaxTile], hi[kMaxTile];
+  uint64_t hidden[kMaxTile];
   int rows;
 };
 

@@ -10,7 +10,7 @@ namespace specops {
 
 // What is found out of the groups of a level, by leader: [batch] each, in shared memory.
 struct GroupSums {
-  int* first_position;  // least kv_len - qo_len of the members with rows
+  int* first_position;  // least kv_len - qo_len of the members with rows, or begin of their masks
   int* last_position;   // greatest position of a row
   int* members;         // with rows
   int* member;          // the first of them
@@ -88,7 +88,8 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
       if (request.qo_len == 0) continue;
       int leader = leader_of(params, level, b);
       int position = request.valid ? request.kv_len - request.qo_len : 0;
-      atomicMin(&sums.first_position[leader], position);
+      int all_see = request.valid ? all_see_end(params, request, b, position) : 0;
+      atomicMin(&sums.first_position[leader], min(position, all_see));
       atomicMax(&sums.last_position[leader], position + request.qo_len - 1);
       atomicAdd(&sums.members[leader], 1);
       atomicMin(&sums.member[leader], b);

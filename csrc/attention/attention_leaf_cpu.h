@@ -12,6 +12,21 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
+// Which tokens of a leaf the mask hides from a row of out.
+inline uint64_t hidden_tokens(const AppendAttentionParams& params,
+                              const Request& request,
+                              int64_t out_row,
+                              int64_t base) {
+  if (params.mask == nullptr) return 0;
+  int64_t row = out_row / params.num_qo_heads;
+  int64_t begin = mask_begin(params, request.batch_idx, request.kv_len - request.qo_len);
+  uint64_t hidden = 0;
+  for (int token = 0; token < kLeafTokens && begin < base + kLeafTokens; ++token) {
+    hidden |= uint64_t{!mask_allows(params, row, base + token - begin)} << token;
+  }
+  return hidden;
+}
+
 // chunk = chunk, then one leaf, of the rows [first, last), which all read it from where this member
 // does. `chunk`: which of the scratch states. kScaled: the caches are of 8 bits.
 template <typename T, int D, bool kScaled>
@@ -53,10 +68,11 @@ void fold_leaf(const AppendAttentionParams& params,
       float* o = own.states[chunk] + at * D;
       float* dst[kMaxTile];
       for (int row = 0; row < tile.rows; ++row) {
-        int64_t position = rows.positions[begin + row], end = position + 1 - base;
-        int64_t seen = window_begin(params, position);
+        int64_t seen = window_begin(params, rows.positions[begin + row]);
+        int64_t end = rows.ends[begin + row] - base;
         tile.lo[row] = static_cast<int>(seen > base ? seen - base : 0);
         tile.hi[row] = static_cast<int>(end < kLeafTokens ? end : kLeafTokens);
+        tile.hidden[row] = hidden_tokens(params, *member.request, rows.out_rows[begin + row], base);
         tile.q[row] = rows.first_q[begin + row] + head * group * D;
         dst[row] = (l[row] == 0.0f ? o : own.leaf_o) + row * D;
       }

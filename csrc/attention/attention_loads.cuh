@@ -150,7 +150,8 @@ __device__ __forceinline__ void load_queries(const Block& block) {
     int row = thread;
     int packed = unit.first_row + min(row, unit.rows - 1);
     int position = unit.request.kv_len - unit.request.qo_len + packed / block.group();
-    seen[row] = make_int2(window_begin(block.params, position), position + 1);
+    seen[row] = make_int2(window_begin(block.params, position),
+                          seen_end(block.params, position, unit.request.kv_len));
   }
   // 8-bit caches: two vectors at once, whose columns change places.
   constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;

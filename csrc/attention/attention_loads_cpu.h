@@ -21,10 +21,11 @@ void load_queries(const AppendAttentionParams& params, const Unit& unit, UnitRow
     Member& member = rows.members[rows.num_members++];
     member.request = r;
     member.pages = params.kv_indices + params.kv_indptr[r->batch_idx];
-    member.last_position = position + num_rows - 1;
-    member.end_leaf = bundled ? r->own_leaf : member.last_position / kLeafTokens + 1;
+    int64_t last_position = position + num_rows - 1;
+    member.seen_end = seen_end(params, last_position, r->kv_len);
+    member.end_leaf = bundled ? r->own_leaf : (member.seen_end - 1) / kLeafTokens + 1;
     member.first_seen = window_begin(params, position);
-    member.all_see = window_begin(params, member.last_position);
+    member.all_see = window_begin(params, last_position);
     member.first_row = rows.count;
     member.rows = static_cast<int>(num_rows * group);
     for (int64_t row = r->qo_begin + first_row; row < r->qo_begin + first_row + num_rows; ++row) {
@@ -33,6 +34,7 @@ void load_queries(const AppendAttentionParams& params, const Unit& unit, UnitRow
         rows.first_q[rows.count] =
             static_cast<const T*>(params.q) + row * params.q_stride + head * D;
         rows.positions[rows.count] = position;
+        rows.ends[rows.count] = seen_end(params, position, r->kv_len);
         rows.out_rows[rows.count] = row * params.num_qo_heads + head;
       }
       ++position;
@@ -52,7 +54,7 @@ void load_table(const AppendAttentionParams& params,
   kv.stride = params.num_kv_heads * D;
   for (int block = 0; block < kLeafBlocks; ++block) {
     int64_t token = base + block * kPageBlock;
-    bool used = token <= member.last_position && token + kPageBlock > member.first_seen;
+    bool used = token < member.seen_end && token + kPageBlock > member.first_seen;
     kv.k[block] = kv.v[block] = nullptr;
     if (!used) continue;
     int64_t page = member.pages[token >> page_bits];

@@ -134,6 +134,23 @@ __device__ __forceinline__ int window_begin(const AppendAttentionParams& params,
   return position - static_cast<int>(params.sliding_window) + 1;
 }
 
+// Behind the last token that it sees, of a request of so many.
+__device__ __forceinline__ int seen_end(const AppendAttentionParams& params,
+                                        int position,
+                                        int kv_len) {
+  return params.is_causal ? position + 1 : kv_len;
+}
+
+// Behind the last token that all rows of a request see which stand at `position` or after it.
+__device__ __forceinline__ int all_see_end(const AppendAttentionParams& params,
+                                           const Request& request,
+                                           int64_t batch_idx,
+                                           int position) {
+  int end = seen_end(params, position, request.kv_len);
+  if (params.mask == nullptr) return end;
+  return min(end, static_cast<int>(mask_begin(params, batch_idx, request.kv_len - request.qo_len)));
+}
+
 // The first request of the one's group on a level.
 __device__ __forceinline__ int leader_of(const AppendAttentionParams& params,
                                          int64_t level,

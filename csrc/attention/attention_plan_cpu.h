@@ -61,6 +61,11 @@ inline int64_t window_begin(const AppendAttentionParams& params, int64_t positio
   return position - params.sliding_window + 1;
 }
 
+// Behind the last position that it sees, of a request of so many tokens.
+inline int64_t seen_end(const AppendAttentionParams& params, int64_t position, int64_t kv_len) {
+  return params.is_causal ? position + 1 : kv_len;
+}
+
 // The requests of a call, at most kPlanned at a time, cut into units: those of bundles, and then
 // those of requests.
 struct Plan {

@@ -135,8 +135,8 @@ __device__ __forceinline__ void narrow(const Block& block, int row) {
   unit.rows = min((query + 1) * block.group() - unit.first_row, unit.tile_rows - row);
   int position = unit.request.kv_len - unit.request.qo_len + query;
   unit.load_begin = max(unit.begin, window_begin(block.params, position));
-  unit.load_end = min(unit.end, position + 1);
-  unit.seen_end = position + 1;
+  unit.load_end = min(unit.end, seen_end(block.params, position, unit.request.kv_len));
+  unit.seen_end = all_see_end(block.params, unit.request, unit.batch_idx, position);
   unit.seen_begin = window_begin(block.params, position);
   unit.many_queries = false;
 }

@@ -56,6 +56,18 @@ __device__ __forceinline__ void store_share(Out* out,
   }
 }
 
+// What outputs are multiplied with at the end. The sink of the row's head, if there is one, joins its
+// sums first, after all tokens; one of -inf changes nothing.
+template <typename Block>
+__device__ __forceinline__ float finish_sums(const Block& block, int row, float& m, float& l) {
+  if (block.params.sinks == nullptr) return inverse(l);
+  int head = block.unit.head * block.group() + (block.unit.first_row + row) % block.group();
+  Fold fold = fold_sums(m, l, __fdiv_rn(block.params.sinks[head], kLn2), 1.0f);
+  m = fold.m;
+  l = fold.l;
+  return __fmul_rn(fold.a_scale, inverse(l));
+}
+
 template <int kRowTiles, typename Block>
 __device__ __forceinline__ void write_rows(const Block& block,
                                            int tile,
@@ -89,7 +101,7 @@ __device__ __forceinline__ void write_rows(const Block& block,
       }
       int64_t item = block.item_of(row);
       T* out = static_cast<T*>(block.params.out) + item * Block::kHeadDim;
-      float scale = inverse(l);
+      float scale = finish_sums(block, row, m, l);
       store_share<Block>(out, sum.o[i], half, [scale](float x) { return finished(x, scale); });
       if (writes_sums) write_lse(block, item, m, l);
     }
@@ -103,11 +115,12 @@ __device__ __forceinline__ void write_part(const Block& block,
                                            const StatePart& total) {
   using T = typename Block::Element;
   int64_t item = block.item_of(row);
-  float scale = inverse(total.l);
+  float m = total.m, l = total.l;
+  float scale = finish_sums(block, row, m, l);
   T* out = static_cast<T*>(block.params.out) + item * Block::kHeadDim + 4 * quad;
   store_pair(out, finished(total.o.x, scale), finished(total.o.y, scale));
   store_pair(out + 2, finished(total.o.z, scale), finished(total.o.w, scale));
-  if (quad == 0) write_lse(block, item, total.m, total.l);
+  if (quad == 0) write_lse(block, item, m, l);
 }
 
 // A request that contradicts itself: zeros and -inf.

@@ -11,11 +11,37 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
+// The sink of a row's head joins its sums, after all tokens; returns what o is then multiplied with
+// before it is divided. A sink of -inf changes nothing.
+inline float add_sink(const AppendAttentionParams& params, int64_t out_row, float& m, float& l) {
+  float sink = params.sinks[out_row % params.num_qo_heads];
+  if (sink == -INFINITY) return 1.0f;
+  float top = m > sink ? m : sink;
+  float scales[kLanes];
+  store(scales, exp(sub(set1(m), set1(top))));
+  float share = scales[0];
+  store(scales, exp(sub(set1(sink), set1(top))));
+  l = l * share + scales[0];
+  m = top;
+  return share;
+}
+
+// A row from which a mask hides everything.
+template <typename T, int D>
+void write_nothing(const AppendAttentionParams& params, int64_t out_row) {
+  std::memset(static_cast<void*>(static_cast<T*>(params.out) + out_row * D), 0, D * sizeof(T));
+  if (params.lse == nullptr) return;
+  bool has_sink = params.sinks != nullptr;
+  params.lse[out_row] = has_sink ? params.sinks[out_row % params.num_qo_heads] : -INFINITY;
+}
+
 // One finished row: o / l, and m + log l.
 template <typename T, int D>
 void write_row(
     const AppendAttentionParams& params, int64_t out_row, float m, float l, const float* o) {
-  F32x16 inverse = set1(1.0f / l);
+  if (l == 0.0f) return write_nothing<T, D>(params, out_row);
+  float share = params.sinks == nullptr ? 1.0f : add_sink(params, out_row, m, l);
+  F32x16 inverse = set1(share / l);
   T* out = static_cast<T*>(params.out) + out_row * D;
   for (int i = 0; i < D; i += 32) {
     F32x16 x[2] = {load(o + i), load(o + i + kLanes)};

@@ -9,6 +9,7 @@
 #include "attention/attention_bytes.cuh"
 #include "attention/attention_fold.cuh"
 #include "attention/attention_loads.cuh"
+#include "attention/attention_mask.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -118,13 +119,15 @@ __device__ __forceinline__ void score(const Block& block,
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int2 seen = rows[16 * i + lane / 4 + 8 * half];
+        int row = 16 * i + lane / 4 + 8 * half;
+        int2 seen = rows[row];
 #pragma unroll
         for (int n = 0; n < Block::kScoreTiles; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             int token = tile * Block::kTile + first + 8 * n + 2 * (lane % 4) + e;
-            if (token < seen.x || token >= seen.y) s[i][n][2 * half + e] = -INFINITY;
+            bool hidden = token < seen.x || token >= seen.y || is_masked(block, row, token);
+            if (hidden) s[i][n][2 * half + e] = -INFINITY;
           }
         }
       }

@@ -394,6 +394,7 @@ SPECOPS_FLATTEN void softmax(const Tile<T>& tile,
   for (int row = first; row < last; ++row) {
     uint64_t seen =
         (tile.hi[row] < 64 ? (uint64_t{1} << tile.hi[row]) : 0) - (uint64_t{1} << tile.lo[row]);
+    seen &= ~tile.hidden[row];
     const float* scores = all_scores + row * kLeafTokens;
     F32x16 s[kLeafBlocks];
     for (int i = 0; i < kLeafBlocks; ++i) {

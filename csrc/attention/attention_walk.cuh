@@ -77,9 +77,9 @@ __device__ __forceinline__ void find_unit(
   int last_query = (unit.first_row + unit.rows - 1) / block.group();
   int position = request.kv_len - request.qo_len;
   unit.low = window_begin(params, position + first_query);
-  unit.high = position + last_query + 1;
+  unit.high = seen_end(params, position + last_query, request.kv_len);
   unit.seen_begin = window_begin(params, position + last_query);
-  unit.seen_end = position + first_query + 1;
+  unit.seen_end = all_see_end(params, request, unit.batch_idx, position + first_query);
   unit.many_queries = first_query != last_query;
   unit.begin = unit.low;
   unit.end = unit.high;

@@ -30,7 +30,8 @@ inline Unit find_unit(const AppendAttentionParams& params,
   if (r.tiles > 1) {
     int64_t first_position = r.kv_len - r.qo_len + unit.first_row;
     unit.first_leaf = window_begin(params, first_position) / kLeafTokens;
-    unit.last_leaf = (first_position + unit.num_rows - 1) / kLeafTokens;
+    int64_t last_position = first_position + unit.num_rows - 1;
+    unit.last_leaf = (seen_end(params, last_position, r.kv_len) - 1) / kLeafTokens;
   }
   unit.cold = cold && r.tiles == 1;
   unit.partial = r.chunks > 1;

@@ -229,6 +229,12 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
                        std::to_string(first_position),
                    std::to_string(lens[b]));
       }
+      int64_t begin = mask_begin(params, b, first_position);
+      if (lens[b] > begin) {
+        check.fail(at_level("prefix_lens", level, b),
+                   "at most mask_starts[" + std::to_string(b) + "]=" + std::to_string(begin),
+                   std::to_string(lens[b]));
+      }
       int64_t previous = before;
       before = b;
       if (previous < 0 || leaders[previous] != leaders[b]) continue;
@@ -297,6 +303,10 @@ void append_attention(const TensorView& q,
                       const TensorView& kv_lens,
                       double sm_scale,
                       int64_t sliding_window,
+                      bool is_causal,
+                      const TensorView& sinks,
+                      const TensorView& mask,
+                      const TensorView& mask_starts,
                       const TensorView& prefix_leaders,
                       const TensorView& prefix_lens,
                       const TensorView& out,
@@ -305,7 +315,7 @@ void append_attention(const TensorView& q,
   Checker check("append_attention");
   Dim rows{"rows"}, qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, head_dim{"head_dim"};
   Dim num_pages{"num_pages"}, page_size{"page_size"}, batch{"batch"}, batch_plus_1{"batch + 1"};
-  Dim num_indices{"pages"}, workspace_size{"floats"}, levels{"levels"};
+  Dim num_indices{"pages"}, workspace_size{"floats"}, levels{"levels"}, mask_words{"words"};
   check.tensor("q", q, kFloats, {&rows, &qo_heads, &head_dim}, Layout::kRows);
   DType dtype = q.dtype();
   DType cache_dtype = check_caches(check,
@@ -320,6 +330,12 @@ void append_attention(const TensorView& q,
   check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&num_indices});
+  check.optional("sinks", sinks, {DType::kFloat32}, {&qo_heads});
+  if (mask_starts.defined()) check.tensor("mask_starts", mask_starts, {DType::kInt32}, {&batch});
+  if (mask.defined() || mask_starts.defined()) {
+    check.tensor("mask", mask, {DType::kInt32}, {&rows, &mask_words});
+    check.that(mask_words >= 1, "mask", "of at least one word", mask_words.value);
+  }
   if (prefix_leaders.defined() || prefix_lens.defined()) {
     check.tensor("prefix_leaders", prefix_leaders, {DType::kInt32}, {&levels, &batch});
     check.tensor("prefix_lens", prefix_lens, {DType::kInt32}, {&levels, &batch});
@@ -350,6 +366,10 @@ void append_attention(const TensorView& q,
       .kv_indptr = kv_indptr.data<int32_t>(),
       .kv_indices = kv_indices.data<int32_t>(),
       .kv_lens = kv_lens.data<int32_t>(),
+      .sinks = sinks.data<float>(),
+      .mask = mask.data<int32_t>(),
+      .mask_starts = mask_starts.data<int32_t>(),
+      .mask_words = mask.defined() ? mask_words.value : 0,
       .prefix_leaders = prefix_leaders.data<int32_t>(),
       .prefix_lens = prefix_lens.data<int32_t>(),
       .num_prefix_levels = prefix_leaders.defined() ? levels.value : 0,
@@ -367,6 +387,7 @@ void append_attention(const TensorView& q,
       .page_size = page_size,
       .q_stride = q.stride(0),
       .sliding_window = sliding_window,
+      .is_causal = is_causal,
       .sm_scale = static_cast<float>(sm_scale),
       .dtype = dtype,
       .cache_dtype = cache_dtype,

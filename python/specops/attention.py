@@ -270,6 +270,10 @@ def append_attention(
     *,
     sm_scale: float | None = None,
     sliding_window: int | None = None,
+    is_causal: bool = True,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_starts: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     prefix_leaders: Tensor | None = None,
@@ -279,11 +283,22 @@ def append_attention(
     return_lse: bool = False,
     workspace: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attends causally from the last rows of each request to its whole paged KV cache.
+    """Attends from the last rows of each request to its whole paged KV cache.
 
     Same as `reference.append_attention`. Row i of a request with qo_len rows sits at position
     kv_len - qo_len + i and sees the positions up to its own, at most `sliding_window` of them. One
-    call serves decoding (qo_len 1), verification (k + 1), prefill chunks and any mixture.
+    call serves decoding (qo_len 1), verification (k + 1), prefill chunks and any mixture. Without
+    `is_causal` a row sees the positions after its own as well, to the end of the request, as the
+    rows of a block drafter do: it then equals, to the bit, the row that is its request's last.
+
+    A sink is a score that a head has beside those of its tokens, and that has no value: it takes
+    its share of the probabilities and adds nothing to the result::
+
+        out = sum_t exp(score[t]) v[t] / (exp(sink) + sum_t exp(score[t]))
+        lse = log(exp(sink) + sum_t exp(score[t]))
+
+    It joins a row's sums after all of its tokens. A sink of -inf is none, to the bit. As the lse
+    has it, `merge_states` of disjoint parts is right where exactly one of them had the sinks.
 
     Keys and values of 8-bit caches are elements times the scale of their token and head, as
     `rope_append_kv` writes them. The scales stay outside of the inner products::
@@ -320,8 +335,17 @@ def append_attention(
         kv_indices: [pages], int32. Page ids, in order of position.
         kv_lens: [batch], int32. Length of each request, its rows of this call included.
         sm_scale: scale of the scores. None: 1 / sqrt(head_dim).
-        sliding_window: positions a row sees, its own included. None: all. Pages before every row's
-            window are not read; their ids may be anything.
+        sliding_window: positions a row sees, its own and those before it. None: all. Pages before
+            every row's window are not read; their ids may be anything.
+        is_causal: rows see no position after their own.
+        sinks: [num_qo_heads], float32. Not scaled by `sm_scale`; of infinity, rows are NaN. None:
+            no sinks.
+        mask: [rows, words], int32. Bit j % 32 of word j // 32 of a row says whether the row sees
+            the token at mask_starts[b] + j of its request b; those before are seen, those behind
+            the last bit are not. It hides what the row would else see, and so may keep the row from
+            seeing anything: zeros, and an lse of -inf, or its sink. None: nothing is hidden.
+        mask_starts: [batch], int32. None: each request's first row, so that bit j is its row j, as
+            the `ancestor_mask` of `build_tree` has it.
         k_scales: [num_pages, page_size, num_kv_heads], float32. Needed by 8-bit caches, None with
             others. Scales per head alone are the same value in all slots.
         v_scales: as `k_scales`, of `v_cache`.
@@ -330,10 +354,11 @@ def append_attention(
             one group of the level before. None: no request shares anything.
         prefix_lens: [levels, batch], int32. How many leading tokens the group shares, one value
             throughout the group, at least that of the level before and at most the kv_len - qo_len
-            of each request with rows: its members name the same pages for these tokens. Without
-            meaning for a group of one.
+            (and the `mask_starts`, where there is a mask) of each request with rows: its members
+            name the same pages for these tokens. Without meaning for a group of one.
         out: [rows, num_qo_heads, head_dim], dtype of `q`. Allocated when absent.
-        lse: [rows, num_qo_heads], float32. Written when given: natural log-sum-exp of the scores.
+        lse: [rows, num_qo_heads], float32. Written when given: natural log-sum-exp of the scores,
+            the sink's included.
         return_lse: return the lse too, allocated when absent.
         workspace: [floats], float32, for partial results of requests that are split among threads
             or SMs; see `attention_workspace_size`. Allocated when absent; a short one means less
@@ -351,11 +376,15 @@ def append_attention(
             described, or not shared.
 
     Note:
-        The bits of a row depend only on its own query, its request's KV up to its position, the
-        scale and the window: not on the other rows, the batch, page size, page order, threads or
-        declared prefixes. They do depend on what the caches are made of.
+        The bits of a row depend only on its own query, its request's KV as far as it sees it, the
+        scale, the window and its head's sink: not on the other rows, the batch, page size, page
+        order, threads or declared prefixes. They do depend on what the caches are made of. With a
+        mask they depend on the row's bits as well, and on where tokens lie that it does not see:
+        a node of a tree has other bits than in plain decoding, for which `tree_chains` is there.
+        Keys and values that a mask alone hides must be finite.
 
-    Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV).
+    Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV); Xiao et al. 2023
+        (attention sinks), OpenAI 2025 (gpt-oss).
     """
     if out is None:
         out = unless_wrong(lambda: torch.empty(q.shape, dtype=q.dtype, device=q.device))
@@ -384,6 +413,10 @@ def append_attention(
         kv_lens,
         sm_scale,
         _window(sliding_window),
+        is_causal,
+        sinks,
+        mask,
+        mask_starts,
         prefix_leaders,
         prefix_lens,
         out,

@@ -330,6 +330,44 @@ def prepare_batch(
     return out
 
 
+def pages_of_block_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """Says in the words of the ops what pages a dense block table gives each request.
+
+    Entries past a request's last page are never read, so they may hold anything, and the lengths
+    need not be known. No entry is copied: a table that is written anew in every step, where it
+    lies, needs one call in all.
+
+    Args:
+        block_table: [batch, max_pages], int32, contiguous. Page ids, in order of position. Rows may
+            be cut off (`table[:batch]`); columns need not be.
+
+    Returns:
+        kv_indptr: [batch + 1], int32: 0, max_pages, 2 * max_pages and so on.
+        kv_indices: [batch * max_pages], int32, the memory of `block_table`.
+
+    Raises:
+        ValueError: the table is not as described.
+
+    Note:
+        `append_attention` makes workspace for all the pages it could read, which are many here:
+        give it one of `attention_workspace_size` for what the requests may hold together.
+    """
+    shape = unless_wrong(lambda: tuple(block_table.shape))
+    if shape is None or len(shape) != 2 or block_table.dtype != torch.int32:
+        got = f"{block_table.dtype} {list(shape)}" if shape is not None else repr(block_table)
+        raise ValueError(
+            f"pages_of_block_table: block_table must be int32 [batch, max_pages], got {got}"
+        )
+    if not block_table.is_contiguous():
+        raise ValueError(
+            "pages_of_block_table: block_table must be contiguous, got strides "
+            f"{list(block_table.stride())}; pass all columns of a wider table"
+        )
+    batch, max_pages = shape
+    kv_indptr = torch.arange(batch + 1, dtype=torch.int32, device=block_table.device) * max_pages
+    return kv_indptr, block_table.view(-1)
+
+
 def gather_input_ids(
     row_to_request: Tensor,
     positions: Tensor,

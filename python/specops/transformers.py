@@ -84,6 +84,7 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attends causally from the last rows of each sequence, as transformers' interface has it.
@@ -98,6 +99,7 @@ def attention(
         dropout: 0.
         scaling: of the scores. None: 1 / sqrt(head_dim).
         sliding_window: tokens a row sees. None: all.
+        s_aux: [num_qo_heads], the sinks of gpt-oss. None: none.
 
     Returns:
         [batch, rows, num_qo_heads, head_dim], zeros in rows of padding; and None, no weights.
@@ -105,7 +107,7 @@ def attention(
     Raises:
         ValueError: the model asks for what `append_attention` has not.
     """
-    asked = {"dropout": dropout, "softcap": options.get("softcap"), "sinks": options.get("s_aux")}
+    asked = {"dropout": dropout, "softcap": options.get("softcap")}
     asked["rows that see later ones"] = options.get("is_causal", module.is_causal) is False
     for name, wanted in asked.items():
         if wanted is not None and wanted is not False and wanted != 0.0:
@@ -131,6 +133,7 @@ def attention(
         attention_mask.sum(1).int(),
         sm_scale=scaling,
         sliding_window=sliding_window,
+        sinks=None if s_aux is None else s_aux.float(),
     )
     assert isinstance(rows_out, Tensor)
     out[wanted] = rows_out

@@ -32,11 +32,12 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         JSON: "specops", the version; "kernels", what was compiled and by what; "torch", the version
         that the RoPE table comes from; "device", the instruction set or the GPU; "model", the
         digest of its configuration and weights, and the dtypes of weights and of keys and values;
-        "attention_leaf_tokens", after how many tokens attention rounds; "logprobs_mode"; and
-        "digest", of all that.
+        "attention_backend"; "attention_leaf_tokens", after how many tokens ours rounds; "exact",
+        whether it is ours; "logprobs_mode"; and "digest", of all that. An engine that is not exact
+        is promised nothing by its digest: its bits depend on what stands beside a request.
     """
     config = engine.config
-    kind = engine.device.partition(":")[0]
+    kind, exact = engine.device.partition(":")[0], config.has_exact_attention
     facts: dict[str, Any] = {
         "specops": specops.__version__,
         "kernels": specops.runtime.build_facts(),
@@ -49,7 +50,9 @@ def contract_of(engine: Engine) -> dict[str, Any]:
                 engine.model_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
             ),
         },
-        "attention_leaf_tokens": LEAF_TOKENS[kind],
+        "attention_backend": config.attention_backend,
+        "attention_leaf_tokens": LEAF_TOKENS[kind] if exact else None,
+        "exact": exact,
         "logprobs_mode": config.logprobs_mode,
     }
     return {**facts, "digest": _digest(json.dumps(facts, sort_keys=True).encode())}

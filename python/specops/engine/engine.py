@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: requests in, tokens out. One step drafts, verifies, accepts and commits."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from specops.engine.scheduler import Scheduler
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
 from specops.sampling import FinishReason
+
+logger = logging.getLogger(__name__)
 
 # Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
 # rest.
@@ -73,15 +76,10 @@ class Engine:
         self.config = config = config or EngineConfig()
         if config.num_threads is not None:
             specops.set_num_threads(config.num_threads)
-        self._device = open_device(config.device, graphs=not config.enforce_eager)
-        model = load_model(
-            config.model_dir,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            device=self._device.device,
-            load_format=config.load_format,
-            kv_cache_dtype=config.kv_cache_dtype,
-        )
+        # Other backends ask the device for lengths in every layer, which no graph can hold.
+        graphs = config.has_exact_attention and not config.enforce_eager
+        self._device = open_device(config.device, graphs=graphs)
+        model = self._load_model()
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len = model.max_model_len
@@ -127,6 +125,23 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self.stats = EngineStats()
+
+    def _load_model(self) -> Transformer:
+        config = self.config
+        if not config.has_exact_attention:
+            logger.warning(
+                "not exact: with attention by %s, speculation and batching may change tokens",
+                config.attention_backend,
+            )
+        return load_model(
+            config.model_dir,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            device=self._device.device,
+            load_format=config.load_format,
+            kv_cache_dtype=config.kv_cache_dtype,
+            attention_backend=config.attention_backend,
+        )
 
     @property
     def runnable_methods(self) -> tuple[str, ...]:
@@ -471,7 +486,7 @@ class Engine:
         self._scheduler.finish(request)
 
     def _new_prefix_finder(self, model: Transformer) -> PrefixFinder | None:
-        if not self.config.enable_cascade_attention:
+        if not (self.config.enable_cascade_attention and self.config.has_exact_attention):
             return None
         kind = self._device.device.type
         layer_bytes = model.kv_bytes_per_token() // model.config.num_layers

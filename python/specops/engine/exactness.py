@@ -164,10 +164,14 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     for _, own in compared:
         # Before anything is computed.
         engine.config.speculative_for(own, engine.runnable_methods, engine.missing_methods)
+    ours = engine.config.has_exact_attention
+    backend = "" if ours else f", attention by {engine.config.attention_backend}"
     print(
-        f"{engine.model_name} on {engine.device}: {len(prompts)} prompts, up to {args.max_tokens} "
-        "tokens each"
+        f"{engine.model_name} on {engine.device}{backend}: {len(prompts)} prompts, up to "
+        f"{args.max_tokens} tokens each"
     )
+    if backend:
+        print("not exact: differences are to be expected")
     comparisons = []
     for temperature in args.temperature:
         params = _params(args, temperature, len(prompts), engine.vocab_size)

@@ -141,15 +141,19 @@ def append_attention(
     *,
     sm_scale: float | None = None,
     sliding_window: int | None = None,
+    is_causal: bool = True,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_starts: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     prefix_leaders: Tensor | None = None,
     prefix_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of each request in fp32 (fp64 for fp64), rounded once; and the lse.
+    """Attention of each request in fp32 (fp64 for fp64), rounded once; and the lse.
 
-    A score takes the scale of its key and a probability that of its value. Shared prefixes change
-    nothing.
+    A score takes the scale of its key and a probability that of its value. A sink is one more
+    score, whose probability is dropped. Shared prefixes change nothing.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
@@ -166,9 +170,15 @@ def append_attention(
         pages = kv_indices[kv_indptr[request] : kv_indptr[request + 1]].long()
         column = torch.arange(kv_len)
         position = torch.arange(kv_len - (end - begin), kv_len)[:, None]
-        seen = column <= position
+        seen = column <= (position if is_causal else position.clamp(min=kv_len - 1))
         if sliding_window is not None:
             seen &= column > position - sliding_window
+        if mask is not None:
+            start = int(position[0]) if mask_starts is None else int(mask_starts[request])
+            bits = (mask[begin:end, :, None] >> torch.arange(32)) & 1
+            allowed = torch.nn.functional.pad(bits.flatten(1).bool(), (0, kv_len))
+            place = column - start
+            seen &= (place < 0) | allowed[:, place.clamp(0, allowed.shape[1] - 1)]
         used = seen.any(0)  # pages before every window may not exist
         slots = pages[column // page_size] * page_size + column % page_size
         keys = _elements(k_cache, slots[used], wide).repeat_interleave(group, 1)
@@ -178,10 +188,14 @@ def append_attention(
             scores = scores * of_heads(k_scales, slots[used])
         hidden = ~seen[:, None, used]
         scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            of_rows = sinks.to(wide)[None, :, None].expand(end - begin, -1, 1)
+            scores = torch.cat([scores, of_rows], -1)
         lse[begin:end] = scores.logsumexp(-1)
-        weights = scores.softmax(-1)
+        weights = scores.softmax(-1)[..., : int(used.sum())]
         if v_scales is not None:
-            weights = (weights * of_heads(v_scales, slots[used])).masked_fill(hidden, 0.0)
+            weights = weights * of_heads(v_scales, slots[used])
+        weights = weights.masked_fill(hidden, 0.0)
         out[begin:end] = torch.einsum("qhk,khd->qhd", weights, values).to(q.dtype)
     return out, lse
 
