@@ -73,7 +73,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai transformers \
+	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai schemathesis transformers \
 	  playwright axe-playwright-python
 	touch $@
 

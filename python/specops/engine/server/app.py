@@ -11,10 +11,12 @@ import json
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -27,12 +29,28 @@ from specops.engine.server.connections import bounded_protocol
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
 from specops.engine.server.metrics import Metrics
+from specops.engine.server.openapi import describe, operation_id, reads, takes
 from specops.engine.server.page import add_page
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest
+from specops.engine.server.replies import (
+    ChatCompletion,
+    Contract,
+    Health,
+    Model,
+    ModelList,
+    TextCompletion,
+    TextReply,
+    TokensReply,
+    Version,
+)
 from specops.engine.server.request_counts import RequestCounts
 from specops.engine.server.request_ids import RequestIds
+from specops.engine.server.streaming import dumped
+from specops.engine.server.tokens import DetokenizeRequest, TokenizeRequest
 
 _READ = ["GET", "HEAD"]
+_HEALTH: dict[str, Any] = reads(Health)
+_HEALTH["responses"][503] = {"model": Health, "description": "the engine fails, or has stopped"}
 
 
 def make_app(
@@ -73,12 +91,14 @@ def make_app(
         yield
         thread.stop()
 
-    app = FastAPI(title="specops", lifespan=lifespan, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
     _add_own_routes(app, thread, metrics)
     generation = Generation(
         engine, thread, chat_format, max_body_bytes=max_body_bytes, body_timeout=body_timeout
     )
-    app.include_router(_openai_routes(generation, api_keys))
+    api = _openai_routes(generation, api_keys)
+    app.include_router(api)
+    _add_description(app, api if api_keys else None)
     _add_error_handlers(app)
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
@@ -89,18 +109,29 @@ def _add_own_routes(app: FastAPI, thread: EngineThread, metrics: Metrics) -> Non
     """The page, and what operators look at."""
     add_page(app)
 
-    @app.api_route("/health", methods=_READ)
+    @app.api_route("/health", methods=_READ, **_HEALTH)
     async def health() -> Response:
         status = thread.health
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-    @app.api_route("/version", methods=_READ)
+    @app.api_route("/version", methods=_READ, **reads(Version))
     async def version() -> Response:
         return JSONResponse({"version": specops.__version__})
 
-    @app.api_route("/metrics", methods=_READ)
+    @app.api_route("/metrics", methods=_READ, response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_description(app: FastAPI, keyed: APIRouter | None) -> None:
+    """/openapi.json, of the routes that are there by now; of `keyed` all need a key."""
+    routes = keyed.routes if keyed is not None else ()
+    paths = frozenset(route.path_format for route in routes if isinstance(route, APIRoute))
+    description = dumped(describe(app, keyed=paths))
+
+    @app.api_route("/openapi.json", methods=_READ, include_in_schema=False)
+    async def openapi() -> Response:
+        return Response(description, media_type="application/json")
 
 
 def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter:
@@ -122,34 +153,34 @@ def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter
             )
         request.state.client = f"key-{same.index(True)}" if same else ""
 
-    api = APIRouter(dependencies=[Depends(check_key)])
+    api = APIRouter(dependencies=[Depends(check_key)], generate_unique_id_function=operation_id)
 
-    @api.api_route("/v1/models", methods=_READ)
+    @api.api_route("/v1/models", methods=_READ, **reads(ModelList))
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [generation.model_card()]})
 
-    @api.api_route("/v1/models/{name:path}", methods=_READ)
+    @api.api_route("/v1/models/{name:path}", methods=_READ, **reads(Model, 404))
     async def model(name: str) -> Response:
         generation.check_model(name)
         return JSONResponse(generation.model_card())
 
-    @api.api_route("/v1/contract", methods=_READ)
+    @api.api_route("/v1/contract", methods=_READ, **reads(Contract))
     async def contract() -> Response:
         return JSONResponse(generation.contract)
 
-    @api.post("/v1/completions")
+    @api.post("/v1/completions", **takes(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
         return await generation.answer(request, CompletionRequest, TextAnswer)
 
-    @api.post("/v1/chat/completions")
+    @api.post("/v1/chat/completions", **takes(ChatCompletionRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
         return await generation.answer(request, ChatCompletionRequest, ChatAnswer)
 
-    @api.post("/tokenize")
+    @api.post("/tokenize", **takes(TokenizeRequest, TokensReply))
     async def tokenize(request: Request) -> Response:
         return await generation.tokenize(request)
 
-    @api.post("/detokenize")
+    @api.post("/detokenize", **takes(DetokenizeRequest, TextReply))
     async def detokenize(request: Request) -> Response:
         return await generation.detokenize(request)
 

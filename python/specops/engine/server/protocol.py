@@ -8,6 +8,7 @@ import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError
+from pydantic.config import JsonDict
 
 from specops.engine.sampling_params import MAX_SEQUENCES, SamplingParams
 from specops.engine.server.api_error import ApiError, bad_value
@@ -38,7 +39,7 @@ _UNION_BRANCHES = (
 
 # Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
 # values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -200,11 +201,27 @@ _AS_THEY_ARE = (
 )
 
 
+_TOKEN_IDS: JsonDict = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "minItems": 1,
+}
+_SEVERAL: JsonDict = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+_PROMPT_SCHEMA: JsonDict = {
+    "anyOf": [
+        {"type": "string"},
+        {**_SEVERAL, "items": {"type": "string"}},
+        _TOKEN_IDS,
+        {**_SEVERAL, "items": _TOKEN_IDS},
+    ]
+}
+
+
 class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
     prompt_field: ClassVar[str] = "prompt"
-    prompt: Any
+    prompt: Any = Field(json_schema_extra=_PROMPT_SCHEMA)
     max_tokens: int | None = 16
     echo: bool = False
     logprobs: int | None = None
@@ -405,9 +422,9 @@ def parse(model: type[B], body: bytes) -> B:
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_json_type(values)}")
     for name in list(values):
-        if name in _NEUTRAL and name not in model.model_fields:
+        if name in NEUTRAL and name not in model.model_fields:
             value = values.pop(name)
-            if value is not None and value not in _NEUTRAL[name]:
+            if value is not None and not _is_one_of(value, NEUTRAL[name]):
                 raise ApiError(
                     400, f"{name} is not supported", param=name, code="unsupported_parameter"
                 )
@@ -492,6 +509,10 @@ def _without_nothing(message: Any) -> Any:
         for name, value in message.items()
         if name in ("role", "content") or value not in (None, [])
     }
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in values)  # false is not 0
 
 
 def _is_token_ids(value: Any) -> bool:
