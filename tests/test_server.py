@@ -1315,18 +1315,25 @@ import sys
 from fake_engine import FakeEngine
 from specops.engine.server import listen, make_app, serve
 listener = listen("127.0.0.1", int(sys.argv[1]))
-app = make_app(FakeEngine(step_seconds=0.02))
-serve(app, listener, drain_timeout=20, log_level="warning", header_timeout=2, max_connections=40)
+apart = listen("127.0.0.1", int(sys.argv[2])) if sys.argv[2:] else None
+app = make_app(FakeEngine(step_seconds=0.02), metrics_apart=apart is not None)
+limits = {"header_timeout": 2, "max_connections": 40}
+serve(app, listener, drain_timeout=20, log_level="warning", metrics_listener=apart, **limits)
 """
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The program RUN and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def running_server(metrics_apart: bool = False) -> Iterator[Any]:
+    """The program RUN, its port, and the port of its metrics where they have one."""
+    with contextlib.ExitStack() as stack:
+        free = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(1 + metrics_apart)
+        ]
+        ports = [one.getsockname()[1] for one in free]
+    port = ports[0]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    process = subprocess.Popen([sys.executable, "-c", RUN, str(port)], env=environment)
+    process = subprocess.Popen([sys.executable, "-c", RUN, *map(str, ports)], env=environment)
     try:
 
         def is_up() -> bool:
@@ -1336,7 +1343,7 @@ def running_server() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
                 return False
 
         wait_for(is_up, 30)
-        yield process, port
+        yield process, *ports
     finally:
         process.kill()
         process.wait()
@@ -1378,6 +1385,33 @@ def test_connections_that_ask_nothing_are_closed() -> None:
             assert answer.startswith(b"HTTP/1.1 200")
 
 
+def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_server(metrics_apart=True) as (process, port, metrics_port):
+        url, own = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}"
+        assert HTTP.get(f"{url}/metrics").status_code == 404
+        assert "/metrics" not in HTTP.get(f"{url}/openapi.json").json()["paths"]
+        body = {"prompt": "abc", "max_tokens": 100, "speculative_config": {"method": "naive"}}
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body | STREAM) as running:
+            lines = running.iter_lines()
+            next(lines)
+            text = HTTP.get(f"{own}/metrics").text
+            assert 'specops:num_requests_running{model_name="fake"} 1.0' in text
+            assert HTTP.head(f"{own}/metrics").status_code == 200
+            for path in ("", "health", "v1/models", "openapi.json", "docs"):
+                assert HTTP.get(f"{own}/{path}").status_code == 404
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            with httpx.Client() as fresh:  # while the rest drains, one may still look
+                assert fresh.get(f"{own}/metrics").status_code == 200
+            assert [*lines][-2] == "data: [DONE]"
+        assert process.wait(10) == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--port", "0", "--metrics-port", str(port)]) == 2
+    message = f"host and metrics_port must be an address to listen on, got 127.0.0.1:{port}"
+    assert message in capsys.readouterr().err
+
+
 def test_sigterm_drains() -> None:
     with running_server() as (process, port):
         url = f"http://127.0.0.1:{port}"
@@ -1411,6 +1445,8 @@ def test_sigterm_drains() -> None:
         (["--max-body-bytes", "0"], "max_body_bytes must be at least 1"),
         (["--header-timeout", "0.5"], "header_timeout must be at least 1"),
         (["--port", "99999"], "port must be in [0, 65535], got 99999"),
+        (["--metrics-port", "99999"], "metrics_port must be in [0, 65535], got 99999"),
+        (["--metrics-port", "8000"], "metrics_port must be another than port, got 8000 twice"),
         (["--host", "no.such.host.invalid"], "host and port must be an address to listen on"),
         (["--api-key", ""], "--api-key must hold a key of at least one character"),
         (["--api-key-file", "/dev/null"], "--api-key-file must hold a key of at least one"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -29,6 +29,7 @@ from specops.engine.server.connections import bounded_protocol
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
 from specops.engine.server.metrics import Metrics
+from specops.engine.server.metrics_port import add_metrics, metrics_served
 from specops.engine.server.openapi import describe, operation_id, reads, takes
 from specops.engine.server.page import add_page
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -60,6 +61,7 @@ def make_app(
     api_keys: Sequence[str] = (),
     max_body_bytes: int = 4 << 20,
     body_timeout: float = 60.0,
+    metrics_apart: bool = False,
 ) -> FastAPI:
     """The application that serves an engine. The engine is the application's from now on.
 
@@ -72,6 +74,7 @@ def make_app(
             among clients.
         max_body_bytes: longer bodies are refused.
         body_timeout: seconds that a client may take over its body.
+        metrics_apart: there is no /metrics, since `serve` has another port for it.
 
     Raises:
         ValueError: the model's chat template is broken, or a key is empty.
@@ -92,7 +95,10 @@ def make_app(
         thread.stop()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
-    _add_own_routes(app, thread, metrics)
+    app.state.metrics = metrics
+    _add_own_routes(app, thread)
+    if not metrics_apart:
+        add_metrics(app, metrics)
     generation = Generation(
         engine, thread, chat_format, max_body_bytes=max_body_bytes, body_timeout=body_timeout
     )
@@ -105,7 +111,7 @@ def make_app(
     return app
 
 
-def _add_own_routes(app: FastAPI, thread: EngineThread, metrics: Metrics) -> None:
+def _add_own_routes(app: FastAPI, thread: EngineThread) -> None:
     """The page, and what operators look at."""
     add_page(app)
 
@@ -117,10 +123,6 @@ def _add_own_routes(app: FastAPI, thread: EngineThread, metrics: Metrics) -> Non
     @app.api_route("/version", methods=_READ, **reads(Version))
     async def version() -> Response:
         return JSONResponse({"version": specops.__version__})
-
-    @app.api_route("/metrics", methods=_READ, response_class=PlainTextResponse)
-    async def prometheus() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_description(app: FastAPI, keyed: APIRouter | None) -> None:
@@ -210,14 +212,19 @@ def _add_error_handlers(app: FastAPI) -> None:
         return await refuse(request, server_error("internal error; the server's log says more"))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, name: str = "port") -> socket.socket:
     """Takes the address, so that a mistake in it is known before a model is loaded.
+
+    Args:
+        host: a name or an address.
+        port: 0 is any that is free.
+        name: what the port is called in errors.
 
     Raises:
         ValueError: the address does not exist or is in use.
     """
     if not 0 <= port <= 65535:
-        raise ValueError(f"port must be in [0, 65535], got {port}")
+        raise ValueError(f"{name} must be in [0, 65535], got {port}")
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -227,7 +234,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         raise ValueError(
-            f"host and port must be an address to listen on, got {host}:{port}: {error.strerror}"
+            f"host and {name} must be an address to listen on, got {host}:{port}: {error.strerror}"
         ) from None
     return listener
 
@@ -240,6 +247,7 @@ def serve(
     log_level: str,
     max_connections: int = 1024,
     header_timeout: float = 20.0,
+    metrics_listener: socket.socket | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish for `drain_timeout` s.
 
@@ -250,6 +258,7 @@ def serve(
         log_level: of uvicorn.
         max_connections: open at a time; further ones are closed at once.
         header_timeout: seconds that a client may take over the headers of a request.
+        metrics_listener: from `listen`, for an application with `metrics_apart`.
     """
     # uvicorn raises the signal again once it has drained; that is no reason to die of it.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -262,5 +271,8 @@ def serve(
         lifespan="on",
         ws="none",
     )
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        if metrics_listener is not None:
+            stack.enter_context(metrics_served(app.state.metrics, metrics_listener))
         uvicorn.Server(config).run(sockets=[listener])
