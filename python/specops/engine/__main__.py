@@ -223,12 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     try:
         settings = _engine_settings(args)
-        for name in (
-            *("max_body_bytes", "drain_timeout", "max_connections"),
-            *("body_timeout", "header_timeout"),
-        ):
-            if getattr(args, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+        _check_limits(args)
         api_keys = _api_keys(args.api_key, args.api_key_file)
         listener, metrics_listener = _listeners(args)  # before the model, which takes longer
         engine = Engine(EngineConfig(**settings))
@@ -261,6 +256,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metrics_listener=metrics_listener,
     )
     return 0
+
+
+def _check_limits(args: argparse.Namespace) -> None:
+    """Refuses limits that would let nobody in.
+
+    Raises:
+        ValueError: one of them would.
+    """
+    for name in (
+        *("max_body_bytes", "drain_timeout", "max_connections"),
+        *("body_timeout", "header_timeout"),
+    ):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
 
 
 def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket | None]:
