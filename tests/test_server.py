@@ -728,6 +728,51 @@ def test_a_full_queue() -> None:
         served.wait_until_idle()
 
 
+def test_a_greedy_key_leaves_room_for_others() -> None:
+    config = EngineConfig(
+        served_model_name="fake", max_num_seqs=1, max_waiting=8, max_model_len=256
+    )
+    engine = FakeEngine(config, step_seconds=0.05)
+    keys = [{"Authorization": f"Bearer {key}"} for key in "abc"]
+    with serving(engine, api_keys="abc") as served:
+        body = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
+        with concurrent.futures.ThreadPoolExecutor(32) as pool:
+            running = pool.submit(post, served, "completions", body, headers=keys[0])
+            wait_for(lambda: engine.num_running == 1)
+            # Of eight places the first key gets four, the second half of the four that are left.
+            asked: dict[int, list[Any]] = {}
+            for number, places in ((0, 4), (1, 2), (2, 1)):
+                asked[number] = [
+                    pool.submit(post, served, "completions", body, headers=keys[number])
+                    for _ in range(places)
+                ]
+                so_far = sum(map(len, asked.values()))
+                wait_for(lambda so_far=so_far: engine.num_waiting == so_far)
+                refused = post(served, "completions", body, headers=keys[number])
+                assert refused.status_code == 429
+                assert f"{places} requests of this API key" in refused.json()["error"]["message"]
+            engine.step_seconds = 0.0
+            for future in (running, *asked[0], *asked[1], *asked[2]):
+                assert future.result().status_code == 200
+        too_many = post(served, "completions", TEXT | {"n": 5}, headers=keys[0])
+        assert too_many.status_code == 400 and "the 4 that may wait" in too_many.text
+        assert post(served, "completions", TEXT | {"n": 4}, headers=keys[0]).status_code == 200
+        served.wait_until_idle()
+
+
+def test_lists_are_counted_before_they_are_looked_at(fake: Served) -> None:
+    ids = [1] * 256
+    for prompt in ([*ids, "no id"], [[1], [*ids, "no id"]]):
+        error = post(fake, "completions", {"prompt": prompt}).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "of 257 tokens" in error["message"]
+    many = {str(i): 0.5 for i in range(4097)}
+    error = post(fake, "completions", TEXT | {"logit_bias": many}).json()["error"]
+    assert error["param"] == "logit_bias" and "at most 4096 elements" in error["message"]
+    # A body that is checked beside the event loop is checked as any other.
+    long = {"prompt": "a", "allowed_token_ids": [5] * 20000, "temperature": -1}
+    assert post(fake, "completions", long).json()["error"]["param"] == "temperature"
+
+
 # ---- clients that leave, engines that fail ----
 
 
@@ -1152,6 +1197,29 @@ def test_choices_share_pages_and_keep_their_tokens(tiny: Served, model_dir: Path
     shared = (len(expected[0].prompt_token_ids) - 1) // 16 * 16
     assert counters(tiny)["specops:prefix_cache_hits_total"][""] == hits + 2 * shared
     tiny.wait_until_idle()
+
+
+def test_eight_choices_hold_the_pages_of_one_prompt(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(model_dir, max_num_seqs=8)
+    step, seen = engine.step, []
+
+    def watched() -> Any:
+        outputs = step()
+        seen.append((engine.num_running, engine.num_pages - engine.num_free_pages))
+        return outputs
+
+    monkeypatch.setattr(engine, "step", watched)
+    body = {"prompt": "p" * 16 * 12 + "q", "n": 8, "max_tokens": 15, "ignore_eos": True, "seed": 1}
+    with serving(engine) as served:
+        answer = post(served, "completions", body).json()
+        served.wait_until_idle()
+    assert len({choice["text"] for choice in answer["choices"]}) > 1
+    together = max(pages for running, pages in seen if running == 8)
+    # The last token of the prompt, the output and the drafts of a step: two pages of their own.
+    assert 12 + 8 <= together <= 12 + 8 * 2
+    assert max(pages for _, pages in seen) == together
 
 
 def test_every_sampling_parameter_reaches_the_engine(tiny: Served, model_dir: Path) -> None:

@@ -85,7 +85,7 @@ def make_app(
         directory = engine.config.model_dir
         chat_format = ChatFormat.from_dir(directory, engine.tokenizer.special_tokens)
     metrics = Metrics(engine)
-    thread = EngineThread(engine, metrics)
+    thread = EngineThread(engine, metrics, num_clients=max(len(set(api_keys)), 1))
     metrics.count_waiting(lambda: thread.num_waiting)
 
     @contextlib.asynccontextmanager

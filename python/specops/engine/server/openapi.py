@@ -177,8 +177,9 @@ def _complete_body(schema: dict[str, Any], body: type[Strict]) -> None:
                 if high is not None:
                     branch["maximum"] = high
         if name in MAX_LISTS:
-            for branch in _branches(field, "array"):
-                branch["maxItems"] = MAX_LISTS[name]
+            for branch in _branches(field, "array", "object"):
+                limit = "maxItems" if branch["type"] == "array" else "maxProperties"
+                branch[limit] = MAX_LISTS[name]
         if name == "messages":
             for branch in _branches(field, "array"):
                 branch["minItems"] = 1

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, ValidationError
 from pydantic.config import JsonDict
 
-from specops.engine.sampling_params import MAX_SEQUENCES, SamplingParams
+from specops.engine.sampling_params import MAX_BIASES, MAX_SEQUENCES, SamplingParams
 from specops.engine.server.api_error import ApiError, bad_value
 from specops.engine.server.strict import Strict
 from specops.engine.server.structured import ResponseFormat, StructuredOutputs, wanted_output
@@ -28,6 +28,8 @@ MAX_LISTS = {
     "stop_token_sequences": MAX_SEQUENCES,
     "bad_words": MAX_SEQUENCES,
     "bad_words_token_ids": MAX_SEQUENCES,
+    "allowed_token_ids": 1 << 18,  # no vocabulary is larger
+    "logit_bias": MAX_BIASES,
 }
 MAX_PARTS = 1000  # of one message
 
@@ -434,7 +436,7 @@ def parse(model: type[B], body: bytes) -> B:
             del values[name]  # null is absent
     for name, most in MAX_LISTS.items():
         given = values.get(name)
-        if isinstance(given, list) and len(given) > most:
+        if isinstance(given, (list, dict)) and len(given) > most:
             raise ApiError(400, f"{name} must hold at most {most} elements", param=name)
     messages = values.get("messages")
     if messages == []:
