@@ -151,6 +151,11 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="bearer token that requests must carry; may be given several times, and in the "
         "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
     )
+    add(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        help="how the model writes calls of tools (default: as its chat template teaches it)",
+    )
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
     _add_limits(parser)
     add(
@@ -233,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_body_bytes=args.max_body_bytes,
             body_timeout=args.body_timeout,
             metrics_apart=metrics_listener is not None,
+            tool_call_parser=args.tool_call_parser,
         )
     except ValueError as error:
         return _fail(str(error))

@@ -24,6 +24,7 @@ import specops
 from specops.engine.engine import Engine
 from specops.engine.server.answers import ChatAnswer, TextAnswer
 from specops.engine.server.api_error import ApiError, server_error
+from specops.engine.server.call_forms import CALL_FORMS
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.connections import bounded_protocol
 from specops.engine.server.engine_thread import EngineThread
@@ -62,6 +63,7 @@ def make_app(
     max_body_bytes: int = 4 << 20,
     body_timeout: float = 60.0,
     metrics_apart: bool = False,
+    tool_call_parser: str | None = None,
 ) -> FastAPI:
     """The application that serves an engine. The engine is the application's from now on.
 
@@ -75,15 +77,23 @@ def make_app(
         max_body_bytes: longer bodies are refused.
         body_timeout: seconds that a client may take over its body.
         metrics_apart: there is no /metrics, since `serve` has another port for it.
+        tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
+            its chat template teaches it. Of a `chat_format` that is given it is that one's affair.
 
     Raises:
-        ValueError: the model's chat template is broken, or a key is empty.
+        ValueError: the model's chat template is broken, a key is empty, or the parser is unknown.
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
+    if tool_call_parser not in (None, *CALL_FORMS):
+        names = ", ".join(CALL_FORMS)
+        raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
     if chat_format is None:
-        directory = engine.config.model_dir
-        chat_format = ChatFormat.from_dir(directory, engine.tokenizer.special_tokens)
+        chat_format = ChatFormat.from_dir(
+            engine.config.model_dir,
+            engine.tokenizer.special_tokens,
+            call_form=None if tool_call_parser is None else CALL_FORMS[tool_call_parser],
+        )
     metrics = Metrics(engine)
     thread = EngineThread(engine, metrics, num_clients=max(len(set(api_keys)), 1))
     metrics.count_waiting(lambda: thread.num_waiting)

@@ -21,6 +21,7 @@ from specops.engine.server.api_error import (
     shutting_down,
     too_long,
 )
+from specops.engine.server.call_forms import HERMES
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.jobs import Job, JobFailed
@@ -72,6 +73,7 @@ class Generation:
         self._engine = engine
         self._thread = thread
         self._chat_format = chat_format
+        self._call_form = chat_format.call_form or HERMES  # for a grammar that is refused later
         self._compiling = Compiling(engine)
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
@@ -137,6 +139,7 @@ class Generation:
             self.model_name,
             self._fingerprint,
             speculative.num_speculative_tokens,
+            self._call_form,
         )
         try:
             await until_gone(self._thread.submit(job), http.receive)
@@ -263,14 +266,13 @@ class Generation:
                     request.prompt_field,
                 )
 
-    @staticmethod
     async def _sampling_params(
-        http: Request, request: CompletionRequest | ChatCompletionRequest
+        self, http: Request, request: CompletionRequest | ChatCompletionRequest
     ) -> SamplingParams:
         """The parameters; those of a long body are checked beside the event loop."""
         if int(http.headers.get("content-length", _SHORT_BODY)) < _SHORT_BODY:
-            return request.sampling_params()
-        return await asyncio.to_thread(request.sampling_params)
+            return request.sampling_params(self._call_form)
+        return await asyncio.to_thread(request.sampling_params, self._call_form)
 
     async def _tokenize(
         self, request: CompletionRequest | ChatCompletionRequest

@@ -12,6 +12,7 @@ from pydantic.config import JsonDict
 
 from specops.engine.sampling_params import MAX_BIASES, MAX_SEQUENCES, SamplingParams
 from specops.engine.server.api_error import ApiError, bad_value
+from specops.engine.server.call_forms import HERMES, CallForm
 from specops.engine.server.strict import Strict
 from specops.engine.server.structured import ResponseFormat, StructuredOutputs, wanted_output
 from specops.engine.server.tools import Tool, ToolCall, ToolChoice, calls_wanted, check_tools
@@ -112,8 +113,11 @@ class _Request(Strict):
     user: str | None = None
     metadata: dict[str, str] | None = None
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
         """The request's parameters as the engine takes them.
+
+        Args:
+            call_form: how the model writes calls of tools.
 
         Raises:
             ApiError: one is out of range.
@@ -130,7 +134,7 @@ class _Request(Strict):
         if self.prompt_logprobs is not None and self.stream:
             message = "prompt_logprobs must be absent where stream is true"
             raise ApiError(400, message, param="prompt_logprobs")
-        wanted = self.wanted_output()
+        wanted = self.wanted_output(call_form)
         try:
             return SamplingParams(
                 structured_output=wanted,
@@ -146,7 +150,7 @@ class _Request(Strict):
         except ValueError as error:
             raise bad_value(error, type(self)) from None
 
-    def wanted_output(self) -> StructuredOutput | None:
+    def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
         """The form that the output must have, if it must have one.
 
         Raises:
@@ -252,11 +256,11 @@ class CompletionRequest(_Request):
             param="prompt",
         )
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
         """As for any request; refuses what only completions have."""
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(400, "best_of is not supported", param="best_of")
-        return super().sampling_params()
+        return super().sampling_params(call_form)
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -368,11 +372,11 @@ class ChatCompletionRequest(_Request):
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def wanted_output(self) -> StructuredOutput | None:
+    def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
         """The form that the output must have, that of calls included."""
         check_tools(self.tools, self.tool_choice)
-        form = super().wanted_output()
-        calls = calls_wanted(self.tools, self.tool_choice, self.parallel_tool_calls)
+        form = super().wanted_output(call_form)
+        calls = calls_wanted(self.tools, self.tool_choice, self.parallel_tool_calls, call_form)
         if form is not None and calls is not None:
             message = f"{self.form_field} must be absent where tools may be called"
             raise ApiError(400, message, param=self.form_field, code="invalid_value")
