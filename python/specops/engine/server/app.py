@@ -85,15 +85,8 @@ def make_app(
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
-    if tool_call_parser not in (None, *CALL_FORMS):
-        names = ", ".join(CALL_FORMS)
-        raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
     if chat_format is None:
-        chat_format = ChatFormat.from_dir(
-            engine.config.model_dir,
-            engine.tokenizer.special_tokens,
-            call_form=None if tool_call_parser is None else CALL_FORMS[tool_call_parser],
-        )
+        chat_format = _chat_format(engine, tool_call_parser)
     metrics = Metrics(engine)
     thread = EngineThread(engine, metrics, num_clients=max(len(set(api_keys)), 1))
     metrics.count_waiting(lambda: thread.num_waiting)
@@ -119,6 +112,18 @@ def make_app(
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
     return app
+
+
+def _chat_format(engine: Engine, tool_call_parser: str | None) -> ChatFormat:
+    """What the directory of the engine's model says of chats."""
+    if tool_call_parser not in (None, *CALL_FORMS):
+        names = ", ".join(CALL_FORMS)
+        raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
+    return ChatFormat.from_dir(
+        engine.config.model_dir,
+        engine.tokenizer.special_tokens,
+        call_form=None if tool_call_parser is None else CALL_FORMS[tool_call_parser],
+    )
 
 
 def _add_own_routes(app: FastAPI, thread: EngineThread) -> None:
