@@ -30,7 +30,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
-.PHONY: prove campaign soak test-vllm vllm-campaign
+.PHONY: prove campaign soak attacks test-vllm vllm-campaign
 .PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check screenshots docs lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
@@ -76,7 +76,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai transformers \
+	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai schemathesis transformers \
 	  playwright axe-playwright-python
 	touch $@
 
@@ -190,6 +190,10 @@ soak: setup
 # Engines at random, with every method, against plain decoding.
 campaign: setup
 	$(BIN)/python tests/engine_campaign.py --minutes $(CAMPAIGN_MINUTES)
+
+# A normal client's latency while others attack the server, and what its memory does: ten minutes.
+attacks: setup
+	$(BIN)/python tests/server_attacks.py
 
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))

@@ -38,6 +38,7 @@ FAMILIES = {
     "suffix_tree": "suffix_tree",
     "ngram_propose": "ngram",
     "server": "engine",
+    "serving": "serving",
     "lossless": "lossless",
     "mtp_mistakes": "mtp_mistakes",
     "ngram": "engine",

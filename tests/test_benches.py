@@ -54,6 +54,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "ngram": {"BATCH": 3, "CONTEXTS": (1024, 2048), "STEPS": 4, "ROUNDS": 1},
     "engine": {"MAX_TOKENS": 8, "ADAPTIVE_BATCHES": (1, 2)},
     "lossless": {"MAX_TOKENS": 8},
+    "serving": {"STREAMS": 2, "TOKENS": 8},
 }
 
 

@@ -165,6 +165,8 @@ def processors(params: SamplingParams, history: list[int]) -> LogitsProcessors:
 
 def test_a_bias_may_force_and_forbid(model_dir: Path) -> None:
     plain = generate(model_dir)
+    for nothing in ({33: 0}, {33: -0.0, 34: 1e-60}):
+        assert generate(model_dir, logit_bias=nothing).token_ids == plain.token_ids
     assert set(generate(model_dir, logit_bias={33: 100.0}).token_ids) == {33}
     banned = generate(model_dir, logit_bias=dict.fromkeys(plain.token_ids, -100))
     assert not set(banned.token_ids) & set(plain.token_ids)

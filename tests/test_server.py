@@ -728,6 +728,51 @@ def test_a_full_queue() -> None:
         served.wait_until_idle()
 
 
+def test_a_greedy_key_leaves_room_for_others() -> None:
+    config = EngineConfig(
+        served_model_name="fake", max_num_seqs=1, max_waiting=8, max_model_len=256
+    )
+    engine = FakeEngine(config, step_seconds=0.05)
+    keys = [{"Authorization": f"Bearer {key}"} for key in "abc"]
+    with serving(engine, api_keys="abc") as served:
+        body = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
+        with concurrent.futures.ThreadPoolExecutor(32) as pool:
+            running = pool.submit(post, served, "completions", body, headers=keys[0])
+            wait_for(lambda: engine.num_running == 1)
+            # Of eight places the first key gets four, the second half of the four that are left.
+            asked: dict[int, list[Any]] = {}
+            for number, places in ((0, 4), (1, 2), (2, 1)):
+                asked[number] = [
+                    pool.submit(post, served, "completions", body, headers=keys[number])
+                    for _ in range(places)
+                ]
+                so_far = sum(map(len, asked.values()))
+                wait_for(lambda so_far=so_far: engine.num_waiting == so_far)
+                refused = post(served, "completions", body, headers=keys[number])
+                assert refused.status_code == 429
+                assert f"{places} requests of this API key" in refused.json()["error"]["message"]
+            engine.step_seconds = 0.0
+            for future in (running, *asked[0], *asked[1], *asked[2]):
+                assert future.result().status_code == 200
+        too_many = post(served, "completions", TEXT | {"n": 5}, headers=keys[0])
+        assert too_many.status_code == 400 and "the 4 that may wait" in too_many.text
+        assert post(served, "completions", TEXT | {"n": 4}, headers=keys[0]).status_code == 200
+        served.wait_until_idle()
+
+
+def test_lists_are_counted_before_they_are_looked_at(fake: Served) -> None:
+    ids = [1] * 256
+    for prompt in ([*ids, "no id"], [[1], [*ids, "no id"]]):
+        error = post(fake, "completions", {"prompt": prompt}).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "of 257 tokens" in error["message"]
+    many = {str(i): 0.5 for i in range(4097)}
+    error = post(fake, "completions", TEXT | {"logit_bias": many}).json()["error"]
+    assert error["param"] == "logit_bias" and "at most 4096 elements" in error["message"]
+    # A body that is checked beside the event loop is checked as any other.
+    long = {"prompt": "a", "allowed_token_ids": [5] * 20000, "temperature": -1}
+    assert post(fake, "completions", long).json()["error"]["param"] == "temperature"
+
+
 # ---- clients that leave, engines that fail ----
 
 
@@ -1150,6 +1195,29 @@ def test_choices_share_pages_and_keep_their_tokens(tiny: Served, model_dir: Path
     tiny.wait_until_idle()
 
 
+def test_eight_choices_hold_the_pages_of_one_prompt(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(model_dir, max_num_seqs=8)
+    step, seen = engine.step, []
+
+    def watched() -> Any:
+        outputs = step()
+        seen.append((engine.num_running, engine.num_pages - engine.num_free_pages))
+        return outputs
+
+    monkeypatch.setattr(engine, "step", watched)
+    body = {"prompt": "p" * 16 * 12 + "q", "n": 8, "max_tokens": 15, "ignore_eos": True, "seed": 1}
+    with serving(engine) as served:
+        answer = post(served, "completions", body).json()
+        served.wait_until_idle()
+    assert len({choice["text"] for choice in answer["choices"]}) > 1
+    together = max(pages for running, pages in seen if running == 8)
+    # The last token of the prompt, the output and the drafts of a step: two pages of their own.
+    assert 12 + 8 <= together <= 12 + 8 * 2
+    assert max(pages for _, pages in seen) == together
+
+
 def test_every_sampling_parameter_reaches_the_engine(tiny: Served, model_dir: Path) -> None:
     own: dict[str, Any] = {
         "top_k": 40,
@@ -1311,18 +1379,25 @@ import sys
 from fake_engine import FakeEngine
 from specops.engine.server import listen, make_app, serve
 listener = listen("127.0.0.1", int(sys.argv[1]))
-app = make_app(FakeEngine(step_seconds=0.02))
-serve(app, listener, drain_timeout=20, log_level="warning", header_timeout=2, max_connections=40)
+apart = listen("127.0.0.1", int(sys.argv[2])) if sys.argv[2:] else None
+app = make_app(FakeEngine(step_seconds=0.02), metrics_apart=apart is not None)
+limits = {"header_timeout": 2, "max_connections": 40}
+serve(app, listener, drain_timeout=20, log_level="warning", metrics_listener=apart, **limits)
 """
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The program RUN and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def running_server(metrics_apart: bool = False) -> Iterator[Any]:
+    """The program RUN, its port, and the port of its metrics where they have one."""
+    with contextlib.ExitStack() as stack:
+        free = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(1 + metrics_apart)
+        ]
+        ports = [one.getsockname()[1] for one in free]
+    port = ports[0]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    process = subprocess.Popen([sys.executable, "-c", RUN, str(port)], env=environment)
+    process = subprocess.Popen([sys.executable, "-c", RUN, *map(str, ports)], env=environment)
     try:
 
         def is_up() -> bool:
@@ -1332,7 +1407,7 @@ def running_server() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
                 return False
 
         wait_for(is_up, 30)
-        yield process, port
+        yield process, *ports
     finally:
         process.kill()
         process.wait()
@@ -1374,6 +1449,33 @@ def test_connections_that_ask_nothing_are_closed() -> None:
             assert answer.startswith(b"HTTP/1.1 200")
 
 
+def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_server(metrics_apart=True) as (process, port, metrics_port):
+        url, own = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}"
+        assert HTTP.get(f"{url}/metrics").status_code == 404
+        assert "/metrics" not in HTTP.get(f"{url}/openapi.json").json()["paths"]
+        body = {"prompt": "abc", "max_tokens": 100, "speculative_config": {"method": "naive"}}
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body | STREAM) as running:
+            lines = running.iter_lines()
+            next(lines)
+            text = HTTP.get(f"{own}/metrics").text
+            assert 'specops:num_requests_running{model_name="fake"} 1.0' in text
+            assert HTTP.head(f"{own}/metrics").status_code == 200
+            for path in ("", "health", "v1/models", "openapi.json", "docs"):
+                assert HTTP.get(f"{own}/{path}").status_code == 404
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            with httpx.Client() as fresh:  # while the rest drains, one may still look
+                assert fresh.get(f"{own}/metrics").status_code == 200
+            assert [*lines][-2] == "data: [DONE]"
+        assert process.wait(10) == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--port", "0", "--metrics-port", str(port)]) == 2
+    message = f"host and metrics_port must be an address to listen on, got 127.0.0.1:{port}"
+    assert message in capsys.readouterr().err
+
+
 def test_sigterm_drains() -> None:
     with running_server() as (process, port):
         url = f"http://127.0.0.1:{port}"
@@ -1407,6 +1509,8 @@ def test_sigterm_drains() -> None:
         (["--max-body-bytes", "0"], "max_body_bytes must be at least 1"),
         (["--header-timeout", "0.5"], "header_timeout must be at least 1"),
         (["--port", "99999"], "port must be in [0, 65535], got 99999"),
+        (["--metrics-port", "99999"], "metrics_port must be in [0, 65535], got 99999"),
+        (["--metrics-port", "8000"], "metrics_port must be another than port, got 8000 twice"),
         (["--host", "no.such.host.invalid"], "host and port must be an address to listen on"),
         (["--api-key", ""], "--api-key must hold a key of at least one character"),
         (["--api-key-file", "/dev/null"], "--api-key-file must hold a key of at least one"),

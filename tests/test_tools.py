@@ -5,6 +5,7 @@
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,27 @@ pytest.importorskip("jsonschema")
 import httpx
 import jsonschema
 import openai
+from fake_engine import FakeEngine, byte_tokenizer
 from schemas import BY_HAND, record
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
+from specops.engine.__main__ import _parser
 from specops.engine.config import BUNDLED_MODEL
+from specops.engine.server import make_app
+from specops.engine.server.call_forms import (
+    CALL_FORMS,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    CallForm,
+    CallReader,
+    form_of_template,
+)
 from specops.engine.server.chat import ChatFormat
-from specops.engine.server.tools import CallReader, Tool, calls_wanted
+from specops.engine.server.tools import Tool, calls_wanted
 from specops.engine.structured import GrammarCompiler, GrammarState
 from specops.engine.tokenizer import Tokenizer
+from tokenizers import AddedToken
 
 # As Qwen's: tools in the system's message, calls between tags, answers as the user's.
 TEMPLATE = """
@@ -49,9 +63,9 @@ TOOLS: list[dict[str, Any]] = [
 BY_NAME = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
 
 
-def state_of(choice: Any, parallel: bool = True) -> GrammarState:
+def state_of(choice: Any, parallel: bool = True, form: CallForm = HERMES) -> GrammarState:
     tools = [Tool(**tool) for tool in TOOLS]
-    wanted = calls_wanted(tools, choice, parallel)
+    wanted = calls_wanted(tools, choice, parallel, form)
     assert wanted is not None
     return GrammarState(GrammarCompiler(TOKENIZER, 4096).compile(wanted), [0])
 
@@ -86,6 +100,83 @@ def test_the_grammar_of_calls(choice: Any, parallel: bool, text: str, fits: bool
     assert (all(taken) and state.may_end) == fits
 
 
+L_NOW = '{"name": "now", "parameters": {}}'
+L_RAIN = '{"name": "weather", "parameters": {"place": "Bonn", "days": 3}}'
+M_NOW = '{"name": "now", "arguments": {}}'
+M_RAIN = '{"name": "weather", "arguments": {"place": "Bonn", "days": 3}}'
+
+
+@pytest.mark.parametrize(
+    "form,choice,parallel,text,fits",
+    [
+        (LLAMA, "auto", True, "hello {x}", True),
+        (LLAMA, "auto", True, L_RAIN, True),
+        (LLAMA, "auto", True, f"{L_RAIN}; {L_NOW}", True),
+        (LLAMA, "auto", True, '{"x": 1}', False),
+        (LLAMA, "auto", True, f"{L_RAIN} bye", False),
+        (LLAMA, "auto", False, f"{L_RAIN}; {L_NOW}", False),
+        (LLAMA, "required", False, L_NOW, True),
+        (LLAMA, "required", True, "hello", False),
+        (LLAMA, "required", True, '{"name": "weather", "parameters": {"place": "Paris"', False),
+        (MISTRAL, "auto", True, "hello [x]", True),
+        (MISTRAL, "auto", True, f"hello [TOOL_CALLS][{M_RAIN}, {M_NOW}]", True),
+        (MISTRAL, "auto", True, f"[TOOL_CALLS][{M_RAIN}", False),
+        (MISTRAL, "auto", True, "[TOOL_CALLS]x", False),
+        (MISTRAL, "auto", False, f"[TOOL_CALLS][{M_RAIN}, {M_NOW}]", False),
+        (MISTRAL, "required", True, f"[TOOL_CALLS][{M_NOW}]", True),
+        (MISTRAL, "required", True, f"[{M_NOW}]", False),
+    ],
+)
+def test_the_grammars_of_other_forms(
+    form: CallForm, choice: Any, parallel: bool, text: str, fits: bool
+) -> None:
+    state = state_of(choice, parallel, form)
+    taken = [state.take(token) for token in TOKENIZER.encode_as_text(text)]
+    assert (all(taken) and state.may_end) == fits
+
+
+def test_a_special_token_may_begin_calls() -> None:
+    tokenizer = byte_tokenizer()
+    inner = tokenizer._tokenizer
+    inner.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    tokenizer = Tokenizer(inner, eos_token_ids=[0])
+    (token,) = tokenizer.encode("[TOOL_CALLS]")
+    assert tokenizer.decode([token]) == "[TOOL_CALLS]" and not tokenizer.is_special(token)
+    for choice in ("auto", "required"):
+        wanted = calls_wanted([Tool(**TOOLS[1])], choice, True, MISTRAL)
+        assert wanted is not None
+        state = GrammarState(GrammarCompiler(tokenizer, 258).compile(wanted), [0])
+        assert all(map(state.take, [token, *tokenizer.encode(f"[{M_NOW}]")])) and state.may_end
+
+
+@pytest.mark.parametrize(
+    "source,form",
+    [
+        (TEMPLATE, HERMES),
+        ('{{ tools }}Respond in the format {"name": function name, "parameters": dictionary of '
+         "argument name and its value}.<|eot_id|>", LLAMA),
+        ("{{ tools }}[AVAILABLE_TOOLS][TOOL_CALLS][", MISTRAL),
+        ("{{ tools }}[TOOL_CALLS]name[ARGS]", None),
+        ("{{ tools }}<tool_call><function=x>name arguments", None),
+        ("{{ tools }}name arguments", None),
+    ],
+)  # fmt: skip
+def test_templates_tell_how_calls_are_written(source: str, form: CallForm | None) -> None:
+    assert form_of_template(source) is ChatFormat(source).call_form is form
+    assert ChatFormat(source, call_form=LLAMA).call_form is LLAMA
+
+
+def test_the_flag_goes_before_the_template(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tool_call_parser must be one of hermes, llama3_json, mi"):
+        make_app(FakeEngine(), tool_call_parser="pythonic")
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}")
+    chat = ChatFormat.from_dir(tmp_path, {}, call_form=MISTRAL)
+    assert chat.call_form is MISTRAL
+    chat.require_tools()
+    (flag,) = [one for one in _parser()._actions if one.dest == "tool_call_parser"]
+    assert flag.choices is not None and tuple(flag.choices) == tuple(CALL_FORMS)
+
+
 def test_nobody_calls_what_is_not_offered() -> None:
     assert calls_wanted([], None, True) is None
     assert calls_wanted([Tool(**TOOLS[0])], "none", True) is None
@@ -102,8 +193,21 @@ def test_calls_are_read_however_the_text_arrives(seed: int) -> None:
         ("spaces \n ", "spaces \n ", 0),
         (f"{NOW}\n<tool_call>\n{{\"name\"", "<tool_call>\n{\"name\"", 1),
     ]  # fmt: skip
-    for text, content, count in cases:
-        reader, got, calls, at = CallReader(), "", [], 0
+    others: list[tuple[str, str, int]] = [
+        (f"{L_NOW}; {L_RAIN}", "", 2),
+        ("hello {", "hello {", 0),
+        (" \n", " \n", 0),
+        (f" {L_RAIN[:-1]}", f"{L_RAIN[:-1]}", 0),
+    ]
+    lists: list[tuple[str, str, int]] = [
+        (f"hello [TOOL_CALLS][{M_NOW}, {M_RAIN}]", "hello", 2),
+        (f"[TOOL_CALLS][{M_RAIN}", "", 1),
+        ("a list [1] [TOOL", "a list [1] [TOOL", 0),
+        ('[TOOL_CALLS][{"name"', '[TOOL_CALLS][{"name"', 0),
+    ]
+    every = [*((HERMES, *case) for case in cases), *((LLAMA, *case) for case in others)]
+    for form, text, content, count in [*every, *((MISTRAL, *case) for case in lists)]:
+        reader, got, calls, at = CallReader(form), "", [], 0
         while at < len(text):
             size = draw.randrange(1, 9)
             more, found = reader.feed(text[at : at + size])
@@ -114,6 +218,15 @@ def test_calls_are_read_however_the_text_arrives(seed: int) -> None:
             arguments = json.loads(call["function"]["arguments"])
             jsonschema.validate(arguments, BY_NAME[call["function"]["name"]])
         assert len({call["id"] for call in calls}) == count
+        assert all(len(call["id"]) == (form.id_length or 29) for call in calls)
+
+
+def test_a_closing_inside_of_an_argument_is_no_end() -> None:
+    text = '<tool_call>\n{"name": "now", "arguments": {"a": "</tool_call>}"}}\n</tool_call>'
+    for cut in range(len(text)):
+        reader = CallReader()
+        calls = reader.feed(text[:cut])[1] + reader.feed(text[cut:])[1]
+        assert [call["function"]["arguments"] for call in calls] == ['{"a": "</tool_call>}"}']
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +299,34 @@ def test_a_stream_has_the_same_calls(served: Served) -> None:
         assert (choice == "required") <= bool(calls)
 
 
+@pytest.mark.parametrize("form", [LLAMA, MISTRAL], ids=lambda form: form.name)
+def test_other_forms_over_http(form: CallForm) -> None:
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
+    with serving(engine, chat_format=ChatFormat(TEMPLATE, call_form=form)) as one:
+        for choice in ("required", "auto"):
+            body = {**ASK, "tools": TOOLS[:2], "tool_choice": choice, "temperature": 0.7, "seed": 2}
+            body["parallel_tool_calls"] = False
+            seen = set()
+            for method in ("naive", "ngram"):
+                own = {"speculative_config": {"method": method}}
+                whole = client(one).chat.completions.create(**body, extra_body=own).choices[0]
+                assert check_calls(whole.message) == (choice == "required")
+                calls = whole.message.tool_calls or []
+                seen.add((whole.message.content, *(str(call.function) for call in calls)))
+                assert all(len(call.id) == (form.id_length or 29) for call in calls)
+            assert len(seen) == 1
+            content, parts = "", []
+            for chunk in client(one).chat.completions.create(**body, stream=True):
+                for part in chunk.choices:
+                    content += part.delta.content or ""
+                    parts += part.delta.tool_calls or []
+            assert content == (whole.message.content or "")
+            assert [(part.function.name, part.function.arguments) for part in parts] == [
+                (call.function.name, call.function.arguments) for call in calls
+            ]
+
+
 def test_a_conversation_with_calls(served: Served) -> None:
     call = {
         "id": "1",
@@ -240,8 +381,8 @@ def test_refusals(served: Served, change: dict[str, Any], param: str, message: s
     "template,message",
     [
         ("{{ messages[0].content }}", "the model's chat template has none"),
-        ("{{ tools }}<tool_call><function=x>", "written otherwise"),
-        ("{{ tools }}name arguments", "written otherwise"),
+        ("{{ tools }}<tool_call><function=x>", "none of the forms hermes, llama3_json, mistral"),
+        ("{{ tools }}name arguments", "--tool-call-parser says"),
     ],
 )
 def test_templates_without_tools_or_with_others(template: str, message: str) -> None:

@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,12 +57,23 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="(default: %(default)s)")
     add(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve /metrics on this port instead (default: on --port)",
+    )
+    add(
         "--api-key",
         metavar="KEY",
         action="append",
         default=[],
         help="bearer token that requests must carry; may be given several times, and in the "
         "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
+    )
+    add(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        help="how the model writes calls of tools (default: as its chat template teaches it)",
     )
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
     _add_limits(parser)
@@ -136,20 +148,17 @@ def serve(given: Sequence[str], program: str) -> int:
         )
     try:
         settings = engine_settings(args)
-        for name in (
-            *("max_body_bytes", "drain_timeout", "max_connections"),
-            *("body_timeout", "header_timeout"),
-        ):
-            if getattr(args, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+        _check_limits(args)
         api_keys = _api_keys(args.api_key, args.api_key_file)
-        listener = server.listen(args.host, args.port)  # before the model, which takes longer
+        listener, metrics_listener = _listeners(args)  # before the model, which takes longer
         engine = Engine(EngineConfig(**settings))
         app = server.make_app(
             engine,
             api_keys=api_keys,
             max_body_bytes=args.max_body_bytes,
             body_timeout=args.body_timeout,
+            metrics_apart=metrics_listener is not None,
+            tool_call_parser=args.tool_call_parser,
         )
     except ValueError as error:
         return _fail(str(error))
@@ -161,6 +170,7 @@ def serve(given: Sequence[str], program: str) -> int:
         log_level=args.log_level,
         max_connections=args.max_connections,
         header_timeout=args.header_timeout,
+        metrics_listener=metrics_listener,
     )
     return 0
 
@@ -176,6 +186,36 @@ def _say_where(engine: Engine, host: str, port: int) -> None:
         host,
         port,
     )
+
+
+def _check_limits(args: argparse.Namespace) -> None:
+    """Refuses limits that would let nobody in.
+
+    Raises:
+        ValueError: one of them would.
+    """
+    for name in (
+        *("max_body_bytes", "drain_timeout", "max_connections"),
+        *("body_timeout", "header_timeout"),
+    ):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+
+
+def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket | None]:
+    """Where to answer, and where to tell metrics if they have a port of their own.
+
+    Raises:
+        ValueError: one of the addresses does not exist or is in use.
+    """
+    from specops.engine.server import listen
+
+    listener = listen(args.host, args.port)
+    if args.metrics_port is None:
+        return listener, None
+    if args.metrics_port == args.port != 0:
+        raise ValueError(f"metrics_port must be another than port, got {args.port} twice")
+    return listener, listen(args.host, args.metrics_port, name="metrics_port")
 
 
 def contract(given: Sequence[str], program: str) -> int:

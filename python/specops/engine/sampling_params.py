@@ -13,7 +13,7 @@ _Sequences = tuple[tuple[int, ...], ...]
 _MAX_INT = 2**31 - 1
 
 # Whole numbers with their ranges, and those that may be None.
-_WHOLE: dict[str, tuple[int, int | None]] = {
+WHOLE_RANGES: dict[str, tuple[int, int | None]] = {
     "max_tokens": (0, None),
     "top_k": (0, _MAX_INT),
     "n": (1, 128),
@@ -25,7 +25,7 @@ _WHOLE: dict[str, tuple[int, int | None]] = {
     "reasoning_max_tokens": (0, _MAX_INT),
     "response_max_tokens": (1, _MAX_INT),
 }
-_REAL = {
+REAL_RANGES = {
     "temperature": (0.0, 1e6),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -136,7 +136,7 @@ class SamplingParams:
         for name in ("ignore_eos", "report_drafts"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name, (low, high) in _WHOLE.items():
+        for name, (low, high) in WHOLE_RANGES.items():
             value = getattr(self, name)
             # None is no value but where it is the default, and for max_tokens.
             if value is None and (defaults[name] is None or name == "max_tokens"):
@@ -146,7 +146,7 @@ class SamplingParams:
             if value < low or (high is not None and value > high):
                 upper = "" if high is None else f" and at most {high}"
                 raise ValueError(f"{name} must be at least {low}{upper}, got {value}")
-        for name, (lowest, highest) in _REAL.items():
+        for name, (lowest, highest) in REAL_RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"{name} must be a number, got {value!r}")

@@ -99,7 +99,8 @@ class SlotTables:
         self._write("repetition_penalty", slot, params.repetition_penalty)
         self._write("presence_penalty", slot, params.presence_penalty)
         self._write("frequency_penalty", slot, params.frequency_penalty)
-        biases = params.bias()
+        # One that is 0 asks for nothing, and would have no row in a table that is not there.
+        biases = [(token_id, bias) for token_id, bias in params.bias() if np.float32(bias)]
         self._write("logit_bias_token_ids", slot, [token_id for token_id, _ in biases])
         self._write("logit_bias", slot, [bias for _, bias in biases])
         self._write("bad_words", slot, _rectangle(request.bad_words))

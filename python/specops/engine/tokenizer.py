@@ -16,6 +16,8 @@ from typing import Any
 import tokenizers
 
 _LONG_TEXT = 4096
+# Special tokens that are text all the same: they begin calls of tools, which somebody must read.
+_SHOWN = frozenset({"[TOOL_CALLS]"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -42,7 +44,9 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special_ids = frozenset(
+            i for i, token in added.items() if token.special and token.content not in _SHOWN
+        )
         self._token_to_bytes = _bytes_of_tokens(json.loads(tokenizer.to_str())["decoder"])
         self._as_text: tokenizers.Tokenizer | None = (
             None  # reads no special token; made when needed

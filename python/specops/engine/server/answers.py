@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from specops.engine.outputs import Completion, SpeculativeStats, TokenLogprob
 from specops.engine.server.api_error import server_error
+from specops.engine.server.call_forms import CallForm, CallReader
 from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span
 from specops.engine.server.logprobs import (
     LegacyLogprobs,
@@ -27,7 +28,7 @@ from specops.engine.server.protocol import (
 )
 from specops.engine.server.steps import step_report
 from specops.engine.server.streaming import dumped, event
-from specops.engine.server.tools import CallReader, NamedTool
+from specops.engine.server.tools import NamedTool
 from specops.engine.server.usage import add_stats, metrics, timings, usage
 from specops.engine.tokenizer import Tokenizer
 
@@ -52,10 +53,12 @@ class Answer(Generic[R]):
         model_name: str,
         fingerprint: str,
         num_speculative_tokens: int,
+        call_form: CallForm,
     ) -> None:
         self.request: R = request
         self.job = job
         self.tokenizer = tokenizer
+        self._call_form = call_form
         self._num_speculative_tokens = num_speculative_tokens
         self._frame = {
             "id": self.id_prefix + secrets.token_hex(12),
@@ -257,7 +260,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         }
 
     def _reader(self, index: int) -> CallReader:
-        return self._readers.setdefault(index, CallReader())
+        return self._readers.setdefault(index, CallReader(self._call_form))
 
     def _reason(self, completion: Completion, num_calls: int) -> str:
         """Why a choice ended, as OpenAI says it: calls that were demanded by name are no reason."""
@@ -292,7 +295,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         num_calls = 0
         if self.request.may_call:
-            reader = CallReader()
+            reader = CallReader(self._call_form)
             content, calls = reader.feed(completion.text)
             message["content"] = content + reader.finish()
             if calls:

@@ -11,10 +11,12 @@ import json
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -22,17 +24,35 @@ import specops
 from specops.engine.engine import Engine
 from specops.engine.server.answers import ChatAnswer, TextAnswer
 from specops.engine.server.api_error import ApiError, server_error
+from specops.engine.server.call_forms import CALL_FORMS
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.connections import bounded_protocol
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
 from specops.engine.server.metrics import Metrics
+from specops.engine.server.metrics_port import add_metrics, metrics_served
+from specops.engine.server.openapi import describe, operation_id, reads, takes
 from specops.engine.server.page import add_page
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest
+from specops.engine.server.replies import (
+    ChatCompletion,
+    Contract,
+    Health,
+    Model,
+    ModelList,
+    TextCompletion,
+    TextReply,
+    TokensReply,
+    Version,
+)
 from specops.engine.server.request_counts import RequestCounts
 from specops.engine.server.request_ids import RequestIds
+from specops.engine.server.streaming import dumped
+from specops.engine.server.tokens import DetokenizeRequest, TokenizeRequest
 
 _READ = ["GET", "HEAD"]
+_HEALTH: dict[str, Any] = reads(Health)
+_HEALTH["responses"][503] = {"model": Health, "description": "the engine fails, or has stopped"}
 
 
 def make_app(
@@ -42,6 +62,8 @@ def make_app(
     api_keys: Sequence[str] = (),
     max_body_bytes: int = 4 << 20,
     body_timeout: float = 60.0,
+    metrics_apart: bool = False,
+    tool_call_parser: str | None = None,
 ) -> FastAPI:
     """The application that serves an engine. The engine is the application's from now on.
 
@@ -54,17 +76,19 @@ def make_app(
             among clients.
         max_body_bytes: longer bodies are refused.
         body_timeout: seconds that a client may take over its body.
+        metrics_apart: there is no /metrics, since `serve` has another port for it.
+        tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
+            its chat template teaches it. Of a `chat_format` that is given it is that one's affair.
 
     Raises:
-        ValueError: the model's chat template is broken, or a key is empty.
+        ValueError: the model's chat template is broken, a key is empty, or the parser is unknown.
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
     if chat_format is None:
-        directory = engine.config.model_dir
-        chat_format = ChatFormat.from_dir(directory, engine.tokenizer.special_tokens)
+        chat_format = _chat_format(engine, tool_call_parser)
     metrics = Metrics(engine)
-    thread = EngineThread(engine, metrics)
+    thread = EngineThread(engine, metrics, num_clients=max(len(set(api_keys)), 1))
     metrics.count_waiting(lambda: thread.num_waiting)
 
     @contextlib.asynccontextmanager
@@ -73,34 +97,58 @@ def make_app(
         yield
         thread.stop()
 
-    app = FastAPI(title="specops", lifespan=lifespan, openapi_url=None)
-    _add_own_routes(app, thread, metrics)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
+    app.state.metrics = metrics
+    _add_own_routes(app, thread)
+    if not metrics_apart:
+        add_metrics(app, metrics)
     generation = Generation(
         engine, thread, chat_format, max_body_bytes=max_body_bytes, body_timeout=body_timeout
     )
-    app.include_router(_openai_routes(generation, api_keys))
+    api = _openai_routes(generation, api_keys)
+    app.include_router(api)
+    _add_description(app, api if api_keys else None)
     _add_error_handlers(app)
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
     return app
 
 
-def _add_own_routes(app: FastAPI, thread: EngineThread, metrics: Metrics) -> None:
+def _chat_format(engine: Engine, tool_call_parser: str | None) -> ChatFormat:
+    """What the directory of the engine's model says of chats."""
+    if tool_call_parser not in (None, *CALL_FORMS):
+        names = ", ".join(CALL_FORMS)
+        raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
+    return ChatFormat.from_dir(
+        engine.config.model_dir,
+        engine.tokenizer.special_tokens,
+        call_form=None if tool_call_parser is None else CALL_FORMS[tool_call_parser],
+    )
+
+
+def _add_own_routes(app: FastAPI, thread: EngineThread) -> None:
     """The page, and what operators look at."""
     add_page(app)
 
-    @app.api_route("/health", methods=_READ)
+    @app.api_route("/health", methods=_READ, **_HEALTH)
     async def health() -> Response:
         status = thread.health
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-    @app.api_route("/version", methods=_READ)
+    @app.api_route("/version", methods=_READ, **reads(Version))
     async def version() -> Response:
         return JSONResponse({"version": specops.__version__})
 
-    @app.api_route("/metrics", methods=_READ)
-    async def prometheus() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+def _add_description(app: FastAPI, keyed: APIRouter | None) -> None:
+    """/openapi.json, of the routes that are there by now; of `keyed` all need a key."""
+    routes = keyed.routes if keyed is not None else ()
+    paths = frozenset(route.path_format for route in routes if isinstance(route, APIRoute))
+    description = dumped(describe(app, keyed=paths))
+
+    @app.api_route("/openapi.json", methods=_READ, include_in_schema=False)
+    async def openapi() -> Response:
+        return Response(description, media_type="application/json")
 
 
 def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter:
@@ -122,34 +170,34 @@ def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter
             )
         request.state.client = f"key-{same.index(True)}" if same else ""
 
-    api = APIRouter(dependencies=[Depends(check_key)])
+    api = APIRouter(dependencies=[Depends(check_key)], generate_unique_id_function=operation_id)
 
-    @api.api_route("/v1/models", methods=_READ)
+    @api.api_route("/v1/models", methods=_READ, **reads(ModelList))
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [generation.model_card()]})
 
-    @api.api_route("/v1/models/{name:path}", methods=_READ)
+    @api.api_route("/v1/models/{name:path}", methods=_READ, **reads(Model, 404))
     async def model(name: str) -> Response:
         generation.check_model(name)
         return JSONResponse(generation.model_card())
 
-    @api.api_route("/v1/contract", methods=_READ)
+    @api.api_route("/v1/contract", methods=_READ, **reads(Contract))
     async def contract() -> Response:
         return JSONResponse(generation.contract)
 
-    @api.post("/v1/completions")
+    @api.post("/v1/completions", **takes(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
         return await generation.answer(request, CompletionRequest, TextAnswer)
 
-    @api.post("/v1/chat/completions")
+    @api.post("/v1/chat/completions", **takes(ChatCompletionRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
         return await generation.answer(request, ChatCompletionRequest, ChatAnswer)
 
-    @api.post("/tokenize")
+    @api.post("/tokenize", **takes(TokenizeRequest, TokensReply))
     async def tokenize(request: Request) -> Response:
         return await generation.tokenize(request)
 
-    @api.post("/detokenize")
+    @api.post("/detokenize", **takes(DetokenizeRequest, TextReply))
     async def detokenize(request: Request) -> Response:
         return await generation.detokenize(request)
 
@@ -179,14 +227,19 @@ def _add_error_handlers(app: FastAPI) -> None:
         return await refuse(request, server_error("internal error; the server's log says more"))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, name: str = "port") -> socket.socket:
     """Takes the address, so that a mistake in it is known before a model is loaded.
+
+    Args:
+        host: a name or an address.
+        port: 0 is any that is free.
+        name: what the port is called in errors.
 
     Raises:
         ValueError: the address does not exist or is in use.
     """
     if not 0 <= port <= 65535:
-        raise ValueError(f"port must be in [0, 65535], got {port}")
+        raise ValueError(f"{name} must be in [0, 65535], got {port}")
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -196,7 +249,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         raise ValueError(
-            f"host and port must be an address to listen on, got {host}:{port}: {error.strerror}"
+            f"host and {name} must be an address to listen on, got {host}:{port}: {error.strerror}"
         ) from None
     return listener
 
@@ -209,6 +262,7 @@ def serve(
     log_level: str,
     max_connections: int = 1024,
     header_timeout: float = 20.0,
+    metrics_listener: socket.socket | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish for `drain_timeout` s.
 
@@ -219,6 +273,7 @@ def serve(
         log_level: of uvicorn.
         max_connections: open at a time; further ones are closed at once.
         header_timeout: seconds that a client may take over the headers of a request.
+        metrics_listener: from `listen`, for an application with `metrics_apart`.
     """
     # uvicorn raises the signal again once it has drained; that is no reason to die of it.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -231,5 +286,8 @@ def serve(
         lifespan="on",
         ws="none",
     )
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        if metrics_listener is not None:
+            stack.enter_context(metrics_served(app.state.metrics, metrics_listener))
         uvicorn.Server(config).run(sockets=[listener])

@@ -14,6 +14,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from specops.engine.server.call_forms import CALL_FORMS, CallForm, form_of_template
 from specops.engine.tokenizer import read_json_object
 
 
@@ -23,21 +24,35 @@ class ChatFormat:
     Args:
         template: in Jinja, as `transformers` has it; None where the model has none.
         special_tokens: texts that it may name, such as "eos_token".
+        call_form: how the model writes calls of tools; by default as the template teaches it.
+
+    Attributes:
+        call_form: the same; None where the template teaches none that is known.
 
     Raises:
         ValueError: the template is broken.
     """
 
     def __init__(
-        self, template: str | None, special_tokens: Mapping[str, str] | None = None
+        self,
+        template: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        call_form: CallForm | None = None,
     ) -> None:
         self._template = None if template is None else _compile(template)
-        self._source = template or ""
+        self.call_form = call_form or form_of_template(template or "")
         self._variables = set() if template is None else _variables(template)
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
-    def from_dir(cls, path: str | Path, special_tokens: Mapping[str, str]) -> "ChatFormat":
+    def from_dir(
+        cls,
+        path: str | Path,
+        special_tokens: Mapping[str, str],
+        *,
+        call_form: CallForm | None = None,
+    ) -> "ChatFormat":
         """Reads chat_template.jinja, or else what tokenizer_config.json has, of a model directory.
 
         Raises:
@@ -46,11 +61,11 @@ class ChatFormat:
         path = Path(path)
         if (path / "chat_template.jinja").is_file():
             text = (path / "chat_template.jinja").read_text(encoding="utf-8")
-            return cls(text, special_tokens)
+            return cls(text, special_tokens, call_form=call_form)
         template = read_json_object(path / "tokenizer_config.json").get("chat_template")
         if isinstance(template, list):  # several named templates
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return cls(template, special_tokens)
+        return cls(template, special_tokens, call_form=call_form)
 
     @property
     def has_template(self) -> bool:
@@ -65,11 +80,10 @@ class ChatFormat:
         """
         if "tools" not in self._variables:
             raise ValueError("tools are not supported: the model's chat template has none")
-        has_form = all(word in self._source for word in ("<tool_call>", "name", "arguments"))
-        if not has_form or "<function=" in self._source or "<arg_key>" in self._source:
+        if self.call_form is None:
             raise ValueError(
-                "tools are not supported: the model's chat template has calls written otherwise "
-                "than as a JSON object between <tool_call> and </tool_call>"
+                "tools are not supported: the model's chat template has calls written in none of "
+                f"the forms {', '.join(CALL_FORMS)}; --tool-call-parser says which one it is"
             )
 
     def render(

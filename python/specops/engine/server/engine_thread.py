@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -56,8 +57,9 @@ class EngineThread:
     unless the engine keeps a request or a page.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, num_clients: int = 1) -> None:
         self._engine = engine
+        self._num_clients = num_clients  # that can be told apart
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
@@ -176,6 +178,8 @@ class EngineThread:
     def _add_job(self, job: Job) -> None:
         total = len(job.prompts) * job.params.n
         limit = self._engine.config.max_waiting
+        if self._num_clients > 1:
+            limit = max(limit // 2, 1)
         added: list[str] = []
         try:
             if total > limit:
@@ -184,6 +188,7 @@ class EngineThread:
                     "that may wait"
                 )
             self._engine.require_room(total + self._num_outside)
+            self._require_share(job.client, total)
             for position, prompt in enumerate(job.prompts):
                 added.append(self._add_choice(self._first_choice(job, position, prompt)))
                 siblings = self._choices[added[-1]].siblings
@@ -203,6 +208,22 @@ class EngineThread:
             self._events.append((job, error))
         else:
             self._events.append((job, None))
+
+    def _require_share(self, client: str, total: int) -> None:
+        """Leaves room for those who come later: a client gets half of what others leave free.
+
+        Raises:
+            QueueFull: it has too many waiting already.
+        """
+        if self._num_clients == 1:
+            return
+        waiting: Counter[str] = Counter(choice.job.client for choice in self._held)
+        for choice in self._choices.values():
+            waiting[choice.job.client] += (not choice.last_time) + len(choice.siblings)
+        own = waiting.pop(client, 0)
+        most = (self._engine.config.max_waiting - waiting.total()) // 2
+        if own + total > max(most, 1):
+            raise QueueFull(f"{own} requests of this API key are waiting already")
 
     def _first_choice(self, job: Job, position: int, prompt: list[int]) -> _Choice:
         """The first choice of a prompt, with the others as its siblings."""

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, QueueFull
+from specops.engine.sampling_params import SamplingParams
 from specops.engine.server.answers import Answer
 from specops.engine.server.api_error import (
     ApiError,
@@ -20,11 +21,13 @@ from specops.engine.server.api_error import (
     shutting_down,
     too_long,
 )
+from specops.engine.server.call_forms import HERMES
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.jobs import Job, JobFailed
 from specops.engine.server.logprobs import check_prompt_logprobs
 from specops.engine.server.protocol import (
+    MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,
     parse,
@@ -70,6 +73,7 @@ class Generation:
         self._engine = engine
         self._thread = thread
         self._chat_format = chat_format
+        self._call_form = chat_format.call_form or HERMES  # for a grammar that is refused later
         self._compiling = Compiling(engine)
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
@@ -110,7 +114,8 @@ class Generation:
         """Serves one request, from its body to its answer or the stream of it."""
         request: Any = await self.read(http, body_type)
         self.check_model(request.model)
-        params = request.sampling_params()
+        self._check_lengths(request)
+        params = await self._sampling_params(http, request)
         speculative = self._speculative_config(request)
         prompts = await self._tokenize(request)
         check_prompt_logprobs(prompts, params)
@@ -134,6 +139,7 @@ class Generation:
             self.model_name,
             self._fingerprint,
             speculative.num_speculative_tokens,
+            self._call_form,
         )
         try:
             await until_gone(self._thread.submit(job), http.receive)
@@ -245,6 +251,28 @@ class Generation:
                 code="body_too_large",
             )
         return b"".join(chunks)
+
+    def _check_lengths(self, request: CompletionRequest | ChatCompletionRequest) -> None:
+        """Refuses lists of more token ids than fit, before anybody looks at the ids."""
+        given = request.prompt if isinstance(request, CompletionRequest) else None
+        if not isinstance(given, list):
+            return
+        for one in [given, *given[:MAX_PROMPTS]]:
+            is_ids = isinstance(one, list) and bool(one) and type(one[0]) is int
+            if is_ids and len(one) > self._engine.max_model_len:
+                raise too_long(
+                    f"a prompt of {len(one)} tokens exceeds the context of "
+                    f"{self._engine.max_model_len} tokens",
+                    request.prompt_field,
+                )
+
+    async def _sampling_params(
+        self, http: Request, request: CompletionRequest | ChatCompletionRequest
+    ) -> SamplingParams:
+        """The parameters; those of a long body are checked beside the event loop."""
+        if int(http.headers.get("content-length", _SHORT_BODY)) < _SHORT_BODY:
+            return request.sampling_params(self._call_form)
+        return await asyncio.to_thread(request.sampling_params, self._call_form)
 
     async def _tokenize(
         self, request: CompletionRequest | ChatCompletionRequest

@@ -28,6 +28,6 @@ def add_page(app: FastAPI) -> None:
 
 
 def _add_file(app: FastAPI, route: str, path: Path) -> None:
-    @app.api_route(route, methods=["GET", "HEAD"])
+    @app.api_route(route, methods=["GET", "HEAD"], include_in_schema=False)
     async def file() -> Response:
         return Response(path.read_bytes(), headers=_HEADERS, media_type=_TYPES[path.suffix])

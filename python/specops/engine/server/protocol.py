@@ -8,9 +8,11 @@ import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError
+from pydantic.config import JsonDict
 
-from specops.engine.sampling_params import MAX_SEQUENCES, SamplingParams
+from specops.engine.sampling_params import MAX_BIASES, MAX_SEQUENCES, SamplingParams
 from specops.engine.server.api_error import ApiError, bad_value
+from specops.engine.server.call_forms import HERMES, CallForm
 from specops.engine.server.strict import Strict
 from specops.engine.server.structured import ResponseFormat, StructuredOutputs, wanted_output
 from specops.engine.server.tools import Tool, ToolCall, ToolChoice, calls_wanted, check_tools
@@ -27,6 +29,8 @@ MAX_LISTS = {
     "stop_token_sequences": MAX_SEQUENCES,
     "bad_words": MAX_SEQUENCES,
     "bad_words_token_ids": MAX_SEQUENCES,
+    "allowed_token_ids": 1 << 18,  # no vocabulary is larger
+    "logit_bias": MAX_BIASES,
 }
 MAX_PARTS = 1000  # of one message
 
@@ -38,7 +42,7 @@ _UNION_BRANCHES = (
 
 # Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
 # values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -109,8 +113,11 @@ class _Request(Strict):
     user: str | None = None
     metadata: dict[str, str] | None = None
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
         """The request's parameters as the engine takes them.
+
+        Args:
+            call_form: how the model writes calls of tools.
 
         Raises:
             ApiError: one is out of range.
@@ -127,7 +134,7 @@ class _Request(Strict):
         if self.prompt_logprobs is not None and self.stream:
             message = "prompt_logprobs must be absent where stream is true"
             raise ApiError(400, message, param="prompt_logprobs")
-        wanted = self.wanted_output()
+        wanted = self.wanted_output(call_form)
         try:
             return SamplingParams(
                 structured_output=wanted,
@@ -143,7 +150,7 @@ class _Request(Strict):
         except ValueError as error:
             raise bad_value(error, type(self)) from None
 
-    def wanted_output(self) -> StructuredOutput | None:
+    def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
         """The form that the output must have, if it must have one.
 
         Raises:
@@ -200,11 +207,27 @@ _AS_THEY_ARE = (
 )
 
 
+_TOKEN_IDS: JsonDict = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "minItems": 1,
+}
+_SEVERAL: JsonDict = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+_PROMPT_SCHEMA: JsonDict = {
+    "anyOf": [
+        {"type": "string"},
+        {**_SEVERAL, "items": {"type": "string"}},
+        _TOKEN_IDS,
+        {**_SEVERAL, "items": _TOKEN_IDS},
+    ]
+}
+
+
 class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
     prompt_field: ClassVar[str] = "prompt"
-    prompt: Any
+    prompt: Any = Field(json_schema_extra=_PROMPT_SCHEMA)
     max_tokens: int | None = 16
     echo: bool = False
     logprobs: int | None = None
@@ -233,11 +256,11 @@ class CompletionRequest(_Request):
             param="prompt",
         )
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
         """As for any request; refuses what only completions have."""
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(400, "best_of is not supported", param="best_of")
-        return super().sampling_params()
+        return super().sampling_params(call_form)
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -349,11 +372,11 @@ class ChatCompletionRequest(_Request):
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def wanted_output(self) -> StructuredOutput | None:
+    def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
         """The form that the output must have, that of calls included."""
         check_tools(self.tools, self.tool_choice)
-        form = super().wanted_output()
-        calls = calls_wanted(self.tools, self.tool_choice, self.parallel_tool_calls)
+        form = super().wanted_output(call_form)
+        calls = calls_wanted(self.tools, self.tool_choice, self.parallel_tool_calls, call_form)
         if form is not None and calls is not None:
             message = f"{self.form_field} must be absent where tools may be called"
             raise ApiError(400, message, param=self.form_field, code="invalid_value")
@@ -405,9 +428,9 @@ def parse(model: type[B], body: bytes) -> B:
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_json_type(values)}")
     for name in list(values):
-        if name in _NEUTRAL and name not in model.model_fields:
+        if name in NEUTRAL and name not in model.model_fields:
             value = values.pop(name)
-            if value is not None and value not in _NEUTRAL[name]:
+            if value is not None and not _is_one_of(value, NEUTRAL[name]):
                 raise ApiError(
                     400, f"{name} is not supported", param=name, code="unsupported_parameter"
                 )
@@ -417,7 +440,7 @@ def parse(model: type[B], body: bytes) -> B:
             del values[name]  # null is absent
     for name, most in MAX_LISTS.items():
         given = values.get(name)
-        if isinstance(given, list) and len(given) > most:
+        if isinstance(given, (list, dict)) and len(given) > most:
             raise ApiError(400, f"{name} must hold at most {most} elements", param=name)
     messages = values.get("messages")
     if messages == []:
@@ -492,6 +515,10 @@ def _without_nothing(message: Any) -> Any:
         for name, value in message.items()
         if name in ("role", "content") or value not in (None, [])
     }
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in values)  # false is not 0
 
 
 def _is_token_ids(value: Any) -> bool:

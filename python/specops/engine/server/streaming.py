@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Made once: json.dumps would make one for every chunk.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 
 class ClientGone(Exception):
     """The client closed its connection before the answer was complete."""
@@ -46,7 +49,7 @@ async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 
 def dumped(body: dict[str, Any]) -> bytes:
     """An answer in JSON."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(body).encode()
 
 
 def event(body: dict[str, Any]) -> bytes:

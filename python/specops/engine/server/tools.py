@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of a chat: what a client offers, the grammar of calls, and calls read from a text.
+"""Tools of a chat: what a client offers, and the grammar of calls.
 
-Calls are written as the chat templates of Qwen and Hermes teach it: a JSON object with name and
-arguments, between `<tool_call>` and `</tool_call>`. The output is constrained to that, so whatever
-has been called can be read, and its arguments are of the tool's schema.
+The output is constrained to calls as the model writes them (`call_forms.py`), so whatever has been
+called can be read, and its arguments are of the tool's schema.
 """
 
 import json
 import re
-import secrets
 from typing import Any, Literal
 
 from pydantic import Field
 
 from specops.engine.server.api_error import ApiError
+from specops.engine.server.call_forms import HERMES, CallForm
 from specops.engine.server.strict import Strict
 from specops.engine.server.structured import refusal
 from specops.engine.structured import StructuredOutput
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
 
 class Function(Strict):
@@ -116,7 +114,7 @@ def _bad(message: str, param: str = "tools") -> ApiError:
 
 
 def calls_wanted(
-    tools: list[Tool], choice: ToolChoice | None, parallel: bool
+    tools: list[Tool], choice: ToolChoice | None, parallel: bool, form: CallForm = HERMES
 ) -> StructuredOutput | None:
     """The form of an output that may call tools; None: it may not.
 
@@ -124,6 +122,7 @@ def calls_wanted(
         tools: that are offered.
         choice: whether and which it may call; None is "auto".
         parallel: it may call several.
+        form: how the model writes calls.
 
     Raises:
         ApiError: a schema is too large.
@@ -132,21 +131,11 @@ def calls_wanted(
         return None
     named = choice.function.name if isinstance(choice, NamedTool) else None
     offered = [tool.function for tool in tools if named in (None, tool.function.name)]
-    start = {
-        (False, True): ["start: called* rest", "called: opening written", "rest: TEXT"],
-        (False, False): ["start: rest | called", "called: opening written", "rest: TEXT"],
-        (True, True): ['start: called ("\\n" called)*', f'called: "{_OPENING}" written'],
-        (True, False): ["start: called", f'called: "{_OPENING}" written'],
-    }[choice not in (None, "auto"), parallel and named is None]
-    rules = [
-        "%llguidance {}",
-        *start,
-        "TEXT: /(.|\\n)*/",
-        f'opening[lazy]: TEXT "{_OPENING}"',
-        f'written: "\\n" ({" | ".join(f"call{i}" for i in range(len(offered)))}) "\\n{_CLOSING}"',
-    ]
+    must, several = choice not in (None, "auto"), parallel and named is None
+    rules = ["%llguidance {}", *form.rules(must=must, several=several)]
+    rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(offered)))}")
     for index, function in enumerate(offered):
-        name = json.dumps(f'{{"name": "{function.name}", "arguments": ')
+        name = json.dumps(f'{{"name": "{function.name}", "{form.arguments}": ')
         rules.append(f'call{index}: {name} arguments{index} "}}"')
         rules.append(f"arguments{index}: %json {json.dumps(_schema(function))}")
     try:
@@ -159,63 +148,3 @@ def _schema(function: Function) -> dict[str, Any]:
     if function.parameters is not None:
         return function.parameters
     return {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-class CallReader:
-    """Takes the calls out of a text, as it comes.
-
-    Attributes:
-        num_calls: read so far.
-    """
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        self._held = ""  # may become a call, or space before one
-        self._is_open = False
-
-    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Adds a piece of the text; returns what of it is no call, and the complete calls."""
-        self._held += text
-        content = ""
-        calls: list[dict[str, Any]] = []
-        while True:
-            if self._is_open:
-                body, closing, rest = self._held.partition(_CLOSING)
-                if not closing:
-                    return content, calls
-                calls.append(self._call(body))
-                self._held, self._is_open = rest, False
-            else:
-                before, opening, rest = self._held.partition(_OPENING)
-                if not opening:
-                    free = len(self._held) - _num_held(self._held)
-                    content += self._held[:free]
-                    self._held = self._held[free:]
-                    return content, calls
-                content += before.rstrip()
-                self._held, self._is_open = rest, True
-
-    def finish(self) -> str:
-        """The content that is left when the text has ended: a call that is not complete is text."""
-        left = (_OPENING if self._is_open else "") + self._held
-        self._held, self._is_open = "", False
-        return left if left.strip() or not self.num_calls else ""
-
-    def _call(self, body: str) -> dict[str, Any]:
-        """A call as an answer has it; the grammar has seen to its form."""
-        call = json.loads(body)
-        arguments = json.dumps(call["arguments"], ensure_ascii=False)
-        self.num_calls += 1
-        return {
-            "index": self.num_calls - 1,
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": call["name"], "arguments": arguments},
-        }
-
-
-def _num_held(text: str) -> int:
-    """How many of the last characters may be space before a call, and its beginning."""
-    length = next(size for size in range(len(_OPENING), -1, -1) if text.endswith(_OPENING[:size]))
-    before = text[: len(text) - length]
-    return length + len(before) - len(before.rstrip())

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What HTTP costs: CPU time per streamed token over that of the engine alone, and first tokens.
+
+The server is a process of its own, and its CPU time is what its metrics say. Every stream asks for
+plain decoding, so each token is a step's and a chunk's own: what costs most.
+"""
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+
+from bench.common import Bench, Figure
+
+STREAMS = 64
+TOKENS = 128
+ROUNDS = 3
+FIRST_TOKENS = 20
+PROMPT = "# {}\ndef f("
+NAIVE = {"method": "naive"}
+
+
+def run_serving(bench: Bench) -> None:
+    """CPU time per token at 64 streams, and the time to the first token of one alone."""
+    with _serving() as port:
+        _load(port)  # both warm up
+        alone = _offline_seconds()
+        served, without = [], []
+        for _ in range(bench.pick(ROUNDS, 1)):
+            before = _cpu_seconds(port)
+            _load(port)
+            served.append(_cpu_seconds(port) - before)
+            without.append(alone())
+        tokens = STREAMS * TOKENS
+        first = [asyncio.run(_stream(port, 0, 4)) for _ in range(bench.pick(FIRST_TOKENS, 2))]
+    bench.add(
+        Figure(
+            "serving.cpu_per_token",
+            f"bundled model, {STREAMS} streams: CPU time a token over the engine alone",
+            1e6 * (min(served) - min(without)) / tokens,
+            "us",
+            "engine",
+            1e6 * min(without) / tokens,
+            bar="value <= 60",
+        )
+    )
+    bench.add(
+        Figure(
+            "serving.first_token",
+            "bundled model, one stream: from sending a request to its first token, median",
+            1e3 * median(first),
+            "ms",
+            bar="value <= 15",
+        )
+    )
+
+
+@contextmanager
+def _serving() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "specops.engine", "--port", str(port), "--num-threads", "1"]
+    command += ["--max-num-seqs", str(STREAMS), "--log-level", "warning"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            try:
+                _cpu_seconds(port)
+                break
+            except OSError:
+                if server.poll() is not None:
+                    raise RuntimeError("the server did not start") from None
+                time.sleep(0.05)
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _cpu_seconds(port: int) -> float:
+    """Of the server's process, so far."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        found = re.search(r"^process_cpu_seconds_total (\S+)", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def _load(port: int) -> None:
+    """All streams at once, from beginning to end."""
+
+    async def streams() -> None:
+        await asyncio.gather(*(_stream(port, number, TOKENS) for number in range(STREAMS)))
+
+    asyncio.run(streams())
+
+
+async def _stream(port: int, number: int, tokens: int) -> float:
+    """One stream; the seconds to its first token."""
+    body = {"prompt": PROMPT.format(number), "max_tokens": tokens, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True, "speculative_config": NAIVE}
+    content = json.dumps(body).encode()
+    lines = ["POST /v1/completions HTTP/1.1", "Host: server", "Connection: close"]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(content)}", "", ""]
+    begun, first, chunks = time.perf_counter(), 0.0, 0
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write("\r\n".join(lines).encode() + content)
+    while line := await reader.readline():
+        if line.startswith(b"data: {"):
+            first = first or time.perf_counter() - begun
+            chunks += 1
+    writer.close()
+    assert chunks > 1, "the server refused a stream"
+    return first
+
+
+def _offline_seconds() -> Callable[[], float]:
+    """The same tokens from an engine without a server: its CPU seconds, whenever called."""
+    from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+
+    naive = SpeculativeConfig(**NAIVE)
+    engine = Engine(
+        EngineConfig(device="cpu", num_threads=1, max_num_seqs=STREAMS, speculative_config=naive)
+    )
+    prompts = [PROMPT.format(number) for number in range(STREAMS)]
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+
+    def seconds() -> float:
+        begun = time.process_time()
+        engine.generate(prompts, params)
+        return time.process_time() - begun
+
+    seconds()
+    return seconds

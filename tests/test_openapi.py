@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""/openapi.json, and the server held to it: by schemathesis, and by answers of every kind."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "httpx"):
+    pytest.importorskip(name)
+schemathesis = pytest.importorskip("schemathesis")
+
+import httpx
+import jsonschema
+from checkpoints import make_checkpoint, write_tokenizer
+from fake_engine import FakeEngine
+from serving import Served, serving
+from specops.engine import Engine, EngineConfig, SpeculativeConfig
+from specops.engine.server.chat import ChatFormat
+from test_tools import TEMPLATE, TOOLS
+
+EVERY_PATH = {
+    *("/health", "/metrics", "/version", "/v1/models", "/v1/models/{name}", "/v1/contract"),
+    *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, "Qwen3", num_hidden_layers=1, vocab_size=257)
+    write_tokenizer(path, 257)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    sizes = {"max_model_len": 192, "max_num_seqs": 8, "num_threads": 1}
+    config = EngineConfig(model=str(path), device="cpu", speculative_config=speculative, **sizes)
+    engine = Engine(config)
+    with serving(engine, chat_format=ChatFormat(TEMPLATE)) as served:
+        yield served
+
+
+def test_the_server_does_what_it_says(tiny: Served, tmp_path: Path) -> None:
+    """No failure of the server, and every answer is of a status and a shape that is told.
+
+    A body of the right shape may still ask for what this model cannot do, and get 400.
+    """
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{tiny.url}/openapi.json"]
+    command += ["--exclude-checks", "positive_data_acceptance", "--no-color", "--no-shrink"]
+    command += ["--max-examples", "10", "--seed", "1", "--generation-database", "none"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "Tested: 16" in done.stdout
+    tiny.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def description(tiny: Served) -> dict[str, Any]:
+    answer = httpx.get(f"{tiny.url}/openapi.json")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+    assert httpx.head(f"{tiny.url}/openapi.json").content == b""
+    described: dict[str, Any] = answer.json()
+    return described
+
+
+def check(description: dict[str, Any], schema: str, value: Any) -> None:
+    whole = {"$ref": f"#/components/schemas/{schema}", "components": description["components"]}
+    jsonschema.Draft202012Validator(whole).validate(value)
+
+
+def test_every_route_is_described(description: dict[str, Any]) -> None:
+    assert set(description["paths"]) == EVERY_PATH
+    assert description["openapi"].startswith("3.1") and "security" not in str(description["paths"])
+    ids = [one["operationId"] for item in description["paths"].values() for one in item.values()]
+    assert len(set(ids)) == len(ids) and "completions" in ids and "models_head" in ids
+    post = description["paths"]["/v1/completions"]["post"]["responses"]
+    assert set(post) == {"200", "400", "404", "408", "413", "415", "429", "500", "503"}
+    assert set(post["200"]["content"]) == {"application/json", "text/event-stream"}
+    fields = description["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert {"type": "integer", "minimum": 1, "maximum": 128} in fields["n"]["anyOf"]
+    assert fields["store"]["enum"] == [False, None]
+
+
+@pytest.mark.parametrize(
+    "path,schema,body",
+    [
+        ("completions", "TextCompletion", {"prompt": "a", "logprobs": 2, "echo": True, "n": 2}),
+        ("completions", "TextCompletion", {"prompt": [[5, 6], [7]], "prompt_logprobs": 1}),
+        ("completions", "TextCompletion", {"prompt": [5], "stop_token_sequences": [[1, 2]]}),
+        ("chat/completions", "ChatCompletion", {"logprobs": True, "top_logprobs": 3}),
+        ("chat/completions", "ChatCompletion", {"tools": TOOLS[1:2], "tool_choice": "required"}),
+        ("completions", "ErrorReply", {}),
+        ("completions", "ErrorReply", {"prompt": "a", "model": "other"}),
+        ("chat/completions", "ErrorReply", {"temperature": -1}),
+    ],
+)
+def test_answers_of_every_kind(
+    tiny: Served, description: dict[str, Any], path: str, schema: str, body: dict[str, Any]
+) -> None:
+    if path.startswith("chat"):
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 20} | body
+        body_schema = "ChatCompletionRequest"
+    else:
+        body_schema = "CompletionRequest"
+    answer = httpx.post(f"{tiny.url}/v1/{path}", json=body, timeout=30)
+    assert (answer.status_code == 200) == (schema != "ErrorReply")
+    check(description, schema, answer.json())
+    if answer.status_code == 200:
+        check(description, body_schema, body)
+
+
+@pytest.mark.parametrize("name,value", [("top_a", False), ("store", 0), ("parallel_tool_calls", 1)])
+def test_false_is_not_zero(tiny: Served, name: str, value: Any) -> None:
+    answer = httpx.post(f"{tiny.url}/v1/completions", json={"prompt": [5], name: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+def test_with_keys() -> None:
+    with serving(FakeEngine(), api_keys=["k"]) as served:
+        described = httpx.get(f"{served.url}/openapi.json").json()
+        api = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+        assert len(list(api.get_all_operations())) == 16
+        for path, item in described["paths"].items():
+            for method, operation in item.items():
+                needs_key = path.startswith("/v1") or path in ("/tokenize", "/detokenize")
+                assert ("security" in operation) == ("401" in operation["responses"]) == needs_key
+                url = served.url + path.replace("{name}", "fake")
+                status = httpx.request(method, url).status_code
+                assert (status == 401) == needs_key, (method, path)
+        scheme = described["components"]["securitySchemes"]
+        assert scheme == {"key": {"type": "http", "scheme": "bearer"}}

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""`make attacks` in small: every attack runs, and nothing breaks. Its times mean nothing."""
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
+    pytest.importorskip(name)
+
+import server_attacks
+from server_attacks import ATTACKS, Sizes
+from specops.engine.config import BUNDLED_MODEL
+
+SMALL = Sizes(words=3000, ids=6000, choices=16, sockets=20, streams=12, body=5 << 20, tokens=16)
+# What attackers are told, or do.
+EXPECTED = {
+    "bad_words": {"400"},
+    "long_ids": {"400"},
+    "many_choices": {"200"},
+    "trickling": {"open"},
+    "broken_uploads": {"left"},
+    "huge_bodies": {"413"},
+    "leaving_streams": {"200", "left", "read"},
+}
+
+
+@pytest.mark.skipif(
+    not (BUNDLED_MODEL / "model.safetensors").is_file(), reason="the bundled model is not there"
+)
+def test_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = server_attacks.run(
+        seconds=0.5,
+        stream_seconds=1.0,
+        rounds=1,
+        names=list(ATTACKS),
+        sizes=SMALL,
+        options=["--num-threads", "1"],
+    )
+    out = capsys.readouterr().out
+    assert wrong == [], out
+    assert set(EXPECTED) == set(ATTACKS)
+    for name, expected in EXPECTED.items():
+        (row,) = [line for line in out.splitlines() if line.startswith(f"| {name} |")][:1]
+        got = {pair.split()[1] for pair in row.split("|")[-2].split(", ")}
+        assert got <= expected and got, row
+    assert "resident MB" in out
