@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from specops.vllm import exactness, support
+from specops.vllm import exactness, support, threads
 from specops.vllm.decoding import Decoded, Job
 from specops.vllm.exactness import compare
 from specops.vllm.hooks import HOOKS, Hook, HookError, check, fault_of, of_parts
@@ -169,6 +169,55 @@ assert os.sched_getaffinity(0) == {min(whole)}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+class FakeNumba(types.ModuleType):
+    """numba before or after it has started its threads."""
+
+    def __init__(self, is_launched: bool) -> None:
+        super().__init__("numba")
+        self.is_launched = is_launched
+        self.asked: list[str] = []
+        self.config = SimpleNamespace(reload_config=self.reload_config)
+
+    def reload_config(self) -> None:
+        self.asked.append(f"reload {os.environ['NUMBA_NUM_THREADS']}")
+        if self.is_launched:
+            raise RuntimeError("Cannot set NUMBA_NUM_THREADS to a different value")
+
+    def set_num_threads(self, count: int) -> None:
+        self.asked.append(f"set {count}")
+
+
+@pytest.mark.parametrize(
+    "of_user, numba, variable, asked",
+    [
+        (None, None, "1", []),
+        ("3", FakeNumba(False), "3", []),
+        (None, FakeNumba(False), "1", ["reload 1"]),
+        (None, FakeNumba(True), None, ["reload 1", "set 1"]),
+    ],
+    ids=["not imported", "the user's number", "imported", "running"],
+)
+def test_numba_starts_no_threads(
+    of_user: str | None,
+    numba: FakeNumba | None,
+    variable: str | None,
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "to be put back")
+    if of_user is None:
+        monkeypatch.delenv("NUMBA_NUM_THREADS")
+    else:
+        monkeypatch.setenv("NUMBA_NUM_THREADS", of_user)
+    if numba is None:
+        monkeypatch.delitem(sys.modules, "numba", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "numba", numba)
+    threads.rest_numba()
+    assert os.environ.get("NUMBA_NUM_THREADS") == variable
+    assert (numba.asked if numba else []) == asked
 
 
 def test_runs_are_compared_token_by_token_and_bit_by_bit() -> None:

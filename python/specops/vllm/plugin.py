@@ -33,6 +33,7 @@ def register() -> None:
     if not parts or _registered is not None:
         return
     threads.remember_mask()
+    threads.rest_numba()
     import vllm
 
     hooks.check(hooks.of_parts(parts))
