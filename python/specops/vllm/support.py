@@ -8,6 +8,8 @@ what nobody has looked at is refused by its name.
 from collections.abc import Collection
 from typing import Any
 
+from specops.vllm.settings import VERIFY_VARIABLE
+
 # Layers that compute nothing, or whose own computation is elementwise on tokens, copies of rows, or
 # row-identical by test (rotary embedding).
 _EXACT = frozenset(
@@ -42,11 +44,13 @@ _PLAIN_TORCH = frozenset({"Identity", "ModuleList", "ModuleDict", "Sequential"})
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
+class NotExactError(RuntimeError):
+    """The engine has something that specops cannot make exact."""
+
+
 def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
     """What of an engine's configuration cannot be exact."""
     found = []
-    if config.compilation_config.mode not in (None, 0):
-        found.append("compilation (start with --enforce-eager)")
     if config.lora_config is not None:
         found.append("LoRA")
     if config.scheduler_config.async_scheduling:
@@ -67,7 +71,8 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
             found.append("prompt embeddings")
         speculative = config.speculative_config
         if speculative is not None and speculative.rejection_sample_method != "standard":
-            found.append(f"rejection_sample_method {speculative.rejection_sample_method}")
+            method = speculative.rejection_sample_method
+            found.append(f"rejection_sample_method {method} ({VERIFY_VARIABLE} names ours)")
     return found
 
 
