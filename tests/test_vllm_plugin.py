@@ -70,6 +70,23 @@ def test_configurations(changed: dict[str, Any], fault: str | None) -> None:
     assert support.faults_of_config(config(**changed), PARTS) == ([] if fault is None else [fault])
 
 
+@pytest.mark.parametrize(
+    "ranks, module, is_exact",
+    [
+        (1, None, True),
+        (2, "module", True),
+        (2, "_CPUSHMDistributed", True),
+        (4, "_CPUSHMDistributed", True),
+        (3, "module", False),
+    ],
+)
+def test_ranks(ranks: int, module: str | None, is_exact: bool) -> None:
+    communicator = SimpleNamespace(dist_module=method(module)) if module else None
+    group = SimpleNamespace(world_size=ranks, device_communicator=communicator)
+    expected = f"tensor_parallel_size {ranks} over gloo (shared memory or 2 ranks are)"
+    assert support.faults_of_ranks(group) == ([] if is_exact else [expected])
+
+
 COMPILED = {"compilation_config__mode": 2}
 
 

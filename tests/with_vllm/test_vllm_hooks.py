@@ -96,3 +96,17 @@ def test_numba_that_runs_already_is_told() -> None:
     assert in_vllm(NUMBA, "exact", before=code).stdout.split() == ["1"]
     compiled = "\nimport numpy\nprint(numba.njit(lambda x: x + 1)(numpy.zeros(1))[0])"
     assert in_vllm(NUMBA + compiled, "exact", before=code).stdout.split() == ["1", "1.0"]
+
+
+def test_the_second_model_runner_is_refused() -> None:
+    code = """
+from types import SimpleNamespace
+from vllm import envs
+from vllm.v1.worker.cpu_worker import CPUWorker
+print(envs.VLLM_USE_V2_MODEL_RUNNER)
+CPUWorker.init_device(SimpleNamespace(use_v2_model_runner=True))
+"""
+    done = in_vllm(code, "exact")
+    assert done.stdout.split() == ["False"] and done.returncode != 0
+    assert "cannot be exact with vLLM's second model runner" in done.stderr
+    assert in_vllm(code, "exact", VLLM_USE_V2_MODEL_RUNNER="1").stdout.split() == ["True"]

@@ -148,6 +148,13 @@ HOOKS = (
     _hook("", "read", "vllm.config.vllm:VllmConfig", "compilation_config additional_config"),
     _hook(
         "",
+        "read",
+        "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.__init__",
+        "self communicator",
+    ),
+    _hook("", "wrapped", "vllm.v1.worker.cpu_worker:CPUWorker.init_device", "self"),
+    _hook(
+        "",
         "wrapped",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model",
         "self load_dummy_weights",

@@ -7,12 +7,15 @@ that cannot be imported, so this module imports nothing that could be missing.
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 from specops.vllm import compiled, hooks, support, threads
 from specops.vllm.settings import EXACT, PARTS, VARIABLE, parts_of, strategy_of
 
+# vLLM's choice between its two model runners. The plug-in knows the first one.
+_SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _logger = logging.getLogger("vllm.specops")
 _registered: frozenset[str] | None = None
 
@@ -36,6 +39,7 @@ def register() -> None:
     strategy = strategy_of()
     threads.remember_mask()
     threads.rest_numba()
+    os.environ.setdefault(_SECOND_RUNNER, "0")
     import vllm
 
     hooks.check(hooks.of_parts(parts))
@@ -122,8 +126,22 @@ _SWITCHES: dict[str, Callable[[], None]] = {
 
 def _check_models(parts: frozenset[str]) -> None:
     """Has every model looked at when it is loaded, if all parts are on: it must be exact then."""
+    from vllm.distributed import get_tp_group
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
+    init_device = CPUWorker.init_device
+
+    @functools.wraps(init_device)
+    def checked_runner(self: Any) -> None:
+        if self.use_v2_model_runner:
+            raise support.NotExactError(
+                "specops.vllm: cannot be exact with vLLM's second model runner, which "
+                f"{_SECOND_RUNNER}=1, watermarking and HiSparse choose"
+            )
+        init_device(self)
+
+    CPUWorker.init_device = checked_runner
     load_model = CPUModelRunner.load_model
 
     @functools.wraps(load_model)
@@ -134,6 +152,7 @@ def _check_models(parts: frozenset[str]) -> None:
             compiled.prepare(self.vllm_config, parts)
             load_model(self, *args, **kwargs)
             faults += support.faults_of_model(self.model, parts)
+            faults += support.faults_of_ranks(get_tp_group())
         if faults and len(parts) == len(PARTS):
             raise support.NotExactError(f"specops.vllm: cannot be exact with {'; '.join(faults)}")
         for fault in faults:

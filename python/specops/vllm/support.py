@@ -39,6 +39,7 @@ _REPLACED = {
     "SiluAndMul": ("activation", "SpecopsSiluAndMul"),
 }
 _UNQUANTISED = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+_SHARED_MEMORY = "_CPUSHMDistributed"
 _LAYER_PACKAGE = "vllm.model_executor.layers"
 _PLAIN_TORCH = frozenset({"Identity", "ModuleList", "ModuleDict", "Sequential"})
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -74,6 +75,21 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
             method = speculative.rejection_sample_method
             found.append(f"rejection_sample_method {method} ({VERIFY_VARIABLE} names ours)")
     return found
+
+
+def faults_of_ranks(group: Any) -> list[str]:
+    """What of tensor parallelism cannot be exact.
+
+    A sum of two numbers has one order. Of more, vLLM's shared memory adds them up in one, but gloo in
+    an order that depends on where a number stands in the batch.
+
+    Args:
+        group: vLLM's group of ranks.
+    """
+    kind = type(getattr(group.device_communicator, "dist_module", None)).__name__
+    if group.world_size <= 2 or kind == _SHARED_MEMORY:
+        return []
+    return [f"tensor_parallel_size {group.world_size} over gloo (shared memory or 2 ranks are)"]
 
 
 def faults_of_model(model: Any, parts: Collection[str]) -> list[str]:
