@@ -31,7 +31,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
 .PHONY: prove campaign soak test-vllm vllm-campaign
-.PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check screenshots lint format clean
+.PHONY: bench bench-methods bench-mtp-mistakes bench-vllm bench-peers gpu-check screenshots lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -191,8 +191,9 @@ campaign: setup
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
-# Every method at every batch size, and what mistakes of an MTP drafter cost: ten minutes each.
-bench-methods bench-mtp-mistakes: setup
+# Every method at every batch size; what mistakes of an MTP drafter cost; vLLM with specops and without,
+# where `make test-vllm` has installed it. Ten minutes each.
+bench-methods bench-mtp-mistakes bench-vllm: setup
 	$(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
 
 # The peers' own environment; `make bench` compares with whatever of it is there.

@@ -80,8 +80,8 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
 def faults_of_ranks(group: Any) -> list[str]:
     """What of tensor parallelism cannot be exact.
 
-    A sum of two numbers has one order. Of more, vLLM's shared memory adds them up in one, but gloo in
-    an order that depends on where a number stands in the batch.
+    A sum of two numbers has one order. More of them vLLM's shared memory adds up in one order, but
+    gloo in one that depends on where a number stands in the batch.
 
     Args:
         group: vLLM's group of ranks.
