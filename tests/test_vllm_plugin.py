@@ -406,6 +406,8 @@ def test_what_is_drawn_under_rejection_may_differ(
     assert exactness.main([*arguments, "--kernels", "specops", "--verify", "rejection"]) == 0
     assert "With specops 0 of 3 outputs differ." in capsys.readouterr().out
     assert [job.strategy for job in jobs] == ["target_match"] * 2 + ["rejection"] * 2
+    assert exactness.main([*arguments, "--kernels", "specops", "--compiled"]) == 1
+    assert [job.engine["enforce_eager"] for job in jobs] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize("guilty", PARTS)

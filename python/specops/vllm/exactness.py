@@ -118,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-file", metavar="FILE", help="a JSON list of texts (default: 20 built in)")
     add("--max-tokens", type=int, default=64, metavar="M", help="per prompt (default: 64)")
     add("--dtype", default="auto")
+    add("--compiled", action="store_true", help="by torch, as vLLM is by default (default: eager)")
     add("--max-model-len", type=int, default=1024, metavar="N")
     add(
         "--bisect",
@@ -219,7 +220,7 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
         "max_num_seqs": max(args.batch),
-        "enforce_eager": True,
+        "enforce_eager": not args.compiled,
         # A prompt's second computation must not find the first one's.
         "enable_prefix_caching": False,
     }
