@@ -9,6 +9,8 @@ sees to.
 from collections.abc import Collection
 from typing import Any
 
+from specops.vllm.settings import PARTS
+
 _DYNAMO_TRACE_ONCE = 2  # vLLM's only mode of compilation on a CPU
 _INDUCTOR = "inductor"
 _ALL, _NONE = "all", "none"
@@ -43,14 +45,16 @@ def prepare(config: Any, parts: Collection[str]) -> None:
         config: vLLM's. If it compiles at all, its custom_ops and the passes of its compiler change,
             and its additional_config says so: what vLLM keeps of earlier runs on disk was compiled
             without them.
-        parts: of SPECOPS_VLLM.
+        parts: of SPECOPS_VLLM. With all of them, a graph that computes is refused.
     """
     if not is_on(config):
         return
     import specops.torch_ops  # noqa: F401  registers the ops
-    from specops.vllm.graph_check import GraphCheck
 
     given = config.compilation_config
     config.additional_config = {**config.additional_config, "specops": sorted(parts)}
     given.custom_ops[:] = [_ALL if op == _NONE else op for op in given.custom_ops]
-    given.inductor_compile_config[_PASS] = GraphCheck()
+    if len(parts) == len(PARTS):
+        from specops.vllm.graph_check import GraphCheck
+
+        given.inductor_compile_config[_PASS] = GraphCheck()
