@@ -59,6 +59,11 @@ def test_compiled_is_eager_bit_for_bit(
     assert whole.logprobs == alone.logprobs
 
 
+def kept_in(folder: Path) -> dict[Path, int]:
+    """vLLM's compiled graphs, and when they were written."""
+    return {file: file.stat().st_mtime_ns for file in folder.glob("cache/**/rank_0_0/model")}
+
+
 def test_what_vllm_keeps_of_a_compilation_is_not_mixed_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,14 +72,28 @@ def test_what_vllm_keeps_of_a_compilation_is_not_mixed_up(
     model = write_random(tmp_path / "model", "qwen2")
     compiled = {"enforce_eager": False, "compilation_config": {"custom_ops": ["all"]}}
     runs = [Run(*small(4, 8), 4)]
-    for parts, kept in (("", 1), (EXACT, 2), (EXACT, 2)):
+    for parts, count in (("", 1), (EXACT, 2)):
         decode(Job(engine(model, **compiled), runs, parts))
-        assert len(list(tmp_path.glob("cache/**/rank_0_0/model"))) == kept
+        assert len(kept_in(tmp_path)) == count
+    before = kept_in(tmp_path)
     write_random(tmp_path / "model", "qwen2", seed=1)
     loaded = decode(Job(engine(model, **compiled), runs, EXACT))[0]
+    assert kept_in(tmp_path) == before, "it was compiled again"
     eager = decode(Job(engine(model), runs, EXACT))[0]
     assert loaded.token_ids == eager.token_ids
     assert loaded.logprobs == eager.logprobs
+
+
+def test_a_model_that_computes_itself_is_refused_where_it_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    model = write_random(tmp_path / "granite", "granite")
+    runs = [Run(*small(2, 4), 2)]
+    assert all(decode(Job(engine(model), runs, EXACT))[0].token_ids)
+    with pytest.raises(DecodingError, match="cannot be exact with a model that computes aten::mul"):
+        decode(Job(engine(model, enforce_eager=False), runs, EXACT))
+    assert not kept_in(tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
@@ -87,9 +106,9 @@ def test_no_strategy_changes_a_greedy_bit(llama: str, strategy: str) -> None:
     drafted, drawn = decode(Job(engine(llama, speculative_config=config), runs, EXACT, strategy))
     assert drafted.token_ids == plain.token_ids
     assert drafted.logprobs == plain.logprobs
-    same = [one["temperature"] == 0 for one in params]
-    for index in [index for index, is_greedy in enumerate(same) if is_greedy]:
-        assert drawn.logprobs[index] == plain.logprobs[index]
+    for index, one in enumerate(params):
+        if one["temperature"] == 0:
+            assert drawn.logprobs[index] == plain.logprobs[index]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
