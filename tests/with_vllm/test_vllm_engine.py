@@ -59,15 +59,15 @@ def test_compiled_is_eager_bit_for_bit(
     assert whole.logprobs == alone.logprobs
 
 
-def kept_in(folder: Path) -> dict[Path, int]:
-    """vLLM's compiled graphs, and when they were written."""
-    return {file: file.stat().st_mtime_ns for file in folder.glob("cache/**/rank_0_0/model")}
+def kept_in(folder: Path) -> list[Path]:
+    """vLLM's compiled graphs."""
+    return list(folder.glob("cache/**/rank_0_0/model"))
 
 
 def test_what_vllm_keeps_of_a_compilation_is_not_mixed_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph of an earlier run is loaded: without its weights, and never that of other parts."""
+    """No run finds the graph of other parts, nor the weights of an earlier one."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     model = write_random(tmp_path / "model", "qwen2")
     compiled = {"enforce_eager": False, "compilation_config": {"custom_ops": ["all"]}}
@@ -75,13 +75,12 @@ def test_what_vllm_keeps_of_a_compilation_is_not_mixed_up(
     for parts, count in (("", 1), (EXACT, 2)):
         decode(Job(engine(model, **compiled), runs, parts))
         assert len(kept_in(tmp_path)) == count
-    before = kept_in(tmp_path)
     write_random(tmp_path / "model", "qwen2", seed=1)
-    loaded = decode(Job(engine(model, **compiled), runs, EXACT))[0]
-    assert kept_in(tmp_path) == before, "it was compiled again"
+    again = decode(Job(engine(model, **compiled), runs, EXACT))[0]
+    assert len(kept_in(tmp_path)) == 2
     eager = decode(Job(engine(model), runs, EXACT))[0]
-    assert loaded.token_ids == eager.token_ids
-    assert loaded.logprobs == eager.logprobs
+    assert again.token_ids == eager.token_ids
+    assert again.logprobs == eager.logprobs
 
 
 def test_a_model_that_computes_itself_is_refused_where_it_is_compiled(
