@@ -30,8 +30,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
-.PHONY: prove campaign soak attacks test-vllm vllm-campaign
-.PHONY: bench bench-methods bench-mtp-mistakes bench-peers gpu-check screenshots docs lint format clean
+.PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
+.PHONY: bench-vllm bench-peers gpu-check screenshots docs lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -198,8 +198,9 @@ attacks: setup
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
-# Every method at every batch size, and what mistakes of an MTP drafter cost: ten minutes each.
-bench-methods bench-mtp-mistakes: setup
+# Every method at every batch size; what mistakes of an MTP drafter cost; vLLM with specops and without,
+# where `make test-vllm` has installed it. Ten minutes each.
+bench-methods bench-mtp-mistakes bench-vllm: setup
 	$(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
 
 # The peers' own environment; `make bench` compares with whatever of it is there.

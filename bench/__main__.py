@@ -48,6 +48,7 @@ FAMILIES = {
     "acceptance": "methods",
     "bundled": "engine",
     "qwen06": "engine",
+    "vllm": "vllm",
 }
 # In the order in which they tell most (tools/gpu_check/steps.py runs them apart).
 CUDA_FAMILIES = {
@@ -73,8 +74,8 @@ GROUPS = {
     "engine": ("server", "lossless", "ngram", "suffix", "adaptive", "bundled", "qwen06"),
     "mtp": ("methods", "acceptance"),
 }
-# Ten minutes each, so apart: `make bench-methods`, `make bench-mtp-mistakes`.
-ON_REQUEST = ("methods", "mtp_mistakes")
+# Ten minutes each, so apart: `make bench-methods`, `make bench-mtp-mistakes`, `make bench-vllm`.
+ON_REQUEST = ("methods", "mtp_mistakes", "vllm")
 BUDGET_MINUTES = 20
 
 

@@ -6,10 +6,12 @@ The families of a GPU are rehearsed in test_gpu_check.py.
 
 import importlib
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from specops.vllm.decoding import Decoded, Job
 
 from bench import bench_engine, common
 from bench.__main__ import FAMILIES, ON_REQUEST
@@ -55,6 +57,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "engine": {"MAX_TOKENS": 8, "ADAPTIVE_BATCHES": (1, 2)},
     "lossless": {"MAX_TOKENS": 8},
     "serving": {"STREAMS": 2, "TOKENS": 8},
+    "vllm": {"MAX_TOKENS": 6},
 }
 
 
@@ -87,7 +90,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(f"bench.bench_{name}")
         for constant, value in constants.items():
             monkeypatch.setattr(module, constant, value)
-    for name in ("engine", "lossless", "methods", "trees"):
+    for name in ("engine", "lossless", "methods", "trees", "vllm"):
         module = importlib.import_module(f"bench.bench_{name}")
         monkeypatch.setattr(module, "prompt_token_ids", prompts)
     methods = importlib.import_module("bench.bench_methods")
@@ -119,6 +122,45 @@ def test_a_family_runs(tiny: None, family: str) -> None:
         assert figure.id.startswith(f"{family}.") and math.isfinite(figure.value)
         if figure.id.endswith(".differ") or family == "lossless":
             assert figure.value == 0, figure.id  # speculation changes no text, at any size
+
+
+def test_vllm_is_measured_with_specops_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that are twice as fast with specops; with vLLM's kernels a drafted text changes."""
+    bench_vllm = importlib.import_module("bench.bench_vllm")
+    jobs: list[Job] = []
+
+    def decode(job: Job, python: str) -> list[Decoded]:
+        jobs.append(job)
+        assert python == str(tmp_path / "python") and os.environ["LD_PRELOAD"]
+        drafted = "speculative_config" in job.engine and not job.parts
+        texts = [[1, 2], [3, 5 if drafted else 4]]
+        return [Decoded(texts, [], 2.0 if job.parts else 4.0, 2) for _ in job.runs]
+
+    (tmp_path / "python").touch()
+    monkeypatch.setattr(bench_vllm, "VLLM_PYTHON", tmp_path / "python")
+    monkeypatch.setattr(bench_vllm, "decode", decode)
+    monkeypatch.setattr(bench_vllm, "write_model", str)
+    monkeypatch.setattr(bench_vllm, "ROUNDS", 1)
+    monkeypatch.setattr(bench_vllm, "PROMPTS", 2)
+    monkeypatch.setattr(bench_vllm, "MAX_TOKENS", 2)
+    methods = {"plain": {}, "ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}}
+    monkeypatch.setattr(bench_vllm, "_methods", lambda: methods)
+    bench = common.Bench(1, rehearsal=True)
+    bench.rehearsal = False
+    bench_vllm.run_vllm(bench)
+    figures = {figure.id: figure for figure in bench.figures}
+    assert figures["vllm.compiled.ngram.b8"].ratio == 2 and figures["vllm.eager.plain.b1"].met
+    assert figures["vllm.engine.plain.b8"].peer_value == 1
+    assert [figures[f"vllm.{of}"].value for of in ("eager.differ", "eager.flipped")] == [0, 4]
+    assert figures["vllm.engine.differ"].value == 0
+    assert sorted((job.parts, job.engine["enforce_eager"]) for job in jobs[:4]) == [
+        ("", False),
+        ("", True),
+        ("exact", False),
+        ("exact", True),
+    ]
 
 
 def test_families_on_request_are_targets_of_their_own() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from specops import sampling
 from specops.vllm.request_parameters import BatchParameters, refused, seed_of
-from specops.vllm.settings import PARTS, parts_of
+from specops.vllm.settings import PARTS, parts_of, strategy_of
 from specops.vllm.step_requests import Row
 
 VOCAB = 50
@@ -70,6 +70,32 @@ def test_parts(text: str | None, parts: set[str]) -> None:
 def test_an_unknown_part_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="SPECOPS_VLLM must be exact or a list of norm, "):
         parts_of({"SPECOPS_VLLM": text})
+
+
+@pytest.mark.parametrize("text", [None, "", "target_match", "rejection", " block "])
+def test_strategies(text: str | None) -> None:
+    environment = {"SPECOPS_VLLM": "exact"} | (
+        {} if text is None else {"SPECOPS_VLLM_VERIFY": text}
+    )
+    assert strategy_of(environment) == ((text or "").strip() or "target_match")
+
+
+@pytest.mark.parametrize(
+    "environment, sentence",
+    [
+        (
+            {"SPECOPS_VLLM": "exact", "SPECOPS_VLLM_VERIFY": "standard"},
+            "SPECOPS_VLLM_VERIFY must be one of target_match, rejection, block, got 'standard'",
+        ),
+        (
+            {"SPECOPS_VLLM": "linear,norm", "SPECOPS_VLLM_VERIFY": "block"},
+            "SPECOPS_VLLM_VERIFY=block needs the part sampling in SPECOPS_VLLM, got linear,norm",
+        ),
+    ],
+)
+def test_a_strategy_that_cannot_be(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        strategy_of(environment)
 
 
 def test_seeds_are_the_request_s_or_made_of_its_name() -> None:

@@ -5,22 +5,29 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from specops.vllm import exactness, support
+import torch
+from specops.vllm import compiled, exactness, support, threads
 from specops.vllm.decoding import Decoded, Job
 from specops.vllm.exactness import compare
+from specops.vllm.graph_check import GraphCheck
 from specops.vllm.hooks import HOOKS, Hook, HookError, check, fault_of, of_parts
 from specops.vllm.settings import PARTS
 from specops.vllm.threads import bound_cpus
+from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def config(**changed: Any) -> Any:
     """A configuration of vLLM's that can be exact, but for what is changed."""
     fields: dict[str, Any] = {
-        "compilation_config": SimpleNamespace(mode=0),
+        "compilation_config": SimpleNamespace(
+            mode=0, backend="inductor", custom_ops=["none"], inductor_compile_config={}
+        ),
+        "additional_config": {"of": "the user"},
         "lora_config": None,
         "watermark_config": None,
         "speculative_config": SimpleNamespace(rejection_sample_method="standard"),
@@ -46,7 +53,6 @@ def config(**changed: Any) -> Any:
     [
         ({}, None),
         ({"speculative_config": None}, None),
-        ({"compilation_config__mode": 3}, "compilation (start with --enforce-eager)"),
         ({"lora_config": object()}, "LoRA"),
         ({"watermark_config": object()}, "watermarking"),
         ({"scheduler_config__async_scheduling": True}, "asynchronous scheduling"),
@@ -56,12 +62,105 @@ def config(**changed: Any) -> Any:
         ({"model_config__enable_prompt_embeds": True}, "prompt embeddings"),
         (
             {"speculative_config__rejection_sample_method": "synthetic"},
-            "rejection_sample_method synthetic",
+            "rejection_sample_method synthetic (SPECOPS_VLLM_VERIFY names ours)",
         ),
     ],
 )
 def test_configurations(changed: dict[str, Any], fault: str | None) -> None:
     assert support.faults_of_config(config(**changed), PARTS) == ([] if fault is None else [fault])
+
+
+@pytest.mark.parametrize(
+    "ranks, module, is_exact",
+    [
+        (1, None, True),
+        (2, "module", True),
+        (2, "_CPUSHMDistributed", True),
+        (4, "_CPUSHMDistributed", True),
+        (3, "module", False),
+    ],
+)
+def test_ranks(ranks: int, module: str | None, is_exact: bool) -> None:
+    communicator = SimpleNamespace(dist_module=method(module)) if module else None
+    group = SimpleNamespace(world_size=ranks, device_communicator=communicator)
+    expected = f"tensor_parallel_size {ranks} over gloo (shared memory or 2 ranks are)"
+    assert support.faults_of_ranks(group) == ([] if is_exact else [expected])
+
+
+COMPILED = {"compilation_config__mode": 2}
+
+
+@pytest.mark.parametrize(
+    "changed, fault",
+    [
+        ({"additional_config": None}, None),
+        (COMPILED, None),
+        ({"compilation_config__mode": 3}, "compilation by mode 3, backend inductor"),
+        (
+            COMPILED | {"compilation_config__backend": "eager"},
+            "compilation by mode 2, backend eager",
+        ),
+        (
+            COMPILED | {"compilation_config__custom_ops": ["none", "-rms_norm"]},
+            "compilation with custom op -rms_norm",
+        ),
+        (
+            COMPILED
+            | {"compilation_config__inductor_compile_config": {"post_grad_custom_post_pass": 1}},
+            "compilation with a post_grad_custom_post_pass",
+        ),
+        (
+            COMPILED | {"additional_config": "text"},
+            "compilation with an additional_config of <class 'str'>",
+        ),
+    ],
+)
+def test_compilers(changed: dict[str, Any], fault: str | None) -> None:
+    assert compiled.faults_of(config(**changed)) == ([] if fault is None else [fault])
+
+
+def test_a_compiled_model_is_prepared() -> None:
+    eager = config()
+    compiled.prepare(eager, PARTS)
+    assert eager.compilation_config.custom_ops == ["none"]
+    exact, partly = config(**COMPILED), config(**COMPILED)
+    compiled.prepare(exact, PARTS)
+    given = exact.compilation_config
+    assert given.custom_ops == ["all"]
+    assert isinstance(given.inductor_compile_config["post_grad_custom_post_pass"], GraphCheck)
+    compiled.prepare(partly, {"norm", "linear"})
+    assert partly.compilation_config.inductor_compile_config == {}
+    assert partly.additional_config == {"of": "the user", "specops": ["linear", "norm"]}
+
+
+def look_at(function: Callable[..., Any], *inputs: torch.Tensor) -> None:
+    """Hands the function's graph to the check."""
+    GraphCheck()(make_fx(function, tracing_mode="symbolic")(*inputs).graph)
+
+
+def test_a_graph_may_move_numbers_and_call_specops() -> None:
+    import specops.torch_ops  # noqa: F401  torch.ops.specops
+
+    def good(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.embedding(tokens.clamp(min=0), table)[1:].reshape(-1, 4)
+        out = torch.empty_like(x)
+        torch.ops.specops.rms_norm(x, x.new_ones(4), 1e-6, None, out)
+        return out.view(tokens.shape[0] - 1, -1).to(torch.bfloat16)
+
+    look_at(good, torch.tensor([1, 2, 0]), torch.randn(3, 8))
+
+
+@pytest.mark.parametrize(
+    "function, name",
+    [
+        (lambda x: 2 * x, "aten::mul"),
+        (lambda x: torch.nn.functional.silu(x).sum(-1), "aten::silu, aten::sum"),
+        (lambda x: x @ x.T, "aten::mm"),
+    ],
+)
+def test_a_graph_that_computes_is_refused(function: Callable[..., Any], name: str) -> None:
+    with pytest.raises(support.NotExactError, match=f"a model that computes {name} itself"):
+        look_at(function, torch.randn(4, 4))
 
 
 LAYERS = "vllm.model_executor.layers"
@@ -171,6 +270,55 @@ assert os.sched_getaffinity(0) == {min(whole)}
     assert done.returncode == 0, done.stderr
 
 
+class FakeNumba(types.ModuleType):
+    """numba before or after it has started its threads."""
+
+    def __init__(self, is_launched: bool) -> None:
+        super().__init__("numba")
+        self.is_launched = is_launched
+        self.asked: list[str] = []
+        self.config = SimpleNamespace(reload_config=self.reload_config)
+
+    def reload_config(self) -> None:
+        self.asked.append(f"reload {os.environ['NUMBA_NUM_THREADS']}")
+        if self.is_launched:
+            raise RuntimeError("Cannot set NUMBA_NUM_THREADS to a different value")
+
+    def set_num_threads(self, count: int) -> None:
+        self.asked.append(f"set {count}")
+
+
+@pytest.mark.parametrize(
+    "of_user, numba, variable, asked",
+    [
+        (None, None, "1", []),
+        ("3", FakeNumba(False), "3", []),
+        (None, FakeNumba(False), "1", ["reload 1"]),
+        (None, FakeNumba(True), None, ["reload 1", "set 1"]),
+    ],
+    ids=["not imported", "the user's number", "imported", "running"],
+)
+def test_numba_starts_no_threads(
+    of_user: str | None,
+    numba: FakeNumba | None,
+    variable: str | None,
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "to be put back")
+    if of_user is None:
+        monkeypatch.delenv("NUMBA_NUM_THREADS")
+    else:
+        monkeypatch.setenv("NUMBA_NUM_THREADS", of_user)
+    if numba is None:
+        monkeypatch.delitem(sys.modules, "numba", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "numba", numba)
+    threads.rest_numba()
+    assert os.environ.get("NUMBA_NUM_THREADS") == variable
+    assert (numba.asked if numba else []) == asked
+
+
 def test_runs_are_compared_token_by_token_and_bit_by_bit() -> None:
     base = Decoded([[1, 2, 3], [4, 5], [6]], [["a", "b", "c"], ["d", "e"], ["f"]], 1.0, 6)
     same = compare(base, base, "vllm", "plain", 1, 0.0)
@@ -240,6 +388,28 @@ def test_verify_exactness_tells_specops_from_vllm(
         (0.0, 8),
         (0.8, 8),
     ]
+
+
+def test_what_is_drawn_under_rejection_may_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Greedy runs and plain ones count all the same."""
+    jobs: list[Job] = []
+
+    def decode(job: Job) -> list[Decoded]:
+        jobs.append(job)
+        drafted = "speculative_config" in job.engine
+        texts = [[2] if drafted and run.params[0]["temperature"] else [1] for run in job.runs]
+        return [Decoded([text], [["bits"]], 1.0, 1) for text in texts]
+
+    monkeypatch.setattr(exactness, "decode", decode)
+    arguments = ["--model", "m", "--prompts", "1", "--method", "ngram", "--batch", "2"]
+    assert exactness.main([*arguments, "--kernels", "specops"]) == 1
+    assert exactness.main([*arguments, "--kernels", "specops", "--verify", "rejection"]) == 0
+    assert "With specops 0 of 3 outputs differ." in capsys.readouterr().out
+    assert [job.strategy for job in jobs] == ["target_match"] * 2 + ["rejection"] * 2
+    assert exactness.main([*arguments, "--kernels", "specops", "--compiled"]) == 1
+    assert [job.engine["enforce_eager"] for job in jobs] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize("guilty", PARTS)

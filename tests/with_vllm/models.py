@@ -28,7 +28,11 @@ def write_bundled(folder: Path) -> str:
 
 
 def write_random(folder: Path, family: str, seed: int = 0) -> str:
-    """A random model of three layers: "llama" (head of its own) or "qwen2" (biases, tied head)."""
+    """A random model of three layers.
+
+    Of a family: "llama" (head of its own), "qwen2" (biases, tied head), or "granite" (as llama, and
+    the model multiplies and adds between its layers).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     heads, kv_heads, head_dim, layers = 8, 2, 64, 3
     config: dict[str, Any] = {
@@ -47,8 +51,11 @@ def write_random(folder: Path, family: str, seed: int = 0) -> str:
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": family == "qwen2",
         "model_type": family,
-        "architectures": ["LlamaForCausalLM" if family == "llama" else "Qwen2ForCausalLM"],
+        "architectures": [f"{family.title()}ForCausalLM"],
     }
+    if family == "granite":
+        config |= {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}
+        config |= {"attention_multiplier": 0.125, "logits_scaling": 2.0}
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -59,7 +66,7 @@ def write_random(folder: Path, family: str, seed: int = 0) -> str:
         "model.embed_tokens.weight": random(VOCAB, _HIDDEN),
         "model.norm.weight": torch.ones(_HIDDEN, dtype=torch.bfloat16),
     }
-    if family == "llama":
+    if family != "qwen2":
         tensors["lm_head.weight"] = random(VOCAB, _HIDDEN, scale=_HIDDEN**-0.5)
     for layer in range(layers):
         name = f"model.layers.{layer}."

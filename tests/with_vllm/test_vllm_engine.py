@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole engines: what specops keeps equal, what vLLM's own kernels do not, and what is refused."""
 
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from campaign import METHODS, joined, params_of, prompts_of, runs_of
+from models import write_random
 from specops.vllm.decoding import Decoded, DecodingError, Job, Run, decode
 from specops.vllm.exactness import compare
 from specops.vllm.settings import EXACT, PARTS
@@ -40,6 +43,90 @@ def test_no_method_and_no_batch_changes_a_bit(llama: str, alone: Decoded, method
     assert sum(map(len, whole.token_ids)) > 300
     assert whole.token_ids == alone.token_ids
     assert whole.logprobs == alone.logprobs
+
+
+@pytest.mark.parametrize("method", ["plain", "junk"])
+def test_compiled_is_eager_bit_for_bit(
+    llama: str, alone: Decoded, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    more: dict[str, Any] = {"enforce_eager": False, "max_num_batched_tokens": 64}
+    if METHODS[method]:
+        more["speculative_config"] = METHODS[method] | {"num_speculative_tokens": 5}
+    whole = joined(decode(Job(engine(llama, **more), runs_of(*small(), 5), EXACT)))
+    assert list(tmp_path.glob("**/rank_0_0/model")), "nothing was compiled"
+    assert whole.token_ids == alone.token_ids
+    assert whole.logprobs == alone.logprobs
+
+
+def kept_in(folder: Path) -> list[Path]:
+    """vLLM's compiled graphs."""
+    return list(folder.glob("cache/**/rank_0_0/model"))
+
+
+def test_what_vllm_keeps_of_a_compilation_is_not_mixed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No run finds the graph of other parts, nor the weights of an earlier one."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    model = write_random(tmp_path / "model", "qwen2")
+    compiled = {"enforce_eager": False, "compilation_config": {"custom_ops": ["all"]}}
+    runs = [Run(*small(4, 8), 4)]
+    for parts, count in (("", 1), (EXACT, 2)):
+        decode(Job(engine(model, **compiled), runs, parts))
+        assert len(kept_in(tmp_path)) == count
+    write_random(tmp_path / "model", "qwen2", seed=1)
+    again = decode(Job(engine(model, **compiled), runs, EXACT))[0]
+    assert len(kept_in(tmp_path)) == 2
+    eager = decode(Job(engine(model), runs, EXACT))[0]
+    assert again.token_ids == eager.token_ids
+    assert again.logprobs == eager.logprobs
+
+
+def test_a_model_that_computes_itself_is_refused_where_it_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    model = write_random(tmp_path / "granite", "granite")
+    runs = [Run(*small(2, 4), 2)]
+    assert all(decode(Job(engine(model), runs, EXACT))[0].token_ids)
+    with pytest.raises(DecodingError, match="cannot be exact with a model that computes aten::mul"):
+        decode(Job(engine(model, enforce_eager=False), runs, EXACT))
+    assert not kept_in(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "block"])
+def test_no_strategy_changes_a_greedy_bit(llama: str, strategy: str) -> None:
+    prompts, params = small()
+    greedy = [one | {"temperature": 0.0} for one in params]
+    plain = decode(Job(engine(llama), [Run(prompts, greedy, 24)], EXACT))[0]
+    config = METHODS["junk"] | {"num_speculative_tokens": 5}
+    runs = [Run(prompts, greedy, 8, 2), Run(prompts, params, 8, 2)]
+    drafted, drawn = decode(Job(engine(llama, speculative_config=config), runs, EXACT, strategy))
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.logprobs == plain.logprobs
+    for index, one in enumerate(params):
+        if one["temperature"] == 0:
+            assert drawn.logprobs[index] == plain.logprobs[index]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+@pytest.mark.parametrize("method", ["plain", "junk"])
+def test_two_ranks_are_as_exact_as_one(
+    llama: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallelism: its bits are its own, and the same alone, in a batch, and with drafts."""
+    one, other, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{one}|{other}")
+    parallel = engine(llama, tensor_parallel_size=2)
+    prompts, params = small(12)
+    plain = decode(Job(parallel, [Run(prompts, params, 1), Run(prompts, params, 8, 3)], EXACT))
+    if METHODS[method]:
+        config = METHODS[method] | {"num_speculative_tokens": 5}
+        drafted = parallel | {"speculative_config": config}
+        plain[1:] = decode(Job(drafted, [Run(prompts, params, 8, 3)], EXACT))
+    assert plain[1].token_ids == plain[0].token_ids
+    assert plain[1].logprobs == plain[0].logprobs
 
 
 def test_vllm_s_own_kernels_do(llama: str) -> None:
@@ -123,7 +210,14 @@ def test_a_request_without_a_seed_gets_one(bundled: str) -> None:
 @pytest.mark.parametrize(
     "more, sentence",
     [
-        ({"enforce_eager": False}, "cannot be exact with compilation (start with --enforce-eager)"),
+        (
+            {"enforce_eager": False, "compilation_config": {"mode": 1}},
+            "cannot be exact with compilation by mode 1, backend inductor",
+        ),
+        (
+            {"enforce_eager": False, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
+            "cannot be exact with compilation with custom op -rotary_embedding",
+        ),
         ({"logprobs_mode": "raw_logits"}, "cannot be exact with logprobs_mode raw_logits"),
         ({"dtype": "float16"}, "linear takes a matrix of bfloat16 or float32"),
         ({"kv_cache_dtype": "fp8"}, "attention does not have a cache dtype fp8"),

@@ -26,10 +26,12 @@ def test_what_has_moved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks.check(hooks.of_parts({"linear"}))
 
 
-def in_vllm(code: str, parts: str) -> subprocess.CompletedProcess[str]:
+def in_vllm(
+    code: str, parts: str, *, before: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs code in a process in which vLLM has loaded its plug-ins."""
-    code = f"from vllm.plugins import load_general_plugins\nload_general_plugins()\n{code}"
-    environment = {"SPECOPS_VLLM": parts}
+    code = f"{before}from vllm.plugins import load_general_plugins\nload_general_plugins()\n{code}"
+    environment["SPECOPS_VLLM"] = parts
     command = ["env", *(f"{name}={value}" for name, value in environment.items())]
     command += [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -79,3 +81,32 @@ def test_an_unknown_part_stops_vllm() -> None:
     done = in_vllm(WHO, "exactly")
     assert done.returncode != 0
     assert "SPECOPS_VLLM must be exact or a list of norm" in done.stderr
+
+
+NUMBA = "from numba import get_num_threads\nprint(get_num_threads())"
+
+
+def test_numba_of_the_drafter_starts_no_threads() -> None:
+    assert in_vllm(NUMBA, "exact").stdout.split() == ["1"]
+    assert in_vllm(NUMBA, "exact", NUMBA_NUM_THREADS="2").stdout.split() == ["2"]
+
+
+def test_numba_that_runs_already_is_told() -> None:
+    code = "import numba\nnumba.get_num_threads()\n"
+    assert in_vllm(NUMBA, "exact", before=code).stdout.split() == ["1"]
+    compiled = "\nimport numpy\nprint(numba.njit(lambda x: x + 1)(numpy.zeros(1))[0])"
+    assert in_vllm(NUMBA + compiled, "exact", before=code).stdout.split() == ["1", "1.0"]
+
+
+def test_the_second_model_runner_is_refused() -> None:
+    code = """
+from types import SimpleNamespace
+from vllm import envs
+from vllm.v1.worker.cpu_worker import CPUWorker
+print(envs.VLLM_USE_V2_MODEL_RUNNER)
+CPUWorker.init_device(SimpleNamespace(use_v2_model_runner=True))
+"""
+    done = in_vllm(code, "exact")
+    assert done.stdout.split() == ["False"] and done.returncode != 0
+    assert "cannot be exact with vLLM's second model runner" in done.stderr
+    assert in_vllm(code, "exact", VLLM_USE_V2_MODEL_RUNNER="1").stdout.split() == ["True"]

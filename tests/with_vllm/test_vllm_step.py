@@ -123,6 +123,63 @@ def test_requests_without_drafts_ride_along() -> None:
     assert together.logprobs_tensors is None
 
 
+def excess(counts: Tensor, expected: Tensor) -> float:
+    """Standard deviations of chi-square above what chance gives, over cells that are expected."""
+    kept = expected > 5
+    chi_square = float((((counts - expected) ** 2) / expected)[kept].sum())
+    freedom = int(kept.sum()) - 1
+    return (chi_square - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("strategy", ["target_match", "rejection", "block"])
+def test_drafts_do_not_change_what_is_drawn_on_average(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokens of many seeds, the second behind an accepted draft or drawn in a step of its own.
+
+    The law of both tokens together is the model's, filters and all.
+    """
+    from specops.vllm.sample_step import sample_step
+    from vllm import SamplingParams
+
+    monkeypatch.setenv("SPECOPS_VLLM_VERIFY", strategy)
+    count, k = 4000, 6
+    every = [SamplingParams(temperature=0.9, seed=seed, top_k=k) for seed in range(count)]
+    logits = 2 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
+    probs = torch.zeros(2, VOCAB)
+    for row in range(2):
+        values, ids = (logits[row] / 0.9).topk(k)
+        probs[row, ids] = values.softmax(0)
+    draft = [int(probs[0].topk(2).indices[1]), int(probs[1].argmax())]
+    texts = [[5, 6, 7]] * count
+    drafted = runner(texts, every, "raw_logprobs", None)
+    output = sample_step(drafted, logits.repeat(count, 1), metadata([draft] * count))
+    tokens = [[token for token in row if token >= 0] for row in output.sampled_token_ids.tolist()]
+    first = torch.tensor([text[0] for text in tokens])
+    assert excess(first.bincount(minlength=VOCAB), count * probs[0]) < 5
+    accepted = [text for text in tokens if text[0] == draft[0] and len(text) > 1]
+    assert 0.8 < len(accepted) / (count * float(probs[0, draft[0]])) < 1.2
+    second = torch.tensor([text[1] for text in accepted])
+    assert excess(second.bincount(minlength=VOCAB), len(accepted) * probs[1]) < 5
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "block"])
+def test_a_strategy_is_plain_decoding_where_nothing_is_drawn(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specops.vllm.sample_step import sample_step
+    from vllm import SamplingParams
+
+    monkeypatch.setenv("SPECOPS_VLLM_VERIFY", strategy)
+    every = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=1)]
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+    best = logits.argmax(dim=1).tolist()
+    wrong = (best[1] + 1) % VOCAB
+    given = runner(TEXTS[:2], every, "raw_logprobs", 2)
+    tokens, _ = chosen(sample_step(given, logits, metadata([[best[0], wrong], []])))
+    assert tokens[0] == best[:2] and len(tokens[1]) == 1
+
+
 def test_a_batch_is_read_again_when_it_changes() -> None:
     from specops.vllm import step_requests
     from specops.vllm.sample_step import sample_step

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specops.vllm.settings import VARIABLE
+from specops.vllm.settings import TARGET_MATCH, VARIABLE, VERIFY_VARIABLE, parts_of
 
 _LOG_LINES = 25  # of an engine that failed
 
@@ -53,11 +53,13 @@ class Job:
         engine: arguments of vLLM's LLM.
         runs: one after the other.
         parts: SPECOPS_VLLM.
+        strategy: SPECOPS_VLLM_VERIFY; not used where `parts` leaves sampling to vLLM.
     """
 
     engine: Mapping[str, Any]
     runs: Sequence[Run]
     parts: str
+    strategy: str = TARGET_MATCH
 
 
 @dataclass
@@ -89,7 +91,12 @@ def decode(job: Job, python: str = sys.executable) -> list[Decoded]:
     with tempfile.TemporaryDirectory() as folder:
         asked, given = Path(folder, "job.json"), Path(folder, "result.json")
         asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
-        environment = os.environ | {VARIABLE: job.parts, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        verifies = "sampling" in parts_of({VARIABLE: job.parts})
+        environment = os.environ | {
+            VARIABLE: job.parts,
+            VERIFY_VARIABLE: job.strategy if verifies else "",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
         command = [python, "-m", "specops.vllm.decoding", str(asked), str(given)]
         done = subprocess.run(
             command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -104,9 +111,14 @@ def main(arguments: Sequence[str]) -> None:
     """Reads the job, decodes, and writes the results."""
     from vllm import LLM
 
+    from specops.vllm.plugin import switched_on
+
     asked, given = map(Path, arguments)
     job = json.loads(asked.read_text(encoding="utf-8"))
     engine = LLM(**job["engine"]).llm_engine
+    if switched_on() != parts_of():
+        # Where a plug-in cannot be imported, vLLM writes a line to its log and goes on.
+        raise DecodingError("specops.vllm: vLLM did not load the plug-in; its log says why")
     results = [_decode(engine, Run(**run), str(number)) for number, run in enumerate(job["runs"])]
     given.write_text(json.dumps([asdict(one) for one in results]), encoding="utf-8")
 

@@ -95,6 +95,7 @@ HOOKS = (
         "_decorated_op_cls name",
     ),
     _hook("activation", "subclassed", f"{_LAYERS}.activation:SiluAndMul.forward_cpu", "self x"),
+    _hook("activation", "subclassed", f"{_LAYERS}.activation:SiluAndMul.forward_native", "x"),
     _hook(
         "linear",
         "replaced",
@@ -138,6 +139,20 @@ HOOKS = (
         "vllm.sampling_params:SamplingParams.verify",
         "self model_config speculative_config structured_outputs_config tokenizer",
     ),
+    _hook(
+        "",
+        "read",
+        "vllm.config.compilation:CompilationConfig",
+        "mode backend custom_ops inductor_compile_config",
+    ),
+    _hook("", "read", "vllm.config.vllm:VllmConfig", "compilation_config additional_config"),
+    _hook(
+        "",
+        "read",
+        "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.__init__",
+        "self communicator",
+    ),
+    _hook("", "wrapped", "vllm.v1.worker.cpu_worker:CPUWorker.init_device", "self"),
     _hook(
         "",
         "wrapped",

@@ -81,7 +81,7 @@ class SpecopsRMSNorm(RMSNorm):  # type: ignore[misc]
         if self.variance_size_override is not None or not self.has_weight:
             raise ValueError("specops.vllm: norm needs a weight, and the whole width for its sum")
 
-    def forward_cpu(
+    def forward_native(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalises the last dimension; with a residual, first adds `x` to it, IN PLACE."""
@@ -94,13 +94,17 @@ class SpecopsRMSNorm(RMSNorm):  # type: ignore[misc]
             out = dense.rms_norm(rows, weight, eps, residual=sums).view(x.shape)
         return out if residual is None else (out, residual)
 
+    forward_cpu = forward_native
+
 
 class SpecopsSiluAndMul(SiluAndMul):  # type: ignore[misc]
     """vLLM's SiluAndMul by `specops.dense.silu_mul`."""
 
-    def forward_cpu(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor) -> Tensor:
         """Gates: x is gate, then up."""
         if x.dim() == 2:
             return dense.silu_mul(x)
         out = dense.silu_mul(x.reshape(-1, x.shape[-1]))
         return out.view(*x.shape[:-1], -1)
+
+    forward_cpu = forward_native

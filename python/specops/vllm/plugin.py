@@ -7,32 +7,39 @@ that cannot be imported, so this module imports nothing that could be missing.
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
-from specops.vllm import hooks, support, threads
-from specops.vllm.settings import EXACT, PARTS, VARIABLE, parts_of
+from specops.vllm import compiled, hooks, support, threads
+from specops.vllm.settings import EXACT, PARTS, VARIABLE, parts_of, strategy_of
 
+# vLLM's choice between its two model runners. The plug-in knows the first one.
+_SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _logger = logging.getLogger("vllm.specops")
 _registered: frozenset[str] | None = None
 
 
-class NotExactError(RuntimeError):
-    """The engine has something that specops cannot make exact."""
+def switched_on() -> frozenset[str]:
+    """The parts that `register` has switched on in this process; none if vLLM did not call it."""
+    return _registered or frozenset()
 
 
 def register() -> None:
     """Switches the parts of SPECOPS_VLLM on; without it, does nothing.
 
     Raises:
-        ValueError: SPECOPS_VLLM has an unknown word.
+        ValueError: SPECOPS_VLLM or SPECOPS_VLLM_VERIFY has an unknown word.
         HookError: vLLM is not as the plug-in knows it. Nothing has been changed then.
     """
     global _registered
     parts = parts_of()
     if not parts or _registered is not None:
         return
+    strategy = strategy_of()
     threads.remember_mask()
+    threads.rest_numba()
+    os.environ.setdefault(_SECOND_RUNNER, "0")
     import vllm
 
     hooks.check(hooks.of_parts(parts))
@@ -48,8 +55,9 @@ def register() -> None:
     _check_models(parts)
     _registered = parts
     _logger.info(
-        "specops computes: %s%s.",
+        "specops computes: %s%s%s.",
         ", ".join(part for part in PARTS if part in parts),
+        f" (drafts are verified by {strategy})" if "sampling" in parts else "",
         "" if len(parts) == len(PARTS) else f" (not all: only {VARIABLE}={EXACT} is exact)",
     )
 
@@ -118,18 +126,35 @@ _SWITCHES: dict[str, Callable[[], None]] = {
 
 def _check_models(parts: frozenset[str]) -> None:
     """Has every model looked at when it is loaded, if all parts are on: it must be exact then."""
+    from vllm.distributed import get_tp_group
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
+    init_device = CPUWorker.init_device
+
+    @functools.wraps(init_device)
+    def checked_runner(self: Any) -> None:
+        if self.use_v2_model_runner:
+            raise support.NotExactError(
+                "specops.vllm: cannot be exact with vLLM's second model runner, which "
+                f"{_SECOND_RUNNER}=1, watermarking and HiSparse choose"
+            )
+        init_device(self)
+
+    CPUWorker.init_device = checked_runner
     load_model = CPUModelRunner.load_model
 
     @functools.wraps(load_model)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         faults = support.faults_of_config(self.vllm_config, parts)
+        faults += compiled.faults_of(self.vllm_config)
         if not faults or len(parts) < len(PARTS):
+            compiled.prepare(self.vllm_config, parts)
             load_model(self, *args, **kwargs)
             faults += support.faults_of_model(self.model, parts)
+            faults += support.faults_of_ranks(get_tp_group())
         if faults and len(parts) == len(PARTS):
-            raise NotExactError(f"specops.vllm: cannot be exact with {'; '.join(faults)}")
+            raise support.NotExactError(f"specops.vllm: cannot be exact with {'; '.join(faults)}")
         for fault in faults:
             _logger.warning("specops.vllm: not exact: %s.", fault)
         if len(parts) == len(PARTS):

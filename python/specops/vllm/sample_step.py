@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's sampling step and its verification of drafts, by `specops.sampling`.
 
-The strategy is `target_match`: every row chooses the token that plain decoding would choose there,
-by a random number of the request's seed and the token's position, and drafts are compared with it.
+The strategy is `target_match` unless SPECOPS_VLLM_VERIFY names another: every row chooses the token
+that plain decoding would choose there, by a random number of the request's seed and the token's
+position, and drafts are compared with it. Under `rejection` and `block` drafts count as drawn with
+probability 1, which is right for any drafter whose choice does not look at the verifying numbers:
+text follows the model's distribution, and is plain decoding's at temperature 0.
 
 Imports vLLM: only the plug-in imports this module, in a process of vLLM.
 """
@@ -17,9 +20,11 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from specops import sampling
 from specops.vllm import step_requests, threads
 from specops.vllm.request_parameters import BatchParameters
+from specops.vllm.settings import STRATEGIES, strategy_of
 from specops.vllm.step_requests import Row
 
 _STATE = "_specops_batch"
+_STRATEGIES = {name: sampling.VerifyStrategy[name.upper()] for name in STRATEGIES}
 
 
 class _Batch:
@@ -159,6 +164,7 @@ def _verify(step: _Step) -> SamplerOutput:
         step.indptr,
         step.drafts,
         positions=step.positions,
+        strategy=_STRATEGIES[strategy_of()],
         processors=step.processors,
         processed_logprobs=step.is_processed,
         **step.filters,

@@ -8,6 +8,8 @@ what nobody has looked at is refused by its name.
 from collections.abc import Collection
 from typing import Any
 
+from specops.vllm.settings import VERIFY_VARIABLE
+
 # Layers that compute nothing, or whose own computation is elementwise on tokens, copies of rows, or
 # row-identical by test (rotary embedding).
 _EXACT = frozenset(
@@ -37,16 +39,19 @@ _REPLACED = {
     "SiluAndMul": ("activation", "SpecopsSiluAndMul"),
 }
 _UNQUANTISED = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+_SHARED_MEMORY = "_CPUSHMDistributed"
 _LAYER_PACKAGE = "vllm.model_executor.layers"
 _PLAIN_TORCH = frozenset({"Identity", "ModuleList", "ModuleDict", "Sequential"})
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
+class NotExactError(RuntimeError):
+    """The engine has something that specops cannot make exact."""
+
+
 def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
     """What of an engine's configuration cannot be exact."""
     found = []
-    if config.compilation_config.mode not in (None, 0):
-        found.append("compilation (start with --enforce-eager)")
     if config.lora_config is not None:
         found.append("LoRA")
     if config.scheduler_config.async_scheduling:
@@ -67,8 +72,24 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
             found.append("prompt embeddings")
         speculative = config.speculative_config
         if speculative is not None and speculative.rejection_sample_method != "standard":
-            found.append(f"rejection_sample_method {speculative.rejection_sample_method}")
+            method = speculative.rejection_sample_method
+            found.append(f"rejection_sample_method {method} ({VERIFY_VARIABLE} names ours)")
     return found
+
+
+def faults_of_ranks(group: Any) -> list[str]:
+    """What of tensor parallelism cannot be exact.
+
+    A sum of two numbers has one order. More of them vLLM's shared memory adds up in one order, but
+    gloo in one that depends on where a number stands in the batch.
+
+    Args:
+        group: vLLM's group of ranks.
+    """
+    kind = type(getattr(group.device_communicator, "dist_module", None)).__name__
+    if group.world_size <= 2 or kind == _SHARED_MEMORY:
+        return []
+    return [f"tensor_parallel_size {group.world_size} over gloo (shared memory or 2 ranks are)"]
 
 
 def faults_of_model(model: Any, parts: Collection[str]) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts specops' threads on the CPUs that vLLM gave this process, and puts OpenMP's to rest.
+"""Starts specops' threads on the CPUs that vLLM gave this process, and puts other pools to rest.
 
 vLLM's OpenMP pins the main thread to one core, and a thread that is made later inherits its maker's
 mask. So the mask is widened while the pool starts, and put back.
@@ -7,7 +7,9 @@ mask. So the mask is widened while the pool starts, and put back.
 
 import os
 import re
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -16,6 +18,8 @@ from specops import dense
 
 # What vLLM binds its threads with, by the OpenMP that is loaded.
 _BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
+# How many threads numba starts, which vLLM's n-gram drafter is compiled by.
+_NUMBA = "NUMBA_NUM_THREADS"
 # A product large enough to be cut among any number of threads.
 _ROWS, _WIDTH = 64, 1024
 
@@ -70,3 +74,23 @@ def rest_openmp() -> None:
     """
     start()
     _set_openmp_threads(1)
+
+
+def rest_numba() -> None:
+    """Has numba start no threads, unless the environment says how many it shall.
+
+    vLLM's n-gram drafter works on one of them in any case. The others would wait for work on the
+    cores of specops' threads, awake.
+    """
+    if _NUMBA in os.environ:
+        return
+    os.environ[_NUMBA] = "1"
+    numba: Any = sys.modules.get("numba")
+    if numba is None:
+        return
+    try:
+        numba.config.reload_config()
+    except RuntimeError:
+        # Its threads run already. It looks at the variable again whenever it compiles.
+        del os.environ[_NUMBA]
+        numba.set_num_threads(1)
