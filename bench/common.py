@@ -334,18 +334,25 @@ def format_row(figure: Figure) -> str:
 
 def machine() -> dict[str, Any]:
     """The machine in words that name the kind, not the instance."""
-    cpu = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.split(":", 1)[1].strip()
-            break
+    said: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
+        key, _, value = line.partition(":")
+        said[key.strip()] = value.strip()
+    cpu = said.get("model name", platform.processor())
+    if cpu and "cpu family" in said and not re.search("[0-9]", _bare(cpu)):
+        # A name that many generations share.
+        cpu += f" family {said['cpu family']}"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
 
 
 def cpu_results(cpu: str) -> Path:
-    """The results of a kind of CPU: bench/results/amd-epyc.json."""
-    return RESULTS / f"{_file_name(re.sub(r'@.*|[(]R[)]|[(]TM[)]|CPU', ' ', cpu))}.json"
+    """The results of a kind of CPU: bench/results/amd-epyc-family-26.json."""
+    return RESULTS / f"{_file_name(_bare(cpu))}.json"
+
+
+def _bare(cpu: str) -> str:
+    return re.sub(r"@.*|[(]R[)]|[(]TM[)]|CPU", " ", cpu)
 
 
 def _file_name(words: str) -> str:

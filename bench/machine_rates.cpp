@@ -27,27 +27,31 @@ double seconds_since(Clock::time_point start) {
 constexpr int kChains = 12;
 constexpr int64_t kRounds = 4096;
 
+// Without this the compiler could join steps, or leave chains out.
+template <typename Vector>
+inline void keep(Vector& chain) {
+  asm volatile("" : "+x"(chain));
+}
+
 // Runs `step` on each chain in turn for `seconds`; returns steps a second.
 template <typename Vector, typename Step>
 double steps_per_second(double seconds, Vector first, Step step, volatile float* sink) {
-  Vector chains[kChains];
-  for (Vector& chain : chains) chain = first;
+  // Variables of their own stay in registers; an array may not.
+  Vector a = first, b = first, c = first, d = first, e = first, f = first;
+  Vector g = first, h = first, i = first, j = first, k = first, l = first;
+  const auto advance = [&step](auto&... chain) {
+    (step(chain), ...);
+    (keep(chain), ...);
+  };
   int64_t rounds = 0;
   const auto start = Clock::now();
   do {
-    for (int64_t i = 0; i < kRounds; ++i) {
-#pragma GCC unroll 12
-      for (Vector& chain : chains) {
-        step(chain);
-        // Without this the compiler could join steps, or leave chains out.
-        asm volatile("" : "+x"(chain));
-      }
-    }
+    for (int64_t round = 0; round < kRounds; ++round) advance(a, b, c, d, e, f, g, h, i, j, k, l);
     rounds += kRounds;
   } while (seconds_since(start) < seconds);
   const double elapsed = seconds_since(start);
   float out;
-  for (Vector& chain : chains) {
+  for (const Vector& chain : {a, b, c, d, e, f, g, h, i, j, k, l}) {
     std::memcpy(&out, &chain, sizeof(out));
     *sink = out;
   }

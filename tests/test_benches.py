@@ -179,7 +179,7 @@ def test_results_are_kept_by_kind_of_machine(tmp_path: Path) -> None:
     def name(cpu: str) -> str:
         return common.cpu_results(cpu).name
 
-    assert name("AMD EPYC") == "amd-epyc.json"
+    assert name("AMD EPYC family 26") == "amd-epyc-family-26.json"
     assert name("Intel(R) Xeon(R) CPU @ 2.20GHz") == "intel-xeon.json"
     assert name("INTEL(R) XEON(R) PLATINUM 8592+") == "intel-xeon-platinum-8592.json"
     path = tmp_path / "it.json"
