@@ -25,7 +25,7 @@ from bench.common import ROOT, Bench, Figure
 from bench.vllm_costs import BATCHES, KERNELS, METHODS, write_model
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-ROUNDS = 3
+ROUNDS = 1  # of about ten minutes: a compiled engine compiles for a minute at each start
 PROMPTS = 20
 MAX_TOKENS = 64
 MODES = ("eager", "compiled")
