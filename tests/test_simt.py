@@ -346,7 +346,10 @@ def run_planted(module: ModuleType, name: str, fixed: bool) -> Tensor:
     if name not in ("last_block", "register_array"):
         out[64:] = torch.arange(512)
     module.set_regions([(out.data_ptr(), out.data_ptr() + 4 * out.numel())])
-    module.planted(name, fixed, out.data_ptr())
+    try:
+        module.planted(name, fixed, out.data_ptr())
+    finally:
+        module.set_regions([])  # other tests' memory is none of these
     return out[:64].clone()
 
 

@@ -12,6 +12,9 @@ template <typename Block>
 __device__ __forceinline__ bool is_masked(const Block& block, int row, int token) {
   if (block.params.mask == nullptr) return false;
   Unit& unit = block.unit;
+  // Asked for many tokens in a row: what follows from one must not wait in a register for the next.
+  row = opaque(row);
+  token = opaque(token);
   int packed = unit.first_row + min(row, unit.rows - 1);
   int query = unit.request.qo_begin + packed / block.group();
   int position = unit.request.kv_len - unit.request.qo_len;
