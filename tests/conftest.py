@@ -196,6 +196,19 @@ def on_cuda(request: pytest.FixtureRequest, device: str) -> bool:
     return request.node.callspec.params["device"] != "cpu"
 
 
+@pytest.fixture
+def place(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[[int, int], None]]:
+    """Moves the calls that follow to a machine of so many SMs, or to so many CPU threads."""
+
+    def move(sms: int, threads: int) -> None:
+        specops.set_num_threads(threads)
+        if request.node.callspec.params["device"] == "simt":
+            simt.load().set_num_sms(sms)
+
+    yield move
+    move(4, 1)
+
+
 @pytest.fixture(
     params=[*simt.ACCUMULATIONS[:2], pytest.param(simt.ACCUMULATIONS[2], marks=pytest.mark.prove)]
 )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention under a packed mask: what each row sees of the last tokens, bit by bit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import simt
 import specops
 import torch
 from conftest import assert_close
@@ -142,7 +142,7 @@ def test_the_mask_of_a_tree(device: str, isa: str) -> None:
 )
 def test_rows_keep_their_bits(
     device: str,
-    request: pytest.FixtureRequest,
+    place: Callable[[int, int], None],
     on_cuda: bool,
     dtype: torch.dtype,
     heads: tuple[int, int],
@@ -170,23 +170,15 @@ def test_rows_keep_their_bits(
             expected.extend(got.split(qo_lens))
         assert torch.equal(got, torch.cat([expected[b][-rows:] for b in requests]))
 
-    def place(sms: int, threads: int) -> None:
-        specops.set_num_threads(threads)
-        if request.node.callspec.params["device"] == "simt":
-            simt.load().set_num_sms(sms)
-
     everyone = [0, 1, 2, 3]
-    try:
-        place(4, 1)
-        check(everyone, 99, 16, None)
-        check(everyone, 99, 32, 0)
-        place(1, 3)
-        check(everyone, 1, 64, None)
-        place(40, 2)
-        check([3], 6, 16, None)
-        check([2, 0], 3, 32, None)
-    finally:
-        place(4, 1)
+    place(4, 1)
+    check(everyone, 99, 16, None)
+    check(everyone, 99, 32, 0)
+    place(1, 3)
+    check(everyone, 1, 64, None)
+    place(40, 2)
+    check([3], 6, 16, None)
+    check([2, 0], 3, 32, None)
 
 
 @pytest.mark.parametrize("seed", range(6))

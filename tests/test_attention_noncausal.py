@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention without the causal mask: every row of a request sees all of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import simt
 import specops
 import torch
 from conftest import assert_close
@@ -72,7 +72,7 @@ def test_the_reference_is_torchs_attention() -> None:
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_rows_are_the_last_rows_of_their_requests(
     device: str,
-    request: pytest.FixtureRequest,
+    place: Callable[[int, int], None],
     on_cuda: bool,
     dtype: torch.dtype,
     heads: tuple[int, int],
@@ -89,31 +89,21 @@ def test_rows_are_the_last_rows_of_their_requests(
         of_each = [[x[b] for b in requests] for x in (keys, values)]
         return make_batch(*of_each, [queries[b][rows] for b in requests], page_size, True)
 
-    def place(sms: int, threads: int) -> None:
-        specops.set_num_threads(threads)
-        if request.node.callspec.params["device"] == "simt":
-            simt.load().set_num_sms(sms)
-
     everyone = [0, 1, 2, 3]
-    try:
-        place(4, 1)
-        expected = attend(batch_of(everyone, slice(0, 99), 16), sinks=sinks).split(qo_lens)
-        place(1, 3)
-        for page_size, floats in ((32, 0), (64, None)):
-            workspace = None if floats is None else new_workspace(floats, on_cuda, device)
-            got = attend(
-                batch_of(everyone, slice(0, 99), page_size), sinks=sinks, workspace=workspace
-            )
-            assert torch.equal(got, torch.cat(expected))
-        place(40, 2)
-        for row in (0, 3, 16, 69):
-            one = [b for b in everyone if qo_lens[b] > row]
-            batch = batch_of(one, slice(row, row + 1), 16)
-            last, lse = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
-            decoded = torch.cat([as_bits(last).flatten(1), as_bits(lse).flatten(1)], 1)
-            assert torch.equal(decoded, torch.stack([expected[b][row] for b in one]))
-    finally:
-        place(4, 1)
+    place(4, 1)
+    expected = attend(batch_of(everyone, slice(0, 99), 16), sinks=sinks).split(qo_lens)
+    place(1, 3)
+    for page_size, floats in ((32, 0), (64, None)):
+        workspace = None if floats is None else new_workspace(floats, on_cuda, device)
+        got = attend(batch_of(everyone, slice(0, 99), page_size), sinks=sinks, workspace=workspace)
+        assert torch.equal(got, torch.cat(expected))
+    place(40, 2)
+    for row in (0, 3, 16, 69):
+        one = [b for b in everyone if qo_lens[b] > row]
+        batch = batch_of(one, slice(row, row + 1), 16)
+        last, lse = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
+        decoded = torch.cat([as_bits(last).flatten(1), as_bits(lse).flatten(1)], 1)
+        assert torch.equal(decoded, torch.stack([expected[b][row] for b in one]))
 
 
 @pytest.mark.parametrize("seed", range(6))

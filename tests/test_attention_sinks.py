@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention sinks: what they add to a row's sums, and that nothing else decides on its bits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import simt
 import specops
 import torch
 from conftest import assert_close
@@ -110,7 +110,7 @@ def test_padding_has_no_sink(device: str, isa: str) -> None:
 )
 def test_schedules_change_nothing(
     device: str,
-    request: pytest.FixtureRequest,
+    place: Callable[[int, int], None],
     on_cuda: bool,
     dtype: torch.dtype,
     heads: tuple[int, int],
@@ -135,23 +135,15 @@ def test_schedules_change_nothing(
             expected.extend(got.split([x.shape[0] for x in feed]))
         assert torch.equal(got, torch.cat([expected[b][-rows:] for b in requests]))
 
-    def place(sms: int, threads: int) -> None:
-        specops.set_num_threads(threads)
-        if request.node.callspec.params["device"] == "simt":
-            simt.load().set_num_sms(sms)
-
     everyone = [0, 1, 2, 3]
-    try:
-        place(4, 1)
-        check(everyone, 99, 16, None)
-        check(everyone, 99, 32, 0)
-        place(1, 3)
-        check(everyone, 1, 16, None)
-        place(40, 2)
-        check([3], 1, 64, None)
-        check([2, 1, 0], 3, 32, None)
-    finally:
-        place(4, 1)
+    place(4, 1)
+    check(everyone, 99, 16, None)
+    check(everyone, 99, 32, 0)
+    place(1, 3)
+    check(everyone, 1, 16, None)
+    place(40, 2)
+    check([3], 1, 64, None)
+    check([2, 1, 0], 3, 32, None)
 
 
 @pytest.mark.parametrize("seed", range(6))
