@@ -7,6 +7,7 @@
 
 #include "attention/attention_element_cpu.h"
 #include "attention/attention_plan_cpu.h"
+#include "attention/attention_prefetch_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
@@ -83,6 +84,7 @@ struct Scratch {
   alignas(64) T wide_v[kLeafTokens * kMaxHeadDim];
   alignas(64) float k_scales[kLeafTokens];
   alignas(64) float v_scales[kLeafTokens];
+  LeafPrefetch prefetch;
 };
 
 // One block per thread, made at its first leaf: thread_local arrays of this size would be zeroed in

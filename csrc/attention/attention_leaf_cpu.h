@@ -46,7 +46,17 @@ void fold_leaf(const AppendAttentionParams& params,
   [[maybe_unused]] RawHead raw;
   Tile<T> tile;
   load_table<Stored, D>(params, unit, member, base, kv);
-  if (unit.cold) load_leaf<Stored, D>(params, unit, kv);
+  if (unit.cold) {
+    if (first == 0 && own.prefetch.base == base) {
+      own.prefetch.load_rest();
+    } else {
+      load_leaf<Stored, D>(params, unit, kv);
+    }
+    if (first == 0) {
+      int64_t places = unit.num_heads * prefetch_places<kScaled>(last - first);
+      plan_prefetch<Stored, D>(params, unit, member, base + kLeafTokens, places, own.prefetch);
+    }
+  }
   head_kv.stride = kScaled ? D : kv.stride;
   int tile_rows = last - first <= kMaxTile ? last - first : kWholeTile;
   for (int64_t head = 0; head < unit.num_heads; ++head) {

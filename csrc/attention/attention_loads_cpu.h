@@ -91,5 +91,33 @@ void load_leaf(const AppendAttentionParams& params, const Unit& unit, const Leaf
   }
 }
 
+// Has the unit's next leaf, which begins at token `base`, asked for at `places` places.
+template <typename T, int D>
+void plan_prefetch(const AppendAttentionParams& params,
+                   const Unit& unit,
+                   const Member& member,
+                   int64_t base,
+                   int64_t places,
+                   LeafPrefetch& prefetch) {
+  prefetch.clear();
+  if (base > unit.last_leaf * kLeafTokens || base >= member.end_leaf * kLeafTokens) return;
+  LeafKv<T> kv;
+  load_table<T, D>(params, unit, member, base, kv);
+  for (int block = 0; block < kLeafBlocks; ++block) {
+    if (kv.k[block] == nullptr) continue;
+    prefetch.blocks[prefetch.num_blocks++] = reinterpret_cast<const char*>(kv.k[block]);
+    prefetch.blocks[prefetch.num_blocks++] = reinterpret_cast<const char*>(kv.v[block]);
+  }
+  bool joined = unit.num_heads == params.num_kv_heads;
+  prefetch.base = base;
+  prefetch.pieces = joined ? 1 : kPageBlock;
+  prefetch.step = kv.stride * static_cast<int64_t>(sizeof(T));
+  prefetch.bytes = (joined ? kPageBlock : 1) * unit.num_heads * D * static_cast<int64_t>(sizeof(T));
+  prefetch.piece = 0;
+  prefetch.at = 0;
+  int64_t lines = prefetch.num_blocks * prefetch.pieces * prefetch.bytes / LeafPrefetch::kLine;
+  prefetch.lines = static_cast<int>((lines + places - 1) / places);
+}
+
 }  // namespace
 }  // namespace specops::SPECOPS_ISA

@@ -18,6 +18,7 @@ void attend(const AppendAttentionParams& params, const Unit& unit) {
   UnitRows<T> rows;
   load_queries<T, D>(params, unit, rows);
   int64_t unit_rows = rows.count * unit.num_heads;
+  own.prefetch.clear();
   int chunk = 0, result = 1;  // which of the scratch states is which
   for (int64_t i = 0; i < unit_rows; ++i) own.l[0][i] = own.l[1][i] = 0.0f;
   bool has_result = load_states<T, D>(params, unit, rows, result, chunk, own);

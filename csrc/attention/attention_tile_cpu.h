@@ -235,7 +235,8 @@ inline void weigh_tile(const typename Element<T>::Prob* p,
                        int end,
                        int part,
                        bool fresh,
-                       float* const* o) {
+                       float* const* o,
+                       LeafPrefetch& prefetch) {
   using Vec = typename Element<T>::Vec;
   constexpr int kStep = Element<T>::kStep;
   F32x16 acc[kRows][kParts];
@@ -247,6 +248,7 @@ inline void weigh_tile(const typename Element<T>::Prob* p,
     }
   }
   for (int step = begin; step < end;) {
+    prefetch.issue();
     int block = step * kStep / kPageBlock;
     int stop = (block + 1) * kPageBlock / kStep;
     stop = stop < end ? stop : end;
@@ -288,7 +290,8 @@ inline void weigh(const typename Element<T>::Prob* p,
                   int begin,
                   int end,
                   bool fresh,
-                  float* const* o) {
+                  float* const* o,
+                  LeafPrefetch& prefetch) {
 #if defined(SPECOPS_AVX512)
   constexpr int kWant = kRows <= 3 ? 8 : kRows <= 6 ? 4 : 2;
 #else
@@ -298,10 +301,10 @@ inline void weigh(const typename Element<T>::Prob* p,
   constexpr int kParts = kWant < kAll ? kWant : kAll;
   int part = 0;
   for (; part + kParts <= kAll; part += kParts) {
-    weigh_tile<T, kRows, kParts, D, kPacked>(p, kv, packed_v, begin, end, part, fresh, o);
+    weigh_tile<T, kRows, kParts, D, kPacked>(p, kv, packed_v, begin, end, part, fresh, o, prefetch);
   }
   if constexpr (kAll % kParts != 0) {
-    weigh_tile<T, kRows, kAll % kParts, D, kPacked>(p, kv, packed_v, begin, end, part, fresh, o);
+    weigh_tile<T, kRows, kAll % kParts, D, kPacked>(p, kv, packed_v, begin, end, part, fresh, o, prefetch);
   }
 }
 
@@ -337,7 +340,8 @@ void weigh_rows(const typename Element<T>::Prob* p,
                 const T* packed_v,
                 const int* lo,
                 const int* hi,
-                float* const* o) {
+                float* const* o,
+                LeafPrefetch& prefetch) {
   constexpr int kStep = Element<T>::kStep;
   int begin = (lo[kRows - 1] + kStep - 1) / kStep, end = hi[0] / kStep;
   bool together = begin < end;
@@ -354,7 +358,7 @@ void weigh_rows(const typename Element<T>::Prob* p,
       fresh[r] = false;
     }
     if (first < last) {
-      weigh<T, 1, D, kPacked>(weights, kv, packed_v, first, last, fresh[r], o + r);
+      weigh<T, 1, D, kPacked>(weights, kv, packed_v, first, last, fresh[r], o + r, prefetch);
       fresh[r] = false;
     }
     if (last * kStep != to && last >= first) {
@@ -371,7 +375,7 @@ void weigh_rows(const typename Element<T>::Prob* p,
   for (int r = 0; r < kRows && !all_fresh; ++r) {
     if (fresh[r]) std::memset(o[r], 0, D * sizeof(float));
   }
-  weigh<T, kRows, D, kPacked>(p, kv, packed_v, begin, end, all_fresh, o);
+  weigh<T, kRows, D, kPacked>(p, kv, packed_v, begin, end, all_fresh, o, prefetch);
   for (int r = 0; r < kRows; ++r) {
     fresh[r] = false;
     alone(r, end * kStep, hi[r]);
@@ -450,6 +454,14 @@ using WeighTiles = TileSizes<2, 1>;
 using PackedTiles = TileSizes<2, 1>;
 #endif
 
+// About how many places of reduce_leaf, with so many rows, ask for lines of the next leaf.
+template <bool kScaled>
+int64_t prefetch_places(int64_t rows) {
+  int64_t of_scores = kLeafBlocks * ((rows + 1) / 2);
+  int64_t of_values = kLeafBlocks * (rows <= 3 ? 1 : 2) * ((rows + 11) / 12);
+  return of_scores + 1 + of_values + (kScaled ? 2 * kLeafBlocks : 0);
+}
+
 // One leaf of one tile from a fresh state. m, l: of every row, l = 0 where the row sees nothing;
 // o[r]: the unnormalised output, written where l is not 0. kScaled: the leaf lies in `raw`, its scales
 // in `own`; of `kv` only V is read, where it will be widened.
@@ -482,6 +494,7 @@ void reduce_leaf(const Tile<T>& tile,
   for (int block = first_block; block <= last_block; ++block) {
     const T* k = kv.k[block];
     if constexpr (kScaled) {
+      own.prefetch.issue();
       widen_block<T, D>(raw.k[block], raw, own.wide_k);
       k = own.wide_k;
     }
@@ -490,7 +503,9 @@ void reduce_leaf(const Tile<T>& tile,
     if constexpr (!std::is_same_v<T, float16>) {
       if (last - first >= kPackedScores) {
         pack_block<T, D>(k, kv.stride, own.packed_k);
+        own.prefetch.issue();
         for (int row = first; row < last;) {
+          own.prefetch.issue();
           row += ScoreTiles::pick(last - row, [&]<int kRows>() {
             score_packed<T, kRows, D>(
                 tile.q + row, own.packed_k, scale, scores + row * kLeafTokens);
@@ -501,6 +516,7 @@ void reduce_leaf(const Tile<T>& tile,
     }
 #endif
     for (int row = first; row < last;) {
+      own.prefetch.issue();
       row += ScoreTiles::pick(last - row, [&]<int kRows>() {
         float* at = scores + row * kLeafTokens;
         if constexpr (kWidensQueries<T>) {
@@ -512,11 +528,13 @@ void reduce_leaf(const Tile<T>& tile,
     }
   }
 
+  own.prefetch.issue();
   softmax<T, kScaled>(tile, first, last, own.scores, own.k_scales, own.v_scales, own.probs, m, l);
 
   // P V.
   if constexpr (kScaled) {
     for (int block = first_block; block <= last_block; ++block) {
+      own.prefetch.issue();
       widen_block<T, D>(raw.v[block], raw, own.wide_v + block * kPageBlock * D);
     }
   }
@@ -542,11 +560,11 @@ void reduce_leaf(const Tile<T>& tile,
     if (packed) {
       row += PackedTiles::pick(last - row, [&]<int kRows>() {
         weigh_rows<T, kRows, D, true>(
-            probs, kv, own.packed_v, tile.lo + row, tile.hi + row, o + row);
+            probs, kv, own.packed_v, tile.lo + row, tile.hi + row, o + row, own.prefetch);
       });
     } else {
       row += WeighTiles<T>::pick(last - row, [&]<int kRows>() {
-        weigh_rows<T, kRows, D, false>(probs, kv, nullptr, tile.lo + row, tile.hi + row, o + row);
+        weigh_rows<T, kRows, D, false>(probs, kv, nullptr, tile.lo + row, tile.hi + row, o + row, own.prefetch);
       });
     }
   }
