@@ -19,9 +19,10 @@ from unittest import mock
 import numpy as np
 import torch
 from specops.attention import append_attention, attention_workspace_size
+from specops.batching import find_shared_prefixes
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.plan import Plan
-from specops.engine.prefixes import PrefixFinder, find_forest
+from specops.engine.prefixes import PrefixFinder
 from torch import Tensor
 
 from bench import checkpoints
@@ -99,9 +100,14 @@ def _cases(sharing: Sharing, q_len: int) -> dict[str, Callable[[], object]]:
     shared = order[:num_shared].reshape(-1, shared_pages)
     own = order[num_shared:].reshape(count, own_pages)
     lists = [np.concatenate([shared[b // sharing.group], own[b]]) for b in range(count)]
-    forest = find_forest([one.tobytes() for one in lists], PAGE_SIZE, LEAF)
-    assert forest is not None
-    lists = [lists[index] for index in forest.order]
+    kv_indptr = torch.arange(count + 1, dtype=torch.int32) * (shared_pages + own_pages)
+    found = find_shared_prefixes(
+        kv_indptr,
+        torch.from_numpy(np.concatenate(lists)),
+        page_size=PAGE_SIZE,
+        leaf_tokens=LEAF,
+    )
+    lists = [lists[index] for index in found.order.tolist()]
     caches = [
         torch.randn(pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, generator=generator).bfloat16()
         for _ in range(2)
@@ -112,17 +118,18 @@ def _cases(sharing: Sharing, q_len: int) -> dict[str, Callable[[], object]]:
     call = partial(
         append_attention,
         q,
-        *caches,
+        caches[0],
+        caches[1],
         torch.arange(count + 1, dtype=torch.int32) * q_len,
-        torch.arange(count + 1, dtype=torch.int32) * (shared_pages + own_pages),
+        kv_indptr,
         kv_indices,
         torch.full((count,), sharing.shared + sharing.own, dtype=torch.int32),
         out=torch.empty_like(q),
         workspace=torch.empty(floats),
     )
     groups: dict[str, Tensor] = {
-        "prefix_leaders": torch.from_numpy(forest.prefixes.leaders),
-        "prefix_lens": torch.from_numpy(forest.prefixes.lens),
+        "prefix_leaders": found.prefix_leaders,
+        "prefix_lens": found.prefix_lens,
     }
     return {"flat": call, "shared": partial(call, **groups)}
 

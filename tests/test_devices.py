@@ -31,6 +31,7 @@ OWN_TESTS = {
     "keep_hidden_rows": "test_draft_batch.py",
     "mtp_input": "test_draft_batch.py",
     "copy_kv": "test_trees.py",
+    "find_shared_prefixes": "test_prefixes.py",
     "tree_chains": "test_trees.py",
     "commit": "test_commit.py",
     "verify": "test_verify.py",

@@ -92,6 +92,19 @@ def build_tree() -> dict[str, Any]:
     }
 
 
+def find_shared_prefixes() -> dict[str, Any]:
+    return {
+        "kv_indptr": ints(0, 2, 3),
+        "kv_indices": ints(5, 1, 5),
+        "page_size": 16,
+        "leaf_tokens": 16,
+        "order": ints(7, 7),
+        "prefix_leaders": ints(7, 7).view(1, 2),
+        "prefix_lens": ints(7, 7).view(1, 2),
+        "counts": torch.zeros(2, dtype=torch.int64),
+    }
+
+
 def tree_chains() -> dict[str, Any]:
     out = vars(batching.TreeChains.empty(2, chains=3, pages=4, copies=20))
     chains = [name for name in out if name not in ("chain_indptr", "from_slots", "to_slots")]
@@ -449,6 +462,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         gather_input_ids,
         gather_output_rows,
         build_tree,
+        find_shared_prefixes,
         tree_chains,
         prepare_draft_batch,
         advance_draft_batch,

@@ -13,10 +13,9 @@ import simt
 import specops
 import torch
 from checkpoints import BASE, write_config
-from specops import attention
+from specops import attention, batching, reference
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.plan import Plan, SharedPrefixes
-from specops.engine.prefixes import Forest, find_forest
+from specops.engine.plan import Plan
 from torch import Tensor
 from twin_device import OP_MODULES, TwinDevice
 
@@ -38,14 +37,23 @@ def random_lists(seed: int, size: int, most_pages: int) -> Lists:
     return lists
 
 
-def as_bytes(lists: Lists) -> list[bytes]:
-    return [np.array(pages, dtype=np.int32).tobytes() for pages in lists]
+def find(lists: Lists, page_size: int, leaf: int, **limits: int) -> batching.SharedPrefixes:
+    """What the lists share, which is what the reference finds."""
+    lengths = [len(pages) for pages in lists]
+    kv_indptr = torch.tensor([0, *np.cumsum(lengths, dtype=int)], dtype=torch.int32)
+    kv_indices = torch.tensor([*(page for pages in lists for page in pages), -7], dtype=torch.int32)
+    sizes = {"page_size": page_size, "leaf_tokens": leaf, **limits}
+    found = batching.find_shared_prefixes(kv_indptr, kv_indices, **sizes)
+    want = reference.find_shared_prefixes(kv_indptr, kv_indices, **sizes)
+    for name, value in vars(found).items():
+        assert np.array_equal(value, want[name]), name
+    return found
 
 
-def shared_leaves(prefixes: SharedPrefixes, a: int, b: int, leaf: int) -> int:
+def shared_leaves(found: batching.SharedPrefixes, a: int, b: int, leaf: int) -> int:
     """What two requests share, as the groups say."""
     shared = 0
-    for leaders, lens in zip(prefixes.leaders, prefixes.lens, strict=True):
+    for leaders, lens in zip(found.prefix_leaders, found.prefix_lens, strict=True):
         if leaders[a] == leaders[b]:
             assert lens[a] == lens[b] and lens[a] % leaf == 0
             shared = int(lens[a]) // leaf
@@ -53,32 +61,29 @@ def shared_leaves(prefixes: SharedPrefixes, a: int, b: int, leaf: int) -> int:
 
 
 @pytest.mark.parametrize("page_size,leaf", [(16, 64), (64, 64), (32, 256)])
-def test_the_forest_is_what_lists_have_in_common(page_size: int, leaf: int) -> None:
+def test_the_groups_are_what_lists_have_in_common(page_size: int, leaf: int) -> None:
     depths = set()
     for seed in range(60):
         lists = random_lists(seed, size=1 + seed % 14, most_pages=40)
-        forest = find_forest(as_bytes(lists), page_size, leaf)
+        found = find(lists, page_size, leaf)
         per_leaf = leaf // page_size
         starts = [
             tuple(pages[: end * per_leaf])
             for pages in lists
             for end in range(1, len(pages) // per_leaf + 1)
         ]
-        saved = len(starts) - len(set(starts))
-        if forest is None:
-            assert saved == 0
-            continue
-        assert sorted(forest.order) == list(range(len(lists)))
-        assert forest.prefixes.num_saved_tokens == saved * leaf > 0
-        depths.add(len(forest.prefixes.leaders))
-        ordered = [lists[index] for index in forest.order]
+        assert found.num_saved_tokens == (len(starts) - len(set(starts))) * leaf
+        assert (len(found.prefix_leaders) > 0) == (found.num_saved_tokens > 0)
+        assert sorted(found.order.tolist()) == list(range(len(lists)))
+        depths.add(len(found.prefix_leaders))
+        ordered = [lists[index] for index in found.order]
         for a, left in enumerate(ordered):
             for b, right in enumerate(ordered[:a]):
                 common = 0
                 while left[: common + 1] == right[: common + 1] and common < len(left):
                     common += 1
-                assert shared_leaves(forest.prefixes, a, b, leaf) == common // per_leaf
-    assert depths >= {1, 2, 3}
+                assert shared_leaves(found, a, b, leaf) == common // per_leaf
+    assert depths >= {0, 1, 2, 3}
 
 
 def test_levels_are_bounded() -> None:
@@ -86,24 +91,53 @@ def test_levels_are_bounded() -> None:
     ids = iter(range(1000))
     spine = [next(ids) for _ in range(11)]
     lists = [[*spine[: depth + 1], next(ids)] for depth in range(11)]
-    forest = find_forest(as_bytes(lists), page_size=64, leaf_tokens=64)
-    assert forest is not None and forest.prefixes.leaders.shape == (8, 11)
-    place = {index: at for at, index in enumerate(forest.order)}
-    for a in range(11):
-        for b in range(a):
-            got = shared_leaves(forest.prefixes, place[a], place[b], 64)
-            assert got == min(b + 1, 8)
+    for most in (8, 3, 0):
+        found = find(lists, page_size=64, leaf=64, max_levels=most)
+        assert found.prefix_leaders.shape == (most, 11)
+        place = {index: at for at, index in enumerate(found.order.tolist())}
+        for a in range(11):
+            for b in range(a):
+                got = shared_leaves(found, place[a], place[b], 64)
+                assert got == min(b + 1, most)
 
 
-def found_for(lists: Lists, page_size: int, leaf: int) -> tuple[Lists, dict[str, Tensor]]:
+def test_few_requests_and_empty_lists() -> None:
+    cases: list[Lists] = [[], [[]], [[], []], [[3], []], [[3, 4]] * 3, [[5], [2], [5], [2]]]
+    for lists in cases:
+        find(lists, page_size=64, leaf=64)
+        find(lists, page_size=64, leaf=128)
+
+
+def test_find_shared_prefixes_example_of_the_docstring() -> None:
+    found = find([[7, 8, 1], [7, 9], [7, 8, 2]], page_size=16, leaf=16)
+    assert found.order.tolist() == [0, 2, 1]
+    assert found.prefix_leaders.tolist() == [[0, 0, 0], [0, 0, 2]]
+    assert found.prefix_lens.tolist() == [[16, 16, 16], [32, 32, 0]]
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"kv_indptr": [0, 2, 1]}, r"kv_indptr\[2\] must be in 2 .. 3, got 1"),
+        ({"kv_indptr": [0, 2, 4]}, r"kv_indptr\[2\] must be in 2 .. 3, got 4"),
+        ({"kv_indptr": [-1, 2, 3]}, r"kv_indptr\[0\] must be in 0 .. 3, got -1"),
+        ({"page_size": 0}, "page_size must be positive, got 0"),
+        ({"leaf_tokens": 24}, "leaf_tokens must be a positive multiple of page_size, 16, got 24"),
+        ({"max_levels": -1}, "max_levels must be an int of at least 0, got -1"),
+    ],
+)
+def test_find_shared_prefixes_faults(change: dict[str, Any], message: str) -> None:
+    case: dict[str, Any] = {"kv_indptr": [0, 2, 3], "page_size": 16, "leaf_tokens": 64, **change}
+    kv_indptr = torch.tensor(case.pop("kv_indptr"), dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^find_shared_prefixes: {message}"):
+        batching.find_shared_prefixes(kv_indptr, torch.tensor([4, 5, 6]).int(), **case)
+
+
+def found_for(lists: Lists, page_size: int, leaf: int) -> tuple[Lists, dict[str, Any]]:
     """The lists in the order of the groups, and the groups."""
-    forest = find_forest(as_bytes(lists), page_size, leaf)
-    assert isinstance(forest, Forest)
-    prefixes = forest.prefixes
-    return [lists[index] for index in forest.order], {
-        "prefix_leaders": torch.tensor(prefixes.leaders),
-        "prefix_lens": torch.tensor(prefixes.lens),
-    }
+    found = find(lists, page_size, leaf)
+    groups = {"prefix_leaders": found.prefix_leaders, "prefix_lens": found.prefix_lens}
+    return [lists[index] for index in found.order], groups
 
 
 @pytest.mark.parametrize("seed", range(6))

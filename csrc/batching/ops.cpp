@@ -506,6 +506,7 @@ void keep_hidden_rows(const TensorView& hidden,
 
 void register_batching(pybind11::module_& m) {
   register_tree_chains(m);
+  register_shared_prefixes(m);
   m.def("prepare_batch", &prepare_batch);
   m.def("gather_input_ids", &gather_input_ids);
   m.def("gather_output_rows", &gather_output_rows);

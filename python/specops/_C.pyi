@@ -72,6 +72,16 @@ def build_tree(
     next_sibling: Written,
     sibling_index: Written,
 ) -> None: ...
+def find_shared_prefixes(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    page_size: int,
+    leaf_tokens: int,
+    order: Written,
+    prefix_leaders: Written,
+    prefix_lens: Written,
+    counts: Written,
+) -> None: ...
 def tree_chains(
     parents: Tensor,
     num_draft_tokens: Tensor,

@@ -237,6 +237,24 @@ class TreeChains:
         )
 
 
+@dataclass
+class SharedPrefixes:
+    """Which requests begin with the same pages, found by `find_shared_prefixes`.
+
+    Attributes:
+        order: [batch], int32. The requests, so ordered that members of a group are neighbours.
+        prefix_leaders: [levels, batch], int32, as `append_attention` takes it, of a batch in this
+            order. No level: nobody shares anything.
+        prefix_lens: [levels, batch], int32. How many tokens each one's group shares.
+        num_saved_tokens: how many tokens of keys and values a step need not read again.
+    """
+
+    order: Tensor
+    prefix_leaders: Tensor
+    prefix_lens: Tensor
+    num_saved_tokens: int
+
+
 def prepare_batch(
     qo_lens: Tensor,
     kv_lens: Tensor,
@@ -366,6 +384,66 @@ def pages_of_block_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
     batch, max_pages = shape
     kv_indptr = torch.arange(batch + 1, dtype=torch.int32, device=block_table.device) * max_pages
     return kv_indptr, block_table.view(-1)
+
+
+def find_shared_prefixes(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    *,
+    page_size: int,
+    leaf_tokens: int,
+    max_levels: int = 8,
+) -> SharedPrefixes:
+    """Finds the requests that begin with the same pages, to be read once. On the host.
+
+    Same as `reference.find_shared_prefixes`. Nobody declares what is shared: requests that hold one
+    page (of a system prompt, of examples, of a prompt with several choices) have it in their page
+    lists, at the same place. Sorted, lists that begin alike are neighbours, and what neighbours
+    have in common makes groups within groups:
+
+        pages 7 8 1     order 0 2 1     prefix_leaders [[0, 0, 0], [0, 0, 2]]
+              7 9                       prefix_lens    [[1, 1, 1], [2, 2, 0]] * page_size
+              7 8 2                     with leaves of one page
+
+    Run the step's requests in this order, and give `append_attention` the groups. They are a
+    schedule: no bit of its result depends on them.
+
+    Args:
+        kv_indptr: [batch + 1], int32, on the CPU as all arguments. First page of each request in
+            `kv_indices`.
+        kv_indices: [pages], int32. Page ids. Leave out a request's last page while it is written
+            to: it is nobody else's.
+        page_size: tokens of a page.
+        leaf_tokens: a group shares whole leaves of so many tokens, and at least one more than the
+            group around it; a multiple of `page_size`. `append_attention` shares leaves of 64
+            tokens on the CPU and of 256 on CUDA.
+        max_levels: members of deeper groups share what the group at this level does.
+
+    Returns:
+        The groups.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or a value is out of
+            range.
+
+    Note:
+        Deterministic: lists are ordered by their page ids, equal ones by their places. The cost is
+        that of sorting the lists.
+    """
+    if not isinstance(max_levels, int) or max_levels < 0:
+        raise ValueError(
+            f"find_shared_prefixes: max_levels must be an int of at least 0, got {max_levels!r}"
+        )
+    batch = unless_wrong(lambda: max(len(kv_indptr) - 1, 0)) or 0
+    order = torch.empty(batch, dtype=torch.int32)
+    leaders = torch.empty(max_levels, batch, dtype=torch.int32)
+    lens = torch.empty(max_levels, batch, dtype=torch.int32)
+    counts = torch.empty(2, dtype=torch.int64)
+    _C.find_shared_prefixes(
+        kv_indptr, kv_indices, page_size, leaf_tokens, order, leaders, lens, counts
+    )
+    levels, num_saved_tokens = counts.tolist()
+    return SharedPrefixes(order, leaders[:levels], lens[:levels], num_saved_tokens)
 
 
 def gather_input_ids(

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which requests of a step begin with the same pages, so that attention reads these once.
+"""What the requests of a step share, so that attention reads it once.
 
-Nobody declares what is shared. Two requests that hold one page (of a system prompt, of examples, of
-a prompt with several choices) have it in their page lists, at the same place. Sorted, lists that
-begin alike are neighbours, and what neighbours have in common makes a forest of shared runs. It is
-a schedule and nothing else: no bit of a result depends on what is found.
+Nobody declares it: `batching.find_shared_prefixes` sees it in the page lists. It is a schedule and
+nothing else: no bit of a result depends on what is found.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
+import torch
 
+from specops.batching import find_shared_prefixes
 from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, SharedPrefixes
 from specops.engine.request import Request
 
+_NO_PAGE = array("i", [-1])  # torch makes no tensor of an empty buffer
 _MAX_LEVELS = 8  # the members of deeper groups share what the group at this level does
-_ENTRY_BYTES = 4  # of a page list
 
 
 class PrefixFinder:
@@ -36,7 +36,8 @@ class PrefixFinder:
         self._leaf_tokens = leaf_tokens
         self._least_saved_tokens = least_saved_tokens
         # What was found last, for whom, and what the pool's count of changes was then.
-        self._forest: Forest | None = None
+        self._prefixes: SharedPrefixes | None = None
+        self._order: list[int] = []
         self._requests: list[Request] = []
         self._num_changes = -1
 
@@ -50,11 +51,11 @@ class PrefixFinder:
         if pool.num_shared_pages:
             requests = [part.request for part in parts]
             if pool.num_sharing_changes != self._num_changes or requests != self._requests:
-                self._forest = self._find(requests)
+                self._find(requests)
                 self._requests, self._num_changes = requests, pool.num_sharing_changes
-            if self._forest is not None:
-                parts[:] = [parts[index] for index in self._forest.order]
-                plan.prefixes = self._forest.prefixes
+            if self._prefixes is not None:
+                parts[:] = [parts[index] for index in self._order]
+                plan.prefixes = self._prefixes
         if any(part.draft_parents is not None for part in parts):
             self._add_trees(plan)
 
@@ -87,88 +88,21 @@ class PrefixFinder:
             num_saved_tokens=0 if prefixes is None else prefixes.num_saved_tokens,
         )
 
-    def _find(self, requests: Sequence[Request]) -> "Forest | None":
+    def _find(self, requests: Sequence[Request]) -> None:
         # A page that is not registered yet is still written to, and so nobody else's.
-        pages = [one.pages[: one.num_registered_pages].tobytes() for one in requests]
-        forest = find_forest(pages, self._pool.page_size, self._leaf_tokens)
-        if forest is None or forest.prefixes.num_saved_tokens < self._least_saved_tokens:
-            return None
-        return forest
-
-
-@dataclass(frozen=True, slots=True)
-class Forest:
-    """Which requests share what.
-
-    Attributes:
-        order: of the requests, by the places at which they were given; members of a group are
-            neighbours.
-        prefixes: the groups, in this order.
-    """
-
-    order: list[int]
-    prefixes: SharedPrefixes
-
-
-def find_forest(pages: Sequence[bytes], page_size: int, leaf_tokens: int) -> Forest | None:
-    """Finds the groups of requests that begin with the same pages, and the groups within these.
-
-    Args:
-        pages: of each request, the ids of its complete pages, as the bytes of int32.
-        page_size: tokens of a page.
-        leaf_tokens: a group shares whole leaves of so many tokens, and at least one more than the
-            group around it.
-
-    Returns:
-        The groups; None where no two requests share a leaf.
-    """
-    order = sorted(range(len(pages)), key=pages.__getitem__)
-    leaf_bytes = leaf_tokens // page_size * _ENTRY_BYTES
-    common = [0]  # of each with the one before, in leaves
-    common += [_common_bytes(pages[a], pages[b]) // leaf_bytes for a, b in pairwise(order)]
-    leaders, lens = [], []
-    num_saved_leaves = 0
-    runs = [(0, len(order), 0)]  # the groups of a level: where they begin and end, their leaves
-    for _ in range(_MAX_LEVELS):
-        inner_runs = []
-        for begin, end, leaves in runs:
-            for inner in _runs_within(common, begin, end, leaves):
-                inner_runs.append(inner)
-                num_saved_leaves += (inner[1] - inner[0] - 1) * (inner[2] - leaves)
-        if not inner_runs:
-            break
-        runs = inner_runs
-        leaders.append(list(range(len(order))))
-        lens.append([0] * len(order))
-        for begin, end, leaves in runs:
-            leaders[-1][begin:end] = [begin] * (end - begin)
-            lens[-1][begin:end] = [leaves * leaf_tokens] * (end - begin)
-    if not leaders:
-        return None
-    prefixes = SharedPrefixes(
-        leaders=np.array(leaders, dtype=np.int32),
-        lens=np.array(lens, dtype=np.int32),
-        num_saved_tokens=num_saved_leaves * leaf_tokens,
-    )
-    return Forest(order, prefixes)
-
-
-def _runs_within(
-    common: Sequence[int], begin: int, end: int, leaves: int
-) -> Iterator[tuple[int, int, int]]:
-    """The longest runs of neighbours with more in common than `leaves`, and how much that is."""
-    first, least = begin, 0
-    for place in range(begin + 1, end + 1):
-        if place < end and common[place] > leaves:
-            least = min(least, common[place]) if least else common[place]
-        else:
-            if least:
-                yield first, place, least
-            first, least = place, 0
-
-
-def _common_bytes(left: bytes, right: bytes) -> int:
-    """How many bytes two texts begin with alike."""
-    size = min(len(left), len(right))
-    differ = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
-    return ((differ & -differ).bit_length() - 1) // 8 if differ else size
+        lists = [one.pages[: one.num_registered_pages] for one in requests]
+        ends = array("i", [0, *accumulate(map(len, lists))])
+        found = find_shared_prefixes(
+            torch.frombuffer(ends, dtype=torch.int32),
+            torch.frombuffer(bytearray().join([*lists, _NO_PAGE]), dtype=torch.int32),
+            page_size=self._pool.page_size,
+            leaf_tokens=self._leaf_tokens,
+        )
+        self._prefixes = None
+        if found.num_saved_tokens >= max(self._least_saved_tokens, 1):
+            self._order = found.order.tolist()
+            self._prefixes = SharedPrefixes(
+                leaders=found.prefix_leaders.numpy(),
+                lens=found.prefix_lens.numpy(),
+                num_saved_tokens=found.num_saved_tokens,
+            )

@@ -16,6 +16,7 @@ from specops.reference.attention import (
 from specops.reference.batching import (
     advance_draft_batch,
     build_tree,
+    find_shared_prefixes,
     gather_input_ids,
     gather_output_rows,
     keep_hidden_rows,
@@ -76,6 +77,7 @@ __all__ = [
     "compact_kv",
     "copy_kv",
     "embedding",
+    "find_shared_prefixes",
     "gather_input_ids",
     "gather_output_rows",
     "keep_hidden_rows",

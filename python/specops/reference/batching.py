@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ragged batches and draft batches in plain PyTorch."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -121,6 +123,53 @@ def build_tree(parents: Tensor, num_draft_tokens: Tensor, positions: Tensor) -> 
                 tree["next_sibling"][b, child] = following[0] if following else -1
                 tree["sibling_index"][b, child] = index
     return {name: values.int() for name, values in tree.items()}
+
+
+def find_shared_prefixes(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    *,
+    page_size: int,
+    leaf_tokens: int,
+    max_levels: int = 8,
+) -> dict[str, Tensor | int]:
+    """What `batching.SharedPrefixes` has, by name: level by level, who goes on alike for a leaf."""
+    ends, per_leaf = kv_indptr.tolist(), leaf_tokens // page_size
+    lists = [tuple(kv_indices[begin:end].tolist()) for begin, end in pairwise(ends)]
+    order = sorted(range(len(lists)), key=lambda one: (lists[one], one))
+    # Of each, in this order: its pages up to the end of every leaf.
+    starts = [
+        [lists[b][:end] for end in range(per_leaf, len(lists[b]) + 1, per_leaf)] for b in order
+    ]
+    shared = [0] * len(order)  # leaves of the group that each is in
+    leaders, lens, saved = [], [], 0
+    for _ in range(max_levels):
+        groups = [
+            [
+                b
+                for b, other in enumerate(starts)
+                if own[count : count + 1] == other[count : count + 1]
+            ]
+            if own[count:]
+            else [a]
+            for a, (own, count) in enumerate(zip(starts, shared, strict=True))
+        ]
+        if all(len(group) == 1 for group in groups):
+            break
+        for a, group in enumerate(groups):
+            if len(group) > 1:
+                common = len(set.intersection(*(set(starts[b]) for b in group)))
+                saved += (common - shared[a]) * (a != group[0])
+                shared[a] = common
+        leaders.append([group[0] for group in groups])
+        lens.append([count * len(group[1:2]) for count, group in zip(shared, groups, strict=True)])
+    shape = (len(leaders), len(order))
+    return {
+        "order": torch.tensor(order, dtype=torch.int32),
+        "prefix_leaders": torch.tensor(leaders, dtype=torch.int32).view(shape),
+        "prefix_lens": torch.tensor(lens, dtype=torch.int32).view(shape) * leaf_tokens,
+        "num_saved_tokens": saved * leaf_tokens,
+    }
 
 
 def tree_chains(
