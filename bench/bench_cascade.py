@@ -45,6 +45,7 @@ class Sharing:
     own: int
 
 
+GAIN_REQUESTS, GAIN_PREFIX_LENS = (4, 16, 64), (512, 2048, 8192)
 # What sharing saves here is at most a few percent of the call.
 HARDLY = (
     Sharing("pairs", 16, 2, 64, 960),
@@ -67,11 +68,23 @@ def run_cascade(bench: Bench) -> None:
             )
             name = sharing.name.replace(" ", "_")
             _add_op(bench, f"cascade.hardly.{name}.q{q_len}", what, sharing, q_len, "ratio >= 0.98")
+    for requests in GAIN_REQUESTS:
+        for length in GAIN_PREFIX_LENS:
+            sharing = Sharing("gain", requests, requests, length, OWN_LEN)
+            what = f"{requests} requests, {length:,} tokens shared, {OWN_LEN} own, 1 rows each"
+            _add_op(bench, gain_id(requests, length), what, sharing, 1, None)
     _add_engine(bench)
     _add_finding(bench)
 
 
-def _add_op(bench: Bench, name: str, what: str, sharing: Sharing, q_len: int, bar: str) -> None:
+def gain_id(requests: int, length: int) -> str:
+    """Of the figure of one size, in results files."""
+    return f"cascade.gain.r{requests}.p{length}"
+
+
+def _add_op(
+    bench: Bench, name: str, what: str, sharing: Sharing, q_len: int, bar: str | None
+) -> None:
     cases = _cases(sharing, q_len)
     timing = bench.alternate(cases, rounds=15, window_s=0.06)
     bench.add(
