@@ -304,7 +304,8 @@ inline void weigh(const typename Element<T>::Prob* p,
     weigh_tile<T, kRows, kParts, D, kPacked>(p, kv, packed_v, begin, end, part, fresh, o, prefetch);
   }
   if constexpr (kAll % kParts != 0) {
-    weigh_tile<T, kRows, kAll % kParts, D, kPacked>(p, kv, packed_v, begin, end, part, fresh, o, prefetch);
+    weigh_tile<T, kRows, kAll % kParts, D, kPacked>(
+        p, kv, packed_v, begin, end, part, fresh, o, prefetch);
   }
 }
 
@@ -564,7 +565,8 @@ void reduce_leaf(const Tile<T>& tile,
       });
     } else {
       row += WeighTiles<T>::pick(last - row, [&]<int kRows>() {
-        weigh_rows<T, kRows, D, false>(probs, kv, nullptr, tile.lo + row, tile.hi + row, o + row, own.prefetch);
+        weigh_rows<T, kRows, D, false>(
+            probs, kv, nullptr, tile.lo + row, tile.hi + row, o + row, own.prefetch);
       });
     }
   }

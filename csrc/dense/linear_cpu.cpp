@@ -144,25 +144,43 @@ inline void put(float* p, const Quad<Float4>& sum) {
 }
 #endif
 
-// How many rows a tile of T holds at most, from how many on weights are fetched ahead, and how many
-// blocks fit the registers beside so many rows.
+// How many rows a tile of T holds at most, from how many on weights are fetched ahead, how many blocks
+// fit the registers beside so many rows, and whether rows are cut evenly into tiles or fill them.
 template <typename T>
 struct Shape {
 #if defined(SPECOPS_AVX512)
   static constexpr int kMaxRows = 8;
   static constexpr int kFetchRows = 6;
   static constexpr int kMaxBlocks[] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
+  static constexpr bool kFillsTiles = false;
 #elif defined(SPECOPS_AVX2)
   // Sixteen registers: sums take two each, weights two, inputs one.
   static constexpr int kMaxRows = 6;
-  static constexpr int kFetchRows = 3;
-  static constexpr int kMaxBlocks[] = {0, 6, 2, 1, 1, 1, 1};
+  static constexpr int kFetchRows = 2;
+  static constexpr int kMaxBlocks[] = {0, 6, 3, 1, 1, 1, 1};
+  static constexpr bool kFillsTiles = true;  // conversions are shared by more rows
 #else
   static constexpr int kMaxRows = 3;
   static constexpr int kFetchRows = 6;
   static constexpr int kMaxBlocks[] = {0, 3, 1, 1};
+  static constexpr bool kFillsTiles = false;
 #endif
 };
+
+// Where tile `index` of `count` begins among so many rows. What does not fill a tile comes first: the
+// last one fetches weights ahead, and has the most time for it.
+template <typename T>
+int64_t tile_begin(int64_t rows, int64_t count, int64_t index) {
+  if (Shape<T>::kFillsTiles) return max64(0, rows - (count - index) * Shape<T>::kMaxRows);
+  return part_begin(rows, count, index);
+}
+
+// Beside the rows of the largest tile.
+template <typename T>
+int64_t max_blocks(int64_t rows) {
+  int64_t even = ceil_div(rows, ceil_div(rows, Shape<T>::kMaxRows));
+  return Shape<T>::kMaxBlocks[Shape<T>::kFillsTiles ? min64(rows, Shape<T>::kMaxRows) : even];
+}
 
 // Rows of inputs as a tile reads them.
 template <typename T>
@@ -276,7 +294,7 @@ template <typename T, int kRows, int kBlocks>
       return S::weights(w + (b * steps + step) * kLinearBlock, part);
     };
     unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
-      if (kRows > 2 && ahead != 0) {
+      if (kRows > 1 && ahead != 0) {
         // To the second level: the few miss buffers of the first would drop it.
         __builtin_prefetch(w + ((b + ahead) * steps + step) * kLinearBlock, 0, 2);
       }
@@ -354,21 +372,22 @@ void run_range(const LinearParams& params,
                int64_t block_end) {
   int64_t rows = row_end - row_begin;
   int64_t row_tiles = ceil_div(rows, Shape<T>::kMaxRows);
-  int max_blocks = Shape<T>::kMaxBlocks[ceil_div(rows, row_tiles)];
+  int64_t most = max_blocks<T>(rows);
   int64_t block_bytes = max64(1, linear_steps(params.num_inputs, params.dtype) * 64);
-  int64_t panel = max64(kPanelBytes / block_bytes / max_blocks, 1) * max_blocks;
+  int64_t panel = max64(kPanelBytes / block_bytes / most, 1) * most;
   int64_t panels = ceil_div(block_end - block_begin, panel);
   // From some rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
   // prefetching does better, unless blocks are so short that they end before it has begun.
   int64_t fetch_rows = block_bytes > (16 << 10) ? Shape<T>::kFetchRows : 3;
+  fetch_rows = min64(fetch_rows, Shape<T>::kFetchRows);
   Rows<T> inputs{};
   for (int64_t p = 0; p < panels; ++p) {
     int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
     int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
-    int64_t groups = ceil_div(last - first, max_blocks);
     for (int64_t t = 0; t < row_tiles; ++t) {
-      int64_t row = row_begin + part_begin(rows, row_tiles, t);
-      int64_t next_row = row_begin + part_begin(rows, row_tiles, t + 1);
+      int64_t row = row_begin + tile_begin<T>(rows, row_tiles, t);
+      int64_t next_row = row_begin + tile_begin<T>(rows, row_tiles, t + 1);
+      int64_t groups = ceil_div(last - first, Shape<T>::kMaxBlocks[next_row - row]);
       bool fetch = rows >= fetch_rows && t + 1 == row_tiles && p + 1 < panels;
       int64_t ahead = fetch ? last - first : 0;
       if (p == 0 || row_tiles > 1) inputs = rows_from<T>(params, row, next_row - row);
@@ -402,8 +421,7 @@ void run(const LinearParams& params) {
   constexpr int64_t kChunkCost = 512 << 10;
   int64_t chunks = 1;
   if (cost > kInlineCost) chunks = max64(1, min64(8, cost / kChunkCost / threads)) * threads;
-  int max_blocks = Shape<T>::kMaxBlocks[ceil_div(params.rows, row_tiles)];
-  int64_t least = max64((max_blocks + 1) / 2, together);
+  int64_t least = max64((max_blocks<T>(params.rows) + 1) / 2, together);
   int64_t columns = min64(chunks, ceil_div(blocks, least));
   int64_t row_ranges = min64(row_tiles, ceil_div(chunks, columns));
   parallel_for(columns * row_ranges, 1, [&](int64_t index, int64_t) {
