@@ -23,6 +23,7 @@ from tools import emulate_arm
 ROOT = Path(__file__).resolve().parent.parent
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 ARM_SETS = ("neon", "neon_bf16")
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 # Instruction sets with fused multiply-adds, and those of them without dot products of their own.
 FUSED = ("avx2", "avx512", "avx512_bf16", "neon", "neon_bf16")
 SETS = ("portable", *FUSED)
@@ -40,6 +41,13 @@ def flags(isa: str) -> list[str]:
     return words
 
 
+def need(*programs: str) -> None:
+    for program in programs:
+        if shutil.which(program) is None:
+            package = emulate_arm.PROGRAMS.get(program, "a C++ compiler")
+            pytest.skip(f"{program} is not installed (apt-get install {package})")
+
+
 @cache
 def operations(isa: str, folder: Path) -> list[str]:
     """The lines of simd_check.cpp, compiled for a set and run, natively or by qemu."""
@@ -50,11 +58,8 @@ def operations(isa: str, folder: Path) -> list[str]:
         pytest.skip(f"this machine has no {isa}")
     compiler, runner = os.environ.get("CXX", "c++"), []
     if foreign:
-        compiler, runner = "aarch64-linux-gnu-g++", ["qemu-aarch64-static", "-cpu", "max"]
-    for program in (compiler, *runner[:1]):
-        if shutil.which(program) is None:
-            package = emulate_arm.PROGRAMS.get(program, "a C++ compiler")
-            pytest.skip(f"{program} is not installed (apt-get install {package})")
+        compiler, runner = CROSS_COMPILER, [EMULATOR, "-cpu", "max"]
+    need(compiler, *runner[:1])
     program = folder / isa
     options = f"-std=c++20 -O2 -ffp-contract=off -Icsrc -DSPECOPS_ISA={isa} -DSPECOPS_ISA_{isa}=1"
     command = [compiler, *options.split(), *flags(isa), "tests/simd_check.cpp", "-o", str(program)]
@@ -104,6 +109,19 @@ def test_products_of_pairs_are_close(folder: Path, name: str) -> None:
     for row, other in zip(products(name), products(ours), strict=True):
         for got, want in zip(row, other, strict=True):
             assert abs(got - want) <= 200 * 2**-22  # of two products of at most 10 x 10
+
+
+@pytest.mark.parametrize("cpu,best", [("cortex-a57", "neon"), ("max", "neon_bf16")])
+def test_the_default_on_arm_follows_from_what_the_cpu_says(
+    tmp_path: Path, cpu: str, best: str
+) -> None:
+    need(CROSS_COMPILER, EMULATOR)
+    program = tmp_path / "best_isa"
+    sources = ["csrc/common/isa.cpp", "tools/best_isa.cpp"]
+    options = ["-std=c++20", "-static", "-Icsrc", *(f"-DSPECOPS_HAS_{isa}=1" for isa in ARM_SETS)]
+    subprocess.run([CROSS_COMPILER, *options, *sources, "-o", program], cwd=ROOT, check=True)
+    command = [EMULATOR, "-cpu", cpu, str(program)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == best
 
 
 # Compiled once per instruction set; where AVX2 has code of its own, portable C++ is no stand-in.
