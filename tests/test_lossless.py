@@ -110,7 +110,7 @@ def test_on_every_instruction_set(isa: str) -> None:
                 speculative_config=SpeculativeConfig(method=method, adaptive_verification=False),
             )
         )
-        texts = [text[:200] for text in prompts()[:3]]
+        texts = [text[:120] for text in prompts()[:3]]
         given = [dataclasses.replace(params(i, 0.8 * (i % 2)), max_tokens=24) for i in range(3)]
         done[method] = [(one.text, bits(one)) for one in engine.generate(texts, given)]
     assert done["ngram"] == done["naive"]
