@@ -29,7 +29,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup serve simt simt-race simt-asan test-race test-asan test-sanitize test-smoke gates test
+.PHONY: setup serve simt simt-race simt-asan test-race test-asan test-arm test-sanitize test-smoke
+.PHONY: gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
 .PHONY: bench-vllm bench-peers gpu-check screenshots docs lint format clean
 
@@ -156,6 +157,13 @@ prove: setup simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m prove $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
 	$(BIN)/python -m pytest -m prove tests/test_mutations.py
 	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) -k simt
+	$(ARM) --if-possible
+
+# 64-bit ARM on a machine of another kind, cross-compiled and under qemu: the bitwise tests of NEON's
+# kernels, and the engine. Says what to install, or takes about ten minutes.
+ARM := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tools.emulate_arm --workers $(WORKERS)
+test-arm: $(VENV)/test-deps
+	$(ARM)
 
 # vLLM in an environment of its own: minutes and gigabytes. It sees the package where it stands; the
 # metadata beside it is how vLLM finds the plug-in. The three wheels that leave again are CUDA builds.

@@ -338,7 +338,8 @@ def machine() -> dict[str, Any]:
     for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
         key, _, value = line.partition(":")
         said[key.strip()] = value.strip()
-    cpu = said.get("model name", platform.processor())
+    arm = f"ARM {said.get('CPU implementer')} part {said.get('CPU part')}"  # it has no name
+    cpu = said.get("model name", arm if "CPU part" in said else platform.processor())
     if cpu and "cpu family" in said and not re.search("[0-9]", _bare(cpu)):
         # A name that many generations share.
         cpu += f" family {said['cpu family']}"

@@ -52,7 +52,7 @@ def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if id(item) in kept]
 
 
-# Of the kernels that avx512_bf16 has of its own (SPECOPS_BF16_KERNELS in CMakeLists.txt).
+# What sets with bf16 products have kernels of their own for (SPECOPS_BF16_KERNELS, CMakeLists.txt).
 BF16_OPS = frozenset({"append_attention", "linear", "pack_weight"})
 
 OP_MODULES = [attention, batching, dense, ngram, runtime, sampling]
@@ -81,8 +81,8 @@ def leave_to_prove(config: pytest.Config, items: list[pytest.Item]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs an op test on cpu (under every instruction set, if it asks), simt and cuda."""
     isas = specops.supported_isas()
-    if metafunc.definition.get_closest_marker("no_bf16") and "avx512_bf16" in isas:
-        isas.remove("avx512")
+    if metafunc.definition.get_closest_marker("no_bf16"):
+        isas = [isa for isa in isas if f"{isa}_bf16" not in isas]
     if "device" not in metafunc.fixturenames:
         if "isa" in metafunc.fixturenames:
             metafunc.parametrize("isa", isas, indirect=True)

@@ -2,6 +2,7 @@
 """Which instruction sets a build has: what CMake says before it compiles anything."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import specops
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
+ON_ARM = platform.machine() in ("aarch64", "arm64")
+SETS = ["portable", *(["neon", "neon_bf16"] if ON_ARM else ["avx2", "avx512", "avx512_bf16"])]
 
 
 def configure(folder: Path, isas: str) -> subprocess.CompletedProcess[str]:
@@ -54,11 +57,19 @@ def test_native_is_what_this_machine_runs_best_and_portable(tmp_path: Path) -> N
     chosen = [best] if best == "portable" else [best, "portable"]
     assert f"-- Instruction sets: {';'.join(chosen)}\n" in done.stdout
     built = (tmp_path / "build.ninja").read_text()
-    for isa in ("avx2", "avx512", "avx512_bf16", "portable"):
+    for isa in SETS:
         assert (f"specops_{isa}.dir/csrc/dense/linear_cpu.cpp.o:" in built) == (isa in chosen)
         compiled = isa.removesuffix("_bf16") in (best.removesuffix("_bf16"), "portable")
-        if not isa.endswith("_bf16"):  # what has no bf16 products, avx512 lends to avx512_bf16
+        if not isa.endswith("_bf16"):  # what has no bf16 products, the set without them lends
             assert (f"specops_{isa}.dir/csrc/dense/embedding_cpu.cpp.o:" in built) == compiled
+
+
+def test_the_sets_of_this_kind_of_cpu() -> None:
+    isas = specops.supported_isas()
+    assert isas == [isa for isa in SETS if isa in isas]
+    for isa in {"avx2", "avx512", "neon", "neon_bf16"} - set(isas):
+        with pytest.raises(ValueError, match=f"set_isa: isa must be one of .* got '{isa}'"):
+            specops.set_isa(isa)
 
 
 @pytest.mark.parametrize("isas,message", [("avx9;portable", "among"), ("avx2", "must have")])

@@ -162,8 +162,8 @@ def closure(path: Path, seen: set[Path]) -> set[Path]:
     return seen
 
 
-def test_what_avx512_bf16_has_of_its_own() -> None:
-    """Files with instructions that only it has; avx512's objects serve it for all others."""
+def test_what_sets_with_bf16_have_of_their_own() -> None:
+    """Files with instructions that only they have; those of the set without serve all others."""
     cmake = (ROOT / "CMakeLists.txt").read_text()
     named = {}
     for variable in ("SPECOPS_CPU_KERNELS", "SPECOPS_BF16_KERNELS"):
@@ -174,11 +174,12 @@ def test_what_avx512_bf16_has_of_its_own() -> None:
     for name in named["SPECOPS_CPU_KERNELS"]:
         files = closure(ROOT / name, set()) - {CSRC / "common" / "simd.h"}
         texts = [path.read_text() for path in files]
-        if any("dot_pairs(" in text or "ISA_avx512_bf16" in text for text in texts):
+        if any(re.search(r"dot_pairs\(|ISA_\w+_bf16", text) for text in texts):
             own.add(name)
     assert own == named["SPECOPS_BF16_KERNELS"]
-    # simd.h is everyone's: once for what avx512 has as well, once for dot_pairs.
-    assert (CSRC / "common" / "simd.h").read_text().count("ISA_avx512_bf16") == 2
+    # simd.h is everyone's: once for what the set without has as well, once for dot_pairs.
+    for isa in ("avx512_bf16", "neon_bf16"):
+        assert (CSRC / "common" / "simd.h").read_text().count(f"ISA_{isa}") == 2
     declared = {
         op
         for name in own

@@ -99,6 +99,25 @@ def plain(temperature: float) -> dict[int, Completion]:
     return done
 
 
+def test_on_every_instruction_set(isa: str) -> None:
+    """A few short texts; also what `make test-arm` runs of the engine."""
+    done = {}
+    for method in ("naive", "ngram"):
+        engine = Engine(
+            EngineConfig(
+                device="cpu",
+                max_num_batched_tokens=64,
+                speculative_config=SpeculativeConfig(method=method, adaptive_verification=False),
+            )
+        )
+        texts = [text[:120] for text in prompts()[:3]]
+        given = [dataclasses.replace(params(i, 0.8 * (i % 2)), max_tokens=24) for i in range(3)]
+        done[method] = [(one.text, bits(one)) for one in engine.generate(texts, given)]
+    assert done["ngram"] == done["naive"]
+    spec = engine.stats.speculative
+    assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
+
+
 def shuffled(seed: int) -> list[int]:
     order = list(range(NUM_PROMPTS))
     random.Random(seed).shuffle(order)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The suffix tree and its cache without Python: fuzzed, called from several threads, and both again
-under sanitizers (`make test-sanitize`)."""
+under sanitizers (`make test-sanitize`); and its arrays."""
 
 import os
 import re
@@ -77,6 +77,11 @@ def fuzz(program: Path, seconds: float) -> None:
 
 def test_fuzz(tmp_path: Path) -> None:
     fuzz(build(tmp_path, "fuzz_suffix_tree", "-O1", objects() or SOURCES), seconds=3)
+
+
+@pytest.mark.parametrize("system", ["-O1", "-O1 -U__linux__"], ids=["linux", "others"])
+def test_arrays_that_grow_keep_what_they_hold(tmp_path: Path, system: str) -> None:
+    assert run(build(tmp_path, "grow_array_check", system, [])).endswith(" bytes\n")
 
 
 @pytest.mark.prove

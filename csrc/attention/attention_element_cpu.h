@@ -35,7 +35,7 @@ struct Element<bfloat16> {
 // leaf. Of bf16 each 32 columns lie as the even ones, then the odd ones.
 template <typename T>
 constexpr bool kWidensQueries = sizeof(T) == 2;
-#if defined(SPECOPS_ISA_avx512_bf16)
+#if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_neon_bf16)
 template <>
 constexpr bool kWidensQueries<bfloat16> = false;
 #endif
@@ -66,6 +66,14 @@ inline BF16x32 half_columns(const bfloat16* a, const bfloat16* b) {
   __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
   __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
   return {_mm256_unpacklo_epi16(x, y), _mm256_unpackhi_epi16(x, y)};
+#elif defined(SPECOPS_NEON)
+  BF16x32 out;
+  for (int i = 0; i < 2; ++i) {
+    uint16x8_t x = vld1q_u16(&a[8 * i].bits), y = vld1q_u16(&b[8 * i].bits);
+    out.q[2 * i] = vreinterpretq_u32_u16(vzip1q_u16(x, y));
+    out.q[2 * i + 1] = vreinterpretq_u32_u16(vzip2q_u16(x, y));
+  }
+  return out;
 #else
   BF16x32 out;
   for (int i = 0; i < 16; ++i) out.v[i] = a[i].bits | static_cast<uint32_t>(b[i].bits) << 16;
@@ -122,6 +130,8 @@ inline BF16x32 keep_halves(BF16x32 x, bool first, bool second) {
 #elif defined(SPECOPS_AVX2)
   __m256i mask = _mm256_set1_epi32(static_cast<int>(bits));
   return {_mm256_and_si256(x.lo, mask), _mm256_and_si256(x.hi, mask)};
+#elif defined(SPECOPS_NEON)
+  return quarters<BF16x32>([&](int i) { return vandq_u32(x.q[i], vdupq_n_u32(bits)); });
 #else
   for (int i = 0; i < 16; ++i) x.v[i] &= bits;
   return x;
@@ -142,6 +152,12 @@ inline F32x16 keep_lanes(F32x16 x, uint32_t bits, float other = -INFINITY) {
     return _mm256_blendv_ps(rest, v, _mm256_castsi256_ps(set));
   };
   return {kept(x.lo, low), kept(x.hi, _mm256_slli_epi32(low, 8))};
+#elif defined(SPECOPS_NEON)
+  const uint32x4_t low = {1, 2, 4, 8};
+  return quarters<F32x16>([&](int i) {
+    uint32x4_t set = vtstq_u32(vdupq_n_u32(bits >> (4 * i)), low);
+    return vbslq_f32(set, x.q[i], vdupq_n_f32(other));
+  });
 #else
   float lanes[kLanes];
   store(lanes, x);
@@ -160,6 +176,13 @@ inline void store_prob(bfloat16* p, F32x16 x) {
 #endif
 }
 
+#if defined(SPECOPS_NEON)
+// The first two levels of the tree of reduce_add.
+inline float32x4_t quarter_sums(F32x16 x) {
+  return vaddq_f32(vaddq_f32(x.q[0], x.q[2]), vaddq_f32(x.q[1], x.q[3]));
+}
+#endif
+
 // The tree of reduce_add and the value of reduce_max, without the trip through memory.
 inline float row_sum(F32x16 x) {
 #if defined(SPECOPS_AVX512)
@@ -171,6 +194,9 @@ inline float row_sum(F32x16 x) {
   __m128 u = _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
   u = _mm_add_ps(u, _mm_movehl_ps(u, u));
   return _mm_cvtss_f32(_mm_add_ss(u, _mm_movehdup_ps(u)));
+#elif defined(SPECOPS_NEON)
+  float32x4_t t = quarter_sums(x);
+  return vpadds_f32(vadd_f32(vget_low_f32(t), vget_high_f32(t)));
 #else
   return reduce_add(x);
 #endif
@@ -185,6 +211,10 @@ inline float row_max(F32x16 x) {
   __m128 u = _mm_max_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
   u = _mm_max_ps(u, _mm_movehl_ps(u, u));
   return _mm_cvtss_f32(_mm_max_ss(u, _mm_movehdup_ps(u)));
+#elif defined(SPECOPS_NEON)
+  float32x4_t t = max_quarter(max_quarter(x.q[0], x.q[2]), max_quarter(x.q[1], x.q[3]));
+  t = max_quarter(t, vextq_f32(t, t, 2));
+  return vgetq_lane_f32(max_quarter(t, vdupq_laneq_f32(t, 1)), 0);
 #else
   return reduce_max(x);
 #endif

@@ -56,7 +56,8 @@ inline void lane_dots(const Q* const* q, const T* k, F32x16* acc) {
 }
 
 // Scores of a block's 16 tokens for kRows rows: scores[r * kLeafTokens + token]. The lanes of a token are
-// added in the tree of reduce_add; on AVX-512 sixteen tokens share each level of it, on AVX2 eight.
+// added in the tree of reduce_add; on AVX-512 sixteen tokens share each level of it, on AVX2 eight, on
+// NEON four share the last two.
 // Q: T, or float where queries are widened.
 template <typename Q, typename T, int kRows, int D>
 SPECOPS_FLATTEN void score_block(
@@ -127,6 +128,29 @@ SPECOPS_FLATTEN void score_block(
       __m256 sum = _mm256_add_ps(_mm256_shuffle_ps(pairs[0], pairs[1], 0x88),
                                  _mm256_shuffle_ps(pairs[0], pairs[1], 0xdd));
       _mm256_storeu_ps(scores + r * kLeafTokens + first, _mm256_mul_ps(sum, _mm256_set1_ps(scale)));
+    }
+  }
+#elif defined(SPECOPS_NEON)
+  for (int first = 0; first < kPageBlock; first += 4) {
+    float64x2_t sums[4][kRows];  // lanes i, i + 4, i + 8 and i + 12 of each token
+#pragma GCC unroll 1
+    for (int token = 0; token < 4; ++token) {
+      F32x16 acc[kRows];
+      lane_dots<kRows, D>(q, k + (first + token) * stride, acc);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) sums[token][r] = vreinterpretq_f64_f32(quarter_sums(acc[r]));
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      float32x4_t pairs[2];  // lanes i and i + 2, of two tokens each
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        float64x2_t a = sums[2 * j][r], b = sums[2 * j + 1][r];
+        pairs[j] = vaddq_f32(vreinterpretq_f32_f64(vzip1q_f64(a, b)),
+                             vreinterpretq_f32_f64(vzip2q_f64(a, b)));
+      }
+      float32x4_t sum = vpaddq_f32(pairs[0], pairs[1]);
+      vst1q_f32(scores + r * kLeafTokens + first, vmulq_n_f32(sum, scale));
     }
   }
 #else
@@ -443,7 +467,7 @@ using WeighTiles = std::conditional_t<sizeof(T) == 2 && Element<T>::kStep == 2,
                                       TileSizes<12, 10, 8, 6, 5, 4, 2, 1>,
                                       TileSizes<8, 4, 2, 1>>;
 using PackedTiles = TileSizes<12, 6, 2, 1>;
-#elif defined(SPECOPS_AVX2)
+#elif defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
 using ScoreTiles = TileSizes<4, 2, 1>;
 template <typename T>
 using WeighTiles = TileSizes<4, 2, 1>;

@@ -19,6 +19,13 @@ inline F32x16 load(const KvInt8* p) {
   __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+#elif defined(SPECOPS_NEON)
+  int8x16_t bytes = vld1q_s8(&p->bits);
+  int16x8_t lo = vmovl_s8(vget_low_s8(bytes)), hi = vmovl_high_s8(bytes);
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(lo))),
+          vcvtq_f32_s32(vmovl_high_s16(lo)),
+          vcvtq_f32_s32(vmovl_s16(vget_low_s16(hi))),
+          vcvtq_f32_s32(vmovl_high_s16(hi))};
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) out.v[i] = to_float(p[i]);
@@ -36,6 +43,17 @@ inline F32x16 load(const KvE4M3* p) {
 #elif defined(SPECOPS_AVX2)
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(words)),
           _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))};
+#elif defined(SPECOPS_NEON)
+  int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(&p->bits));
+  auto half = [](int16x8_t words) {
+    words = vandq_s16(vshlq_n_s16(words, 7), vdupq_n_s16(-0x4080));
+    return vreinterpretq_f16_s16(words);
+  };
+  float16x8_t lo = half(vmovl_s8(vget_low_s8(bytes))), hi = half(vmovl_high_s8(bytes));
+  return {vcvt_f32_f16(vget_low_f16(lo)),
+          vcvt_high_f32_f16(lo),
+          vcvt_f32_f16(vget_low_f16(hi)),
+          vcvt_high_f32_f16(hi)};
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) out.v[i] = to_float(p[i]);
@@ -48,7 +66,7 @@ namespace {
 // What elements are widened times; the scales make good what they are off.
 template <typename Cache>
 constexpr float kUnit = 1.0f;
-#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
 template <>
 constexpr float kUnit<KvE4M3> = 0x1p-8f;
 #endif
@@ -81,6 +99,13 @@ inline void widen(const Cache* from, T* to) {
       __m256i hi = _mm256_srli_epi32(_mm256_castps_si256(both[i].hi), 16);
       __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * kLanes), words);
+    }
+#elif defined(SPECOPS_NEON)
+    const F32x16 both[2] = {a, b};
+    for (int i = 0; i < 4; ++i) {
+      uint16x8_t lo = vreinterpretq_u16_f32(both[i / 2].q[i % 2 * 2]);
+      uint16x8_t hi = vreinterpretq_u16_f32(both[i / 2].q[i % 2 * 2 + 1]);
+      vst1q_u16(&to[i * 8].bits, vuzp2q_u16(lo, hi));
     }
 #else
     store(to, a);

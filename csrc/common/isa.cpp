@@ -3,6 +3,12 @@
 
 #include <atomic>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace specops {
 namespace {
 
@@ -15,12 +21,29 @@ Isa best_isa() {
   __builtin_cpu_init();
   is_intel = __builtin_cpu_is("intel");
 #endif
-  for (Isa isa : {Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2}) {
+  for (Isa isa : {Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2, Isa::kNeonBf16, Isa::kNeon}) {
     if (isa == Isa::kAvx512Bf16 && is_intel && isa_supported(Isa::kAvx512)) continue;
     if (isa_supported(isa)) return isa;
   }
   return Isa::kPortable;
 }
+
+#if defined(__aarch64__)
+// Vectors are part of every 64-bit ARM; products of bfloat16 are not. Where the system has no word
+// for them they count as missing.
+[[maybe_unused]] bool has_arm_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers lack
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof(has);
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 std::atomic<Isa>& current() {
   static std::atomic<Isa> isa{best_isa()};
@@ -37,6 +60,10 @@ const char* isa_name(Isa isa) {
       return "avx512";
     case Isa::kAvx2:
       return "avx2";
+    case Isa::kNeonBf16:
+      return "neon_bf16";
+    case Isa::kNeon:
+      return "neon";
     default:
       return "portable";
   }
@@ -64,6 +91,14 @@ bool isa_supported(Isa isa) {
 #ifdef SPECOPS_HAS_avx2
     case Isa::kAvx2:
       return avx2;
+#endif
+#ifdef SPECOPS_HAS_neon_bf16
+    case Isa::kNeonBf16:
+      return has_arm_bf16();
+#endif
+#ifdef SPECOPS_HAS_neon
+    case Isa::kNeon:
+      return true;
 #endif
     default:
       return isa == Isa::kPortable;

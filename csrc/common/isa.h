@@ -10,7 +10,8 @@
 
 namespace specops {
 
-enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+enum class Isa : int { kPortable, kAvx2, kAvx512, kAvx512Bf16, kNeon, kNeonBf16 };
+constexpr int kNumIsas = 6;
 
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);  // compiled in, and this CPU has it
@@ -33,15 +34,17 @@ namespace specops {
 
 // The variants of a launcher, by Isa; nullptr where a module has none.
 template <typename Params>
-using CpuVariants = void (*const[4])(const Params& params);
+using CpuVariants = void (*const[kNumIsas])(const Params& params);
 
 // Runs that of the active instruction set. A build may leave sets out (SPECOPS_ISAS), and
-// isa_supported() knows them; avx512_bf16 has variants only of the files with such instructions.
+// isa_supported() knows them; a set with products of bf16 has variants only of the files with such
+// instructions, and the one without them serves it for the rest.
 template <typename Params>
 void run_variant(const char* op, const CpuVariants<Params>& variants, const Params& params) {
-  int isa = static_cast<int>(active_isa());
-  constexpr int kBf16 = static_cast<int>(Isa::kAvx512Bf16);
-  if (isa == kBf16 && variants[kBf16] == nullptr) isa = static_cast<int>(Isa::kAvx512);
+  Isa active = active_isa();
+  int isa = static_cast<int>(active);
+  bool adds_bf16 = active == Isa::kAvx512Bf16 || active == Isa::kNeonBf16;
+  if (adds_bf16 && variants[isa] == nullptr) --isa;
   if (variants[isa] == nullptr) {
     throw std::logic_error(std::string(op) + ": this module has no CPU kernels");
   }
@@ -65,6 +68,16 @@ void run_variant(const char* op, const CpuVariants<Params>& variants, const Para
   inline void fn(const Params& params) {                                                     \
     run_variant<Params>(#fn, {portable::fn, avx2::fn, avx512::fn, avx512_bf16::fn}, params); \
   }                                                                                          \
+  static_assert(true, "a semicolon follows")
+#elif defined(__aarch64__)
+#define SPECOPS_DECLARE_CPU(fn, Params)                                                   \
+  SPECOPS_DECLARE_VARIANT(portable, fn, Params)                                           \
+  SPECOPS_DECLARE_VARIANT(neon, fn, Params)                                               \
+  SPECOPS_DECLARE_VARIANT(neon_bf16, fn, Params)                                          \
+  inline void fn(const Params& params) {                                                  \
+    run_variant<Params>(                                                                  \
+        #fn, {portable::fn, nullptr, nullptr, nullptr, neon::fn, neon_bf16::fn}, params); \
+  }                                                                                       \
   static_assert(true, "a semicolon follows")
 #else
 #define SPECOPS_DECLARE_CPU(fn, Params)                                                      \

@@ -9,8 +9,10 @@
 #include <thread>
 #include <vector>
 
-#ifdef __linux__
+#if defined(__linux__) || defined(__APPLE__)
 #include <pthread.h>
+#endif
+#ifdef __linux__
 #include <sched.h>
 #endif
 
@@ -81,12 +83,14 @@ class Pool {
 
   void publish(int64_t first, int64_t count, void (*fn)(void*, int64_t), void* context) {
     uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
-    // First a ticket that nobody can claim, then the fields, then the real ticket.
+    // First a ticket that nobody can claim, then the fields, then the real ticket. Each field is
+    // released: else a CPU with weak memory may show it before the ticket that nobody can claim, and
+    // an old ticket would claim a chunk of the new job.
     ticket_.store((job << 32) | kChunkMask, std::memory_order_seq_cst);
-    first_.store(first, std::memory_order_relaxed);
-    count_.store(count, std::memory_order_relaxed);
-    fn_.store(fn, std::memory_order_relaxed);
-    context_.store(context, std::memory_order_relaxed);
+    first_.store(first, std::memory_order_release);
+    count_.store(count, std::memory_order_release);
+    fn_.store(fn, std::memory_order_release);
+    context_.store(context, std::memory_order_release);
     done_.store(0, std::memory_order_relaxed);
     ticket_.store((job + 1) << 32, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) {
@@ -100,12 +104,13 @@ class Pool {
     while (true) {
       uint64_t ticket = ticket_.load(std::memory_order_seq_cst);
       int64_t chunk = static_cast<int64_t>(ticket & kChunkMask);
-      int64_t count = count_.load(std::memory_order_relaxed);
-      int64_t first = first_.load(std::memory_order_relaxed);
-      auto fn = fn_.load(std::memory_order_relaxed);
-      void* context = context_.load(std::memory_order_relaxed);
+      int64_t count = count_.load(std::memory_order_acquire);
+      int64_t first = first_.load(std::memory_order_acquire);
+      auto fn = fn_.load(std::memory_order_acquire);
+      void* context = context_.load(std::memory_order_acquire);
       if (static_cast<uint64_t>(chunk) == kChunkMask || chunk >= count) return ticket >> 32;
-      // Success means the job has not changed since its number was read: the fields are its own.
+      // Success means the job has not changed since its number was read: the fields are its own, for
+      // who has acquired one of a later job sees at least the ticket that nobody can claim.
       if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_seq_cst)) continue;
       tls_inside_chunk = true;
       fn(context, first + chunk);
@@ -172,7 +177,7 @@ class Pool {
 // Never destroyed: worker threads may outlive static destruction order.
 Pool*& pool() {
   static Pool* instance = [] {
-#ifdef __linux__
+#if defined(__linux__) || defined(__APPLE__)
     // A forked child has neither the workers nor a way to open locks that other threads held: it
     // starts over, and leaves the parent's pool behind as it is.
     pthread_atfork(nullptr, nullptr, [] { pool() = new Pool(pool()->size()); });

@@ -18,10 +18,14 @@
 #define SPECOPS_AVX512 1
 #elif defined(SPECOPS_ISA_avx2)
 #define SPECOPS_AVX2 1
+#elif defined(SPECOPS_ISA_neon) || defined(SPECOPS_ISA_neon_bf16)
+#define SPECOPS_NEON 1
 #endif
 
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
 #include <immintrin.h>
+#elif defined(SPECOPS_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace specops::SPECOPS_ISA {
@@ -42,6 +46,25 @@ struct F32x16 {
 struct BF16x32 {
   __m256i lo, hi;
 };
+#elif defined(SPECOPS_NEON)
+struct F32x16 {
+  float32x4_t q[4];
+};
+struct BF16x32 {
+  uint32x4_t q[4];
+};
+
+// fn of each of the four quarters, which are named so that they stay in registers.
+template <typename Vec, typename Fn>
+__attribute__((always_inline)) inline Vec quarters(Fn&& fn) {
+  return {fn(0), fn(1), fn(2), fn(3)};
+}
+inline float32x4_t max_quarter(float32x4_t a, float32x4_t b) {
+  return vbslq_f32(vcgtq_f32(a, b), a, b);
+}
+inline float32x4_t min_quarter(float32x4_t a, float32x4_t b) {
+  return vbslq_f32(vcltq_f32(a, b), a, b);
+}
 #else
 struct F32x16 {
   float v[16];
@@ -52,26 +75,33 @@ struct BF16x32 {
 #endif
 
 #if defined(SPECOPS_AVX512)
-#define SPECOPS_LANEWISE(name, avx512, avx2, portable) \
+#define SPECOPS_LANEWISE(name, avx512, avx2, neon, portable) \
   inline F32x16 name(F32x16 a, F32x16 b) { return {avx512(a.v, b.v)}; }
 #elif defined(SPECOPS_AVX2)
-#define SPECOPS_LANEWISE(name, avx512, avx2, portable) \
+#define SPECOPS_LANEWISE(name, avx512, avx2, neon, portable) \
   inline F32x16 name(F32x16 a, F32x16 b) { return {avx2(a.lo, b.lo), avx2(a.hi, b.hi)}; }
+#elif defined(SPECOPS_NEON)
+#define SPECOPS_LANEWISE(name, avx512, avx2, neon, portable)              \
+  inline F32x16 name(F32x16 a, F32x16 b) {                                \
+    return quarters<F32x16>([&](int i) { return neon(a.q[i], b.q[i]); }); \
+  }
 #else
-#define SPECOPS_LANEWISE(name, avx512, avx2, portable) \
-  inline F32x16 name(F32x16 a, F32x16 b) {             \
-    F32x16 out;                                        \
-    for (int i = 0; i < 16; ++i) out.v[i] = portable;  \
-    return out;                                        \
+#define SPECOPS_LANEWISE(name, avx512, avx2, neon, portable) \
+  inline F32x16 name(F32x16 a, F32x16 b) {                   \
+    F32x16 out;                                              \
+    for (int i = 0; i < 16; ++i) out.v[i] = portable;        \
+    return out;                                              \
   }
 #endif
-SPECOPS_LANEWISE(add, _mm512_add_ps, _mm256_add_ps, (a.v[i] + b.v[i]))
-SPECOPS_LANEWISE(sub, _mm512_sub_ps, _mm256_sub_ps, (a.v[i] - b.v[i]))
-SPECOPS_LANEWISE(mul, _mm512_mul_ps, _mm256_mul_ps, (a.v[i] * b.v[i]))
-SPECOPS_LANEWISE(div, _mm512_div_ps, _mm256_div_ps, (a.v[i] / b.v[i]))
+SPECOPS_LANEWISE(add, _mm512_add_ps, _mm256_add_ps, vaddq_f32, (a.v[i] + b.v[i]))
+SPECOPS_LANEWISE(sub, _mm512_sub_ps, _mm256_sub_ps, vsubq_f32, (a.v[i] - b.v[i]))
+SPECOPS_LANEWISE(mul, _mm512_mul_ps, _mm256_mul_ps, vmulq_f32, (a.v[i] * b.v[i]))
+SPECOPS_LANEWISE(div, _mm512_div_ps, _mm256_div_ps, vdivq_f32, (a.v[i] / b.v[i]))
 // max and min return b when a is NaN, as the x86 instructions do.
-SPECOPS_LANEWISE(max, _mm512_max_ps, _mm256_max_ps, (a.v[i] > b.v[i] ? a.v[i] : b.v[i]))
-SPECOPS_LANEWISE(min, _mm512_min_ps, _mm256_min_ps, (a.v[i] < b.v[i] ? a.v[i] : b.v[i]))
+SPECOPS_LANEWISE(
+    max, _mm512_max_ps, _mm256_max_ps, max_quarter, (a.v[i] > b.v[i] ? a.v[i] : b.v[i]))
+SPECOPS_LANEWISE(
+    min, _mm512_min_ps, _mm256_min_ps, min_quarter, (a.v[i] < b.v[i] ? a.v[i] : b.v[i]))
 #undef SPECOPS_LANEWISE
 
 inline F32x16 set1(float x) {
@@ -79,6 +109,8 @@ inline F32x16 set1(float x) {
   return {_mm512_set1_ps(x)};
 #elif defined(SPECOPS_AVX2)
   return {_mm256_set1_ps(x), _mm256_set1_ps(x)};
+#elif defined(SPECOPS_NEON)
+  return quarters<F32x16>([&](int) { return vdupq_n_f32(x); });
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) out.v[i] = x;
@@ -94,6 +126,8 @@ inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   return {_mm512_fmadd_ps(a.v, b.v, c.v)};
 #elif defined(SPECOPS_AVX2)
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+#elif defined(SPECOPS_NEON)
+  return quarters<F32x16>([&](int i) { return vfmaq_f32(c.q[i], a.q[i], b.q[i]); });
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) out.v[i] = a.v[i] * b.v[i] + c.v[i];
@@ -102,7 +136,7 @@ inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 }
 
 inline float scalar_fma(float a, float b, float c) {
-#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;
@@ -114,6 +148,8 @@ inline F32x16 load(const float* p) {
   return {_mm512_loadu_ps(p)};
 #elif defined(SPECOPS_AVX2)
   return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+#elif defined(SPECOPS_NEON)
+  return quarters<F32x16>([&](int i) { return vld1q_f32(p + 4 * i); });
 #else
   F32x16 out;
   std::memcpy(out.v, p, 64);
@@ -130,6 +166,10 @@ inline F32x16 load(const bfloat16* p) {
   __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(b), 16))};
+#elif defined(SPECOPS_NEON)
+  auto* words = reinterpret_cast<const uint16_t*>(p);
+  return quarters<F32x16>(
+      [&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(words + 4 * i), 16)); });
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) out.v[i] = to_float(p[i]);
@@ -143,6 +183,10 @@ inline F32x16 load(const float16* p) {
 #elif defined(SPECOPS_AVX2)
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+#elif defined(SPECOPS_NEON)
+  auto* words = reinterpret_cast<const uint16_t*>(p);
+  return quarters<F32x16>(
+      [&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(words + 4 * i))); });
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) out.v[i] = to_float(p[i]);
@@ -156,6 +200,8 @@ inline void store(float* p, F32x16 x) {
 #elif defined(SPECOPS_AVX2)
   _mm256_storeu_ps(p, x.lo);
   _mm256_storeu_ps(p + 8, x.hi);
+#elif defined(SPECOPS_NEON)
+  for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, x.q[i]);
 #else
   std::memcpy(p, x.v, 64);
 #endif
@@ -184,6 +230,16 @@ inline void store(bfloat16* p, F32x16 x) {
   // Packing puts halves of 128 bits in turns.
   __m256i words = _mm256_packus_epi32(rounded(x.lo), rounded(x.hi));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
+#elif defined(SPECOPS_NEON)
+  auto* words = reinterpret_cast<uint16_t*>(p);
+  for (int i = 0; i < 4; ++i) {
+    uint32x4_t word = vreinterpretq_u32_f32(x.q[i]);
+    uint32x4_t odd = vandq_u32(vshrq_n_u32(word, 16), vdupq_n_u32(1));
+    uint32x4_t sum = vaddq_u32(word, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    uint32x4_t quiet = vorrq_u32(word, vdupq_n_u32(0x400000));
+    uint32x4_t number = vceqq_f32(x.q[i], x.q[i]);
+    vst1_u16(words + 4 * i, vshrn_n_u32(vbslq_u32(number, sum, quiet), 16));
+  }
 #else
   float lanes[16];
   store(lanes, x);
@@ -199,6 +255,9 @@ inline void store(float16* p, F32x16 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8),
                    _mm256_cvtps_ph(x.hi, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(SPECOPS_NEON)
+  auto* words = reinterpret_cast<uint16_t*>(p);
+  for (int i = 0; i < 4; ++i) vst1_u16(words + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.q[i])));
 #else
   for (int i = 0; i < 16; ++i) p[i] = from_float<float16>(x.v[i]);
 #endif
@@ -251,6 +310,8 @@ inline F32x16 exp(F32x16 x) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   F32x16 n{_mm256_round_ps(_mm256_mul_ps(x.lo, _mm256_set1_ps(kLog2e)), kNearest),
            _mm256_round_ps(_mm256_mul_ps(x.hi, _mm256_set1_ps(kLog2e)), kNearest)};
+#elif defined(SPECOPS_NEON)
+  F32x16 n = quarters<F32x16>([&](int i) { return vrndnq_f32(vmulq_n_f32(x.q[i], kLog2e)); });
 #else
   F32x16 n;
   for (int i = 0; i < 16; ++i) n.v[i] = std::nearbyint(x.v[i] * kLog2e);
@@ -290,6 +351,21 @@ inline F32x16 exp(F32x16 x) {
     return _mm256_blendv_ps(out, _mm256_set1_ps(INFINITY), huge);
   };
   return {scaled(p.lo, n.lo, x.lo), scaled(p.hi, n.hi, x.hi)};
+#elif defined(SPECOPS_NEON)
+  return quarters<F32x16>([&](int i) {
+    // Two steps, as above.
+    int32x4_t exponent = vcvtq_s32_f32(n.q[i]), bias = vdupq_n_s32(127);
+    int32x4_t half = vshrq_n_s32(vsubq_s32(exponent, vshrq_n_s32(exponent, 31)), 1);
+    int32x4_t rest = vsubq_s32(exponent, half);
+    float32x4_t a = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(half, bias), 23));
+    float32x4_t b = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(rest, bias), 23));
+    float32x4_t out = vmulq_f32(vmulq_f32(p.q[i], a), b);
+    uint32x4_t tiny = vcltq_f32(x.q[i], vdupq_n_f32(-87.3f));
+    uint32x4_t huge = vcgtq_f32(x.q[i], vdupq_n_f32(88.7f));
+    out = vbslq_f32(vceqq_f32(x.q[i], x.q[i]), out, p.q[i]);
+    out = vbslq_f32(tiny, vdupq_n_f32(0.0f), out);
+    return vbslq_f32(huge, vdupq_n_f32(INFINITY), out);
+  });
 #else
   float lanes[16], scale[16], input[16];
   store(lanes, p);
@@ -322,6 +398,9 @@ inline BF16x32 load_pairs(const void* p) {
 #elif defined(SPECOPS_AVX2)
   auto* words = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
+#elif defined(SPECOPS_NEON)
+  auto* bytes = static_cast<const uint8_t*>(p);  // of any alignment
+  return quarters<BF16x32>([&](int i) { return vreinterpretq_u32_u8(vld1q_u8(bytes + 16 * i)); });
 #else
   BF16x32 out;
   std::memcpy(out.v, p, 64);
@@ -337,6 +416,8 @@ inline BF16x32 broadcast_pair(const bfloat16* p) {
   return {_mm512_set1_epi32(word)};
 #elif defined(SPECOPS_AVX2)
   return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)};
+#elif defined(SPECOPS_NEON)
+  return quarters<BF16x32>([&](int) { return vdupq_n_u32(static_cast<uint32_t>(word)); });
 #else
   BF16x32 out;
   for (int i = 0; i < 16; ++i) out.v[i] = static_cast<uint32_t>(word);
@@ -351,6 +432,8 @@ inline F32x16 even_floats(BF16x32 x) {
 #elif defined(SPECOPS_AVX2)
   return {_mm256_castsi256_ps(_mm256_slli_epi32(x.lo, 16)),
           _mm256_castsi256_ps(_mm256_slli_epi32(x.hi, 16))};
+#elif defined(SPECOPS_NEON)
+  return quarters<F32x16>([&](int i) { return vreinterpretq_f32_u32(vshlq_n_u32(x.q[i], 16)); });
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) {
@@ -368,6 +451,9 @@ inline F32x16 odd_floats(BF16x32 x) {
   __m256i mask = _mm256_set1_epi32(-65536);
   return {_mm256_castsi256_ps(_mm256_and_si256(x.lo, mask)),
           _mm256_castsi256_ps(_mm256_and_si256(x.hi, mask))};
+#elif defined(SPECOPS_NEON)
+  uint32x4_t mask = vdupq_n_u32(0xffff0000u);
+  return quarters<F32x16>([&](int i) { return vreinterpretq_f32_u32(vandq_u32(x.q[i], mask)); });
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) {
@@ -378,11 +464,16 @@ inline F32x16 odd_floats(BF16x32 x) {
 #endif
 }
 
-// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. vdpbf16ps where the CPU has it (it flushes
-// denormals and rounds its own way), two fused steps, odd element first as vdpbf16ps does, elsewhere.
+// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. vdpbf16ps or bfdot where the CPU has them (they
+// flush denormals and round their own way), two fused steps, odd element first as vdpbf16ps does,
+// elsewhere.
 inline F32x16 dot_pairs(F32x16 acc, BF16x32 a, BF16x32 b) {
 #if defined(SPECOPS_ISA_avx512_bf16)
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
+#elif defined(SPECOPS_ISA_neon_bf16)
+  return quarters<F32x16>([&](int i) {
+    return vbfdotq_f32(acc.q[i], vreinterpretq_bf16_u32(a.q[i]), vreinterpretq_bf16_u32(b.q[i]));
+  });
 #else
   acc = fma(odd_floats(a), odd_floats(b), acc);
   return fma(even_floats(a), even_floats(b), acc);

@@ -35,23 +35,33 @@ SPECOPS_INLINE inline void unrolled(const Fn& fn) {
 template <typename T>
 struct Step;
 
-#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
 #if defined(SPECOPS_AVX2)
 using Spread = __m256;  // one number, in every lane that it is multiplied with at once
 inline Spread spread(float x) { return _mm256_set1_ps(x); }
+#elif defined(SPECOPS_NEON)
+using Spread = float32x4_t;
+inline Spread spread(float x) { return vdupq_n_f32(x); }
 #else
 using Spread = F32x16;
 inline Spread spread(float x) { return set1(x); }
 #endif
 
-// sum += w * x, in the registers that the sum is in: left to itself gcc moves sums about on AVX2, and
-// some then do not fit.
+// sum += w * x, in the registers that the sum is in: left to itself gcc moves sums about on AVX2 and
+// NEON, and some then do not fit.
 inline void add_product(F32x16& sum, F32x16 w, Spread x) {
 #if defined(SPECOPS_AVX2)
   __m256 lo = sum.lo, hi = sum.hi;
   asm("vfmadd231ps %1, %2, %0" : "+x"(lo) : "x"(w.lo), "x"(x));
   asm("vfmadd231ps %1, %2, %0" : "+x"(hi) : "x"(w.hi), "x"(x));
   sum = {lo, hi};
+#elif defined(SPECOPS_NEON)
+  float32x4_t a = sum.q[0], b = sum.q[1], c = sum.q[2], d = sum.q[3];
+  asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(a) : "w"(w.q[0]), "w"(x));
+  asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(b) : "w"(w.q[1]), "w"(x));
+  asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(w.q[2]), "w"(x));
+  asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(d) : "w"(w.q[3]), "w"(x));
+  sum = {{a, b, c, d}};
 #else
   sum = fma(w, x, sum);
 #endif
@@ -61,7 +71,7 @@ template <>
 struct Step<bfloat16> {
   using Sum = F32x16;
   static constexpr int kInputs = 2;
-#if defined(SPECOPS_ISA_avx512_bf16)
+#if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_neon_bf16)
   using Input = bfloat16;
   static constexpr int kParts = 1;
   static BF16x32 weights(const uint32_t* p, int) { return load_pairs(p); }
@@ -159,6 +169,12 @@ struct Shape {
   static constexpr int kFetchRows = 2;
   static constexpr int kMaxBlocks[] = {0, 6, 3, 1, 1, 1, 1};
   static constexpr bool kFillsTiles = true;  // conversions are shared by more rows
+#elif defined(SPECOPS_NEON)
+  // Thirty-two registers: sums take four each, weights and what they are made of eight, inputs one.
+  static constexpr int kMaxRows = 5;
+  static constexpr int kFetchRows = 3;
+  static constexpr int kMaxBlocks[] = {0, 5, 2, 1, 1, 1};
+  static constexpr bool kFillsTiles = false;
 #else
   static constexpr int kMaxRows = 3;
   static constexpr int kFetchRows = 6;
@@ -181,6 +197,13 @@ int64_t max_blocks(int64_t rows) {
   int64_t even = ceil_div(rows, ceil_div(rows, Shape<T>::kMaxRows));
   return Shape<T>::kMaxBlocks[Shape<T>::kFillsTiles ? min64(rows, Shape<T>::kMaxRows) : even];
 }
+
+// Whether the weights of all blocks of a step fit the registers at once.
+#if defined(SPECOPS_NEON)
+constexpr bool kHoldsWeights = false;
+#else
+constexpr bool kHoldsWeights = true;
+#endif
 
 // Rows of inputs as a tile reads them.
 template <typename T>
@@ -299,7 +322,17 @@ template <typename T, int kRows, int kBlocks>
         __builtin_prefetch(w + ((b + ahead) * steps + step) * kLinearBlock, 0, 2);
       }
     });
-    if constexpr (S::kParts > 1) {
+    if constexpr (!kHoldsWeights) {
+      // A block's parts one after the other, or gcc keeps the words of all blocks for the second.
+      unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+        unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
+          auto words = weights_of(b, part);
+          unrolled<kRows>([&](int r) SPECOPS_INLINE {
+            S::dot(acc[r][b], words, S::input(x + r * rows.stride, part));
+          });
+        });
+      });
+    } else if constexpr (S::kParts > 1) {
       // Block by block: few registers are left for weights. Inputs come again from the first level.
       unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
         unrolled<kBlocks>([&](int b) SPECOPS_INLINE {

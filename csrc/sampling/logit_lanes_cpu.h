@@ -24,6 +24,11 @@ inline F32x16 add_where_ge(F32x16 sum, F32x16 w, F32x16 x, F32x16 threshold) {
   __m256 lo = _mm256_and_ps(_mm256_cmp_ps(x.lo, threshold.lo, _CMP_GE_OQ), w.lo);
   __m256 hi = _mm256_and_ps(_mm256_cmp_ps(x.hi, threshold.hi, _CMP_GE_OQ), w.hi);
   return {_mm256_add_ps(sum.lo, lo), _mm256_add_ps(sum.hi, hi)};
+#elif defined(SPECOPS_NEON)
+  return quarters<F32x16>([&](int i) {
+    uint32x4_t kept = vandq_u32(vcgeq_f32(x.q[i], threshold.q[i]), vreinterpretq_u32_f32(w.q[i]));
+    return vaddq_f32(sum.q[i], vreinterpretq_f32_u32(kept));
+  });
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) {
@@ -45,6 +50,15 @@ inline uint32_t lanes_between(F32x16 x, float low, float high) {
   int hi = _mm256_movemask_ps(
       _mm256_and_ps(_mm256_cmp_ps(x.hi, lows, _CMP_GE_OQ), _mm256_cmp_ps(x.hi, highs, _CMP_LT_OQ)));
   return static_cast<uint32_t>(lo | hi << 8);
+#elif defined(SPECOPS_NEON)
+  const uint32x4_t first = {1, 2, 4, 8};
+  uint32x4_t bits = vdupq_n_u32(0);
+  for (int i = 0; i < 4; ++i) {
+    uint32x4_t between =
+        vandq_u32(vcgeq_f32(x.q[i], vdupq_n_f32(low)), vcltq_f32(x.q[i], vdupq_n_f32(high)));
+    bits = vorrq_u32(bits, vandq_u32(between, vshlq_u32(first, vdupq_n_s32(4 * i))));
+  }
+  return vaddvq_u32(bits);
 #else
   uint32_t mask = 0;
   for (int i = 0; i < 16; ++i) mask |= uint32_t{x.v[i] >= low && x.v[i] < high} << i;
@@ -81,6 +95,13 @@ inline F32x16 weight(F32x16 x, F32x16 origin, F32x16 scale) {
     return _mm256_and_ps(_mm256_castsi256_ps(word), normal);
   };
   return {half(t.lo, shifted.lo, p.lo), half(t.hi, shifted.hi, p.hi)};
+#elif defined(SPECOPS_NEON)
+  return quarters<F32x16>([&](int i) {
+    uint32x4_t exponent = vshlq_n_u32(vreinterpretq_u32_f32(shifted.q[i]), 23);
+    uint32x4_t word = vaddq_u32(vreinterpretq_u32_f32(p.q[i]), exponent);
+    uint32x4_t normal = vcgeq_f32(t.q[i], vdupq_n_f32(-125.5f));
+    return vreinterpretq_f32_u32(vandq_u32(word, normal));
+  });
 #else
   F32x16 out;
   for (int i = 0; i < 16; ++i) {

@@ -45,12 +45,24 @@ specops_simt_switch:
 #elif defined(__aarch64__)
 
 extern "C" void specops_simt_switch(void** from, void* to);
+#if defined(__APPLE__)
+asm(R"(
+.text
+.private_extern _specops_simt_switch
+.globl _specops_simt_switch
+.p2align 2
+_specops_simt_switch:
+)"
+#else
 asm(R"(
 .text
 .hidden specops_simt_switch
 .globl specops_simt_switch
 .type specops_simt_switch, %function
 specops_simt_switch:
+)"
+#endif
+    R"(
   sub sp, sp, #160
   stp x19, x20, [sp, #0]
   stp x21, x22, [sp, #16]
@@ -77,7 +89,6 @@ specops_simt_switch:
   ldp d14, d15, [sp, #144]
   add sp, sp, #160
   ret
-.size specops_simt_switch, .-specops_simt_switch
 )");
 #define SPECOPS_SIMT_SWITCH 1
 

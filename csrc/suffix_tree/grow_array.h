@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <type_traits>
 
@@ -90,19 +91,29 @@ class GrowArray {
     throw std::bad_alloc();
   }
 
-  bool map(int64_t num_bytes) {
-    void* data = MAP_FAILED;
-    if (reserved_ > 0) {
-      data = mremap(
-          data_, static_cast<size_t>(reserved_), static_cast<size_t>(num_bytes), MREMAP_MAYMOVE);
-    } else {
-      data = mmap(nullptr,
-                  static_cast<size_t>(num_bytes),
-                  PROT_READ | PROT_WRITE,
-                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                  -1,
-                  0);
+  // The mapped bytes with more room; where only Linux can move pages, others copy what is in use.
+  void* remap(int64_t num_bytes) {
+#ifdef __linux__
+    return mremap(
+        data_, static_cast<size_t>(reserved_), static_cast<size_t>(num_bytes), MREMAP_MAYMOVE);
+#else
+    void* data = reserve(num_bytes);
+    if (data != MAP_FAILED) {
+      std::memcpy(data, data_, static_cast<size_t>(size_) * sizeof(T));
+      munmap(data_, static_cast<size_t>(reserved_));
+      touched_ = size_;
     }
+    return data;
+#endif
+  }
+
+  static void* reserve(int64_t num_bytes) {
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    return mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE, kFlags, -1, 0);
+  }
+
+  bool map(int64_t num_bytes) {
+    void* data = reserved_ > 0 ? remap(num_bytes) : reserve(num_bytes);
     if (data == MAP_FAILED) {
       return false;
     }

@@ -39,7 +39,8 @@ def set_isa(isa: str) -> None:
     Intel, whose dot products of bfloat16 pairs take twice as long.
 
     Args:
-        isa: one of `supported_isas()`: "portable", "avx2", "avx512", "avx512_bf16".
+        isa: one of `supported_isas()`: "portable"; on x86 "avx2", "avx512", "avx512_bf16"; on
+            64-bit ARM "neon", "neon_bf16".
 
     Raises:
         ValueError: the name is unknown, or this CPU cannot run it.

@@ -86,7 +86,11 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    parts = (line.partition(":") for line in lines)
+    said = {key.strip(): value.strip() for key, _, value in parts}
+    # Linux on ARM has numbers for a name.
+    arm = f"{said.get('CPU implementer', '')} {said.get('CPU part', '')}".strip()
+    return said.get("model name", arm)
 
 
 class _Trial:

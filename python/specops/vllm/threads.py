@@ -33,7 +33,19 @@ _started = False
 def remember_mask() -> None:
     """Notes the CPUs of the process before vLLM pins anything."""
     if not _first_mask:
-        _first_mask.update(os.sched_getaffinity(0))
+        _first_mask.update(_usable_cpus())
+
+
+def _usable_cpus() -> set[int]:
+    """The CPUs of the calling thread; all where the system does not bind threads (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _bind(cpus: set[int]) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)
 
 
 def bound_cpus(environment: Mapping[str, str]) -> set[int]:
@@ -53,16 +65,16 @@ def start() -> None:
     if _started:
         return
     _started = True
-    before = os.sched_getaffinity(0)
+    before = _usable_cpus()
     cpus = bound_cpus(os.environ) or _first_mask or before
-    os.sched_setaffinity(0, cpus)
+    _bind(cpus)
     try:
         specops.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus))))
         # vLLM's default dtype is the model's meanwhile.
         weight = dense.pack_weight(torch.zeros(_WIDTH, _WIDTH, dtype=torch.float32))
         dense.linear(torch.zeros(_ROWS, _WIDTH, dtype=torch.float32), weight)
     finally:
-        os.sched_setaffinity(0, before)
+        _bind(before)
 
 
 def rest_openmp() -> None:

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tools.emulate_arm`: specops on 64-bit ARM Linux, on a machine of another kind.
+
+Cross-compiles specops._C, puts an ARM system beside it (Python and its libraries from Debian's
+packages, torch and the tests' needs from wheels), and runs tests under qemu's user-mode emulation:
+every instruction set of ARM, bits against bits. Nothing is installed on this machine; all of it
+lies in build/arm, and the module beside the others in python/specops. What an emulator cannot show
+is time, and the order in which a real ARM lets threads see each other's writes.
+"""
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build" / "arm"
+SYSROOT, SITE, PYTHON = WORK / "sysroot", WORK / "site", WORK / "python"
+
+_TEXT: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+
+# What must be installed: a program, and the Debian package that has it.
+PROGRAMS = {
+    "qemu-aarch64-static": "qemu-user-static",
+    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
+    "apt-get": "apt",
+    "cmake": "cmake",
+    "ninja": "ninja-build",
+}
+# Debian's Python with all that it needs, but for what only an installation runs.
+PACKAGES = ("libgomp1", "libstdc++6")
+LEFT_OUT = re.compile(r"(dpkg|tar|install-info|gcc-\d+-base|perl.*|libperl.*)$")
+
+# Of the versions that specops takes, the last whose wheel for ARM is not one for GPUs.
+TORCH = "torch==2.10.0"
+# Without what these would pull in for this machine's own kind.
+WHEELS = """
+numpy safetensors tokenizers jinja2 markupsafe
+pytest pytest-xdist execnet iniconfig packaging pluggy pygments hypothesis sortedcontainers
+sympy mpmath networkx filelock fsspec typing_extensions
+"""
+GLIBCS = (28, 27, 17)  # of wheels that run there
+
+# What runs without a choice: bits against bits of the ops with vectors, and texts of the engine.
+TESTS = """
+tests/test_dense.py tests/test_attention.py tests/test_attention_8bit.py
+tests/test_attention_sinks.py tests/test_sampling.py tests/test_verify.py
+tests/test_trees.py::test_a_node_is_a_row_of_plain_decoding
+tests/test_trees.py::test_after_compaction_the_cache_is_plain_decodings
+tests/test_suffix_cache.py tests/test_suffix_tree.py tests/test_ngram.py
+tests/test_threads.py::test_the_thread_count_changes_no_bit
+tests/test_lossless.py::test_on_every_instruction_set
+"""
+# The interpreter is not built here (one test of the CPU needs it, too), and the portable set runs
+# everywhere. The rest are the longest cases, of tests of which shorter ones stay.
+NOT = """
+simt cuda portable
+the_overlay_in_the_workspace 256-1024 700-640 4200-70
+heads3-128 600-heads2-96 neon_bf16-13
+"""
+
+
+def missing() -> list[str]:
+    """What to run before this can: nothing where all is there."""
+    packages = sorted(name for program, name in PROGRAMS.items() if not shutil.which(program))
+    commands = []
+    if shutil.which("dpkg"):
+        told = subprocess.run(["dpkg", "--print-foreign-architectures"], **_TEXT).stdout
+        if "arm64" not in told.split():
+            commands.append("dpkg --add-architecture arm64 && apt-get update")
+    if packages:
+        commands.append("apt-get install " + " ".join(packages))
+    return commands
+
+
+def needed(name: str, wanted: str) -> bool:
+    """Whether a step is to be done: its mark in build/arm does not say what is wanted."""
+    mark = WORK / f"{name}.done"
+    return not (mark.exists() and mark.read_text() == wanted)
+
+
+def done(name: str, wanted: str) -> None:
+    (WORK / f"{name}.done").write_text(wanted)
+
+
+def python_version() -> str:
+    """Debian's Python: 3.11."""
+    told = subprocess.run(["apt-cache", "show", "python3-minimal:arm64"], **_TEXT).stdout
+    match = re.search(r"python(3\.\d+)-minimal", told)
+    if match is None:
+        raise SystemExit("test-arm: apt-cache knows no python3-minimal:arm64; run apt-get update")
+    return match[1]
+
+
+def make_sysroot(version: str) -> None:
+    """Debian's packages, unpacked below build/arm/sysroot."""
+    if not needed("sysroot", version):
+        return
+    shutil.rmtree(SYSROOT, ignore_errors=True)
+    asked = [f"{name}:arm64" for name in (f"python{version}", *PACKAGES)]
+    no = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances", "pre-depends")
+    command = ["apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in no), *asked]
+    names = re.findall(r"^(\S+):arm64$", subprocess.run(command, **_TEXT).stdout, re.MULTILINE)
+    names = sorted({name for name in names if not LEFT_OUT.match(name)})
+    names.append(f"libpython{version}-dev")  # its headers; what it needs would bring those of libc
+    folder = WORK / "packages"
+    folder.mkdir(parents=True, exist_ok=True)
+    fetch = ["apt-get", "-qq", "download", *(f"{name}:arm64" for name in names)]
+    subprocess.run(fetch, cwd=folder, check=True, stderr=subprocess.DEVNULL)
+    for package in sorted(folder.glob("*.deb")):
+        subprocess.run(["dpkg", "-x", package, SYSROOT], check=True)
+    shutil.rmtree(folder)
+    done("sysroot", version)
+
+
+def make_site(version: str) -> None:
+    """The wheels, below build/arm/site."""
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in pins if not line.startswith("torch==")]
+    wheels = [TORCH, *WHEELS.split()]
+    wanted = " ".join([version, *wheels, *pins])
+    if not needed("site", wanted):
+        return
+    shutil.rmtree(SITE, ignore_errors=True)
+    (WORK / "constraints.txt").write_text("\n".join(pins))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-compile", "--no-deps", "--target", str(SITE), "--only-binary=:all:"]
+    command += ["--python-version", version, "--implementation", "cp"]
+    for glibc in GLIBCS:
+        command += ["--platform", f"manylinux_2_{glibc}_aarch64"]
+    command += ["--platform", "manylinux2014_aarch64", "-c", str(WORK / "constraints.txt")]
+    subprocess.run([*command, *wheels], check=True)
+    done("site", wanted)
+
+
+def make_python(version: str, cpu: str) -> None:
+    """A script that is ARM's Python to whoever starts it, to itself as well."""
+    PYTHON.write_text(f"""#!/bin/sh
+export PYTHONHOME="{SYSROOT}/usr" PYTHONPATH="{SITE}:{ROOT}/python:{ROOT}"
+exec qemu-aarch64-static -cpu {cpu} -L "{SYSROOT}" -0 "{PYTHON}" \\
+  "{SYSROOT}/usr/bin/python{version}" "$@"
+""")
+    PYTHON.chmod(0o755)
+
+
+def build(version: str) -> None:
+    """specops._C for ARM, of every instruction set."""
+    import pybind11
+
+    tag = f"cpython-{version.replace('.', '')}-aarch64-linux-gnu"
+    options = {
+        "CMAKE_TOOLCHAIN_FILE": ROOT / "tools" / "aarch64.cmake",
+        "SPECOPS_ARM_SYSROOT": SYSROOT,
+        "Python_EXECUTABLE": sys.executable,
+        "Python_INCLUDE_DIR": SYSROOT / "usr" / "include" / f"python{version}",
+        "PYTHON_MODULE_EXTENSION": f".{tag}.so",
+        "PYTHON_MODULE_DEBUG_POSTFIX": "",
+        "PYTHON_IS_DEBUG": "OFF",
+        "pybind11_DIR": pybind11.get_cmake_dir(),
+        "CMAKE_LIBRARY_OUTPUT_DIRECTORY": ROOT / "python" / "specops",
+    }
+    given = [f"-D{name}={value}" for name, value in options.items()]
+    folder = WORK / "cmake"
+    command = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "--log-level=NOTICE", *given]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["cmake", "--build", folder], check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--if-possible", action="store_true", help="do without what is missing")
+    parser.add_argument("--cpu", default="max", help="qemu's name of the CPU; max has bfloat16")
+    parser.add_argument("--build-only", action="store_true")
+    parser.add_argument("--workers", default="1", help="test processes side by side")
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest, behind --")
+    arguments = parser.parse_args()
+    if platform.machine() in ("aarch64", "arm64"):
+        print("test-arm: this is an ARM machine, where `make test` runs everything")
+        return 0
+    if commands := missing():
+        print("test-arm: needs what is not installed here:", *commands, sep="\n  ")
+        return 0 if arguments.if_possible else 1
+    WORK.mkdir(parents=True, exist_ok=True)
+    version = python_version()
+    make_sysroot(version)
+    make_site(version)
+    make_python(version, arguments.cpu)
+    build(version)
+    if arguments.build_only:
+        return 0
+    chosen = ["-m", "not prove", "-k", " and ".join(f"not {name}" for name in NOT.split())]
+    tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider"]
+    tests += ["-n", arguments.workers, "--dist", "worksteal"]
+    tests += arguments.pytest or [*chosen, *TESTS.split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
