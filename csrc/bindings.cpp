@@ -22,7 +22,6 @@
 namespace specops {
 namespace {
 
-constexpr int kMaxThreads = 1024;
 constexpr Isa kAllIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16};
 
 void set_threads(int count) {

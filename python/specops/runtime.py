@@ -14,16 +14,23 @@ def set_num_threads(num_threads: int) -> None:
     """Sets how many threads a CPU op may use, the calling thread included.
 
     Args:
-        num_threads: 1 to 1024. The default is the number of CPUs this process may run on.
+        num_threads: 1 to 1024. The default is the environment's SPECOPS_NUM_THREADS, or else the
+            number of CPUs in this process's mask, or the CPUs' worth of time that its control
+            groups (cgroups) grant it, whichever is less. Of more threads than CPUs only as many
+            run as there are CPUs: work is cut as for all of them.
 
     Raises:
-        ValueError: num_threads is out of range.
+        ValueError: num_threads is out of range, or SPECOPS_NUM_THREADS is no such number.
     """
     _C.set_num_threads(num_threads)
 
 
 def get_num_threads() -> int:
-    """Returns how many threads a CPU op may use, the calling thread included."""
+    """Returns how many threads a CPU op may use, the calling thread included.
+
+    Raises:
+        ValueError: SPECOPS_NUM_THREADS, read at the first call of any op, is no number of threads.
+    """
     return _C.num_threads()
 
 
