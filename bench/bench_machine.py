@@ -4,9 +4,9 @@
 Read bandwidth by number of threads, the latency of a read that nothing could foresee, what sharing
 a call among threads costs, and how often a second the instructions are issued that inner loops are
 made of. From these follows, for each way to multiply bf16, how many rows arithmetic keeps up with
-while weights (or keys and values) stream from memory: with more, no kernel can run at the read line.
-`linear` is measured in the same run, against the lower of the two limits of the instruction set
-that runs.
+while weights (or keys and values) stream from memory: with more, no kernel can run at the read
+line. `linear` is measured in the same run, against the lower of the two limits of the instruction
+set that runs.
 """
 
 import ctypes

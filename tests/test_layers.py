@@ -177,6 +177,12 @@ def test_what_avx512_bf16_has_of_its_own() -> None:
         if any("dot_pairs(" in text or "ISA_avx512_bf16" in text for text in texts):
             own.add(name)
     assert own == named["SPECOPS_BF16_KERNELS"]
+    # Tiles have files of their own.
+    tiles = {path for path in CPP if "SPECOPS_AMX_MODEL" in path.read_text()}
+    users = {
+        relative(path) for path in CPP if path.suffix == ".cpp" and tiles & closure(path, set())
+    }
+    assert f"set(SPECOPS_AMX_KERNELS {' '.join(sorted(users))})" in cmake
     # simd.h is everyone's: once for what avx512 has as well, once for dot_pairs.
     assert (CSRC / "common" / "simd.h").read_text().count("ISA_avx512_bf16") == 2
     declared = {

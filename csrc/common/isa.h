@@ -10,10 +10,10 @@
 
 namespace specops {
 
-enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
 
 const char* isa_name(Isa isa);
-bool isa_supported(Isa isa);  // compiled in, and this CPU has it
+bool isa_supported(Isa isa);  // compiled in, this CPU has it, and the system lets us use it
 Isa active_isa();             // the best supported one unless set_isa() chose another
 void set_isa(Isa isa);        // for tests and benches; the caller checks isa_supported()
 
@@ -33,15 +33,15 @@ namespace specops {
 
 // The variants of a launcher, by Isa; nullptr where a module has none.
 template <typename Params>
-using CpuVariants = void (*const[4])(const Params& params);
+using CpuVariants = void (*const[5])(const Params& params);
 
 // Runs that of the active instruction set. A build may leave sets out (SPECOPS_ISAS), and
-// isa_supported() knows them; avx512_bf16 has variants only of the files with such instructions.
+// isa_supported() knows them; avx512_bf16 and amx have variants only of the files with such
+// instructions, and the set before them serves the others.
 template <typename Params>
 void run_variant(const char* op, const CpuVariants<Params>& variants, const Params& params) {
   int isa = static_cast<int>(active_isa());
-  constexpr int kBf16 = static_cast<int>(Isa::kAvx512Bf16);
-  if (isa == kBf16 && variants[kBf16] == nullptr) isa = static_cast<int>(Isa::kAvx512);
+  while (isa > static_cast<int>(Isa::kAvx512) && variants[isa] == nullptr) --isa;
   if (variants[isa] == nullptr) {
     throw std::logic_error(std::string(op) + ": this module has no CPU kernels");
   }
@@ -57,14 +57,16 @@ void run_variant(const char* op, const CpuVariants<Params>& variants, const Para
   __attribute__((weak)) void fn(const Params& params); \
   }
 #if defined(__x86_64__)
-#define SPECOPS_DECLARE_CPU(fn, Params)                                                      \
-  SPECOPS_DECLARE_VARIANT(portable, fn, Params)                                              \
-  SPECOPS_DECLARE_VARIANT(avx2, fn, Params)                                                  \
-  SPECOPS_DECLARE_VARIANT(avx512, fn, Params)                                                \
-  SPECOPS_DECLARE_VARIANT(avx512_bf16, fn, Params)                                           \
-  inline void fn(const Params& params) {                                                     \
-    run_variant<Params>(#fn, {portable::fn, avx2::fn, avx512::fn, avx512_bf16::fn}, params); \
-  }                                                                                          \
+#define SPECOPS_DECLARE_CPU(fn, Params)                                               \
+  SPECOPS_DECLARE_VARIANT(portable, fn, Params)                                       \
+  SPECOPS_DECLARE_VARIANT(avx2, fn, Params)                                           \
+  SPECOPS_DECLARE_VARIANT(avx512, fn, Params)                                         \
+  SPECOPS_DECLARE_VARIANT(avx512_bf16, fn, Params)                                    \
+  SPECOPS_DECLARE_VARIANT(amx, fn, Params)                                            \
+  inline void fn(const Params& params) {                                              \
+    run_variant<Params>(                                                              \
+        #fn, {portable::fn, avx2::fn, avx512::fn, avx512_bf16::fn, amx::fn}, params); \
+  }                                                                                   \
   static_assert(true, "a semicolon follows")
 #else
 #define SPECOPS_DECLARE_CPU(fn, Params)                                                      \

@@ -8,8 +8,10 @@
 #include "common/cpus.h"
 #include "common/pool.h"
 
-#ifdef __linux__
+#if defined(__linux__) || defined(__APPLE__)
 #include <pthread.h>
+#endif
+#ifdef __linux__
 #include <sched.h>
 #endif
 
@@ -175,7 +177,7 @@ namespace {
 Pool*& pool() {
   static Pool* instance = [] {
     int num_threads = default_num_threads();
-#ifdef __linux__
+#if defined(__linux__) || defined(__APPLE__)
     // A forked child has neither the workers nor a way to open locks that other threads held: it
     // starts over, and leaves the parent's pool behind as it is.
     pthread_atfork(nullptr, nullptr, [] { pool() = new Pool(pool()->num_threads()); });

@@ -35,7 +35,10 @@ def get_num_threads() -> int:
 
 
 def supported_isas() -> list[str]:
-    """Returns the instruction sets this build has and this CPU runs, plainest first."""
+    """Returns the instruction sets this build has and this CPU runs, plainest first.
+
+    Where the CPU has AMX this asks Linux for its tiles, for the rest of the process.
+    """
     return _C.supported_isas()
 
 
@@ -43,10 +46,12 @@ def set_isa(isa: str) -> None:
     """Chooses the instruction set of the CPU kernels (tests and benches).
 
     The default is the last of `supported_isas()`, but "avx512" instead of "avx512_bf16" on CPUs by
-    Intel, whose dot products of bfloat16 pairs take twice as long.
+    Intel, whose dot products of bfloat16 pairs take twice as long, and never "amx", which nobody
+    has measured yet.
 
     Args:
-        isa: one of `supported_isas()`: "portable", "avx2", "avx512", "avx512_bf16".
+        isa: one of `supported_isas()`: "portable", "avx2", "avx512", "avx512_bf16", "amx". The last
+            is "avx512_bf16" with `linear` of bfloat16 on tiles, whose bits are its own.
 
     Raises:
         ValueError: the name is unknown, or this CPU cannot run it.
