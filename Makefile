@@ -189,7 +189,7 @@ vllm-campaign: setup $(VLLM)/ready
 # The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
 # under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.
 test-sanitize: $(VENV)/test-deps
-	$(BIN)/python -m pytest -m sanitize tests/test_suffix_programs.py
+	$(BIN)/python -m pytest -m sanitize tests/test_suffix_programs.py tests/test_threads.py
 
 # A full suffix cache under churn: flat memory, no long call, nothing broken.
 soak: setup

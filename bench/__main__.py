@@ -86,7 +86,10 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rehearsal"))
     parser.add_argument("--results", type=Path, help="the JSON file (by kind of machine)")
     parser.add_argument("--threads", type=int, default=2, help="threads of every case (2)")
+    parser.add_argument("--isa", help="instruction set (the default one); with --results")
     arguments = parser.parse_args()
+    if arguments.isa and not arguments.results:
+        parser.error("--isa needs --results: the machine's file is of its default set")
     if arguments.device != "cpu":
         return main_cuda(parser, arguments)
     asked = [name for name in arguments.only.split(",") if name] or [
@@ -106,6 +109,8 @@ def main() -> int:
 
     torch.set_num_threads(arguments.threads)
     specops.set_num_threads(arguments.threads)
+    if arguments.isa:
+        specops.set_isa(arguments.isa)
     machine = common.machine()
     path = arguments.results or common.cpu_results(machine["cpu"])
     isa, threads = specops.get_isa(), arguments.threads

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine's cores and memory can do at most, and what that leaves the kernels.
 
-Read bandwidth by number of threads, the latency of a read that nothing could foresee, and how often
-a second the instructions are issued that inner loops are made of. From these follows, for each way
-to multiply bf16, how many rows arithmetic keeps up with while weights (or keys and values) stream
-from memory: with more, no kernel can run at the read line. `linear` is measured in the same run,
-against the lower of the two limits of the instruction set that runs.
+Read bandwidth by number of threads, the latency of a read that nothing could foresee, what sharing
+a call among threads costs, and how often a second the instructions are issued that inner loops are
+made of. From these follows, for each way to multiply bf16, how many rows arithmetic keeps up with
+while weights (or keys and values) stream from memory: with more, no kernel can run at the read
+line. `linear` is measured in the same run, against the lower of the two limits of the instruction
+set that runs.
 """
 
 import ctypes
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import cycle
 
 import specops
 import torch
-from specops.dense import PackedWeight, linear, pack_weight
+from specops.dense import PackedWeight, linear, pack_weight, silu_mul
 
 from bench.common import Bench, Figure, host_library
 
@@ -30,6 +32,7 @@ WAYS = {
 LATENCIES = {"l2": 256 << 10, "l3": 8 << 20, "memory": 256 << 20}
 OUTPUTS, INPUTS = 4096, 2048  # of a matrix: 16 MiB
 COLD_BYTES = 512 << 20
+_SILU_ROWS = 64  # that silu_mul makes one chunk
 
 
 def run_machine(bench: Bench) -> None:
@@ -37,6 +40,7 @@ def run_machine(bench: Bench) -> None:
     _bandwidth(bench)
     rates = _rates(bench)
     _latency(bench)
+    _dispatch(bench)
     _linear(bench, rates)
 
 
@@ -83,6 +87,35 @@ def _latency(bench: Bench) -> None:
         timing = bench.rounds({name: partial(function, size, reads)}, rounds=3)
         what = f"a read from {num_bytes >> 10:,} KiB, each at the address that the last one gave"
         _add(bench, f"latency.{name}", what, timing.median(name), "ns", 1)
+
+
+def _dispatch(bench: Bench) -> None:
+    """What it costs to share a call among so many threads: chunks of next to no work, one each."""
+    counts = sorted({2, 4, 8, 16, 32, 64, bench.num_threads})
+    for count in (number for number in counts if number <= bench.num_threads):
+        gate_up = torch.zeros(_SILU_ROWS * count, 2)
+        timing = bench.rounds(
+            {
+                "shared": partial(_call_us, bench, gate_up, count),
+                "alone": partial(_call_us, bench, gate_up, 1),
+            },
+            rounds=5,
+        )
+        value = timing.median("shared") - timing.median("alone")
+        what = f"a call shared by {count} threads, less the same on one"
+        _add(bench, f"dispatch.t{count}", what, value, "us", count)
+    specops.set_num_threads(bench.num_threads)
+
+
+def _call_us(bench: Bench, gate_up: torch.Tensor, num_threads: int) -> float:
+    """Microseconds of one of many calls in a row, so that workers do not sleep between them."""
+    specops.set_num_threads(num_threads)
+    out, calls = torch.empty(len(gate_up), 1), bench.pick(2000, 5)
+    silu_mul(gate_up, out=out)
+    begun = time.perf_counter()
+    for _ in range(calls):
+        silu_mul(gate_up, out=out)
+    return (time.perf_counter() - begun) / calls * 1e6
 
 
 def _function(name: str, argtypes: tuple[type, ...]) -> Callable[..., float]:

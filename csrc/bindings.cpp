@@ -22,9 +22,13 @@
 namespace specops {
 namespace {
 
-constexpr int kMaxThreads = 1024;
-constexpr Isa kAllIsas[] = {
-    Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kNeon, Isa::kNeonBf16};
+constexpr Isa kAllIsas[] = {Isa::kPortable,
+                            Isa::kAvx2,
+                            Isa::kAvx512,
+                            Isa::kAvx512Bf16,
+                            Isa::kAmx,
+                            Isa::kNeon,
+                            Isa::kNeonBf16};
 
 void set_threads(int count) {
   if (count < 1 || count > kMaxThreads) {

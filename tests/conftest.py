@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs an op test on cpu (under every instruction set, if it asks), simt and cuda."""
     isas = specops.supported_isas()
     if metafunc.definition.get_closest_marker("no_bf16"):
-        isas = [isa for isa in isas if f"{isa}_bf16" not in isas]
+        isas = [isa for isa in isas if f"{isa}_bf16" not in isas and isa != "amx"]
     if "device" not in metafunc.fixturenames:
         if "isa" in metafunc.fixturenames:
             metafunc.parametrize("isa", isas, indirect=True)

@@ -1,19 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drives the thread pool without Python: test_threads.py compiles this together with parallel.cpp.
-// Prints what went wrong, and returns 1.
+// Drives the thread pool without Python: test_threads.py compiles this together with the pool. Here
+// so many threads run as are asked for, however few CPUs there are. Prints what went wrong, and
+// returns 1.
+//
+//   parallel_check NUM_THREADS [fork]
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <new>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "common/parallel.h"
+#include "common/pool.h"
 
 namespace {
+
+using specops::Pool;
 
 void require(bool condition, const char* what) {
   if (condition) return;
@@ -22,71 +31,143 @@ void require(bool condition, const char* what) {
   _exit(1);
 }
 
-// Every item of [0, size) is visited exactly once, and seen by the caller afterwards.
-void one_job(int64_t size, int64_t grain) {
+template <typename Fn>
+void run(Pool& pool, int64_t num_chunks, Fn fn) {
+  pool.run(num_chunks, [](void* raw, int64_t chunk) { (*static_cast<Fn*>(raw))(chunk); }, &fn);
+}
+
+// Every chunk is run exactly once, and seen by the caller afterwards.
+void one_job(Pool& pool, int64_t size) {
   std::vector<int32_t> visits(static_cast<size_t>(size), 0);  // plain: the pool must publish them
-  specops::parallel_for(size, grain, [&](int64_t begin, int64_t end) {
+  run(pool, size, [&](int64_t chunk) { ++visits[static_cast<size_t>(chunk)]; });
+  for (int32_t count : visits) require(count == 1, "every chunk is run exactly once");
+}
+
+void many_jobs(Pool& pool, int jobs) {
+  for (int job = 0; job < jobs; ++job) one_job(pool, 1 + job % 197);
+  one_job(pool, 0);
+  one_job(pool, 30000);
+}
+
+void thread_indices(Pool& pool) {
+  std::vector<std::atomic<int>> taken(static_cast<size_t>(pool.num_threads()));
+  run(pool, 5000, [&](int64_t) {
     int index = specops::thread_index();
-    require(index >= 0 && index < specops::num_threads(), "thread_index is below num_threads");
-    for (int64_t i = begin; i < end; ++i) ++visits[static_cast<size_t>(i)];
+    require(index >= 0 && index < pool.num_threads(), "thread_index is below num_threads");
+    auto& mine = taken[static_cast<size_t>(index)];
+    require(mine.exchange(1) == 0, "no two threads have one index");
+    mine.store(0);
   });
-  for (int32_t count : visits) require(count == 1, "every item is visited exactly once");
 }
 
-void many_jobs(int jobs) {
-  for (int job = 0; job < jobs; ++job) one_job(1 + job % 97, 1 + job % 5);
-  one_job(0, 4);
-  one_job(100000, 3);
-}
-
-void nested() {
+void nested(Pool& pool) {
   std::atomic<int64_t> sum{0};
-  specops::parallel_for(20, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      int outer = specops::thread_index();
-      specops::parallel_for(30, 4, [&](int64_t first, int64_t last) {
-        require(specops::thread_index() == outer, "a nested call stays on its thread");
-        sum += last - first;
-      });
-    }
+  run(pool, 20, [&](int64_t) {
+    int outer = specops::thread_index();
+    run(pool, 8, [&](int64_t) {
+      require(specops::thread_index() == outer, "a nested call stays on its thread");
+      run(pool, 3, [&](int64_t) { ++sum; });
+    });
   });
-  require(sum == 600, "nested calls do all their work");
+  require(sum == 480, "nested calls do all their work");
 }
 
-void two_hosts() {
-  std::thread other([] { many_jobs(3000); });
-  many_jobs(3000);
-  other.join();
+// The caller throws what the first chunk by number threw, and the pool goes on.
+void exceptions(Pool& pool) {
+  for (int job = 0; job < 300; ++job) {
+    std::atomic<int> begun{0}, ended{0};
+    int thrown = -1;
+    try {
+      run(pool, 100, [&](int64_t chunk) {
+        ++begun;
+        if (chunk % 20 == job % 20) {
+          ++ended;
+          throw static_cast<int>(chunk);
+        }
+        ++ended;
+      });
+    } catch (int chunk) {
+      thrown = chunk;
+    }
+    require(thrown == job % 20, "the first chunk's exception arrives");
+    require(begun == ended, "and no chunk is still running");
+    one_job(pool, 50);
+    int inner = 0;
+    try {
+      run(pool, 10, [&](int64_t) { run(pool, 10, [](int64_t) { throw std::bad_alloc(); }); });
+    } catch (const std::bad_alloc&) {
+      inner = 1;
+    }
+    require(inner == 1, "out of a nested call as well");
+    nested(pool);
+  }
 }
 
-void resize_while_busy() {
-  std::thread other([] { many_jobs(2000); });
-  for (int i = 0; i < 40; ++i) specops::set_num_threads(1 + i % 4);
-  other.join();
+void several_hosts(Pool& pool) {
+  std::vector<std::thread> hosts;
+  for (int i = 0; i < 4; ++i) hosts.emplace_back([&] { many_jobs(pool, 600); });
+  many_jobs(pool, 600);
+  for (std::thread& host : hosts) host.join();
+}
+
+// Sleepers are woken, spinners go to sleep, between any two jobs.
+void with_pauses(Pool& pool) {
+  for (int pause_us : {1, 50, 95, 100, 105, 200, 1000}) {
+    for (int i = 0; i < 40; ++i) {
+      one_job(pool, 1 + i * 7);
+      usleep(static_cast<useconds_t>(pause_us));
+    }
+  }
+}
+
+void resize_while_busy(Pool& pool, int num_threads) {
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> hosts;
+  for (int i = 0; i < 2; ++i) {
+    hosts.emplace_back([&] {
+      while (!stop) many_jobs(pool, 20);
+    });
+  }
+  for (int i = 0; i < 40; ++i) pool.resize(1 + i * 5 % num_threads);
+  stop = true;
+  for (std::thread& host : hosts) host.join();
+  pool.resize(num_threads);
 }
 
 // A child has only the thread that forked, and may fork while another thread's job is running.
 void forked(int num_threads) {
+  auto many = [](int jobs) {
+    for (int job = 0; job < jobs; ++job) {
+      std::vector<int32_t> visits(static_cast<size_t>(1 + job % 97), 0);
+      auto size = static_cast<int64_t>(visits.size());
+      specops::parallel_for(size, 1 + job % 5, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) ++visits[static_cast<size_t>(i)];
+      });
+      for (int32_t count : visits) require(count == 1, "every item is visited exactly once");
+    }
+  };
+  specops::set_num_threads(num_threads);
+  require(specops::num_threads() == num_threads, "num_threads says what was set");
   std::atomic<bool> stop{false};
   std::thread other([&] {
-    while (!stop) many_jobs(10);
+    while (!stop) many(10);
   });
   for (int i = 0; i < 20; ++i) {
     pid_t child = fork();
     require(child >= 0, "fork");
     if (child == 0) {
       alarm(20);  // a deadlock ends the child
-      many_jobs(200);
+      many(200);
       specops::set_num_threads(num_threads == 1 ? 2 : 1);
-      many_jobs(200);
+      many(200);
       specops::set_num_threads(num_threads);
-      many_jobs(200);
+      many(200);
       _exit(0);
     }
     int status = 1;
     require(waitpid(child, &status, 0) == child, "waitpid");
     require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the pool works in a forked child");
-    many_jobs(10);
+    many(10);
   }
   stop = true;
   other.join();
@@ -96,13 +177,18 @@ void forked(int num_threads) {
 
 int main(int argc, char** argv) {
   int num_threads = argc > 1 ? std::atoi(argv[1]) : 2;
-  bool fork_too = argc > 2 && std::strcmp(argv[2], "fork") == 0;
-  specops::set_num_threads(num_threads);
-  require(specops::num_threads() == num_threads, "num_threads says what was set");
-  many_jobs(5000);
-  nested();
-  two_hosts();
-  if (fork_too) forked(num_threads);
-  resize_while_busy();
+  {
+    Pool pool(num_threads, num_threads);
+    require(pool.num_threads() == num_threads, "a pool has the threads it was made with");
+    many_jobs(pool, 2000);
+    thread_indices(pool);
+    nested(pool);
+    exceptions(pool);
+    several_hosts(pool);
+    with_pauses(pool);
+    resize_while_busy(pool, num_threads);
+    many_jobs(pool, 200);
+  }
+  if (argc > 2 && std::strcmp(argv[2], "fork") == 0) forked(num_threads);
   return 0;
 }

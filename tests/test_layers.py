@@ -177,6 +177,12 @@ def test_what_sets_with_bf16_have_of_their_own() -> None:
         if any(re.search(r"dot_pairs\(|ISA_\w+_bf16", text) for text in texts):
             own.add(name)
     assert own == named["SPECOPS_BF16_KERNELS"]
+    # Tiles have files of their own.
+    tiles = {path for path in CPP if "SPECOPS_AMX_MODEL" in path.read_text()}
+    users = {
+        relative(path) for path in CPP if path.suffix == ".cpp" and tiles & closure(path, set())
+    }
+    assert f"set(SPECOPS_AMX_KERNELS {' '.join(sorted(users))})" in cmake
     # simd.h is everyone's: once for what the set without has as well, once for dot_pairs.
     for isa in ("avx512_bf16", "neon_bf16"):
         assert (CSRC / "common" / "simd.h").read_text().count(f"ISA_{isa}") == 2

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [
     *sorted(set(ROOT.glob("csrc/suffix_tree/suffix_*.cpp")) - set(ROOT.glob("csrc/*/*_ops.cpp"))),
+    ROOT / "csrc" / "common" / "cpus.cpp",
     ROOT / "csrc" / "common" / "parallel.cpp",
 ]
 FLAGS = [

@@ -3,7 +3,11 @@
 
 #include <atomic>
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -14,7 +18,8 @@ namespace {
 
 // A fixed function of what the CPU says of itself, never of a clock: bits are part of an instruction
 // set. Intel's CPUs issue dot products of bfloat16 pairs at half the rate of fused multiply-adds, so
-// there the kernels without them are as fast for a few rows, and faster for more.
+// there the kernels without them are as fast for a few rows, and faster for more. amx is never the
+// default: nobody has measured it.
 Isa best_isa() {
   bool is_intel = false;
 #if defined(__x86_64__)
@@ -45,6 +50,24 @@ Isa best_isa() {
 }
 #endif
 
+#if defined(SPECOPS_HAS_amx)
+// Whether the CPU has tiles and products of bf16 on them, and Linux grants them to this process, for
+// good and for all of its threads: without that the first tile instruction ends it.
+bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // leaf 7, edx
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;    // ARCH_REQ_XCOMP_PERM
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+#endif
+
 std::atomic<Isa>& current() {
   static std::atomic<Isa> isa{best_isa()};
   return isa;
@@ -54,6 +77,8 @@ std::atomic<Isa>& current() {
 
 const char* isa_name(Isa isa) {
   switch (isa) {
+    case Isa::kAmx:
+      return "amx";
     case Isa::kAvx512Bf16:
       return "avx512_bf16";
     case Isa::kAvx512:
@@ -80,6 +105,10 @@ bool isa_supported(Isa isa) {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
   switch (isa) {
+#ifdef SPECOPS_HAS_amx
+    case Isa::kAmx:
+      return isa_supported(Isa::kAvx512Bf16) && has_amx();
+#endif
 #ifdef SPECOPS_HAS_avx512_bf16
     case Isa::kAvx512Bf16:
       return avx512 && __builtin_cpu_supports("avx512bf16");

@@ -10,11 +10,11 @@
 
 namespace specops {
 
-enum class Isa : int { kPortable, kAvx2, kAvx512, kAvx512Bf16, kNeon, kNeonBf16 };
-constexpr int kNumIsas = 6;
+enum class Isa : int { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeon, kNeonBf16 };
+constexpr int kNumIsas = 7;
 
 const char* isa_name(Isa isa);
-bool isa_supported(Isa isa);  // compiled in, and this CPU has it
+bool isa_supported(Isa isa);  // compiled in, this CPU has it, and the system lets us use it
 Isa active_isa();             // the best supported one unless set_isa() chose another
 void set_isa(Isa isa);        // for tests and benches; the caller checks isa_supported()
 
@@ -36,15 +36,29 @@ namespace specops {
 template <typename Params>
 using CpuVariants = void (*const[kNumIsas])(const Params& params);
 
+// The set that serves another one for files of which that has no variant; itself: none does.
+constexpr Isa lender_of(Isa isa) {
+  switch (isa) {
+    case Isa::kAmx:
+      return Isa::kAvx512Bf16;
+    case Isa::kAvx512Bf16:
+      return Isa::kAvx512;
+    case Isa::kNeonBf16:
+      return Isa::kNeon;
+    default:
+      return isa;
+  }
+}
+
 // Runs that of the active instruction set. A build may leave sets out (SPECOPS_ISAS), and
-// isa_supported() knows them; a set with products of bf16 has variants only of the files with such
-// instructions, and the one without them serves it for the rest.
+// isa_supported() knows them; sets that add to another one have variants only of the files with
+// instructions of their own.
 template <typename Params>
 void run_variant(const char* op, const CpuVariants<Params>& variants, const Params& params) {
-  Isa active = active_isa();
-  int isa = static_cast<int>(active);
-  bool adds_bf16 = active == Isa::kAvx512Bf16 || active == Isa::kNeonBf16;
-  if (adds_bf16 && variants[isa] == nullptr) --isa;
+  int isa = static_cast<int>(active_isa());
+  while (variants[isa] == nullptr && lender_of(static_cast<Isa>(isa)) != static_cast<Isa>(isa)) {
+    isa = static_cast<int>(lender_of(static_cast<Isa>(isa)));
+  }
   if (variants[isa] == nullptr) {
     throw std::logic_error(std::string(op) + ": this module has no CPU kernels");
   }
@@ -60,24 +74,26 @@ void run_variant(const char* op, const CpuVariants<Params>& variants, const Para
   __attribute__((weak)) void fn(const Params& params); \
   }
 #if defined(__x86_64__)
-#define SPECOPS_DECLARE_CPU(fn, Params)                                                      \
-  SPECOPS_DECLARE_VARIANT(portable, fn, Params)                                              \
-  SPECOPS_DECLARE_VARIANT(avx2, fn, Params)                                                  \
-  SPECOPS_DECLARE_VARIANT(avx512, fn, Params)                                                \
-  SPECOPS_DECLARE_VARIANT(avx512_bf16, fn, Params)                                           \
-  inline void fn(const Params& params) {                                                     \
-    run_variant<Params>(#fn, {portable::fn, avx2::fn, avx512::fn, avx512_bf16::fn}, params); \
-  }                                                                                          \
+#define SPECOPS_DECLARE_CPU(fn, Params)                                               \
+  SPECOPS_DECLARE_VARIANT(portable, fn, Params)                                       \
+  SPECOPS_DECLARE_VARIANT(avx2, fn, Params)                                           \
+  SPECOPS_DECLARE_VARIANT(avx512, fn, Params)                                         \
+  SPECOPS_DECLARE_VARIANT(avx512_bf16, fn, Params)                                    \
+  SPECOPS_DECLARE_VARIANT(amx, fn, Params)                                            \
+  inline void fn(const Params& params) {                                              \
+    run_variant<Params>(                                                              \
+        #fn, {portable::fn, avx2::fn, avx512::fn, avx512_bf16::fn, amx::fn}, params); \
+  }                                                                                   \
   static_assert(true, "a semicolon follows")
 #elif defined(__aarch64__)
-#define SPECOPS_DECLARE_CPU(fn, Params)                                                   \
-  SPECOPS_DECLARE_VARIANT(portable, fn, Params)                                           \
-  SPECOPS_DECLARE_VARIANT(neon, fn, Params)                                               \
-  SPECOPS_DECLARE_VARIANT(neon_bf16, fn, Params)                                          \
-  inline void fn(const Params& params) {                                                  \
-    run_variant<Params>(                                                                  \
-        #fn, {portable::fn, nullptr, nullptr, nullptr, neon::fn, neon_bf16::fn}, params); \
-  }                                                                                       \
+#define SPECOPS_DECLARE_CPU(fn, Params)                                                            \
+  SPECOPS_DECLARE_VARIANT(portable, fn, Params)                                                    \
+  SPECOPS_DECLARE_VARIANT(neon, fn, Params)                                                        \
+  SPECOPS_DECLARE_VARIANT(neon_bf16, fn, Params)                                                   \
+  inline void fn(const Params& params) {                                                           \
+    run_variant<Params>(                                                                           \
+        #fn, {portable::fn, nullptr, nullptr, nullptr, nullptr, neon::fn, neon_bf16::fn}, params); \
+  }                                                                                                \
   static_assert(true, "a semicolon follows")
 #else
 #define SPECOPS_DECLARE_CPU(fn, Params)                                                      \

@@ -8,15 +8,20 @@
 
 namespace specops {
 
-void set_num_threads(int num_threads);  // including the caller; >= 1
-int num_threads();
+constexpr int kMaxThreads = 1024;
+
+// Including the caller; 1 to kMaxThreads. Never more run than the CPUs that the first caller may use:
+// what they would have done, the others do. Not from inside a chunk.
+void set_num_threads(int num_threads);
+int num_threads();  // throws what default_num_threads() (cpus.h) throws, as every call here does
 
 // Index of the thread inside the running parallel_for: 0 is the caller, below num_threads().
 int thread_index();
 
 // Runs fn(context, chunk) for every chunk in [0, num_chunks). The caller takes part and waits only
 // for chunks that others have begun. Calls from inside a chunk, or from a second host thread while
-// the pool is busy, run serially in place.
+// the pool is busy, run serially in place. What a chunk throws, the caller throws, of several the
+// first by number, after the chunks that others have begun; later chunks may or may not have run.
 void parallel_chunks(int64_t num_chunks, void (*fn)(void*, int64_t), void* context);
 
 // Calls fn(begin, end) over [0, size) in pieces of `grain` items.

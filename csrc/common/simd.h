@@ -14,7 +14,7 @@
 
 #include "common/dtype.h"
 
-#if defined(SPECOPS_ISA_avx512) || defined(SPECOPS_ISA_avx512_bf16)
+#if defined(SPECOPS_ISA_avx512) || defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
 #define SPECOPS_AVX512 1
 #elif defined(SPECOPS_ISA_avx2)
 #define SPECOPS_AVX2 1

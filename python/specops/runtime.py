@@ -14,21 +14,31 @@ def set_num_threads(num_threads: int) -> None:
     """Sets how many threads a CPU op may use, the calling thread included.
 
     Args:
-        num_threads: 1 to 1024. The default is the number of CPUs this process may run on.
+        num_threads: 1 to 1024. The default is the environment's SPECOPS_NUM_THREADS, or else the
+            number of CPUs in this process's mask, or the CPUs' worth of time that its control
+            groups (cgroups) grant it, whichever is less. Of more threads than CPUs only as many
+            run as there are CPUs: work is cut as for all of them.
 
     Raises:
-        ValueError: num_threads is out of range.
+        ValueError: num_threads is out of range, or SPECOPS_NUM_THREADS is no such number.
     """
     _C.set_num_threads(num_threads)
 
 
 def get_num_threads() -> int:
-    """Returns how many threads a CPU op may use, the calling thread included."""
+    """Returns how many threads a CPU op may use, the calling thread included.
+
+    Raises:
+        ValueError: SPECOPS_NUM_THREADS, read at the first call of any op, is no number of threads.
+    """
     return _C.num_threads()
 
 
 def supported_isas() -> list[str]:
-    """Returns the instruction sets this build has and this CPU runs, plainest first."""
+    """Returns the instruction sets this build has and this CPU runs, plainest first.
+
+    Where the CPU has AMX this asks Linux for its tiles, for the rest of the process.
+    """
     return _C.supported_isas()
 
 
@@ -36,10 +46,12 @@ def set_isa(isa: str) -> None:
     """Chooses the instruction set of the CPU kernels (tests and benches).
 
     The default is the last of `supported_isas()`, but "avx512" instead of "avx512_bf16" on CPUs by
-    Intel, whose dot products of bfloat16 pairs take twice as long.
+    Intel, whose dot products of bfloat16 pairs take twice as long, and never "amx", which nobody
+    has measured yet.
 
     Args:
-        isa: one of `supported_isas()`: "portable"; on x86 "avx2", "avx512", "avx512_bf16"; on
+        isa: one of `supported_isas()`: "portable"; on x86 "avx2", "avx512", "avx512_bf16" and "amx",
+            which is "avx512_bf16" with `linear` of bfloat16 on tiles, whose bits are its own; on
             64-bit ARM "neon", "neon_bf16".
 
     Raises:

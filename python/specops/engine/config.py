@@ -62,7 +62,7 @@ class EngineConfig:
         enable_prefix_caching: share the pages of equal prefixes.
         enable_cascade_attention: read the pages that several requests of a step share once for all
             of them. The bits are the same; off is for measurements.
-        num_threads: threads of the CPU kernels; all usable CPUs when absent.
+        num_threads: threads of the CPU kernels. Absent: SPECOPS_NUM_THREADS, or the usable CPUs.
         seed: seeds the seeds that requests without one are given; None draws from the system.
         max_waiting: requests that may wait before further ones are refused.
         suffix_corpus: a text file, or a folder of them, whose texts suffix decoding drafts from as

@@ -74,8 +74,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
-        if config.num_threads is not None:
-            specops.set_num_threads(config.num_threads)
+        # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
+        specops.set_num_threads(config.num_threads or specops.get_num_threads())
         # Other backends ask the device for lengths in every layer, which no graph can hold.
         graphs = config.has_exact_attention and not config.enforce_eager
         self._device = open_device(config.device, graphs=graphs)

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// The threads behind parallel.h. A job is published, claimed chunk by chunk (claims.h) by its caller
+// and by whichever workers come in time, and over when every claimed chunk is finished. Nobody waits
+// for a worker that has not begun, no lock is taken by more than two threads, and who has nothing to
+// do spins briefly and then sleeps.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "common/claims.h"
+
+namespace specops {
+
+// Where one thread waits until others say that something has become true.
+class Sleeper {
+ public:
+  // Returns when ready() is true: spins briefly, then sleeps. Who makes it true calls wake() next, and
+  // both are in the one order of sequentially consistent operations with `sleeps_`: either wake() sees
+  // the sleeper, or the sleeper sees that it need not sleep. `yields`: others may need this very CPU to
+  // make it true. Workers that yielded would stay behind their caller on one CPU.
+  template <typename Ready>
+  void wait(const Ready& ready, bool yields) {
+    if (spin(ready, yields)) return;
+    std::unique_lock<std::mutex> lock(lock_);
+    sleeps_.store(true, std::memory_order_seq_cst);
+    wake_.wait(lock, ready);
+    sleeps_.store(false, std::memory_order_relaxed);
+  }
+
+  void wake() {
+    if (!sleeps_.load(std::memory_order_seq_cst)) return;
+    {
+      std::lock_guard<std::mutex> guard(lock_);
+    }  // it has looked for the last time, and sleeps
+    wake_.notify_one();
+  }
+
+ private:
+  // Long enough to bridge the gap between two ops of a step, short enough to leave a shared core.
+  static constexpr std::chrono::microseconds kSpin{100};
+  static constexpr std::chrono::microseconds kYieldAfter{20};
+
+  template <typename Ready>
+  static bool spin(const Ready& ready, bool yields) {
+    const auto start = std::chrono::steady_clock::now();
+    while (true) {
+      for (int round = 0; round < 32; ++round) {
+        if (ready()) return true;
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb");  // waits a little, which yield does not
+#endif
+      }
+      auto spent = std::chrono::steady_clock::now() - start;
+      if (spent > kSpin) return false;
+      if (yields && spent > kYieldAfter) std::this_thread::yield();
+    }
+  }
+
+  std::atomic<bool> sleeps_{false};
+  std::mutex lock_;
+  std::condition_variable wake_;
+};
+
+class Pool {
+ public:
+  // Starts at most max_running threads, the caller included: by default as many as the first caller
+  // has CPUs, since workers inherit its mask and more of them would only take turns.
+  explicit Pool(int num_threads, int max_running = 0)
+      : num_threads_(num_threads), max_running_(max_running) {}
+  ~Pool() { stop(); }
+
+  int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
+
+  void resize(int num_threads);
+
+  void run(int64_t num_chunks, void (*fn)(void*, int64_t), void* context);
+
+ private:
+  struct alignas(128) Worker {
+    Sleeper sleeper;
+    std::thread thread;
+  };
+
+  void start();
+  void stop();
+  void worker_loop(int index);
+  void wake_workers(int index);
+  void work(int index);
+  void call(int64_t chunk);
+
+  std::atomic<int> num_threads_;
+  const int max_running_;
+  std::mutex busy_;  // held by the host thread whose job is running, and to start and stop workers
+
+  // Guarded by busy_; workers read what was written before they were started.
+  bool started_ = false;
+  std::vector<std::unique_ptr<Worker>> workers_;  // worker i is thread i + 1
+  std::unique_ptr<Claims> claims_;
+  std::vector<int> nodes_;  // by CPU; empty: one
+
+  // The job. Written before it is published, read by who has claimed a chunk of it.
+  void (*fn_)(void*, int64_t) = nullptr;
+  void* context_ = nullptr;
+
+  std::mutex error_lock_;
+  int64_t error_chunk_ = -1;  // the first that threw, guarded like the next
+  std::exception_ptr error_;
+
+  alignas(128) std::atomic<uint64_t> job_{0};  // how many there were; stop() counts as one
+  std::atomic<int> wanted_{0};                 // workers that the job has chunks for
+  std::atomic<bool> stopping_{false};
+  alignas(128) Sleeper caller_;
+};
+
+}  // namespace specops

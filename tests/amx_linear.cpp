@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// linear's tile kernel over the model of its instructions, as a library that test_linear_amx.py calls.
+#include <cstdlib>
+
+#include "common/parallel.h"
+#include "dense/linear.h"
+
+namespace specops::avx512_bf16 {
+void linear_cpu(const LinearParams&) { std::abort(); }  // float32: the tests have none
+}  // namespace specops::avx512_bf16
+
+extern "C" void set_threads(int count) { specops::set_num_threads(count); }
+
+extern "C" void linear(const void* x,
+                       const void* packed,
+                       const void* bias,
+                       void* out,
+                       int64_t rows,
+                       int64_t num_outputs,
+                       int64_t num_inputs,
+                       int64_t x_stride,
+                       bool is_float,
+                       bool gate_up) {
+  specops::LinearParams params{};
+  params.x = x;
+  params.packed = packed;
+  params.bias = bias;
+  params.out = out;
+  params.rows = rows;
+  params.num_outputs = num_outputs;
+  params.num_inputs = num_inputs;
+  params.x_stride = x_stride;
+  params.dtype = specops::DType::kBFloat16;
+  params.out_dtype = is_float ? specops::DType::kFloat32 : specops::DType::kBFloat16;
+  params.gate_up = gate_up;
+  specops::amx_model::linear_cpu(params);
+}

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear on AMX tiles, over a model of their instructions (amx_model.h): no bit of a row depends on
+the other rows, on threads, strides or the place of an output, and each is what Intel's description
+of the instruction says. On a machine with AMX the tests of test_dense.py run the instructions.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from specops import dense
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = (
+    "tests/amx_linear.cpp",
+    "csrc/dense/linear_amx_cpu.cpp",
+    "csrc/common/parallel.cpp",
+    "csrc/common/cpus.cpp",
+)
+FLAGS = "-std=c++20 -O2 -Wall -Wextra -Werror -ffp-contract=off -fno-math-errno -shared -fPIC"
+MODEL = "-pthread -DSPECOPS_ISA=amx_model -DSPECOPS_AMX_MODEL -Icsrc -Itests"
+LEAF = 32  # inputs of one product of tiles
+
+Linear = Callable[..., Tensor]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel, with the model in the place of its instructions."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    path = tmp_path_factory.mktemp("amx") / "amx_linear.so"
+    command = [compiler, *FLAGS.split(), *MODEL.split(), *SOURCES, "-o", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture
+def linear(library: ctypes.CDLL) -> Iterator[Linear]:
+    """dense.linear on that library."""
+
+    def call(
+        x: Tensor,
+        weight: dense.PackedWeight,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype = torch.float32,
+        threads: int = 1,
+    ) -> Tensor:
+        width = weight.num_outputs // 2 if weight.gate_up else weight.num_outputs
+        # What is not written stays NaN, and what lies behind is not touched.
+        memory = torch.full((x.shape[0] * width + 64,), torch.nan, dtype=out_dtype)
+        library.set_threads(threads)
+        library.linear(
+            ctypes.c_void_p(x.data_ptr()),
+            ctypes.c_void_p(weight.data.data_ptr()),
+            ctypes.c_void_p(bias.data_ptr() if bias is not None else None),
+            ctypes.c_void_p(memory.data_ptr()),
+            *(ctypes.c_int64(n) for n in (x.shape[0], weight.num_outputs, x.shape[1], x.stride(0))),
+            ctypes.c_bool(out_dtype == torch.float32),
+            ctypes.c_bool(weight.gate_up),
+        )
+        assert memory[-64:].isnan().all()
+        return memory[:-64].view(x.shape[0], width)
+
+    yield call
+    library.set_threads(1)
+
+
+def twin(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The sums in the order of TDPBF16PS: products in float64 are exact, so a sum with one of them
+    rounds once where the float64 sum is exact or far from a tie.
+    """
+    pad = -x.shape[1] % LEAF
+    x, weight = (torch.nn.functional.pad(t, (0, pad)).double() for t in (x, weight))
+    sums = torch.zeros(x.shape[0], weight.shape[0])
+    for first in range(0, x.shape[1], LEAF):
+        halves = []
+        for parity in (0, 1):
+            chain = torch.zeros_like(sums)
+            for k in range(first + parity, first + LEAF, 2):
+                chain = (chain.double() + x[:, k, None] * weight[None, :, k]).float()
+            halves.append(chain)
+        sums = sums + (halves[0] + halves[1])
+    return sums if bias is None else sums + bias.float()
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+SHAPES = [(64, 32), (64, 96), (200, 64), (16, 32), (1, 1), (17, 31), (100, 77), (40, 1030), (5, 0)]
+
+
+@pytest.mark.parametrize("outputs,inputs", SHAPES)
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_bits_are_those_of_the_description(
+    linear: Linear, outputs: int, inputs: int, use_bias: bool
+) -> None:
+    weight, bias = numbers(outputs, inputs), numbers(outputs) if use_bias else None
+    packed = dense.pack_weight(weight)
+    for rows in (0, 1, 5, 16, 17, 32, 33, 70):
+        x = numbers(rows, inputs)
+        want = twin(x, weight, bias)
+        assert torch.equal(linear(x, packed, bias), want)
+        assert torch.equal(linear(x, packed, bias, torch.bfloat16), want.bfloat16())
+
+
+@pytest.mark.parametrize("outputs,inputs", [(1024, 256), (100, 77), (40, 1030), (2500, 64)])
+@pytest.mark.parametrize("gate_up", [False, True])
+def test_rows_keep_their_bits(linear: Linear, outputs: int, inputs: int, gate_up: bool) -> None:
+    weight = dense.pack_weight(numbers(outputs, inputs), gate_up=gate_up)
+    bias, x = numbers(outputs), numbers(150, inputs)
+    dtype = torch.bfloat16
+    alone = torch.cat([linear(x[i : i + 1], weight, bias, dtype) for i in range(len(x))])
+    for rows in (2, 5, 8, 15, 16, 17, 31, 32, 33, 64, 150):
+        for threads in (1, 2, 3, 16):
+            first = (7 * rows) % (len(x) - rows + 1)
+            got = linear(x[first : first + rows], weight, bias, dtype, threads)
+            assert torch.equal(got, alone[first : first + rows])
+
+
+def test_neighbours_and_strides_change_nothing(linear: Linear) -> None:
+    weight = numbers(70, 77)
+    x = numbers(40, 77)
+    want = linear(x, dense.pack_weight(weight))
+    # Rows far apart, off every alignment, with NaN between them.
+    memory = torch.full((40 * 90 + 1,), torch.nan, dtype=torch.bfloat16)
+    apart = memory[1:].view(40, 90)[:, :77]
+    apart.copy_(x)
+    assert torch.equal(linear(apart, dense.pack_weight(weight)), want)
+    # An output has its bits wherever it stands, whatever the others are.
+    shuffled = torch.randperm(70)
+    assert torch.equal(linear(x, dense.pack_weight(weight[shuffled])), want[:, shuffled])
+    alone = linear(x, dense.pack_weight(weight[33:34]))
+    assert torch.equal(alone, want[:, 33:34])
+    x[7], weight[9] = torch.inf, torch.nan
+    spoilt = linear(x, dense.pack_weight(weight))
+    rows = torch.arange(40) != 7
+    outputs = torch.arange(70) != 9
+    assert torch.equal(spoilt[rows][:, outputs], want[rows][:, outputs])
+    assert not spoilt[7].isfinite().any() and spoilt[:, 9].isnan().all()
+
+
+def test_gates_are_silu_mul_of_what_linear_gives(linear: Linear) -> None:
+    weight, bias, x = numbers(160, 70), numbers(160), numbers(37, 70)
+    apart = linear(x, dense.pack_weight(weight), bias, torch.bfloat16)
+    got = linear(x, dense.pack_weight(weight, gate_up=True), bias, torch.bfloat16)
+    gate, up = apart.double().chunk(2, dim=1)
+    want = gate / (1 + torch.exp(-gate)) * up
+    assert torch.allclose(got.double(), want, rtol=2**-8, atol=0)
+
+
+def test_denormals_are_zeros(linear: Linear) -> None:
+    tiny = torch.full((3, 32), 1e-39).bfloat16()
+    assert (tiny != 0).all()
+    ones = torch.ones(20, 32).bfloat16()
+    assert not linear(tiny, dense.pack_weight(ones)).any()
+    small = torch.full((3, 32), 2.0**-70).bfloat16()
+    got = linear(small, dense.pack_weight(torch.full((20, 32), 2.0**-70).bfloat16()))
+    assert not got.any()
+
+
+def test_the_kernel_is_compiled_with_the_instructions_themselves() -> None:
+    """The same file without the model: every tile instruction is in it."""
+    compiler, objdump = shutil.which(os.environ.get("CXX", "c++")), shutil.which("objdump")
+    if compiler is None or objdump is None or os.uname().machine != "x86_64":
+        pytest.skip("needs a compiler for x86-64, and objdump")
+    flags = "-std=c++20 -O1 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c"
+    sets = "-mamx-tile -mamx-bf16 -DSPECOPS_ISA=amx -DSPECOPS_ISA_amx=1 -Icsrc"
+    command = [compiler, *flags.split(), *sets.split(), "-S", SOURCES[1], "-o", "-"]
+    code = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps"):
+        assert f"\t{name}" in code
+    # Sums last, inputs before, weights first, in the order of AT&T's syntax.
+    assert "tdpbf16ps %tmm6, %tmm4, %tmm0" in code
+    assert "tdpbf16ps %tmm7, %tmm5, %tmm3" in code
