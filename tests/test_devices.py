@@ -31,6 +31,7 @@ OWN_TESTS = {
     "keep_hidden_rows": "test_draft_batch.py",
     "mtp_input": "test_draft_batch.py",
     "copy_kv": "test_trees.py",
+    "rope_append_latent": "test_attention_latent.py",
     "tree_chains": "test_trees.py",
     "commit": "test_commit.py",
     "verify": "test_verify.py",

@@ -51,7 +51,7 @@ void load_table(const AppendAttentionParams& params,
                 int64_t base,
                 LeafKv<T>& kv) {
   int page_bits = params.page_size == 16 ? 4 : params.page_size == 32 ? 5 : 6;
-  kv.stride = params.num_kv_heads * D;
+  kv.stride = kHeadStride<D> == 0 ? D : params.num_kv_heads * D;
   for (int block = 0; block < kLeafBlocks; ++block) {
     int64_t token = base + block * kPageBlock;
     bool used = token < member.seen_end && token + kPageBlock > member.first_seen;
@@ -59,7 +59,7 @@ void load_table(const AppendAttentionParams& params,
     if (!used) continue;
     int64_t page = member.pages[token >> page_bits];
     int64_t slot = (page << page_bits) + (token & (params.page_size - 1));
-    int64_t offset = slot * kv.stride + unit.first_head * D;
+    int64_t offset = slot * kv.stride + unit.first_head * kHeadStride<D>;
     kv.k[block] = static_cast<const T*>(params.k_cache) + offset;
     kv.v[block] = static_cast<const T*>(params.v_cache) + offset;
   }
@@ -71,16 +71,17 @@ void load_table(const AppendAttentionParams& params,
 // the start of a page that lies elsewhere in memory hides behind the other streams.
 template <typename T, int D>
 void load_leaf(const AppendAttentionParams& params, const Unit& unit, const LeafKv<T>& kv) {
-  // All heads of a token lie next to each other.
-  bool joined = unit.num_heads == params.num_kv_heads;
-  int64_t piece = (joined ? kPageBlock : 1) * unit.num_heads * D;
+  // All heads of a token lie next to each other; of latents there is one.
+  constexpr bool kIsLatent = kHeadStride<D> == 0;
+  bool joined = kIsLatent || unit.num_heads == params.num_kv_heads;
+  int64_t piece = (joined ? kPageBlock : 1) * (kIsLatent ? 1 : unit.num_heads) * D;
   int64_t pieces = joined ? 1 : kPageBlock;
   const volatile char* streams[2 * kLeafBlocks];
   int count = 0;
   for (int block = 0; block < kLeafBlocks; ++block) {
     if (kv.k[block] == nullptr) continue;
     streams[count++] = reinterpret_cast<const volatile char*>(kv.k[block]);
-    streams[count++] = reinterpret_cast<const volatile char*>(kv.v[block]);
+    if (!kIsLatent) streams[count++] = reinterpret_cast<const volatile char*>(kv.v[block]);
   }
   int64_t step = kv.stride * static_cast<int64_t>(sizeof(T));
   int64_t bytes = piece * static_cast<int64_t>(sizeof(T));

@@ -203,7 +203,7 @@ __device__ __forceinline__ Demand demand_of(const AttentionLaunch& launch,
                                      : 0;
   demand.sequences = demand.tiles * static_cast<int>(params.num_kv_heads);
   int rows = packed < kRows ? static_cast<int>(packed) : kRows;
-  demand.state_quads = (rows + 1) / 2 * (static_cast<int>(params.head_dim) + 2) / 2;
+  demand.state_quads = (rows + 1) / 2 * (static_cast<int>(value_dim_of(params.head_dim)) + 2) / 2;
   return demand;
 }
 

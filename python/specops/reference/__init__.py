@@ -8,9 +8,11 @@ from specops.reference.attention import (
     append_attention,
     compact_kv,
     copy_kv,
+    expanded_attention,
     merge_states,
     quantized,
     rope_append_kv,
+    rope_append_latent,
     rope_cos_sin,
 )
 from specops.reference.batching import (
@@ -75,6 +77,7 @@ __all__ = [
     "commit",
     "compact_kv",
     "copy_kv",
+    "expanded_attention",
     "embedding",
     "gather_input_ids",
     "gather_output_rows",
@@ -92,6 +95,7 @@ __all__ = [
     "quantized",
     "rms_norm",
     "rope_append_kv",
+    "rope_append_latent",
     "rope_cos_sin",
     "sample",
     "silu_mul",
