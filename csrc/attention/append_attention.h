@@ -74,7 +74,7 @@ struct AppendAttentionParams {
   int64_t num_qo_heads;
   int64_t num_kv_heads;  // of latents: 1; on the CPU groups of query heads
   int64_t head_dim;      // 64, 96, 128 or 256; of latents: kLatentKeyDim
-  int64_t page_size;  // 16, 32 or 64
+  int64_t page_size;     // 16, 32 or 64
   int64_t q_stride;
   int64_t sliding_window;  // a row sees this many positions, its own included; 0: all
   bool is_causal;          // else a row sees what comes after it as well

@@ -30,7 +30,9 @@ inline float add_sink(const AppendAttentionParams& params, int64_t out_row, floa
 template <typename T, int D>
 void write_nothing(const AppendAttentionParams& params, int64_t out_row) {
   constexpr int kColumns = kValueDim<D>;
-  std::memset(static_cast<void*>(static_cast<T*>(params.out) + out_row * kColumns), 0, kColumns * sizeof(T));
+  std::memset(static_cast<void*>(static_cast<T*>(params.out) + out_row * kColumns),
+              0,
+              kColumns * sizeof(T));
   if (params.lse == nullptr) return;
   bool has_sink = params.sinks != nullptr;
   params.lse[out_row] = has_sink ? params.sinks[out_row % params.num_qo_heads] : -INFINITY;

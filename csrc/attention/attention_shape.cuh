@@ -24,7 +24,7 @@ struct AttentionShape {
                                    : sizeof(T) == 4 || kQueryBytes > 256 ? 2
                                                                          : 4;
   static constexpr int kRows = 16 * kRowTiles;
-  static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;   // of 8 tokens, per warp
+  static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;    // of 8 tokens, per warp
   static constexpr int kOutTiles = kValueDim / kAttentionWarps / 8;  // of 8 columns, per warp
   // A token of a tile: vectors of 16 bytes that it fills, and places that it has for them.
   static constexpr int kCacheBytes = kHeadDim * static_cast<int>(sizeof(Cache));

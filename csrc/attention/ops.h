@@ -10,4 +10,4 @@ void register_attention(pybind11::module_& m);
 // Its op in a file of its own: <op>_ops.cpp.
 void register_rope_append_latent(pybind11::module_& m);
 
-}
+}  // namespace specops

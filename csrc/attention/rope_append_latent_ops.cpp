@@ -34,7 +34,8 @@ void rope_append_latent(const TensorView& q,
   Checker check("rope_append_latent");
   Dim rows{"rows"}, heads{"num_qo_heads"}, num_pages{"num_pages"}, page_size{"page_size"};
   Dim key_dim{"key_dim", kLatentKeyDim}, latent_dim{"latent_dim", kLatentDim};
-  Dim one{"num_kv_heads", 1}, max_positions{"max_positions"}, rotary_dim{"rotary_dim", kLatentRopeDim};
+  Dim one{"num_kv_heads", 1}, max_positions{"max_positions"},
+      rotary_dim{"rotary_dim", kLatentRopeDim};
   check.tensor("q", q, kFloats, {&rows, &heads, &key_dim}, Layout::kRows);
   DType dtype = q.dtype();
   check.tensor("kv", kv, {dtype}, {&rows, &key_dim}, Layout::kRows);

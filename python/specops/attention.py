@@ -469,12 +469,17 @@ def append_attention(
     Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV); Xiao et al. 2023
         (attention sinks), OpenAI 2025 (gpt-oss); DeepSeek-AI 2024 (DeepSeek-V2: MLA, absorption).
     """
-    if v_cache is None and sm_scale is None:
+    is_latent = v_cache is None and unless_wrong(lambda: q.shape[-1] == LATENT_DIM + 64)
+    if is_latent and sm_scale is None:
         raise ValueError("append_attention: sm_scale must be given where v_cache is None, got None")
     if out is None:
-        columns = q.shape[-1] if v_cache is not None else LATENT_DIM
-        shape = (*q.shape[:-1], columns)
-        out = unless_wrong(lambda: torch.empty(shape, dtype=q.dtype, device=q.device))
+        out = unless_wrong(
+            lambda: torch.empty(
+                (*q.shape[:-1], LATENT_DIM if is_latent else q.shape[-1]),
+                dtype=q.dtype,
+                device=q.device,
+            )
+        )
     if lse is None and return_lse:
         lse = unless_wrong(lambda: torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
     if workspace is None:
@@ -686,9 +691,7 @@ def compact_kv(
     )
 
 
-def copy_kv(
-    k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slots: Tensor
-) -> None:
+def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slots: Tensor) -> None:
     """Writes keys and values of tokens to other slots as well, IN PLACE.
 
     Same as `reference.copy_kv`:

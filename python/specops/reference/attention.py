@@ -117,6 +117,7 @@ def rope_append_kv(
     v_scales: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm per head, RoPE in fp32 (fp64 for fp64), k and v scattered INTO THE CACHE."""
+
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
         x = x if weight is None else _normalised(x, weight, norm_eps)
         return _turned(x, positions, cos_sin, interleaved)
@@ -320,9 +321,7 @@ def compact_kv(
                 flat[slots[1]] = flat[slots[0]].clone()
 
 
-def copy_kv(
-    k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slots: Tensor
-) -> None:
+def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slots: Tensor) -> None:
     """Indexing, with a gather before any write, IN THE CACHES."""
     used = to_slots >= 0
     for cache in (k_cache, v_cache):
