@@ -2,7 +2,9 @@
 """Latent attention (MLA): against attention that absorbs nothing, and row identity in one form."""
 
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -367,6 +369,13 @@ def test_refuses(device: str, on_cuda: bool) -> None:
         refused(
             "k_cache must be bfloat16 or float16 where v_cache is None on cuda, got float32", single
         )
+
+
+def test_the_example_of_the_documents_runs() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
+    section = text.split("## Latent attention")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    exec(compile(code, "docs/ops.md", "exec"), {})
 
 
 # ---- into the cache ----
