@@ -3,8 +3,9 @@
 
 Tokens of 576 elements, decoding and verifying, of 16 heads (DeepSeek-V2-Lite, or an eighth of V3)
 and of 128. torch attends to the keys and values of every head, made beforehand, as the models
-define it: 640 flops for a row, head and token, and 320 elements to read for each head. Absorbed
-there are 2,176 flops, and 576 elements for all heads, so this is bound by arithmetic.
+define it: 640 flops for a row, head and token, and 320 elements to read for each head. Its fast
+kernel wants values as wide as keys, so they are padded, as is usual. Absorbed there are 2,176
+flops, and 576 elements for all heads, so this is bound by arithmetic.
 """
 
 from collections.abc import Callable
@@ -87,7 +88,7 @@ def _torch(heads: int, batch: int, q_len: int) -> Callable[[], object]:
     head_dim = NOPE + KEY - LATENT
     q = torch.randn(batch, heads, q_len, head_dim).bfloat16()
     keys = torch.randn(batch, heads, KV_LEN, head_dim).bfloat16()
-    values = torch.randn(batch, heads, KV_LEN, VALUE).bfloat16()
+    values = F.pad(torch.randn(batch, heads, KV_LEN, VALUE).bfloat16(), (0, head_dim - VALUE))
     mask = None
     if q_len > 1:
         mask = torch.ones(q_len, KV_LEN, dtype=torch.bool).tril(KV_LEN - q_len)
