@@ -31,6 +31,7 @@ FAMILIES = {
     "linear": "dense",
     "attention": "attention",
     "kv_cache": "kv_cache",
+    "latent": "latent",
     "cascade": "cascade",
     "trees": "trees",
     "structured": "structured",

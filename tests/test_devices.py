@@ -32,6 +32,7 @@ OWN_TESTS = {
     "mtp_input": "test_draft_batch.py",
     "copy_kv": "test_trees.py",
     "find_shared_prefixes": "test_prefixes.py",
+    "rope_append_latent": "test_attention_latent.py",
     "tree_chains": "test_trees.py",
     "commit": "test_commit.py",
     "verify": "test_verify.py",

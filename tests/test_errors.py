@@ -194,6 +194,21 @@ def rope_append_kv() -> dict[str, Any]:
     }
 
 
+def rope_append_latent() -> dict[str, Any]:
+    return {
+        "q": torch.zeros(3, 4, 576),
+        "kv": torch.zeros(3, 576),
+        "latent_cache": torch.zeros(3, 16, 1, 576),
+        "cache_slots": torch.tensor([0, 17, -1]),
+        "positions": ints(0, 1, 2),
+        "cos_sin": torch.zeros(8, 64),
+        "interleaved": False,
+        "norm_weight": torch.ones(512),
+        "norm_eps": 1e-6,
+        "q_out": torch.zeros(3, 4, 576),
+    }
+
+
 def append_attention() -> dict[str, Any]:
     return {
         "q": torch.zeros(3, 4, 64),
@@ -468,6 +483,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         advance_draft_batch,
         keep_hidden_rows,
         rope_append_kv,
+        rope_append_latent,
         append_attention,
         merge_states,
         compact_kv,
@@ -535,7 +551,8 @@ def test_the_good_calls_are_good(name: str) -> None:
             needed = {"temperature", "seeds", "accept_rates", "positions", "output_indptr"}
             needed |= {"draft_token_ids"} if name == "top_logprobs" else set()
             needed |= NEEDED_IN_COMMIT if name == "commit" else set()
-            needed |= {"mask"} if name == "append_attention" else set()  # by its starts
+            # The mask by its starts, values by keys that are no latents.
+            needed |= {"mask", "v_cache"} if name == "append_attention" else set()
             if not together and argument not in needed:
                 getattr(_C, name)(*without.values())
         if kind == FIELDS:
@@ -680,7 +697,8 @@ def test_wrong_kind_before_allocation(name: str, wrong: str) -> None:
         if not isinstance(value, Tensor) or (wrong == "flat" and value.dim() == 1):
             continue
         if wrong == "none" and (
-            argument in {"residual", "bias"} or (name, argument) == ("compact_kv", "v_cache")
+            argument in {"residual", "bias"}
+            or (name in ("compact_kv", "copy_kv") and argument == "v_cache")
         ):
             continue
         with pytest.raises(ValueError) as caught:

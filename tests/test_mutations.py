@@ -41,6 +41,7 @@ INPUT_IDS = "test_batching.py input_ids and not faults"
 ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
 BYTES = "test_attention_8bit.py append_attention or decode_rows"
+LATENT = "test_attention_latent.py reference or decode_rows or rope_append_latent"
 SINKS = "test_attention_sinks.py reference or formula or schedules"
 NONCAUSAL = "test_attention_noncausal.py reference"
 MASK = "test_attention_mask.py against or tree"
@@ -514,6 +515,27 @@ MUTATIONS = [
         "16 * which + 8 * n + 2 * (lane % 4) + e",
         "8 * n + 2 * (lane % 4) + e + 0 * which",
         BYTES,
+    ),
+    Mutation(
+        "the next tile of latents is not waited for",
+        "attention/attention_reduce.cuh",
+        "        ptx::cp_async_wait<0>();\n        __syncthreads();\n      }\n      score",
+        "      }\n      score",
+        LATENT,
+    ),
+    Mutation(
+        "latents are copied over the tile that is multiplied",
+        "attention/attention_block.cuh",
+        "constexpr int kSlots = Shape::kIsLatent ? 2 : kStages;",
+        "constexpr int kSlots = kStages;",
+        LATENT,
+    ),
+    Mutation(
+        "the halves of a latent's key are one element off",
+        "attention/rope_append_latent.cuh",
+        "first + 1 : first + kWarpSize;",
+        "first + 1 : first + kWarpSize - 1;",
+        LATENT,
     ),
     Mutation(
         "scales of a tile before",

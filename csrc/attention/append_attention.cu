@@ -31,13 +31,14 @@ struct Sizes {
   int64_t chunk_states;  // floats
 };
 
-// head_dim <= 128 has tiles of at most 64 rows, others of 32; the sizes hold for all.
+// head_dim <= 128 has tiles of at most 64 rows, others of 32, latents of 16; the sizes hold for all.
 Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
-  int64_t tile_rows = shape.head_dim <= 128 ? 64 : 32;
+  int64_t tile_rows = shape.head_dim <= 128 ? 64 : shape.head_dim <= 256 ? 32 : 16;
+  int64_t value_dim = value_dim_of(shape.head_dim);
   int64_t group = shape.num_qo_heads / shape.num_kv_heads;
   Sizes sizes;
   sizes.totals = int64_t{sms} * kAttentionBlocksPerSm *
-                 (kAttentionThreads * (tile_rows / 16) * (shape.head_dim / 8 + 4));
+                 (kAttentionThreads * (tile_rows / 16) * (value_dim / 8 + 4));
   int64_t rows = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * group;
   rows = rows < tile_rows ? rows : tile_rows;
   // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
@@ -46,11 +47,11 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
   while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost) == 1) --tail;
   sizes.tail_units = tail < kCounters / 2 ? tail : kCounters / 2;
   int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
-  sizes.leaf = ceil_div(most, 2) * 2 * (shape.head_dim + 2);
+  sizes.leaf = ceil_div(most, 2) * 2 * (value_dim + 2);
   int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
   int64_t row_heads = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * shape.num_qo_heads;
   // Twice: shared prefixes have theirs as well.
-  int64_t floats = 2 * chunks * (row_heads + shape.num_kv_heads) * (shape.head_dim + 2) +
+  int64_t floats = 2 * chunks * (row_heads + shape.num_kv_heads) * (value_dim + 2) +
                    4 * shape.batch * kGroupFloats + kListFloats;
   floats = floats > kMinStateFloats ? floats : kMinStateFloats;
   sizes.chunk_states = floats < kMaxStateFloats ? floats : kMaxStateFloats;
@@ -113,6 +114,11 @@ void run(const AttentionLaunch& launch_params, const Sizes& sizes, int blocks, C
       return run<T, Cache, 96>(launch_params, sizes, blocks, stream);
     case 128:
       return run<T, Cache, 128>(launch_params, sizes, blocks, stream);
+    case kLatentKeyDim:
+      if constexpr (sizeof(Cache) == 2) {
+        return run<T, Cache, kLatentKeyDim>(launch_params, sizes, blocks, stream);
+      }
+      throw std::invalid_argument("append_attention: latents must be bfloat16 or float16 on cuda");
     default:
       return run<T, Cache, 256>(launch_params, sizes, blocks, stream);
   }

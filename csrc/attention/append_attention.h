@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/latent.h"
 #include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/error_flag.h"
@@ -37,7 +38,7 @@ constexpr int64_t kAttentionStampWords = 3 + kAttentionPhases;
 struct AppendAttentionParams {
   const void* q;        // [rows, num_qo_heads, head_dim], rows q_stride apart
   const void* k_cache;  // [num_pages, page_size, num_kv_heads, head_dim]
-  const void* v_cache;  // as k_cache
+  const void* v_cache;  // as k_cache; k_cache itself where it holds latents
   // What multiplies the elements of a token's head in 8-bit caches: [num_pages, page_size,
   // num_kv_heads] each; nullptr for others.
   const float* k_scales;
@@ -61,7 +62,7 @@ struct AppendAttentionParams {
   const int32_t* prefix_leaders;
   const int32_t* prefix_lens;
   int64_t num_prefix_levels;
-  void* out;               // [rows, num_qo_heads, head_dim], contiguous
+  void* out;               // [rows, num_qo_heads, value_dim_of(head_dim)], contiguous
   float* lse;              // [rows, num_qo_heads], natural log; may be nullptr
   float* workspace;        // partial states of split requests; may be nullptr. On CUDA its head
                            // counts arrivals: zero before and after
@@ -71,9 +72,9 @@ struct AppendAttentionParams {
   int64_t num_pages;    // of the caches
   int64_t num_indices;  // of kv_indices
   int64_t num_qo_heads;
-  int64_t num_kv_heads;
-  int64_t head_dim;   // 64, 96, 128 or 256
-  int64_t page_size;  // 16, 32 or 64
+  int64_t num_kv_heads;  // of latents: 1; on the CPU groups of query heads
+  int64_t head_dim;      // 64, 96, 128 or 256; of latents: kLatentKeyDim
+  int64_t page_size;     // 16, 32 or 64
   int64_t q_stride;
   int64_t sliding_window;  // a row sees this many positions, its own included; 0: all
   bool is_causal;          // else a row sees what comes after it as well

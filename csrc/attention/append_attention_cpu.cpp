@@ -10,7 +10,8 @@ namespace {
 // out = softmax(q k^T * sm_scale) v over what each row sees of its request's pages, and its
 // log-sum-exp; with a sink of the head in the softmax's sum, if there are any.
 // Cost:    the KV in use read once per tile of rows (all rows of a verification, all query heads of
-//          a KV head); 4 * tokens * head_dim flops per row and head.
+//          a KV head); 4 * tokens * head_dim flops per row and head. Of latents 2,176 flops for 1,152
+//          bytes in bf16: bound by arithmetic from a few rows and heads on.
 // Assumes: indices checked; kv_lens >= the request's rows.
 // Order:   fp32 states; leaves of 64 tokens, each from a fresh state, folded left into chunks of 8
 //          leaves, those folded left into the row's result; after them all, a sink. A dot product is
@@ -23,6 +24,8 @@ namespace {
 //          thread takes all KV heads of a leaf in turn, so that pages are read in memory order.
 // Shared:  what neighbours of one prefix share is reduced first, where that pays: leaves are read once
 //          and multiplied for the rows of all, tile by tile. Each request goes on from these states.
+// Latents: the first kLatentDim columns of K are V. Query heads form groups that are planned like KV
+//          heads, and all read the same leaves; a row's arithmetic is that of any other head.
 template <typename T, int D, bool kScaled>
 void run_all(const AppendAttentionParams& params) {
   Plan plan;
@@ -45,7 +48,9 @@ void run_all(const AppendAttentionParams& params) {
 
 template <typename T, int D>
 void run(const AppendAttentionParams& params) {
-  if (params.k_scales != nullptr) return run_all<T, D, true>(params);
+  if constexpr (D != kLatentKeyDim) {
+    if (params.k_scales != nullptr) return run_all<T, D, true>(params);
+  }
   run_all<T, D, false>(params);
 }
 
@@ -58,6 +63,8 @@ void dispatch(const AppendAttentionParams& params) {
       return run<T, 96>(params);
     case 128:
       return run<T, 128>(params);
+    case kLatentKeyDim:
+      return run<T, kLatentKeyDim>(params);
     default:
       return run<T, 256>(params);
   }

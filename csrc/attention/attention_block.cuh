@@ -25,7 +25,7 @@ struct Unit {
   int seen_begin, seen_end;
   bool many_queries;
   bool valid;  // else there is nothing to do
-  // A state in the workspace: [state_rows, head_dim] outputs, then [state_rows] of (m, l). The tile
+  // A state in the workspace: [state_rows, value_dim] outputs, then [state_rows] of (m, l). The tile
   // begins at state_row.
   int state_row, state_rows;
   int tile_rows;        // rows before the unit was narrowed
@@ -62,6 +62,7 @@ struct AttentionBlock {
   using Cache = KvElement;
   using Shape = AttentionShape<T, kDim, KvElement>;
   static constexpr int kHeadDim = kDim;
+  static constexpr int kValueDim = Shape::kValueDim;
   static constexpr int kTile = Shape::kTile;
   static constexpr int kOutTiles = Shape::kOutTiles;
   static constexpr int kScoreTiles = Shape::kScoreTiles;
@@ -117,9 +118,11 @@ struct AttentionBlock {
   // ---- shared memory ----
 
   __device__ __forceinline__ unsigned char* k_slot(int tile) const {
-    return smem + Shape::kRing + (tile & (kStages - 1)) * Shape::kTileBytes;
+    constexpr int kSlots = Shape::kIsLatent ? 2 : kStages;
+    return smem + Shape::kRing + (tile & (kSlots - 1)) * Shape::kTileBytes;
   }
   __device__ __forceinline__ unsigned char* v_slot(int tile) const {
+    if constexpr (Shape::kIsLatent) return k_slot(tile);
     return smem + Shape::kRing + (kStages + (tile & (kStages - 1))) * Shape::kTileBytes;
   }
 

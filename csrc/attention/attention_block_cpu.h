@@ -67,39 +67,45 @@ struct Tile {
 };
 
 // A thread's memory: the scores and weights of a tile at one leaf, and the states of a unit's rows,
-// one of the chunk at hand and one of the chunks before it.
-template <typename T>
-struct Scratch {
+// one of the chunk at hand and one of the chunks before it. kWidth: of the widest head.
+template <typename T, int kWidth>
+struct ScratchMemory {
   alignas(64) float scores[kMaxTile * kLeafTokens];
   alignas(64) typename Element<T>::Prob probs[kMaxTile * kLeafTokens];
-  alignas(64) float leaf_o[kMaxTile * kMaxHeadDim];
-  alignas(64) float wide_q[kMaxTile * kMaxHeadDim];
+  alignas(64) float leaf_o[kMaxTile * kWidth];
+  alignas(64) float wide_q[kMaxTile * kWidth];
   alignas(64) float states[2][kStateFloats];
   float leaf_m[kMaxTile], leaf_l[kMaxTile];
   float m[2][kMaxUnitRows], l[2][kMaxUnitRows];
-  alignas(64) T packed_k[kPageBlock * kMaxHeadDim];
-  alignas(64) T packed_v[kLeafTokens * kMaxHeadDim];
+  alignas(64) T packed_k[kPageBlock * kWidth];
+  alignas(64) T packed_v[kLeafTokens * kWidth];
   // Of 8-bit caches: a block of K, a leaf of V, and its scales, of one head.
-  alignas(64) T wide_k[kPageBlock * kMaxHeadDim];
-  alignas(64) T wide_v[kLeafTokens * kMaxHeadDim];
+  alignas(64) T wide_k[kPageBlock * kWidth];
+  alignas(64) T wide_v[kLeafTokens * kWidth];
   alignas(64) float k_scales[kLeafTokens];
   alignas(64) float v_scales[kLeafTokens];
   LeafPrefetch prefetch;
 };
 
-// One block per thread, made at its first leaf: thread_local arrays of this size would be zeroed in
-// every thread that loads the module.
+template <typename T, int D>
+using Scratch = ScratchMemory<T, (D > kMaxHeadDim ? D : kMaxHeadDim)>;
+
+// One block per thread and width, made at its first leaf: thread_local arrays of this size would be
+// zeroed in every thread that loads the module.
 struct Arena {
   void* memory = nullptr;
   ~Arena() { std::free(memory); }
 };
+template <size_t kBytes>
 thread_local Arena arena;
 
-template <typename T>
-Scratch<T>& scratch() {
-  static_assert(sizeof(Scratch<T>) <= sizeof(Scratch<float>));
-  if (arena.memory == nullptr) arena.memory = std::aligned_alloc(64, sizeof(Scratch<float>));
-  return *static_cast<Scratch<T>*>(arena.memory);
+template <typename T, int D>
+Scratch<T, D>& scratch() {
+  constexpr size_t kBytes = sizeof(Scratch<float, D>);
+  static_assert(sizeof(Scratch<T, D>) <= kBytes);
+  void*& memory = arena<kBytes>.memory;
+  if (memory == nullptr) memory = std::aligned_alloc(64, kBytes);
+  return *static_cast<Scratch<T, D>*>(memory);
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ struct GroupNeed {
     int64_t tiles = (packed + tile_rows - 1) / tile_rows * launch.params.num_kv_heads;
     int rows = packed < tile_rows ? static_cast<int>(packed + 1) / 2 * 2 : tile_rows;
     units = group.pieces() * static_cast<int>(tiles);
-    int64_t floats = rows * (launch.params.head_dim + 2);
+    int64_t floats = rows * (value_dim_of(launch.params.head_dim) + 2);
     quads = static_cast<int>(
         min(tiles * group.slots() * (floats / 4), int64_t{launch.shared_capacity} + 1));
   }
@@ -57,8 +57,8 @@ __device__ __forceinline__ bool pays(const AttentionLaunch& launch,
   int64_t head_dim = launch.params.head_dim;
   int64_t element = launch.params.dtype == DType::kFloat32 ? 4 : 2;
   int64_t spared = member_tiles - row_tiles(launch, rows, tile_rows);
-  int64_t states = int64_t{rows} * launch.group * 2 * (head_dim + 2);
-  return spared * 2 * kLeafTokens * head_dim * element > states * int64_t{sizeof(float)};
+  int64_t states = int64_t{rows} * launch.group * 2 * (value_dim_of(head_dim) + 2);
+  return spared * kLeafTokens * read_dim_of(head_dim) * element > states * int64_t{sizeof(float)};
 }
 
 // Finds the groups that share something, level by level: the table by leader, and those of the

@@ -38,7 +38,8 @@ void fold_leaf(const AppendAttentionParams& params,
                int first,
                int last,
                int chunk,
-               Scratch<T>& own) {
+               Scratch<T, D>& own) {
+  constexpr int kColumns = kValueDim<D>;
   int64_t group = params.num_qo_heads / params.num_kv_heads;
   using Stored = std::conditional_t<kScaled, uint8_t, T>;
   LeafKv<Stored> kv;
@@ -47,10 +48,10 @@ void fold_leaf(const AppendAttentionParams& params,
   Tile<T> tile;
   load_table<Stored, D>(params, unit, member, base, kv);
   if (unit.cold) {
-    if (first == 0 && own.prefetch.base == base) {
+    if (first == 0 && own.prefetch.is_of(base)) {
       own.prefetch.load_rest();
     } else {
-      load_leaf<Stored, D>(params, unit, kv);
+      load_leaf(find_lines<Stored, D>(params, unit, kv));
     }
     if (first == 0) {
       int64_t places = unit.num_heads * prefetch_places<kScaled>(last - first);
@@ -66,8 +67,8 @@ void fold_leaf(const AppendAttentionParams& params,
         head_kv.k[block] = nullptr;
         head_kv.v[block] = own.wide_v + block * kPageBlock * D;
       } else {
-        head_kv.k[block] = kv.k[block] == nullptr ? nullptr : kv.k[block] + head * D;
-        head_kv.v[block] = kv.v[block] == nullptr ? nullptr : kv.v[block] + head * D;
+        head_kv.k[block] = kv.k[block] == nullptr ? nullptr : kv.k[block] + head * kHeadStride<D>;
+        head_kv.v[block] = kv.v[block] == nullptr ? nullptr : kv.v[block] + head * kHeadStride<D>;
       }
     }
     for (int begin = first; begin < last; begin += tile_rows) {
@@ -75,7 +76,7 @@ void fold_leaf(const AppendAttentionParams& params,
       int64_t at = head * rows.count + begin;
       float* m = own.m[chunk] + at;
       float* l = own.l[chunk] + at;
-      float* o = own.states[chunk] + at * D;
+      float* o = own.states[chunk] + at * kColumns;
       float* dst[kMaxTile];
       for (int row = 0; row < tile.rows; ++row) {
         int64_t seen = window_begin(params, rows.positions[begin + row]);
@@ -84,30 +85,31 @@ void fold_leaf(const AppendAttentionParams& params,
         tile.hi[row] = static_cast<int>(end < kLeafTokens ? end : kLeafTokens);
         tile.hidden[row] = hidden_tokens(params, *member.request, rows.out_rows[begin + row], base);
         tile.q[row] = rows.first_q[begin + row] + head * group * D;
-        dst[row] = (l[row] == 0.0f ? o : own.leaf_o) + row * D;
+        dst[row] = (l[row] == 0.0f ? o : own.leaf_o) + row * kColumns;
       }
       reduce_leaf<T, D, kScaled>(
           tile, head_kv, raw, params.sm_scale, own.leaf_m, own.leaf_l, dst, own);
-      fold(m, l, o, own.leaf_m, own.leaf_l, dst, tile.rows, D);
+      fold(m, l, o, own.leaf_m, own.leaf_l, dst, tile.rows, kColumns);
     }
   }
 }
 
 // result = result, then the chunk.
 template <typename T, int D>
-void fold_chunk(int64_t unit_rows, int result, int chunk, Scratch<T>& own) {
+void fold_chunk(int64_t unit_rows, int result, int chunk, Scratch<T, D>& own) {
+  constexpr int kColumns = kValueDim<D>;
   for (int64_t row = 0; row < unit_rows; row += kMaxTile) {
     int count = static_cast<int>(unit_rows - row < kMaxTile ? unit_rows - row : kMaxTile);
     float* src[kMaxTile];
-    for (int i = 0; i < count; ++i) src[i] = own.states[chunk] + (row + i) * D;
+    for (int i = 0; i < count; ++i) src[i] = own.states[chunk] + (row + i) * kColumns;
     fold(own.m[result] + row,
          own.l[result] + row,
-         own.states[result] + row * D,
+         own.states[result] + row * kColumns,
          own.m[chunk] + row,
          own.l[chunk] + row,
          src,
          count,
-         D);
+         kColumns);
   }
 }
 

@@ -51,7 +51,7 @@ void load_table(const AppendAttentionParams& params,
                 int64_t base,
                 LeafKv<T>& kv) {
   int page_bits = params.page_size == 16 ? 4 : params.page_size == 32 ? 5 : 6;
-  kv.stride = params.num_kv_heads * D;
+  kv.stride = kHeadStride<D> == 0 ? D : params.num_kv_heads * D;
   for (int block = 0; block < kLeafBlocks; ++block) {
     int64_t token = base + block * kPageBlock;
     bool used = token < member.seen_end && token + kPageBlock > member.first_seen;
@@ -59,34 +59,42 @@ void load_table(const AppendAttentionParams& params,
     if (!used) continue;
     int64_t page = member.pages[token >> page_bits];
     int64_t slot = (page << page_bits) + (token & (params.page_size - 1));
-    int64_t offset = slot * kv.stride + unit.first_head * D;
+    int64_t offset = slot * kv.stride + unit.first_head * kHeadStride<D>;
     kv.k[block] = static_cast<const T*>(params.k_cache) + offset;
     kv.v[block] = static_cast<const T*>(params.v_cache) + offset;
   }
+}
+
+// The lines of a leaf that a unit reads. All heads of a token lie next to each other; of latents there
+// is one, and no V.
+template <typename T, int D>
+LeafLines find_lines(const AppendAttentionParams& params, const Unit& unit, const LeafKv<T>& kv) {
+  constexpr bool kIsLatent = kHeadStride<D> == 0;
+  bool joined = kIsLatent || unit.num_heads == params.num_kv_heads;
+  int64_t heads = kIsLatent ? 1 : unit.num_heads;
+  LeafLines lines;
+  lines.pieces = joined ? 1 : kPageBlock;
+  lines.step = kv.stride * static_cast<int64_t>(sizeof(T));
+  lines.bytes = (joined ? kPageBlock : 1) * heads * D * static_cast<int64_t>(sizeof(T));
+  for (int block = 0; block < kLeafBlocks; ++block) {
+    if (kv.k[block] == nullptr) continue;
+    lines.blocks[lines.num_blocks++] = reinterpret_cast<const char*>(kv.k[block]);
+    if (kIsLatent) continue;
+    lines.blocks[lines.num_blocks++] = reinterpret_cast<const char*>(kv.v[block]);
+  }
+  return lines;
 }
 
 // Reads one leaf of K and V into L2, for all heads of the unit, before the arithmetic does: pieces
 // of one head at the stride of a token never start the hardware's prefetcher, and prefetch
 // instructions are dropped when the miss buffers are full. The blocks advance side by side, so that
 // the start of a page that lies elsewhere in memory hides behind the other streams.
-template <typename T, int D>
-void load_leaf(const AppendAttentionParams& params, const Unit& unit, const LeafKv<T>& kv) {
-  // All heads of a token lie next to each other.
-  bool joined = unit.num_heads == params.num_kv_heads;
-  int64_t piece = (joined ? kPageBlock : 1) * unit.num_heads * D;
-  int64_t pieces = joined ? 1 : kPageBlock;
-  const volatile char* streams[2 * kLeafBlocks];
-  int count = 0;
-  for (int block = 0; block < kLeafBlocks; ++block) {
-    if (kv.k[block] == nullptr) continue;
-    streams[count++] = reinterpret_cast<const volatile char*>(kv.k[block]);
-    streams[count++] = reinterpret_cast<const volatile char*>(kv.v[block]);
-  }
-  int64_t step = kv.stride * static_cast<int64_t>(sizeof(T));
-  int64_t bytes = piece * static_cast<int64_t>(sizeof(T));
-  for (int64_t i = 0; i < pieces; ++i) {
-    for (int64_t at = i * step; at < i * step + bytes; at += 64) {
-      for (int stream = 0; stream < count; ++stream) (void)streams[stream][at];
+inline void load_leaf(const LeafLines& lines) {
+  for (int64_t begin = 0; begin < lines.pieces * lines.step; begin += lines.step) {
+    for (int64_t at = begin; at < begin + lines.bytes; at += LeafLines::kLine) {
+      for (int block = 0; block < lines.num_blocks; ++block) {
+        (void)*static_cast<const volatile char*>(lines.blocks[block] + at);
+      }
     }
   }
 }
@@ -103,20 +111,7 @@ void plan_prefetch(const AppendAttentionParams& params,
   if (base > unit.last_leaf * kLeafTokens || base >= member.end_leaf * kLeafTokens) return;
   LeafKv<T> kv;
   load_table<T, D>(params, unit, member, base, kv);
-  for (int block = 0; block < kLeafBlocks; ++block) {
-    if (kv.k[block] == nullptr) continue;
-    prefetch.blocks[prefetch.num_blocks++] = reinterpret_cast<const char*>(kv.k[block]);
-    prefetch.blocks[prefetch.num_blocks++] = reinterpret_cast<const char*>(kv.v[block]);
-  }
-  bool joined = unit.num_heads == params.num_kv_heads;
-  prefetch.base = base;
-  prefetch.pieces = joined ? 1 : kPageBlock;
-  prefetch.step = kv.stride * static_cast<int64_t>(sizeof(T));
-  prefetch.bytes = (joined ? kPageBlock : 1) * unit.num_heads * D * static_cast<int64_t>(sizeof(T));
-  prefetch.piece = 0;
-  prefetch.at = 0;
-  int64_t lines = prefetch.num_blocks * prefetch.pieces * prefetch.bytes / LeafPrefetch::kLine;
-  prefetch.lines = static_cast<int>((lines + places - 1) / places);
+  prefetch.begin(find_lines<T, D>(params, unit, kv), base, places);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ namespace specops {
 template <typename Block>
 struct Merge {
   using Shape = typename Block::Shape;
-  static constexpr int kQuads = Block::kHeadDim / 4;
+  static constexpr int kQuads = Block::kValueDim / 4;
   static constexpr int kItems = Shape::kRows * kQuads / kAttentionThreads;  // quads of a thread
   static constexpr int kItemsAtOnce = kItems < 2 ? kItems : 2;
   static_assert(Shape::kRows * kQuads % kAttentionThreads == 0 && kItems % kItemsAtOnce == 0);
@@ -193,7 +193,7 @@ __device__ __forceinline__ void finish(const Block& block, bool of_chunk) {
     float* state = chunk_state(block, own);
     reinterpret_cast<float4*>(state)[row * Merge<Block>::kQuads + quad] = part.o;
     if (quad == 0) {
-      float2* sums = reinterpret_cast<float2*>(state + unit.state_rows * Block::kHeadDim);
+      float2* sums = reinterpret_cast<float2*>(state + unit.state_rows * Block::kValueDim);
       sums[row] = make_float2(part.m, part.l);
     }
   });

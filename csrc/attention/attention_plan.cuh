@@ -18,6 +18,7 @@ constexpr int kPageBlock = 16;  // tokens that always lie in one page
 constexpr int kChunkBlocks = kChunkTokens / kPageBlock;
 constexpr int kPlanned = 128;    // requests, or groups, planned at once: one a thread
 constexpr int kSplitTiles = 16;  // a request of more row tiles is parallel enough: not split
+constexpr int kSmallTiles = 64;  // the same of tiles of 16 rows
 constexpr int kCounters = 8192;  // arrivals of split sequences, first in the workspace
 
 // What a group of requests shares beyond what the wider group around it does: leaves [begin, end).
@@ -177,10 +178,7 @@ struct Demand {
                     // chunk that begins with shared ones
   int sequences;    // (tile, KV head)
   int state_quads;  // of one tile's state in the workspace, in units of four floats
-
-  __device__ __forceinline__ bool may_split() const {
-    return sequences > 0 && (shared > 0 || tiles <= kSplitTiles);
-  }
+  bool may_split;
 };
 
 template <int kRows>
@@ -202,8 +200,10 @@ __device__ __forceinline__ Demand demand_of(const AttentionLaunch& launch,
                  : demand.chunks > 1 ? demand.chunks
                                      : 0;
   demand.sequences = demand.tiles * static_cast<int>(params.num_kv_heads);
+  int most_tiles = kRows == 16 ? kSmallTiles : kSplitTiles;
+  demand.may_split = demand.sequences > 0 && (shared > 0 || demand.tiles <= most_tiles);
   int rows = packed < kRows ? static_cast<int>(packed) : kRows;
-  demand.state_quads = (rows + 1) / 2 * (static_cast<int>(params.head_dim) + 2) / 2;
+  demand.state_quads = (rows + 1) / 2 * (static_cast<int>(value_dim_of(params.head_dim)) + 2) / 2;
   return demand;
 }
 
@@ -267,7 +267,7 @@ __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
       demand = demand_of<kRows>(launch, request, shared);
     }
   }
-  bool small = demand.may_split();
+  bool small = demand.may_split;
   int counters = small ? demand.sequences : 0;
   int quads = small ? quads_of(demand, launch.chunk_capacity) : 0;
   int all_counters, all_quads, all_units;

@@ -21,6 +21,13 @@ constexpr int64_t kAheadBytes = 1 << 18;  // K and V of one leaf that a unit rea
 constexpr int64_t kColdBytes = 1 << 20;   // more KV than this is taken to lie in memory
 constexpr int64_t kSmallCost = 30000;     // cycles, below which threads are not woken
 
+// Of keys of D elements: columns of V, and elements between the heads of a token. Heads that share
+// latents begin at the same place.
+template <int D>
+constexpr int kValueDim = static_cast<int>(value_dim_of(D));
+template <int D>
+constexpr int kHeadStride = D == kLatentKeyDim ? 0 : D;
+
 // A request as planned.
 struct Request {
   int64_t batch_idx, qo_begin, qo_len, kv_len;
@@ -52,7 +59,7 @@ inline int64_t chunks_of(const Request& r) {
 
 // Floats of the state of one chunk of a request.
 inline int64_t state_floats(const AppendAttentionParams& params, const Request& r) {
-  return r.qo_len * params.num_qo_heads * (params.head_dim + 2);
+  return r.qo_len * params.num_qo_heads * (value_dim_of(params.head_dim) + 2);
 }
 
 // The first position that a row at this position sees.

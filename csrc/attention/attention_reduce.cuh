@@ -64,7 +64,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
       int wanted = ahead + 1 - which;
-      if (wanted < first || wanted > last) continue;
+      if (wanted < first || wanted > last || (Shape::kIsLatent && which == 1)) continue;
       const void* cache = which == 0 ? block.params.k_cache : block.params.v_cache;
       load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
     }
@@ -74,7 +74,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
         unit.end > (tile / Shape::kTilesPerChunk + 1) * kChunkTokens) {
       load_table(block, tile / Shape::kTilesPerChunk + 1);
     }
-    ptx::cp_async_wait<Block::kStages - 1>();
+    if constexpr (!Shape::kIsLatent) ptx::cp_async_wait<Block::kStages - 1>();
     // Elements of 8-bit caches are finite, and their scales reach no row that does not see them.
     if (!Shape::kScaled && tile >= first && unit.many_queries && block.partly_seen(tile)) {
       if (__syncthreads_or(has_nonfinite(block, tile))) {
@@ -111,7 +111,13 @@ __device__ __forceinline__ bool attend(const Block& block) {
         leaf.clear();
       }
     }
-    if (tile < block.last_tile()) score<kRowTiles>(block, tile + 1, scale, s);
+    if (tile < block.last_tile()) {
+      if constexpr (Shape::kIsLatent) {  // of which accumulate() had the tile before
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+      }
+      score<kRowTiles>(block, tile + 1, scale, s);
+    }
   }
   return true;
 }

@@ -14,7 +14,7 @@ namespace {
 // so a row's bits are those it has alone.
 template <typename T, int D, bool kScaled>
 void attend(const AppendAttentionParams& params, const Unit& unit) {
-  Scratch<T>& own = scratch<T>();
+  Scratch<T, D>& own = scratch<T, D>();
   UnitRows<T> rows;
   load_queries<T, D>(params, unit, rows);
   int64_t unit_rows = rows.count * unit.num_heads;

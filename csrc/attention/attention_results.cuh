@@ -92,15 +92,15 @@ __device__ __forceinline__ void write_rows(const Block& block,
       if (state != nullptr) {
         int place = unit.state_row + row;
         store_share<Block>(
-            state + place * Block::kHeadDim, sum.o[i], half, [](float x) { return x; });
+            state + place * Block::kValueDim, sum.o[i], half, [](float x) { return x; });
         if (writes_sums) {
-          reinterpret_cast<float2*>(state + unit.state_rows * Block::kHeadDim)[place] =
+          reinterpret_cast<float2*>(state + unit.state_rows * Block::kValueDim)[place] =
               make_float2(m, l);
         }
         continue;
       }
       int64_t item = block.item_of(row);
-      T* out = static_cast<T*>(block.params.out) + item * Block::kHeadDim;
+      T* out = static_cast<T*>(block.params.out) + item * Block::kValueDim;
       float scale = finish_sums(block, row, m, l);
       store_share<Block>(out, sum.o[i], half, [scale](float x) { return finished(x, scale); });
       if (writes_sums) write_lse(block, item, m, l);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void write_part(const Block& block,
   int64_t item = block.item_of(row);
   float m = total.m, l = total.l;
   float scale = finish_sums(block, row, m, l);
-  T* out = static_cast<T*>(block.params.out) + item * Block::kHeadDim + 4 * quad;
+  T* out = static_cast<T*>(block.params.out) + item * Block::kValueDim + 4 * quad;
   store_pair(out, finished(total.o.x, scale), finished(total.o.y, scale));
   store_pair(out + 2, finished(total.o.z, scale), finished(total.o.w, scale));
   if (quad == 0) write_lse(block, item, m, l);
@@ -128,10 +128,10 @@ template <typename Block>
 __device__ __forceinline__ void write_zeros(const Block& block) {
   using T = typename Block::Element;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < block.unit.rows * (Block::kHeadDim / 2); i += kAttentionThreads) {
-    int64_t item = block.item_of(i / (Block::kHeadDim / 2));
-    int column = i % (Block::kHeadDim / 2) * 2;
-    store_pair(static_cast<T*>(block.params.out) + item * Block::kHeadDim + column, 0.0f, 0.0f);
+  for (int i = threadIdx.x; i < block.unit.rows * (Block::kValueDim / 2); i += kAttentionThreads) {
+    int64_t item = block.item_of(i / (Block::kValueDim / 2));
+    int column = i % (Block::kValueDim / 2) * 2;
+    store_pair(static_cast<T*>(block.params.out) + item * Block::kValueDim + column, 0.0f, 0.0f);
     if (column == 0) write_lse(block, item, 0.0f, 0.0f);
   }
 }
@@ -141,14 +141,14 @@ template <typename Block>
 __device__ __forceinline__ void zero_padding(const Block& block) {
   using T = typename Block::Element;
   int64_t used = block.turns.row_end;
-  int64_t first = used * block.params.num_qo_heads * (Block::kHeadDim / 2);
-  int64_t last = block.params.rows * block.params.num_qo_heads * (Block::kHeadDim / 2);
+  int64_t first = used * block.params.num_qo_heads * (Block::kValueDim / 2);
+  int64_t last = block.params.rows * block.params.num_qo_heads * (Block::kValueDim / 2);
   int64_t step = int64_t{gridDim.x} * kAttentionThreads;
 #pragma unroll 1
   for (int64_t i = first + int64_t{blockIdx.x} * kAttentionThreads + threadIdx.x; i < last;
        i += step) {
     store_pair(static_cast<T*>(block.params.out) + 2 * i, 0.0f, 0.0f);
-    if (i % (Block::kHeadDim / 2) == 0) write_lse(block, i / (Block::kHeadDim / 2), 0.0f, 0.0f);
+    if (i % (Block::kValueDim / 2) == 0) write_lse(block, i / (Block::kValueDim / 2), 0.0f, 0.0f);
   }
 }
 

@@ -29,7 +29,10 @@ inline float add_sink(const AppendAttentionParams& params, int64_t out_row, floa
 // A row from which a mask hides everything.
 template <typename T, int D>
 void write_nothing(const AppendAttentionParams& params, int64_t out_row) {
-  std::memset(static_cast<void*>(static_cast<T*>(params.out) + out_row * D), 0, D * sizeof(T));
+  constexpr int kColumns = kValueDim<D>;
+  std::memset(static_cast<void*>(static_cast<T*>(params.out) + out_row * kColumns),
+              0,
+              kColumns * sizeof(T));
   if (params.lse == nullptr) return;
   bool has_sink = params.sinks != nullptr;
   params.lse[out_row] = has_sink ? params.sinks[out_row % params.num_qo_heads] : -INFINITY;
@@ -42,8 +45,8 @@ void write_row(
   if (l == 0.0f) return write_nothing<T, D>(params, out_row);
   float share = params.sinks == nullptr ? 1.0f : add_sink(params, out_row, m, l);
   F32x16 inverse = set1(share / l);
-  T* out = static_cast<T*>(params.out) + out_row * D;
-  for (int i = 0; i < D; i += 32) {
+  T* out = static_cast<T*>(params.out) + out_row * kValueDim<D>;
+  for (int i = 0; i < kValueDim<D>; i += 32) {
     F32x16 x[2] = {load(o + i), load(o + i + kLanes)};
     order_columns<T>(x);
     store(out + i, mul(x[0], inverse));
@@ -58,7 +61,7 @@ void write_rows(const AppendAttentionParams& params,
                 const Unit& unit,
                 const UnitRows<T>& rows,
                 int result,
-                const Scratch<T>& own) {
+                const Scratch<T, D>& own) {
   int64_t group = params.num_qo_heads / params.num_kv_heads;
   for (int64_t head = 0; head < unit.num_heads; ++head) {
     for (int row = 0; row < rows.count; ++row) {
@@ -67,7 +70,7 @@ void write_rows(const AppendAttentionParams& params,
                       rows.out_rows[row] + head * group,
                       own.m[result][at],
                       own.l[result][at],
-                      own.states[result] + at * D);
+                      own.states[result] + at * kValueDim<D>);
     }
   }
 }
@@ -78,20 +81,22 @@ void write_part(const AppendAttentionParams& params,
                 const Unit& unit,
                 const UnitRows<T>& rows,
                 int result,
-                const Scratch<T>& own) {
+                const Scratch<T, D>& own) {
+  constexpr int kColumns = kValueDim<D>;
   for (int i = 0; i < rows.num_members; ++i) {
     const Member& member = rows.members[i];
     int64_t index = unit.first_leaf / kChunkLeaves - member.request->first_leaf / kChunkLeaves;
     if (index < 0 || unit.first_leaf >= member.end_leaf) continue;
     int64_t all = member.rows * params.num_kv_heads;
-    float* state = params.workspace + member.request->partial + index * all * (D + 2);
+    float* state = params.workspace + member.request->partial + index * all * (kColumns + 2);
     for (int64_t head = 0; head < unit.num_heads; ++head) {
       int64_t src = head * rows.count + member.first_row;
       int64_t dst = (unit.first_head + head) * member.rows;
       std::memcpy(state + dst, own.m[result] + src, member.rows * sizeof(float));
       std::memcpy(state + all + dst, own.l[result] + src, member.rows * sizeof(float));
-      std::memcpy(
-          state + 2 * all + dst * D, own.states[result] + src * D, member.rows * D * sizeof(float));
+      std::memcpy(state + 2 * all + dst * kColumns,
+                  own.states[result] + src * kColumns,
+                  member.rows * kColumns * sizeof(float));
     }
   }
 }
@@ -100,7 +105,7 @@ void write_part(const AppendAttentionParams& params,
 template <typename T, int D>
 void zero_padding(const AppendAttentionParams& params) {
   int64_t used = params.qo_indptr[params.batch];
-  int64_t width = params.num_qo_heads * D;
+  int64_t width = params.num_qo_heads * kValueDim<D>;
   if (used >= params.rows) return;
   std::memset(static_cast<void*>(static_cast<T*>(params.out) + used * width),
               0,

@@ -14,6 +14,8 @@ namespace specops {
 template <typename T, int kHeadDim, typename Cache = T>
 struct AttentionShape {
   static constexpr bool kScaled = kIsScaled<Cache>;
+  static constexpr bool kIsLatent = kHeadDim == kLatentKeyDim;  // a tile of K is that of V as well
+  static constexpr int kValueDim = static_cast<int>(value_dim_of(kHeadDim));
   static constexpr int kQueryBytes = kHeadDim * static_cast<int>(sizeof(T));  // of a row
   static constexpr int kQueryVectors = kQueryBytes / 16;
   static constexpr int kTile = kQueryBytes <= 256 ? 64 : 32;  // tokens
@@ -22,8 +24,8 @@ struct AttentionShape {
                                    : sizeof(T) == 4 || kQueryBytes > 256 ? 2
                                                                          : 4;
   static constexpr int kRows = 16 * kRowTiles;
-  static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;   // of 8 tokens, per warp
-  static constexpr int kOutTiles = kHeadDim / kAttentionWarps / 8;  // of 8 columns, per warp
+  static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;    // of 8 tokens, per warp
+  static constexpr int kOutTiles = kValueDim / kAttentionWarps / 8;  // of 8 columns, per warp
   // A token of a tile: vectors of 16 bytes that it fills, and places that it has for them.
   static constexpr int kCacheBytes = kHeadDim * static_cast<int>(sizeof(Cache));
   static constexpr int kFilled = kCacheBytes / 16;
@@ -39,7 +41,8 @@ struct AttentionShape {
 
   // Shared memory.
   static constexpr int kQueries = 0;
-  static constexpr int kRing = kQueries + kRows * kQueryBytes;  // kStages tiles of K, then of V
+  static constexpr int kRing = kQueries + kRows * kQueryBytes;  // kStages tiles of K, then of V;
+                                                                // of latents two in turns
   static constexpr int kProbs = kRing + 2 * kStages * kTileBytes;
   static constexpr int kMaxima = kProbs + kRows * kProbVectors * 16;  // float [kRows, warps]
   static constexpr int kSums = kMaxima + kRows * kAttentionWarps * 4;

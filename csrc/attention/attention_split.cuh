@@ -16,8 +16,8 @@ struct StateRow {
 
 template <typename Block>
 __device__ __forceinline__ StateRow row_of_state(const float* state, int rows, int row) {
-  return {state + row * Block::kHeadDim,
-          reinterpret_cast<const float2*>(state + rows * Block::kHeadDim) + row};
+  return {state + row * Block::kValueDim,
+          reinterpret_cast<const float2*>(state + rows * Block::kValueDim) + row};
 }
 
 // ---- the sequence's own states: of a chunk, and of a leaf of a chunk that was cut ----
@@ -89,7 +89,7 @@ __device__ __forceinline__ int group_state_rows(const Block& block, const Group&
 template <typename Block>
 __device__ __forceinline__ int64_t group_stride(const Block& block, const Group& group) {
   return int64_t{group_tiles(block, group)} * block.params.num_kv_heads *
-         group_state_rows(block, group) * (Block::kHeadDim + 2);
+         group_state_rows(block, group) * (Block::kValueDim + 2);
 }
 
 template <typename Block>
@@ -97,7 +97,7 @@ __device__ __forceinline__ float* group_state(
     const Block& block, const Group& group, int slot, int head, int tile) {
   return block.launch.shared_states + int64_t{4} * group.state + slot * group_stride(block, group) +
          (int64_t{head} * group_tiles(block, group) + tile) * group_state_rows(block, group) *
-             (Block::kHeadDim + 2);
+             (Block::kValueDim + 2);
 }
 
 template <typename Block>

@@ -19,10 +19,11 @@ bool load_states(const AppendAttentionParams& params,
                  const UnitRows<T>& rows,
                  int result,
                  int chunk,
-                 Scratch<T>& own) {
+                 Scratch<T, D>& own) {
+  constexpr int kColumns = kValueDim<D>;
   const Request& r = *unit.request;
   if (unit.members > 0 || unit.first_leaf != r.own_leaf || r.own_leaf == r.first_leaf) return false;
-  int64_t all = r.rows * params.num_kv_heads, floats = all * (D + 2);
+  int64_t all = r.rows * params.num_kv_heads, floats = all * (kColumns + 2);
   int64_t first_chunk = r.first_leaf / kChunkLeaves, own_chunk = r.own_leaf / kChunkLeaves;
   bool goes_on = r.own_leaf % kChunkLeaves != 0;
   for (int64_t at = unit.partial ? own_chunk : first_chunk; at < own_chunk + goes_on; ++at) {
@@ -32,16 +33,16 @@ bool load_states(const AppendAttentionParams& params,
       int64_t src = (unit.first_head + head) * r.rows, dst = head * rows.count;
       float* row_states[kMaxTile];
       for (int row = 0; row < rows.count; ++row) {
-        row_states[row] = state + 2 * all + (src + row) * D;
+        row_states[row] = state + 2 * all + (src + row) * kColumns;
       }
       fold(own.m[into] + dst,
            own.l[into] + dst,
-           own.states[into] + dst * D,
+           own.states[into] + dst * kColumns,
            state + src,
            state + all + src,
            row_states,
            rows.count,
-           D);
+           kColumns);
     }
   }
   return !unit.partial && own_chunk > first_chunk;
@@ -53,16 +54,24 @@ void finish_rows(const AppendAttentionParams& params,
                  const Request& request,
                  int64_t begin,
                  int64_t end) {
-  Scratch<T>& own = scratch<T>();
+  constexpr int kColumns = kValueDim<D>;
+  Scratch<T, D>& own = scratch<T, D>();
   int64_t group = params.num_qo_heads / params.num_kv_heads;
   int64_t rows = request.qo_len * params.num_qo_heads;
   int count = static_cast<int>(end - begin);
   for (int i = 0; i < count; ++i) own.l[0][i] = 0.0f;
   for (int64_t chunk = 0; chunk < chunks_of(request); ++chunk) {
-    float* state = params.workspace + request.partial + chunk * rows * (D + 2);
+    float* state = params.workspace + request.partial + chunk * rows * (kColumns + 2);
     float* src[kLanes];
-    for (int i = 0; i < count; ++i) src[i] = state + 2 * rows + (begin + i) * D;
-    fold(own.m[0], own.l[0], own.states[0], state + begin, state + rows + begin, src, count, D);
+    for (int i = 0; i < count; ++i) src[i] = state + 2 * rows + (begin + i) * kColumns;
+    fold(own.m[0],
+         own.l[0],
+         own.states[0],
+         state + begin,
+         state + rows + begin,
+         src,
+         count,
+         kColumns);
   }
   int64_t tile_rows = request.qo_len * group;
   for (int i = 0; i < count; ++i) {
@@ -72,7 +81,7 @@ void finish_rows(const AppendAttentionParams& params,
                     qo_row * params.num_qo_heads + head * group + local % group,
                     own.m[0][i],
                     own.l[0][i],
-                    own.states[0] + static_cast<int64_t>(i) * D);
+                    own.states[0] + static_cast<int64_t>(i) * kColumns);
   }
 }
 

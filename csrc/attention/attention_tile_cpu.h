@@ -498,7 +498,8 @@ void reduce_leaf(const Tile<T>& tile,
                  float* m,
                  float* l,
                  float* const* o,
-                 Scratch<T>& own) {
+                 Scratch<T, D>& own) {
+  constexpr int kColumns = kValueDim<D>;
   int first = 0, last = tile.rows;
   for (; first < last && tile.lo[first] >= tile.hi[first]; ++first) l[first] = 0.0f;
   for (; last > first && tile.lo[last - 1] >= tile.hi[last - 1]; --last) l[last - 1] = 0.0f;
@@ -508,7 +509,7 @@ void reduce_leaf(const Tile<T>& tile,
   [[maybe_unused]] const float* wide_q[kMaxTile];
   if constexpr (kWidensQueries<T>) {
     for (int row = first; row < last; ++row) {
-      float* wide = own.wide_q + row * kMaxHeadDim;
+      float* wide = own.wide_q + row * D;
       widen_query<D>(tile.q[row], wide);
       wide_q[row] = wide;
     }
@@ -568,15 +569,15 @@ void reduce_leaf(const Tile<T>& tile,
     for (int step = tile.lo[first] / Element<T>::kStep; step < steps; ++step) {
       int token = step * Element<T>::kStep;
       const T* v = kv.v[token / kPageBlock] + (token % kPageBlock) * kv.stride;
-      T* dst = own.packed_v + static_cast<int64_t>(token) * D;
+      T* dst = own.packed_v + static_cast<int64_t>(token) * kColumns;
       if constexpr (Element<T>::kStep == 2) {
-        for (int i = 0; i < D; i += 32) {
+        for (int i = 0; i < kColumns; i += 32) {
           BF16x32 x[2];
           columns(v + i, v + i + kv.stride, x);
           std::memcpy(static_cast<void*>(dst + 2 * i), x, 128);
         }
       } else {
-        std::memcpy(static_cast<void*>(dst), v, D * sizeof(T));
+        std::memcpy(static_cast<void*>(dst), v, kColumns * sizeof(T));
       }
     }
   }
@@ -584,12 +585,12 @@ void reduce_leaf(const Tile<T>& tile,
     const auto* probs = own.probs + row * kLeafTokens;
     if (packed) {
       row += PackedTiles::pick(last - row, [&]<int kRows>() {
-        weigh_rows<T, kRows, D, true>(
+        weigh_rows<T, kRows, kColumns, true>(
             probs, kv, own.packed_v, tile.lo + row, tile.hi + row, o + row, own.prefetch);
       });
     } else {
       row += WeighTiles<T>::pick(last - row, [&]<int kRows>() {
-        weigh_rows<T, kRows, D, false>(
+        weigh_rows<T, kRows, kColumns, false>(
             probs, kv, nullptr, tile.lo + row, tile.hi + row, o + row, own.prefetch);
       });
     }

@@ -144,7 +144,7 @@ void load_raw_head(const AppendAttentionParams& params,
                    const LeafKv<uint8_t>& kv,
                    int64_t head,
                    RawHead& raw,
-                   Scratch<T>& own) {
+                   Scratch<T, D>& own) {
   raw.stride = kv.stride;
   raw.dtype = params.cache_dtype;
   float unit = params.cache_dtype == DType::kInt8 ? kUnit<KvInt8> : kUnit<KvE4M3>;

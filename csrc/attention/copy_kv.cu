@@ -11,7 +11,7 @@ void copy_kv_cuda(const CopyKvParams& params, CudaStream stream) {
     int64_t words = params.slot_bytes / static_cast<int64_t>(sizeof(Word));
     int64_t pieces = (words + kCopyKvThreads - 1) / kCopyKvThreads;
     launch(copy_kv_kernel<Word>,
-           dim3(static_cast<unsigned>(2 * params.copies * pieces)),
+           dim3(static_cast<unsigned>(num_caches(params) * params.copies * pieces)),
            kCopyKvThreads,
            0,
            stream,

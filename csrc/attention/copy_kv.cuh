@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kCopyKvThreads) copy_kv_kernel(CopyKvParams pa
   wait_for_previous_kernel();
   auto slot_words = static_cast<uint32_t>(params.slot_bytes / sizeof(Word));
   uint32_t pieces = (slot_words + kCopyKvThreads - 1) / kCopyKvThreads;
-  uint32_t copy_idx = blockIdx.x / (2 * pieces), part = blockIdx.x % (2 * pieces);
+  uint32_t parts = num_caches(params) * pieces;
+  uint32_t copy_idx = blockIdx.x / parts, part = blockIdx.x % parts;
   int64_t to = params.to_slots[copy_idx];
   if (to == -1) return;
   ErrorCode code = fault_of(params, copy_idx).code;

@@ -12,7 +12,7 @@ namespace specops {
 
 struct CopyKvParams {
   void* k_cache;              // [num_pages, page_size, num_kv_heads, head_dim]
-  void* v_cache;              // as k_cache
+  void* v_cache;              // as k_cache; nullptr: there is one cache
   const int64_t* from_slots;  // [copies]
   const int64_t* to_slots;    // [copies], -1: no copy
   int64_t copies;
@@ -20,6 +20,10 @@ struct CopyKvParams {
   int64_t slot_bytes;  // of one token in one cache
   ErrorFlag error;
 };
+
+SPECOPS_HOST_DEVICE int num_caches(const CopyKvParams& params) {
+  return params.v_cache == nullptr ? 1 : 2;
+}
 
 SPECOPS_HOST_DEVICE Fault fault_of(const CopyKvParams& params, int64_t copy_idx) {
   int64_t from = params.from_slots[copy_idx], to = params.to_slots[copy_idx];

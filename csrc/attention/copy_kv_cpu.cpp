@@ -14,11 +14,12 @@ namespace specops::SPECOPS_ISA {
 void copy_kv_cpu(const CopyKvParams& params) {
   constexpr int64_t kGrain = 16;  // copies, about 2 us
   auto slot_bytes = static_cast<size_t>(params.slot_bytes);
-  parallel_for(2 * params.copies, kGrain, [&](int64_t begin, int64_t end) {
+  int caches = num_caches(params);
+  parallel_for(caches * params.copies, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      int64_t from = params.from_slots[item / 2], to = params.to_slots[item / 2];
+      int64_t from = params.from_slots[item / caches], to = params.to_slots[item / caches];
       if (to < 0) continue;
-      char* cache = static_cast<char*>(item % 2 == 0 ? params.k_cache : params.v_cache);
+      char* cache = static_cast<char*>(item % caches == 0 ? params.k_cache : params.v_cache);
       std::memcpy(cache + to * params.slot_bytes, cache + from * params.slot_bytes, slot_bytes);
     }
   });

@@ -151,6 +151,42 @@ void rope_append_kv(const TensorView& q,
   launch(rows * (qo_heads + 2 * kv_heads) * head_dim, [&] { rope_append_kv_cpu(params); });
 }
 
+// On the CPU query heads over one latent are cut into as many groups as make a tile hold a group of
+// one query: the fewest of equal size. To the plan these are KV heads.
+int64_t latent_head_groups(int64_t num_qo_heads) {
+  int64_t groups = (num_qo_heads + kAttentionTile - 1) / kAttentionTile;
+  while (groups > 0 && num_qo_heads % groups != 0) ++groups;
+  return groups;
+}
+
+// Checks which heads there are: of keys and values, or of latents, which are both (v_cache is None).
+void check_heads(const Checker& check,
+                 bool is_latent,
+                 DType cache_dtype,
+                 int64_t head_dim,
+                 int64_t qo_heads,
+                 int64_t kv_heads) {
+  if (!is_latent) {
+    bool known = head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256;
+    if (!known) check.fail("head_dim", "64, 96, 128 or 256", std::to_string(head_dim));
+    if (kv_heads > 0 && qo_heads % kv_heads == 0 && qo_heads / kv_heads <= 64) return;
+    check.fail("num_qo_heads",
+               "1 to 64 times num_kv_heads=" + std::to_string(kv_heads),
+               std::to_string(qo_heads));
+  }
+  if (head_dim != kLatentKeyDim) {
+    check.fail("v_cache", "a tensor where head_dim=" + std::to_string(head_dim), "None");
+  }
+  if (kv_heads != 1) check.fail("num_kv_heads", "1 of latents", std::to_string(kv_heads));
+  if (qo_heads < 1) check.fail("num_qo_heads", "at least 1", std::to_string(qo_heads));
+  bool served = !is_8_bit(cache_dtype) && !(check.on_cuda() && cache_dtype == DType::kFloat32);
+  if (served) return;
+  check.fail("k_cache",
+             check.on_cuda() ? "bfloat16 or float16 where v_cache is None on cuda"
+                             : "float32, bfloat16 or float16 where v_cache is None",
+             dtype_name(cache_dtype));
+}
+
 // Checks what the index arrays hold, once over the batch and the pages in use; returns how many
 // tokens of KV, summed over rows, the launch will look at.
 int64_t check_paged_batch(Checker& check, const AppendAttentionParams& params) {
@@ -318,13 +354,16 @@ void append_attention(const TensorView& q,
   Dim num_indices{"pages"}, workspace_size{"floats"}, levels{"levels"}, mask_words{"words"};
   check.tensor("q", q, kFloats, {&rows, &qo_heads, &head_dim}, Layout::kRows);
   DType dtype = q.dtype();
+  bool is_latent = !v_cache.defined();
   DType cache_dtype = check_caches(check,
                                    dtype,
                                    k_cache,
-                                   v_cache,
+                                   is_latent ? k_cache : v_cache,
                                    k_scales,
                                    v_scales,
                                    {num_pages, page_size, kv_heads, head_dim});
+  check_heads(check, is_latent, cache_dtype, head_dim, qo_heads, kv_heads);
+  Dim value_dim{is_latent ? "latent_dim" : "head_dim", value_dim_of(head_dim)};
   check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
   batch_plus_1.value = batch + 1;
   check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
@@ -340,26 +379,18 @@ void append_attention(const TensorView& q,
     check.tensor("prefix_leaders", prefix_leaders, {DType::kInt32}, {&levels, &batch});
     check.tensor("prefix_lens", prefix_lens, {DType::kInt32}, {&levels, &batch});
   }
-  check.tensor("out", out, {dtype}, {&rows, &qo_heads, &head_dim});
+  check.tensor("out", out, {dtype}, {&rows, &qo_heads, &value_dim});
   check.optional("lse", lse, {DType::kFloat32}, {&rows, &qo_heads});
   check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
-  check.that(head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256,
-             "head_dim",
-             "64, 96, 128 or 256",
-             head_dim.value);
   check.that(page_size == 16 || page_size == 32 || page_size == 64,
              "page_size",
              "16, 32 or 64",
              page_size.value);
-  check.that(kv_heads > 0 && qo_heads % kv_heads == 0 && qo_heads / kv_heads <= 64,
-             "num_qo_heads",
-             "1 to 64 times num_kv_heads=" + std::to_string(kv_heads),
-             qo_heads.value);
   check.that(sliding_window >= 0, "sliding_window", "at least 1, or None", sliding_window);
   AppendAttentionParams params{
       .q = q.raw(),
       .k_cache = k_cache.raw(),
-      .v_cache = v_cache.raw(),
+      .v_cache = is_latent ? k_cache.raw() : v_cache.raw(),
       .k_scales = k_scales.data<float>(),
       .v_scales = v_scales.data<float>(),
       .qo_indptr = qo_indptr.data<int32_t>(),
@@ -382,7 +413,7 @@ void append_attention(const TensorView& q,
       .num_pages = num_pages,
       .num_indices = num_indices,
       .num_qo_heads = qo_heads,
-      .num_kv_heads = kv_heads,
+      .num_kv_heads = is_latent && !check.on_cuda() ? latent_head_groups(qo_heads) : kv_heads.value,
       .head_dim = head_dim,
       .page_size = page_size,
       .q_stride = q.stride(0),
@@ -405,7 +436,7 @@ void append_attention(const TensorView& q,
                "head_dim=" + std::to_string(head_dim));
     check_aligned(check, "q", q);
     check_aligned(check, "k_cache", k_cache);
-    check_aligned(check, "v_cache", v_cache);
+    if (!is_latent) check_aligned(check, "v_cache", v_cache);
     check_aligned(check, "out", out);
     if (workspace.defined()) check_aligned(check, "workspace", workspace);
     if (rows > 0) append_attention_cuda(params, check.stream());
@@ -443,11 +474,12 @@ std::pair<int64_t, int64_t> attention_workspace_size(int64_t rows,
     return {floats, zeros};
   }
   if (tokens <= kAttentionChunk) return {0, 0};
+  if (head_dim == kLatentKeyDim) num_kv_heads = latent_head_groups(num_qo_heads);
   // Only requests whose rows form one tile are split, and none in a large batch. Where prefixes are
   // shared all of them may have the states of their chunks here: one more each than are full.
   int64_t split_rows = std::min(rows * num_qo_heads, kAttentionTile * num_kv_heads);
   int64_t chunks = tokens / kAttentionChunk + 2 * std::min<int64_t>(batch, 16);
-  return {(chunks * split_rows + rows * num_qo_heads) * (head_dim + 2), 0};
+  return {(chunks * split_rows + rows * num_qo_heads) * (value_dim_of(head_dim) + 2), 0};
 }
 
 void merge_states(const TensorView& outs,
@@ -548,12 +580,12 @@ void copy_kv(const TensorView& k_cache,
   Dim copies{"copies"};
   check.tensor("k_cache", k_cache, kSlots, {&num_pages, &page_size, &heads, &head_dim});
   DType dtype = k_cache.dtype();
-  check.tensor("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &heads, &head_dim});
+  check.optional("v_cache", v_cache, {dtype}, {&num_pages, &page_size, &heads, &head_dim});
   check.tensor("from_slots", from_slots, {DType::kInt64}, {&copies});
   check.tensor("to_slots", to_slots, {DType::kInt64}, {&copies});
   CopyKvParams params{
       .k_cache = k_cache.raw(),
-      .v_cache = v_cache.raw(),
+      .v_cache = v_cache.data<void>(),
       .from_slots = from_slots.data<int64_t>(),
       .to_slots = to_slots.data<int64_t>(),
       .copies = copies,
@@ -572,6 +604,7 @@ void copy_kv(const TensorView& k_cache,
 
 void register_attention(pybind11::module_& m) {
   m.def("rope_append_kv", &rope_append_kv);
+  register_rope_append_latent(m);
   m.def("append_attention", &append_attention);
   m.def("attention_workspace_size", &attention_workspace_size);
   m.def("set_phase_stamps", &set_phase_stamps);

@@ -4,5 +4,10 @@
 #include <pybind11/pybind11.h>
 
 namespace specops {
+
 void register_attention(pybind11::module_& m);
-}
+
+// Its op in a file of its own: <op>_ops.cpp.
+void register_rope_append_latent(pybind11::module_& m);
+
+}  // namespace specops

@@ -81,6 +81,12 @@ const char* sentence_of(ErrorCode code) {
     case ErrorCode::kCopyKvToSlots:
       return "copy_kv: to_slots must be -1 or below num_pages * page_size{ = #}, got a slot "
              "outside";
+    case ErrorCode::kLatentSlot:
+      return "rope_append_latent: cache_slots must be -1 or in [0, num_pages * page_size{=#}), got "
+             "one outside";
+    case ErrorCode::kLatentPosition:
+      return "rope_append_latent: positions must be in [0, max_positions{=#}), or -1 where "
+             "cache_slots is -1, got one outside";
     case ErrorCode::kAttentionWorkspace:
       return "append_attention: workspace must begin with zeros, which every call leaves there, "
              "and "

@@ -41,6 +41,8 @@ enum class ErrorCode : int32_t {
   kAttentionWorkspace = 21,
   kCopyKvFromSlots = 22,
   kCopyKvToSlots = 23,
+  kLatentSlot = 24,
+  kLatentPosition = 25,
 
   // batching
   kPrepareBatchQoLens = 30,

@@ -164,10 +164,22 @@ def rope_append_kv(
     norm_eps: float,
     q_out: Written,
 ) -> None: ...
+def rope_append_latent(
+    q: Tensor,
+    kv: Tensor,
+    latent_cache: Written,
+    cache_slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    q_out: Written,
+) -> None: ...
 def append_attention(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     k_scales: Tensor | None,
     v_scales: Tensor | None,
     qo_indptr: Tensor,
@@ -207,7 +219,9 @@ def compact_kv(
     kv_indptr: Tensor,
     kv_indices: Tensor,
 ) -> None: ...
-def copy_kv(k_cache: Written, v_cache: Written, from_slots: Tensor, to_slots: Tensor) -> None: ...
+def copy_kv(
+    k_cache: Written, v_cache: Written | None, from_slots: Tensor, to_slots: Tensor
+) -> None: ...
 
 # dense
 def silu_mul(gate_up: Tensor, out: Written) -> None: ...

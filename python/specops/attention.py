@@ -35,6 +35,8 @@ _SCALING_KEYS = {
         "truncate",
     },
 }
+LATENT_DIM = 512  # of latent attention: elements of a token's key that are its value, too
+
 # What a checkpoint's rope_parameters may hold beside the scaling itself.
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
@@ -259,10 +261,76 @@ def rope_append_kv(
     return q_out
 
 
+def rope_append_latent(
+    q: Tensor,
+    kv: Tensor,
+    latent_cache: Tensor,
+    cache_slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    interleaved: bool = False,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    q_out: Tensor | None = None,
+) -> Tensor:
+    """Prepares latent attention (MLA): rotates q and k, and writes latents and keys INTO THE CACHE.
+
+    Same as `reference.rope_append_latent`. `kv` is what `kv_a_proj_with_mqa` of DeepSeek-V2 and V3
+    makes of a token: its latent, and a key that all heads share. The latent gets an RMSNorm
+    (rounded to the dtype, times the weight, rounded), the last 64 elements of `kv` and of each head
+    of `q` their RoPE, in fp32, rounded once.
+
+    Args:
+        q: [rows, num_qo_heads, 576], float32, bfloat16 or float16. Of each head the absorbed query,
+            which stays as it is, and 64 elements to be rotated. Rows may be strided; each row is
+            contiguous.
+        kv: [rows, 576], dtype of `q`. Latent and key. Rows may be strided.
+        latent_cache: [num_pages, page_size, 1, 576], dtype of `q`. Written.
+        cache_slots: [rows], int64. Slot page * page_size + offset of each row; -1 writes nothing.
+        positions: [rows], int32. Absolute position of each row; -1 is a padding row: its q_out is
+            zero.
+        cos_sin: [max_positions, 64], float32, from `rope_cos_sin`.
+        interleaved: rotate neighbours (2i, 2i + 1), as DeepSeek's checkpoints have it, instead of
+            halves (i, i + 32).
+        norm_weight: [512], dtype of `q`: that of `kv_a_layernorm`. None: latents are not
+            normalised.
+        norm_eps: added to the mean square of a latent.
+        q_out: [rows, num_qo_heads, 576], dtype of `q`. May be `q`. Allocated when absent.
+
+    Returns:
+        `q_out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or a slot or a position
+            is out of range; nothing has been written then.
+
+    Note:
+        Deterministic; a row depends on nothing but itself. Two rows with one slot: either wins.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2"; Su et al. 2021, "RoFormer".
+    """
+    if q_out is None:
+        q_out = unless_wrong(lambda: torch.empty(q.shape, dtype=q.dtype, device=q.device))
+    _C.rope_append_latent(
+        q,
+        kv,
+        latent_cache,
+        cache_slots,
+        positions,
+        cos_sin,
+        interleaved,
+        norm_weight,
+        norm_eps,
+        q_out,
+    )
+    return q_out
+
+
 def append_attention(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     qo_indptr: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
@@ -307,6 +375,17 @@ def append_attention(
         p = softmax(score)
         out[d] = sum_t (p[t] v_scales[t]) v_cache[t, d]
 
+    Without a `v_cache` attention is latent (MLA): a token has one key of 576 elements for all query
+    heads, of which the first 512, its latent, are its value as well, and the last 64 are rotated.
+    Queries come absorbed, and the output of a head is made of its latent afterwards::
+
+        q[.., h, :512] = q_nope[.., h] w_uk[h]     w_uk: [num_qo_heads, qk_nope_head_dim, 512]
+        q[.., h, 512:] = rope(q_rope[.., h])
+        attended[.., h] = w_uv[h] out[.., h]       w_uv: [num_qo_heads, v_head_dim, 512]
+
+    which is what `reference.expanded_attention` computes from the keys and values of every head.
+    This one form serves decoding, verification and prefill, so that all have the same bits.
+
     Requests that begin with the same pages (a system prompt, several samples of one prompt) may be
     declared as groups, in levels from the widest to the narrowest, so that what they share is read
     once for all of their rows instead of once per request::
@@ -323,18 +402,21 @@ def append_attention(
 
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided.
-            head_dim is 64, 96, 128 or 256.
+            head_dim is 64, 96, 128 or 256, of latent attention 576.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`, int8 or
             float8_e4m3fn; the last two on CUDA with a `q` of bfloat16 alone. page_size is 16, 32 or
             64; num_kv_heads divides num_qo_heads. The two patterns of float8_e4m3fn that mean NaN
-            read as 480 and -480.
-        v_cache: as `k_cache`.
+            read as 480 and -480. Of latent attention num_kv_heads is 1 and the dtype that of `q`,
+            on CUDA bfloat16 or float16.
+        v_cache: as `k_cache`. None: latent attention.
         qo_indptr: [batch + 1], int32. Rows qo_indptr[b] to qo_indptr[b + 1] belong to request b;
             a request may have none. Rows past the last entry yield zeros and an lse of -inf.
         kv_indptr: [batch + 1], int32. Where each request's pages begin in `kv_indices`.
         kv_indices: [pages], int32. Page ids, in order of position.
         kv_lens: [batch], int32. Length of each request, its rows of this call included.
-        sm_scale: scale of the scores. None: 1 / sqrt(head_dim).
+        sm_scale: scale of the scores. None: 1 / sqrt(head_dim). Latent attention must be given it:
+            it is that of the heads before absorption, 1 / sqrt(qk_nope_head_dim + 64) and what a
+            scaled RoPE asks for.
         sliding_window: positions a row sees, its own and those before it. None: all. Pages before
             every row's window are not read; their ids may be anything.
         is_causal: rows see no position after their own.
@@ -356,7 +438,8 @@ def append_attention(
             throughout the group, at least that of the level before and at most the kv_len - qo_len
             (and the `mask_starts`, where there is a mask) of each request with rows: its members
             name the same pages for these tokens. Without meaning for a group of one.
-        out: [rows, num_qo_heads, head_dim], dtype of `q`. Allocated when absent.
+        out: [rows, num_qo_heads, head_dim], dtype of `q`; of latent attention [rows, num_qo_heads,
+            512]. Allocated when absent.
         lse: [rows, num_qo_heads], float32. Written when given: natural log-sum-exp of the scores,
             the sink's included.
         return_lse: return the lse too, allocated when absent.
@@ -384,10 +467,19 @@ def append_attention(
         Keys and values that a mask alone hides must be finite.
 
     Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV); Xiao et al. 2023
-        (attention sinks), OpenAI 2025 (gpt-oss).
+        (attention sinks), OpenAI 2025 (gpt-oss); DeepSeek-AI 2024 (DeepSeek-V2: MLA, absorption).
     """
+    is_latent = v_cache is None and unless_wrong(lambda: q.shape[-1] == LATENT_DIM + 64)
+    if is_latent and sm_scale is None:
+        raise ValueError("append_attention: sm_scale must be given where v_cache is None, got None")
     if out is None:
-        out = unless_wrong(lambda: torch.empty(q.shape, dtype=q.dtype, device=q.device))
+        out = unless_wrong(
+            lambda: torch.empty(
+                (*q.shape[:-1], LATENT_DIM if is_latent else q.shape[-1]),
+                dtype=q.dtype,
+                device=q.device,
+            )
+        )
     if lse is None and return_lse:
         lse = unless_wrong(lambda: torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
     if workspace is None:
@@ -599,7 +691,7 @@ def compact_kv(
     )
 
 
-def copy_kv(k_cache: Tensor, v_cache: Tensor, from_slots: Tensor, to_slots: Tensor) -> None:
+def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slots: Tensor) -> None:
     """Writes keys and values of tokens to other slots as well, IN PLACE.
 
     Same as `reference.copy_kv`:
@@ -612,7 +704,7 @@ def copy_kv(k_cache: Tensor, v_cache: Tensor, from_slots: Tensor, to_slots: Tens
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16, float16, int8 or
             float8_e4m3fn. The scales of 8-bit caches are a pair of caches, too, which moves in a
             call of its own: k_scales[..., None] and v_scales[..., None].
-        v_cache: as `k_cache`.
+        v_cache: as `k_cache`; None: there is one cache, as of latents.
         from_slots: [copies], int64. Slots in the paged cache, page * page_size + offset. Not looked
             at where there is no copy.
         to_slots: [copies], int64. -1: no copy. None may be there twice, or be one of `from_slots`:

@@ -106,6 +106,8 @@ BUDGETS: tuple[Budget, ...] = (
         spills={"100a": 80, "120": 116},
     ),
     Budget("append_attention_kernel<*float16, 256, *", 255, 128, smem_bytes=90960),
+    # Latents: two tiles that are keys and values, and 16 rows.
+    Budget("append_attention_kernel<*float16, 576, *", 255, 128, smem_bytes=98128),
     Budget("append_attention_kernel<float, 64, *", 255, 128, smem_bytes=88912),
     Budget("append_attention_kernel<float, 96, *", 255, 128, smem_bytes=72528),
     Budget("append_attention_kernel<float, 128, *", 255, 128, smem_bytes=93008),
@@ -291,7 +293,9 @@ def _attention(
 ) -> Metered:
     """The loop over tiles of KV of append_attention for bf16 queries."""
     tokens = 64 if head_dim <= 128 else 32
-    score_tiles, out_tiles = tokens // 32, head_dim // 32
+    is_latent = head_dim == 576  # values are the first 512 elements of the keys
+    score_tiles, out_tiles = tokens // 32, (512 if is_latent else head_dim) // 32
+    caches = 1 if is_latent else 2
     hmma = row_tiles * (head_dim // 16 * score_tiles + tokens // 16 * out_tiles)
     halves = 2 * row_tiles  # a lane has two rows of each tile of 16
     is_8bit = cache != "bfloat16"
@@ -299,7 +303,7 @@ def _attention(
     vectors = -(-head_dim * (1 if is_8bit else 2) // 64) * 4
     tile = {
         "HMMA*": hmma,
-        "LDGSTS*": 2 * tokens * vectors // 128,
+        "LDGSTS*": caches * tokens * vectors // 128,
         "MUFU.EX2*": halves * (2 * score_tiles + 1),
     }
     leaf_end = {**tile, "MUFU.EX2*": tile["MUFU.EX2*"] + 2 * halves}
@@ -314,7 +318,7 @@ def _attention(
         instructions,
         warps=4,
         # An 8-bit head of a token has a scale of four bytes.
-        moved_bytes=2 * tokens * (head_dim + 4 if is_8bit else 2 * head_dim),
+        moved_bytes=caches * tokens * (head_dim + 4 if is_8bit else 2 * head_dim),
         smem_bytes=smem_bytes,
     )
 
@@ -374,6 +378,7 @@ METERED: tuple[Metered, ...] = (
     _attention(128, 4, 101200, _per_arch(1033, 1034, 1034, 1085, 1058, 1135)),
     _attention(256, 1, 90960, _per_arch(513, 513, 513, 569, 560, 560)),
     _attention(256, 2, 90960, _per_arch(685, 686, 686, 740, 720, 737)),
+    _attention(576, 1, 98128, _per_arch(695, 695, 695, 764, 729, 750)),
     _attention(64, 1, 60240, _per_arch(627, 627, 627, 667, 669, 660), "KvInt8"),
     _attention(64, 2, 60240, _per_arch(779, 779, 779, 817, 828, 824), "KvInt8"),
     _attention(64, 4, 60240, _per_arch(1089, 1089, 1089, 1134, 1125, 1143), "KvInt8"),

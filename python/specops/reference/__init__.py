@@ -8,9 +8,11 @@ from specops.reference.attention import (
     append_attention,
     compact_kv,
     copy_kv,
+    expanded_attention,
     merge_states,
     quantized,
     rope_append_kv,
+    rope_append_latent,
     rope_cos_sin,
 )
 from specops.reference.batching import (
@@ -77,6 +79,7 @@ __all__ = [
     "compact_kv",
     "copy_kv",
     "embedding",
+    "expanded_attention",
     "find_shared_prefixes",
     "gather_input_ids",
     "gather_output_rows",
@@ -94,6 +97,7 @@ __all__ = [
     "quantized",
     "rms_norm",
     "rope_append_kv",
+    "rope_append_latent",
     "rope_cos_sin",
     "sample",
     "silu_mul",

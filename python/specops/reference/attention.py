@@ -78,6 +78,27 @@ def _elements(cache: Tensor, slots: Tensor, wide: torch.dtype) -> Tensor:
     return torch.where(values.isnan(), 480.0 - 960.0 * (bits >> 7).to(wide), values)
 
 
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm in fp32 (fp64 for fp64), rounded, times the weight, rounded."""
+    y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _turned(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """Heads [rows, heads, head_dim] after RoPE in fp32 (fp64 for fp64)."""
+    y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32, copy=True)
+    half = cos_sin.shape[1] // 2
+    table = cos_sin.to(y.dtype)[positions.clamp(min=0).long(), None]
+    cos, sin = table[..., :half], table[..., half:]
+    a, b = slice(0, half), slice(half, 2 * half)
+    if interleaved:
+        a, b = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    even, odd = y[..., a].clone(), y[..., b].clone()
+    y[..., a] = even * cos - odd * sin
+    y[..., b] = odd * cos + even * sin
+    return y.to(x.dtype)
+
+
 def rope_append_kv(
     q: Tensor,
     k: Tensor,
@@ -96,24 +117,10 @@ def rope_append_kv(
     v_scales: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm per head, RoPE in fp32 (fp64 for fp64), k and v scattered INTO THE CACHE."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    half = cos_sin.shape[1] // 2
-    table = cos_sin.to(wide)[positions.clamp(min=0).long(), None]
-    cos, sin = table[..., :half], table[..., half:]
 
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
-        y = x.to(wide)
-        if weight is not None:
-            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm_eps)
-            y = (weight * y.to(x.dtype)).to(wide)
-        y = y.clone()
-        a, b = slice(0, half), slice(half, 2 * half)
-        if interleaved:
-            a, b = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        even, odd = y[..., a].clone(), y[..., b].clone()
-        y[..., a] = even * cos - odd * sin
-        y[..., b] = odd * cos + even * sin
-        return y.to(x.dtype)
+        x = x if weight is None else _normalised(x, weight, norm_eps)
+        return _turned(x, positions, cos_sin, interleaved)
 
     kept = cache_slots >= 0
     slots = cache_slots[kept]
@@ -130,10 +137,86 @@ def rope_append_kv(
     return turn(q, q_norm_weight) * (positions >= 0)[:, None, None]
 
 
+LATENT_DIM = 512  # elements of a token's key that are its value, too
+
+
+def rope_append_latent(
+    q: Tensor,
+    kv: Tensor,
+    latent_cache: Tensor,
+    cache_slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    interleaved: bool = False,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Tensor:
+    """RMSNorm of the latents, RoPE of what follows them, both scattered INTO THE CACHE."""
+    latents, heads = kv[:, None, :LATENT_DIM], torch.cat([q, kv[:, None]], 1)
+    if norm_weight is not None:
+        latents = _normalised(latents, norm_weight, norm_eps)
+    turned = _turned(heads[..., LATENT_DIM:], positions, cos_sin, interleaved)
+    kept = cache_slots >= 0
+    rows = torch.cat([latents, turned[:, -1:]], -1)
+    latent_cache.flatten(0, 1)[cache_slots[kept]] = rows[kept]
+    out = torch.cat([q[..., :LATENT_DIM], turned[:, :-1]], -1)
+    return out * (positions >= 0)[:, None, None]
+
+
+def expanded_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    latent_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    *,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Latent attention without absorption, as its models define it; and the lse.
+
+    Every head gets keys and values of its own, made of the latents: k = (w_uk latent, rotated key),
+    v = w_uv latent. q_nope: [rows, num_qo_heads, nope]; q_rope: [rows, num_qo_heads, 64], rotated;
+    w_uk: [num_qo_heads, nope, 512]; w_uv: [num_qo_heads, v_head_dim, 512]. Returns [rows,
+    num_qo_heads, v_head_dim]. fp64 where `q_nope` is, else fp32.
+    """
+    wide = torch.float64 if q_nope.dtype == torch.float64 else torch.float32
+    out = q_nope.new_zeros(*q_nope.shape[:2], w_uv.shape[1])
+    lse = torch.full(q_nope.shape[:2], -torch.inf, dtype=wide)
+    page_size = latent_cache.shape[1]
+    for request, kv_len in enumerate(kv_lens.tolist()):
+        begin, end = qo_indptr[request : request + 2].tolist()
+        if begin == end:
+            continue
+        token = torch.arange(kv_len)
+        pages = kv_indices[kv_indptr[request] : kv_indptr[request + 1]].long()
+        cached = latent_cache[pages[token // page_size], token % page_size, 0].to(wide)
+        latents, shared = cached[:, :LATENT_DIM], cached[:, LATENT_DIM:]
+        keys = torch.cat(
+            [
+                torch.einsum("hdc,tc->thd", w_uk.to(wide), latents),
+                shared[:, None].expand(-1, w_uk.shape[0], -1),
+            ],
+            -1,
+        )
+        values = torch.einsum("hdc,tc->thd", w_uv.to(wide), latents)
+        queries = torch.cat([q_nope, q_rope], -1)[begin:end].to(wide)
+        scores = torch.einsum("qhd,thd->qht", queries, keys) * sm_scale
+        position = torch.arange(kv_len - (end - begin), kv_len)[:, None, None]
+        scores = scores.masked_fill(token > position, -torch.inf)
+        lse[begin:end] = scores.logsumexp(-1)
+        out[begin:end] = torch.einsum("qht,thd->qhd", scores.softmax(-1), values).to(out.dtype)
+    return out, lse
+
+
 def append_attention(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     qo_indptr: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
@@ -153,8 +236,11 @@ def append_attention(
     """Attention of each request in fp32 (fp64 for fp64), rounded once; and the lse.
 
     A score takes the scale of its key and a probability that of its value. A sink is one more
-    score, whose probability is dropped. Shared prefixes change nothing.
+    score, whose probability is dropped. Shared prefixes change nothing. Without a `v_cache` values
+    are the first columns of the keys, as `expanded_attention` has it before absorption.
     """
+    if v_cache is None:
+        v_cache = k_cache[..., :LATENT_DIM]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     group, page_size = q.shape[1] // k_cache.shape[2], k_cache.shape[1]
@@ -162,7 +248,8 @@ def append_attention(
     def of_heads(scales: Tensor, slots: Tensor) -> Tensor:  # [query heads, tokens]
         return scales.flatten(0, 1)[slots].to(wide).repeat_interleave(group, 1).T
 
-    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=wide)
+    out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=wide)
     for request, kv_len in enumerate(kv_lens.tolist()):
         begin, end = qo_indptr[request : request + 2].tolist()
         if begin == end:
@@ -234,9 +321,11 @@ def compact_kv(
                 flat[slots[1]] = flat[slots[0]].clone()
 
 
-def copy_kv(k_cache: Tensor, v_cache: Tensor, from_slots: Tensor, to_slots: Tensor) -> None:
+def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slots: Tensor) -> None:
     """Indexing, with a gather before any write, IN THE CACHES."""
     used = to_slots >= 0
     for cache in (k_cache, v_cache):
+        if cache is None:
+            continue
         flat = _as_bits(cache)
         flat[to_slots[used]] = flat[from_slots[used]].clone()

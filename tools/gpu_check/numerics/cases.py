@@ -7,6 +7,7 @@ any device. Two runs of one case differ in nothing but who computes.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from specops import attention, batching, dense, ngram, sampling
@@ -158,9 +159,9 @@ class PagedCase:
     """A random call of `append_attention`: everything but what a check varies."""
 
     q: Tensor
-    caches: tuple[Tensor, Tensor]
+    caches: tuple[Tensor, Tensor | None]
     where: tuple[Tensor, Tensor, Tensor, Tensor]  # qo_indptr, kv_indptr, kv_indices, kv_lens
-    scales: dict[str, Tensor]  # of 8-bit caches; else none
+    scales: dict[str, Any]  # of 8-bit caches; of latents that of the scores
 
     def call(self, **keywords: Tensor | None) -> list[Tensor]:
         """out and lse."""
@@ -188,7 +189,10 @@ def paged_case(
     qo_len: int | None = None,
     cache_dtype: torch.dtype | None = None,
 ) -> PagedCase:
-    """Requests of 1 to 9 rows over shuffled pages; cache_dtype: one of 8 bits, for bf16 queries."""
+    """Requests of 1 to 9 rows over shuffled pages; cache_dtype: one of 8 bits, for bf16 queries.
+
+    Heads of LATENT_KEY elements are latents: one of keys, and no other cache.
+    """
     batch, page_size = _number(generator, 1, 3), _one_of(generator, 16, 32, 64)
     kv_heads, group = _number(generator, 1, 2), _one_of(generator, 1, 4, 8)
     head_dim = head_dim or _one_of(generator, 64, 96, 128, 256)
@@ -200,10 +204,11 @@ def paged_case(
     kv_lens = qo_lens + torch.randint(0, most_tokens, (batch,), generator=generator).int()
     pages = -(-kv_lens // page_size)
     total = int(pages.sum())
-    shape = (total, page_size, kv_heads, head_dim)
+    is_latent = head_dim == LATENT_KEY
+    shape = (total, page_size, 1 if is_latent else kv_heads, head_dim)
     q = _randn(generator, int(qo_lens.sum()), group * kv_heads, head_dim, dtype=dtype)
     caches = [_randn(generator, *shape, dtype=dtype) for _ in range(2)]
-    scales = {}
+    scales: dict[str, Any] = {"sm_scale": 192**-0.5} if is_latent else {}
     if cache_dtype:
         caches = [(cache * 30).clamp(-120, 120).to(cache_dtype) for cache in caches]
         for name in ("k_scales", "v_scales"):
@@ -216,7 +221,8 @@ def paged_case(
     )
     qo_indptr, kv_indptr, kv_indices, lens = (move(tensor) for tensor in where)
     where = (qo_indptr, kv_indptr, kv_indices, lens)
-    return PagedCase(move(q), (move(caches[0]), move(caches[1])), where, scales)
+    values = None if is_latent else move(caches[1])
+    return PagedCase(move(q), (move(caches[0]), values), where, scales)
 
 
 def append_attention(generator: torch.Generator, move: Move) -> Call:
@@ -227,6 +233,33 @@ def append_attention(generator: torch.Generator, move: Move) -> Call:
 def append_8bit_attention(generator: torch.Generator, move: Move) -> Call:
     """The same over int8 and fp8 caches."""
     return paged_case(generator, move, cache_dtype=_one_of(generator, *CACHES_8BIT)).call
+
+
+def append_latent_attention(generator: torch.Generator, move: Move) -> Call:
+    """The same over latents, which CUDA has of 16 bits."""
+    dtype = _one_of(generator, torch.bfloat16, torch.float16)
+    return paged_case(generator, move, head_dim=LATENT_KEY, dtype=dtype).call
+
+
+def rope_append_latent(generator: torch.Generator, move: Move) -> Call:
+    """Latents, normalised and not, and rotated keys into a cache of zeros."""
+    rows, heads, dtype = _number(generator, 1, 12), _number(generator, 1, 9), _dtype(generator)
+    q = move(_randn(generator, rows, heads, LATENT_KEY, dtype=dtype))
+    kv = move(_randn(generator, rows, LATENT_KEY, dtype=dtype))
+    slots = move(torch.randperm(96, generator=generator)[:rows])
+    positions = move(torch.randint(0, 500, (rows,), generator=generator).int())
+    cos_sin = move(attention.rope_cos_sin(500, 64, 10000.0))
+    weight = move(_randn(generator, 512, dtype=dtype)) if _number(generator, 0, 1) else None
+    interleaved = bool(_number(generator, 0, 1))
+
+    def call() -> list[Tensor]:
+        cache = torch.zeros(6, 16, 1, LATENT_KEY, dtype=dtype, device=q.device)
+        out = attention.rope_append_latent(
+            q, kv, cache, slots, positions, cos_sin, interleaved=interleaved, norm_weight=weight
+        )
+        return [out, cache]
+
+    return call
 
 
 def merge_states(generator: torch.Generator, move: Move) -> Call:
@@ -287,6 +320,7 @@ def top_logprobs(generator: torch.Generator, move: Move) -> Call:
 
 
 CACHES_8BIT = (torch.int8, torch.float8_e4m3fn)
+LATENT_KEY = 576  # elements of a token's key of latent attention
 
 # A unit in the last place of bf16 is 2^-8; what is rounded last hides what came before.
 APPROXIMATE = 2.0**-8
@@ -302,6 +336,8 @@ OPS: dict[str, Op] = {
     "rope_append_kv": Op(rope_append_kv, APPROXIMATE),
     "append_attention": Op(append_attention, APPROXIMATE),
     "append_attention 8-bit": Op(append_8bit_attention, APPROXIMATE),
+    "append_attention latents": Op(append_latent_attention, APPROXIMATE),
+    "rope_append_latent": Op(rope_append_latent, APPROXIMATE),
     "merge_states": Op(merge_states, APPROXIMATE),
     "top_logprobs": Op(top_logprobs, APPROXIMATE),
     "sample": Op(sample, differing=0.01),

@@ -9,7 +9,14 @@ import torch
 from specops import dense, sampling
 from torch import Tensor
 
-from tools.gpu_check.numerics.cases import CACHES_8BIT, OPS, Op, PagedCase, paged_case
+from tools.gpu_check.numerics.cases import (
+    CACHES_8BIT,
+    LATENT_KEY,
+    OPS,
+    Op,
+    PagedCase,
+    paged_case,
+)
 from tools.gpu_check.numerics.machines import Machine
 
 Pair = tuple[list[Tensor], list[Tensor]]
@@ -209,7 +216,8 @@ def launches(device: Machine, *, is_small: bool) -> Iterator[Found]:
 def _largest(device: Machine, is_small: bool) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        for head_dim in (64, 96, 128, 256):
+        of_latents = () if dtype == torch.float32 else (LATENT_KEY,)
+        for head_dim in (64, 96, 128, 256, *of_latents):
             case = paged_case(_generator(0), device.move, head_dim=head_dim, dtype=dtype, qo_len=9)
             batch = case.where[3].shape[0]
             nothing = torch.zeros(1, batch, dtype=torch.int32, device=device.device)

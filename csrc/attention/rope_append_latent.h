@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// rope_append_latent: rotate the last elements of q and k, and write latents and keys into the paged
+// cache.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/latent.h"
+#include "common/cuda_stream.h"
+#include "common/dtype.h"
+#include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/isa.h"
+
+namespace specops {
+
+struct RopeAppendLatentParams {
+  const void* q;               // [rows, num_qo_heads, kLatentKeyDim], rows q_stride apart
+  const void* kv;              // [rows, kLatentKeyDim], rows kv_stride apart
+  void* q_out;                 // [rows, num_qo_heads, kLatentKeyDim], contiguous; may be q
+  void* latent_cache;          // [num_pages, page_size, 1, kLatentKeyDim]
+  const int64_t* cache_slots;  // [rows]; -1: the row's latent and key are not written
+  const int32_t* positions;    // [rows]; -1: a padding row
+  const float* cos_sin;        // [max_positions, kLatentRopeDim]: cos of each pair, then sin
+  const void* norm_weight;     // [kLatentDim]; may be nullptr
+  int64_t rows;
+  int64_t num_qo_heads;
+  int64_t num_slots;  // of the cache
+  int64_t max_positions;
+  int64_t q_stride;
+  int64_t kv_stride;
+  float norm_eps;
+  bool interleaved;  // pairs are neighbours; otherwise the halves of the rotary part
+  DType dtype;       // float32, bfloat16 or float16; of all but cos_sin
+  ErrorFlag error;   // CUDA: where wrong slots and positions are reported
+};
+
+SPECOPS_HOST_DEVICE Fault fault_of(const RopeAppendLatentParams& params, int64_t row) {
+  int64_t slot = params.cache_slots[row];
+  int32_t position = params.positions[row];
+  if (slot < -1 || slot >= params.num_slots) {
+    return fault_at(ErrorCode::kLatentSlot, slot, row).with(params.num_slots);
+  }
+  if (position < (slot == -1 ? -1 : 0) || position >= params.max_positions) {
+    return fault_at(ErrorCode::kLatentPosition, position, row).with(params.max_positions);
+  }
+  return {};
+}
+
+SPECOPS_DECLARE_CPU(rope_append_latent_cpu, RopeAppendLatentParams);
+SPECOPS_DECLARE_CUDA(rope_append_latent_cuda, RopeAppendLatentParams);
+
+}  // namespace specops
