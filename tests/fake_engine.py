@@ -102,6 +102,7 @@ class FakeEngine:
         self.step_seconds = step_seconds
         self.most_accepted, self.flaw = most_accepted, flaw
         self.num_failures = 0  # steps to come that fail
+        self.owners: set[tuple[str, ...]] = set()  # of all requests so far
         self._running: list[_Request] = []
         self._waiting: list[_Request] = []
         self._done: dict[str, _Request] = {}
@@ -146,6 +147,7 @@ class FakeEngine:
         room = self.max_model_len - len(prompt)
         if (1 if params.max_tokens is None else params.max_tokens) > room:
             raise ContextOverflow(f"a prompt of {len(prompt)} tokens exceeds the context")
+        self.owners.add(tuple(owners))
         config = self.config.speculative_config
         if speculative_config is not None:
             config = config.override(speculative_config)

@@ -86,6 +86,12 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert found["contract"]["digest"] == own
     (comparison,) = found["comparisons"]
     assert comparison["method"] == "ngram" and comparison["num_different"] == 0
+    told = capsys.readouterr()
+    assert "tokens/step" in told.out
+    # To a pipe: nothing else is on standard output.
+    assert main([*asked, "--method", "ngram", "--temperature", "0", "--json", "-"]) == 0
+    piped = capsys.readouterr()
+    assert json.loads(piped.out) == found and piped.err == told.out
 
 
 def test_in_answers() -> None:

@@ -320,3 +320,32 @@ def test_pages_survive_mixed_traffic(model_dir: Path) -> None:
     assert engine.stats.num_preemptions > 0
     assert engine.num_free_pages == engine.num_pages
     engine._pool.check_integrity()
+
+
+def test_shapes_of_steps_are_kept_within_bounds(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of ever other sizes take no more memory, and those made anew do what they did."""
+    import random
+
+    def run(engine: Engine) -> list[list[int]]:
+        rng = random.Random(0)
+        names = []
+        for _ in range(120):
+            prompt = [rng.randrange(1, 5) for _ in range(rng.randrange(1, 60))]
+            params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0)
+            names.append(engine.add_request(prompt, params))
+            engine.step()
+            kept.append(len(engine._runner._memory._steps))
+        while engine.has_unfinished():
+            engine.step()
+        return [engine.completion(name).token_ids for name in names]
+
+    kept: list[int] = []
+    limits: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 6}
+    expected = run(make(model_dir, speculative_config=NGRAM, **limits))
+    assert max(kept) > 20
+    kept.clear()
+    monkeypatch.setattr("specops.engine.step_memory._MAX_KEPT_STEPS", 8)
+    assert run(make(model_dir, speculative_config=NGRAM, **limits)) == expected
+    assert max(kept) == 8

@@ -760,6 +760,45 @@ def test_a_greedy_key_leaves_room_for_others() -> None:
         served.wait_until_idle()
 
 
+def test_without_keys_addresses_are_clients() -> None:
+    """A proxy on this machine says where a request comes from; until two have come one has all."""
+    config = EngineConfig(
+        served_model_name="fake", max_num_seqs=1, max_waiting=8, max_model_len=256
+    )
+    engine = FakeEngine(config, step_seconds=0.05)
+    greedy, normal, same = (
+        {"X-Forwarded-For": address}
+        for address in (
+            "2001:db8::1",
+            "203.0.113.7",
+            "2001:db8::ffff:1",
+        )  # one network, and another
+    )
+    body = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
+    with (
+        serving(engine) as served,
+        concurrent.futures.ThreadPoolExecutor(32) as pool,
+    ):
+        assert post(served, "completions", TEXT | {"n": 8}, headers=greedy).status_code == 200
+        assert post(served, "completions", TEXT, headers=normal).status_code == 200
+        running = [pool.submit(post, served, "completions", body, headers=greedy)]
+        wait_for(lambda: engine.num_running == 1)
+        running += [pool.submit(post, served, "completions", body, headers=same) for _ in range(4)]
+        wait_for(lambda: engine.num_waiting == 4)
+        refused = post(served, "completions", body, headers=greedy)
+        assert refused.status_code == 429
+        assert "4 requests of this address" in refused.json()["error"]["message"]
+        running.append(pool.submit(post, served, "completions", body, headers=normal))
+        wait_for(lambda: engine.num_waiting == 5)
+        assert {owners[0] for owners in engine.owners} == {
+            "from 2001:db8::/64",
+            "from 203.0.113.7",
+        }
+        engine.step_seconds = 0.0
+        assert {future.result().status_code for future in running} == {200}
+        served.wait_until_idle()
+
+
 def test_lists_are_counted_before_they_are_looked_at(fake: Served) -> None:
     ids = [1] * 256
     for prompt in ([*ids, "no id"], [[1], [*ids, "no id"]]):

@@ -79,6 +79,28 @@ def masks_of(
 
 # ---- what may be asked for ----
 
+TAGS: dict[str, Any] = {
+    "structures": [
+        {
+            "begin": "<fn=add>",
+            "schema": {
+                "properties": {"a": {"type": "integer"}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+            "end": "</fn>",
+        },
+        {"begin": "<fn=go>", "schema": {"enum": ["x", "y"]}, "end": "</fn>"},
+        {"begin": "[[", "schema": True, "end": "]]"},
+    ],
+    "triggers": ["<fn=", "[["],
+}
+
+
+def tagged(**changes: Any) -> dict[str, Any]:
+    """One tag, and its trigger."""
+    return {"structures": [{"begin": "<t>", "schema": {}, "end": "", **changes}], "triggers": ["<"]}
+
 
 @pytest.mark.parametrize(
     "fields,message",
@@ -105,6 +127,23 @@ def masks_of(
         ({"json_schema": '{"not":' * 70 + "{}" + "}" * 70}, "json_schema must be nested at most"),
         ({"regex": "a", "disable_any_whitespace": True}, "needs json_schema, got regex"),
         ({"json_schema": {}, "disable_any_whitespace": 1}, "must be True or False, got 1"),
+        ({"structural_tag": 3}, "structural_tag must be an object or a text, got 3"),
+        ({"structural_tag": "{"}, "structural_tag is no JSON"),
+        ({"structural_tag": "[]"}, "structural_tag: must be an object, got list"),
+        ({"structural_tag": {"format": {}}}, "structural_tag: format is not supported"),
+        ({"structural_tag": {"triggers": ["<"]}}, "structural_tag must have structures"),
+        ({"structural_tag": {**TAGS, "type": "text"}}, "type must be 'structural_tag', got 'text'"),
+        ({"structural_tag": {**TAGS, "more": 1}}, "unknown field 'more'"),
+        ({"structural_tag": {**TAGS, "triggers": "<fn="}}, "triggers must be a list of 1 to 128"),
+        ({"structural_tag": {**TAGS, "triggers": [""]}}, "triggers must be texts of a character"),
+        ({"structural_tag": {**TAGS, "triggers": ["<fn=", "[[", "<"]}}, "not contain each other"),
+        ({"structural_tag": {**TAGS, "triggers": ["<fn=", "[[", "{"]}}, "'{' begins none"),
+        ({"structural_tag": {**TAGS, "triggers": ["<fn="]}}, r"start with a trigger, got '\[\['"),
+        ({"structural_tag": {**TAGS, "structures": []}}, "structures must be a list of 1 to 128"),
+        ({"structural_tag": {**TAGS, "structures": [3]}}, "structures must hold objects, got int"),
+        ({"structural_tag": tagged(schema=3)}, "schema of a structure must be an object, got 3"),
+        ({"structural_tag": tagged(end=3)}, "end of a structure must be a text, got 3"),
+        ({"structural_tag": tagged(schema={"a": "b" * MAX_TEXT})}, "structural_tag must have at"),
     ],
 )
 def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
@@ -131,6 +170,8 @@ def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
         ({"grammar": "start: a\na[max_tokens=3, temperature=0.5]: /x+/"}, "temperature"),
         ({"grammar": "start: <|endoftext|>"}, "grammar cannot be used"),
         ({"grammar": "start: <[0]>"}, "grammar cannot be used"),
+        ({"structural_tag": tagged(schema={"type": "xml"})}, "structural_tag cannot be used"),
+        ({"structural_tag": tagged(schema=False)}, "structural_tag cannot be used"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compiled(fields: dict[str, Any], message: str) -> None:
@@ -258,7 +299,33 @@ FORMS: list[dict[str, Any]] = [
     # Text up to a mark, whatever may come; and text that ends at a word.
     {"grammar": 'start: called* TEXT\nTEXT: /(.|\\n)*/\ncalled[lazy]: TEXT "<t>" /[0-9]{2}/ "."'},
     {"grammar": 'start: a /[0-9]+/\na[suffix="end"]: /[a-z ]+/'},
+    {"structural_tag": TAGS},
 ]
+
+
+@pytest.mark.parametrize(
+    "text,is_whole",
+    [
+        ("any text, and < or [ or <fn", True),
+        ('it is <fn=add>{"a": 3}</fn>, so', True),
+        ('<fn=go>"y"</fn><fn=add>{"a":4}</fn>', True),
+        ('[[{"any": ["value"]}]] [', True),
+        ('<fn=add>{"a": 3}', False),
+        ('<fn=add>{"b": 3}</fn>', None),
+        ('<fn=go>"z"</fn>', None),
+        ("<fn=sub>", None),
+        ("[[1]?", None),
+    ],
+)  # fmt: skip
+def test_behind_a_trigger_is_a_tag(text: str, is_whole: bool | None) -> None:
+    """None: such a text cannot come. In one step, and in as many as it has characters."""
+    for tokens in (tokens_of(text), [one for char in text for one in tokens_of(char)]):
+        state = state_of(structural_tag=TAGS)
+        fits = all(map(state.take, tokens))
+        assert (state.may_end if fits else None) == is_whole
+    assert compiled(structural_tag=json.dumps({"type": "structural_tag", **TAGS})) is compiled(
+        structural_tag=json.dumps({"type": "structural_tag", **TAGS})
+    )
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form))

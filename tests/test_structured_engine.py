@@ -3,6 +3,7 @@
 
 import json
 import random
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -150,6 +151,67 @@ def test_constrained_texts_are_valid_and_those_of_plain_decoding(
         )
         different = [i for i, (a, b) in enumerate(zip(bits(done), expected, strict=True)) if a != b]
         assert different == []
+    after = engine.stats.speculative
+    drafts = after.num_draft_tokens - before.num_draft_tokens
+    assert 0.2 * drafts < after.num_accepted_tokens - before.num_accepted_tokens < drafts
+
+
+# A trigger that the bundled model writes by itself, and often.
+TAGS = {
+    "structures": [
+        {"begin": "return ", "schema": {"enum": [["one", 1], {"two": 2}]}, "end": "  # tag\n"},
+        {"begin": "return (", "schema": {"type": "integer"}, "end": ")\n"},
+        {
+            "begin": "self.",
+            "schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+            "end": "\n",
+        },
+    ],
+    "triggers": ["return ", "self."],
+}
+_TAGGED = (
+    r'return ((\[\s*"one",\s*1\s*\]|\{\s*"two":\s*2\s*\})  # tag\n|\(-?\d+\)\n)|self\.\[[^\]]*\]\n'
+)
+
+
+@lru_cache
+def tag_jobs() -> list[Job]:
+    wanted = StructuredOutput(structural_tag=TAGS)
+    return [
+        (
+            f"def f{i}(a):\n    return a\n\ndef g{i}(a):\n    ",
+            SamplingParams(
+                max_tokens=64, min_tokens=64, temperature=0.8 if i % 3 else 0.0, seed=i, logprobs=2,
+                structured_output=wanted,
+            ),
+        )
+        for i in range(16)
+    ]  # fmt: skip
+
+
+@lru_cache
+def plain_tags() -> list[Any]:
+    engine = engine_of(max_num_seqs=1, enable_prefix_caching=False)
+    done = run(engine, tag_jobs(), [NAIVE])
+    check(engine, tag_jobs(), done)
+    num_tags = 0
+    for one in done:
+        for trigger in re.finditer(r"return |self\.", one.text):
+            rest = one.text[trigger.start() :]
+            num_tags += re.match(_TAGGED, rest) is not None
+            assert re.match(_TAGGED, rest) or one.finish_reason == "length" or "\n" not in rest
+    assert num_tags > 16
+    return bits(done)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_structural_tags_are_those_of_plain_decoding(method: str) -> None:
+    """Drafts reach over triggers and ends of tags, and those that do not fit are rolled back."""
+    engine = engine_of()
+    before = replace(engine.stats.speculative)
+    done = run(engine, tag_jobs(), [with_k(method, 1 + i % 8) for i in range(8)])
+    expected = plain_tags()
+    assert [i for i, (a, b) in enumerate(zip(bits(done), expected, strict=True)) if a != b] == []
     after = engine.stats.speculative
     drafts = after.num_draft_tokens - before.num_draft_tokens
     assert 0.2 * drafts < after.num_accepted_tokens - before.num_accepted_tokens < drafts

@@ -4,6 +4,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ from specops.engine.server import structured
 from specops.engine.server.api_error import ApiError
 from specops.engine.server.structured import Compiling
 
+# What the prompt asks for begins with the trigger.
+TAGS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "{", "schema": {"const": [7]}, "end": "}"}],
+    "triggers": ["{"],
+}
 HTTP = httpx.Client(timeout=60)
 PERSON, EXAMPLE = BY_HAND[25]
 PROMPT = f"values = [\n{json.dumps(EXAMPLE)},\n{json.dumps(EXAMPLE)},\n"
@@ -104,6 +111,23 @@ def test_every_form(served: Served, field: str, value: Any, allows: Any) -> None
     assert choice["finish_reason"] == "stop" or field == "response_format" or "json_object" in value
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": TAGS},
+        {"structured_outputs": {"structural_tag": TAGS}},
+        {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
+    ],
+    ids=["OpenAI's field", "vLLM's", "vLLM's, as a text"],
+)
+def test_structural_tags(served: Served, body: dict[str, Any]) -> None:
+    text = complete(served, **body).json()["choices"][0]["text"]
+    tags = re.findall(r"\{\[\s*7\s*\]\}", text)
+    assert tags and text.count("{") - len(tags) in (0, 1), text  # the last one may be cut
+    naive = complete(served, speculative_config={"method": "naive"}, **body).json()
+    assert naive["choices"][0]["text"] == text
+
+
 def test_null_and_text_ask_for_nothing(served: Served) -> None:
     bare = complete(served, max_tokens=8).json()["choices"][0]["text"]
     for field in ({"response_format": {"type": "text"}}, {"response_format": None},
@@ -142,8 +166,17 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"json_object": True, "json": {}}}, "structured_outputs", "both"),
-        ({"structured_outputs": {"structural_tag": "x"}},
-         "structured_outputs.structural_tag", "unknown field"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "is no JSON"),
+        ({"structured_outputs": {"structural_tag": {"format": {"type": "any_text"}}}},
+         "structured_outputs", "format is not supported"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["<"]}},
+         "response_format", "need each other"),
+        ({"response_format": {"type": "text", "triggers": ["<"]}},
+         "response_format", "need each other"),
+        ({"response_format": {"type": "structural_tag", "format": {}}},
+         "response_format.format", "unknown field"),
+        ({"response_format": {**TAGS, "triggers": ["["]}},
+         "response_format", "start with a trigger"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"regex": "(" * 99 + ")" * 99}}, "structured_outputs", "nested"),
         ({"structured_outputs": {"grammar": "begin: x"}}, "structured_outputs", "cannot be used"),

@@ -165,7 +165,7 @@ class Drafting:
             return
         states_of = self._states
         fixed = [one for one in requests if one not in states_of] if states_of else requests
-        proposed = list(map(self._num_proposed, fixed))
+        proposed = list(map(self.num_proposed, fixed))
         rows = len(fixed)
         self._trees.clear()
         are_trees = self.proposals.are_trees.any()
@@ -245,7 +245,7 @@ class Drafting:
         self._all_rest = not any(state.drafts for state in states_of.values())
         return num_suspended
 
-    def _num_proposed(self, request: Request) -> int:
+    def num_proposed(self, request: Request) -> int:
         """How many drafts there are for a request, as far as they could be emitted."""
         return max(min(int(self.proposals.counts[request.slot]), request.draft_room), 0)
 

@@ -43,6 +43,10 @@ _CPU_BYTES = 4 << 30  # for keys and values, where nothing else is said
 LEAF_TOKENS = {"cpu": 64, "cuda": 256}
 _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 
+# Rows that a step computes in about the time in which it reads the weights and starts its ops. Of
+# the bundled model on two cores of a Zen 5: 0.33 ms a step, and 0.07 to 0.11 ms a row.
+_FREE_ROWS = {"cpu": 4, "cuda": 64}
+
 
 @dataclass
 class EngineStats:
@@ -57,6 +61,7 @@ class EngineStats:
     prefix_cache_hits: int = 0  # of these, found
     cascade_saved_bytes: int = 0  # of keys and values that were not read again, but shared
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
+    num_paused_steps: int = 0  # of requests, in which it was not their turn
     num_suspended_steps: int = 0  # of requests, in which drafting would not have paid
 
 
@@ -101,6 +106,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_total_draft_tokens=config.speculative_config.max_total_draft_tokens,
+            free_rows=_FREE_ROWS[self._device.device.type],
             prefix_finder=self._new_prefix_finder(model),
         )
         self._runner = Runner(
@@ -288,7 +294,7 @@ class Engine:
         Raises:
             EngineError: the device failed. The requests of the step are gone then; others go on.
         """
-        self._drafting.select(*self._scheduler.decoding())
+        self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
         before = self._scheduler.num_preemptions
         plan = self._scheduler.schedule()
         self.stats.num_preemptions += self._scheduler.num_preemptions - before
@@ -306,6 +312,7 @@ class Engine:
         emitted = self._runner.execute(plan)
         self.stats.num_steps += 1
         self.stats.num_rows += sum(part.num_rows for part in plan.parts)
+        self.stats.num_paused_steps += len(plan.paused)
         if plan.prefixes is not None:
             saved = plan.prefixes.num_saved_tokens
             self.stats.cascade_saved_bytes += saved * self._cascade_bytes_per_token

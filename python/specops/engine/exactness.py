@@ -6,13 +6,14 @@ and the bits of every logprob are compared, those of the likeliest alternatives 
 """
 
 import argparse
+import contextlib
 import json
 import struct
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 from specops.engine.config import EngineConfig
 from specops.engine.contract import contract_of
@@ -71,6 +72,15 @@ _COLUMNS = (
 def main(arguments: Sequence[str], program: str) -> int:
     """Compares, prints, and returns the exit code: 1 for any difference, 2 for a mistake."""
     args = _parser(program).parse_args(arguments)
+    if args.json != "-":
+        return _run(args)
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        return _run(args, out)
+
+
+def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
+    """The same, with the options read; the table in JSON goes to `json_out` instead of a file."""
     try:
         comparisons, contract = _compare_all(args)
     except (EngineError, OSError, ValueError) as error:
@@ -81,7 +91,11 @@ def main(arguments: Sequence[str], program: str) -> int:
     different = sum(one.num_different for one in comparisons)
     if args.json is not None:
         found = {"contract": contract, "comparisons": [asdict(one) for one in comparisons]}
-        Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(found, indent=2) + "\n"
+        if json_out is not None:
+            json_out.write(text)
+        else:
+            Path(args.json).write_text(text, encoding="utf-8")
     if different:
         print(f"\n{different} outputs differ: speculation changed what the model says.")
         return 1
@@ -142,7 +156,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
         dest="first_seed",
         help="of the first prompt (default: 0)",
     )
-    add("--json", metavar="FILE", help="write the table there, with the engine's contract")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the table there, with the engine's contract; - is standard output, and all "
+        "else goes to standard error",
+    )
     add("--max-num-seqs", type=int, default=8, metavar="N", help="together (default: 8)")
     return parser
 

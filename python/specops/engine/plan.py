@@ -54,6 +54,7 @@ class Plan:
 
     parts: list[Scheduled] = field(default_factory=list)
     prefixes: SharedPrefixes | None = None  # None: nobody shares anything
+    paused: list[Request] = field(default_factory=list)  # they decode, but it is not their turn
     # In the order of what happened: a request that lost its slot may get one again.
     stopped: list[tuple[Request, int]] = field(default_factory=list)  # with the slot it had
     started: list[Request] = field(default_factory=list)

@@ -67,6 +67,7 @@ class Request:
     thinking_state: int = -1  # as `sampling.commit` has it
     added_at: float = 0.0  # time.perf_counter() when it came
     queue_seconds: float = 0.0  # until it got its first slot
+    last_step: int = 0  # in which it had rows, by the scheduler's count
     slot: int = -1  # row of the engine's per-request arrays while running
     pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array copies at once
     num_registered_pages: int = 0  # leading pages that the prefix cache knows

@@ -187,7 +187,7 @@ class Runner:
                 self._prompt_scorer.score(parts)
         except ValueError as error:
             raise EngineError(f"a step failed: {error}") from error
-        self._take_proposals(step, parts)
+        self._take_proposals(step, plan)
         self._executed = step, plan
         if step.shape.outputs == 0:
             return [Emitted(part.request, [], (), []) for part in parts]
@@ -224,11 +224,17 @@ class Runner:
             )
         )
 
-    def _take_proposals(self, step: Step, parts: Sequence[Scheduled]) -> None:
-        """Copies what drafters on the device proposed: the next step's inputs may lie there."""
+    def _take_proposals(self, step: Step, plan: Plan) -> None:
+        """Copies what drafters on the device proposed: the next step's inputs may lie there.
+
+        What there is for requests that were not in the step stays. But what drafts were drawn from
+        is known for one step only, so where that matters they are gone.
+        """
         proposals: Proposals = self._drafting.proposals
         if not step.shape.proposals:
             return
+        kept = [r.slot for r in plan.paused if not r.features & Feature.DRAFT_PROBS]
+        before = proposals.of_slots(kept) if kept else None
         proposals.confidences.fill(0)
         proposals.are_trees.fill(False)
         proposals.stages.fill(0)
@@ -236,9 +242,11 @@ class Runner:
             proposals.token_ids[:] = step.arrays.proposed_token_ids.host
             proposals.counts[:] = step.arrays.num_proposed.host
             for drafter in step.arrays.drafters:
-                drafter.read(parts, proposals)
+                drafter.read(plan.parts, proposals)
         else:
             proposals.counts.fill(0)
+        if before is not None:
+            proposals.put(kept, before)
 
     def _step_of(self, plan: Plan) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""

@@ -7,6 +7,7 @@ reads requests and pages, and answers with a plan: it asks nobody, and tells nob
 
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from specops.engine.draft_trees import first_chain, num_spare_pages
 from specops.engine.fairness import Shares
@@ -14,6 +15,7 @@ from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
 from specops.engine.prefixes import PrefixFinder
 from specops.engine.request import Request
+from specops.engine.turns import Ask, RowShares, share_rows
 
 
 class Scheduler:
@@ -24,6 +26,8 @@ class Scheduler:
         max_num_seqs: slots.
         max_num_batched_tokens: rows of a step.
         max_total_draft_tokens: drafts of a step.
+        free_rows: that a step computes in the time that it takes however few it has; None: a step
+            is never made shorter for the sake of an owner with few rows.
         prefix_finder: finds what the requests of a step share; None: nobody asks.
     """
 
@@ -34,6 +38,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_total_draft_tokens: int | None = None,
+        free_rows: int | None = None,
         prefix_finder: PrefixFinder | None = None,
     ) -> None:
         self.pool = pool
@@ -44,31 +49,52 @@ class Scheduler:
         self._max_drafts = max_num_batched_tokens
         if max_total_draft_tokens is not None:
             self._max_drafts = min(self._max_drafts, max_total_draft_tokens)
+        self._free_rows = free_rows
         self._prefix_finder = prefix_finder
+        self._num_steps = 0
+        self._row_shares: RowShares | None = None  # of the next step; None: all have their rows
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._plan = Plan()  # of the step being planned
         # Who got spare pages in it, behind how many pages.
         self._borrowers: list[tuple[Request, int]] = []
         self._pages_of_trees: list[int] = []
 
-    def decoding(self) -> tuple[list[Request], int]:
-        """Returns the requests that decode, and how many drafts the next step has room for."""
+    def decoding(
+        self, num_proposed: Callable[[Request], int] = lambda request: 0
+    ) -> tuple[list[Request], int]:
+        """Decides whose turn it is in the next step.
+
+        Args:
+            num_proposed: how many drafts there are for a request.
+
+        Returns:
+            The requests that decode in it, and how many drafts it has room for.
+        """
+        self._row_shares = shares = self._share_rows(num_proposed)
         decoding = [request for request in self.running if request.is_decoding]
+        if shares is not None:
+            decoding = [request for request in decoding if request in shares.rows]
         return decoding, min(self._max_rows - len(decoding), self._max_drafts)
 
     def schedule(self) -> Plan:
         """Plans one step.
 
-        A decoding request verifies its first `num_drafts` proposals, and may propose up to its
-        `draft_limit` for the step after this one. Together the drafts fit the room of `decoding`.
+        A decoding request whose turn it is verifies its first `num_drafts` proposals, and may
+        propose up to its `draft_limit` for the step after this one. Together the drafts fit the
+        room of `decoding`.
         """
         plan = self._plan = Plan()
+        shares, self._row_shares = self._row_shares, None
+        self._num_steps += 1
         self._return_spare_pages()
         budget = self._max_rows
         # Verification rows first, in order of arrival, so that prefill never delays them.
         for request in [request for request in self.running if request.is_decoding]:
             if request.slot < 0:
                 continue  # preempted by an earlier one in this very loop
+            if shares is not None and request not in shares.rows:
+                plan.paused.append(request)
+                continue
             drafts, parents = request.num_drafts, request.draft_parents
             if not self._has_pages(request, 1 + drafts):
                 drafts, parents = 0, None  # rather no drafts than another's preemption
@@ -77,10 +103,15 @@ class Scheduler:
                 plan.parts.append(part)
                 budget -= 1 + drafts
         for request in [r for r in self.running if not r.is_decoding]:
-            if request.slot >= 0 and budget > 0:
-                budget -= self._plan_chunk(request, budget)
+            rows = budget if shares is None else min(shares.rows.get(request, 0), budget)
+            if request.slot >= 0 and rows > 0:
+                budget -= self._plan_chunk(request, rows)
+        if shares is not None:
+            waiting = sum(shares.rows.get(request, 0) for request in self.waiting)
+            budget = min(budget, shares.left + waiting)
         self._admit_waiting(budget)
         for part in plan.parts:
+            part.request.last_step = self._num_steps
             if part.emits and part.request.draft_limit:
                 # This step emits a token at least, and so will the one that verifies.
                 room = part.request.draft_room - 1
@@ -115,9 +146,33 @@ class Scheduler:
             )
             request.num_registered_pages += 1
 
+    def _share_rows(self, num_proposed: Callable[[Request], int]) -> RowShares | None:
+        """Whose turn it is in the next step; None: everybody's."""
+        if self._free_rows is None or len(self.running) + len(self.waiting) < 2:
+            return None
+        return share_rows(self._asks(num_proposed), self._max_rows, self._free_rows)
+
+    def _asks(self, num_proposed: Callable[[Request], int]) -> Iterator[Ask]:
+        """What those who run would have, and those whom the step may admit."""
+        for request in self.running:
+            if request.is_decoding:
+                yield Ask(request, 1 + num_proposed(request), is_chunk=False)
+            else:
+                yield self._chunk(request)
+        if self.waiting:
+            shares = Shares(self.running)
+            for request in shares.in_turn(self.waiting):
+                if self._free_slots or shares.victim(request) is not None:
+                    yield self._chunk(request)
+
+    def _chunk(self, request: Request) -> Ask:
+        missing = len(request.token_ids) - request.num_computed
+        return Ask(request, min(missing, self._max_rows), is_chunk=True)
+
     def _admit_waiting(self, budget: int) -> None:
         """Gives slots and pages to those who wait, and takes them from owners with too many."""
         plan = self._plan
+        total = budget + sum(part.num_rows for part in plan.parts)
         while self.waiting and budget > 0:
             shares = Shares(self.running)
             in_turn = shares.in_turn(self.waiting)
@@ -130,7 +185,7 @@ class Scheduler:
             if victim is None:
                 return
             self._preempt(victim)
-            budget = self._max_rows - sum(part.num_rows for part in plan.parts)
+            budget = total - sum(part.num_rows for part in plan.parts)
 
     def _plan_chunk(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed
@@ -182,6 +237,8 @@ class Scheduler:
         plan.stopped.append((request, request.slot))
         # It may be planned already: an earlier arrival's chunk can need a later one's pages.
         plan.parts[:] = [part for part in plan.parts if part.request is not request]
+        if request in plan.paused:
+            plan.paused.remove(request)
         self.running.remove(request)
         self._give_back(request)
         request.num_computed = request.num_final_draft_kv = 0

@@ -11,7 +11,7 @@ knows of another. Proposals are only ever proposals: no drafter can change a tok
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,6 +112,15 @@ class Proposals:
     # requests that report their drafts alone. They begin as 0: a drafter that others may continue
     # marks what is not its own.
     stages: NDArray[np.int8]
+
+    def of_slots(self, slots: Sequence[int]) -> "Proposals":
+        """A copy of the rows of some slots."""
+        return Proposals(*(getattr(self, one.name)[slots] for one in fields(self)))
+
+    def put(self, slots: Sequence[int], rows: "Proposals") -> None:
+        """Writes the rows of some slots back."""
+        for one in fields(self):
+            getattr(self, one.name)[slots] = getattr(rows, one.name)
 
 
 @dataclass(slots=True)

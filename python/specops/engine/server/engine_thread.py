@@ -59,7 +59,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, metrics: Metrics, num_clients: int = 1) -> None:
         self._engine = engine
-        self._num_clients = num_clients  # that can be told apart
+        self._num_clients = num_clients  # that have keys
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
@@ -67,6 +67,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="specops-engine", daemon=True)
         # Everything below belongs to the thread.
         self._choices: dict[str, _Choice] = {}  # in the engine, by request id
+        self._seen: set[str] = set()  # clients, two at most: then room to wait is shared
         self._held: list[_Choice] = []  # ready to be added, but the engine's queue is full
         self._events: list[tuple[Job, ChoiceOutput | Exception | None]] = []
         self._num_requests = 0
@@ -178,7 +179,9 @@ class EngineThread:
     def _add_job(self, job: Job) -> None:
         total = len(job.prompts) * job.params.n
         limit = self._engine.config.max_waiting
-        if self._num_clients > 1:
+        if len(self._seen) < 2:
+            self._seen.add(job.client)
+        if self._has_several_clients:
             limit = max(limit // 2, 1)
         added: list[str] = []
         try:
@@ -215,7 +218,7 @@ class EngineThread:
         Raises:
             QueueFull: it has too many waiting already.
         """
-        if self._num_clients == 1:
+        if not self._has_several_clients:
             return
         waiting: Counter[str] = Counter(choice.job.client for choice in self._held)
         for choice in self._choices.values():
@@ -223,7 +226,13 @@ class EngineThread:
         own = waiting.pop(client, 0)
         most = (self._engine.config.max_waiting - waiting.total()) // 2
         if own + total > max(most, 1):
-            raise QueueFull(f"{own} requests of this API key are waiting already")
+            whose = "API key" if self._num_clients > 1 else "address"
+            raise QueueFull(f"{own} requests of this {whose} are waiting already")
+
+    @property
+    def _has_several_clients(self) -> bool:
+        """Whether room is to be left: for other keys, or for addresses, of which two have come."""
+        return self._num_clients > 1 or len(self._seen) > 1
 
     def _first_choice(self, job: Job, position: int, prompt: list[int]) -> _Choice:
         """The first choice of a prompt, with the others as its siblings."""

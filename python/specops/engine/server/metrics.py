@@ -215,6 +215,11 @@ class _EngineCollector(Collector):
                 "Bytes of keys and values not read again, since choices share them",
                 stats.cascade_saved_bytes,
             ),
+            (
+                "num_paused_steps",
+                "Steps in which it was another client's turn, per choice",
+                stats.num_paused_steps,
+            ),
             ("spec_decode_num_drafts", "Steps with drafts, per choice", speculative.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens", speculative.num_draft_tokens),
             (

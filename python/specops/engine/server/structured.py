@@ -27,11 +27,21 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
-    """OpenAI's way to say it."""
+class Structure(Strict):
+    """A structural tag: what it begins with, the schema of the JSON in it, and its end."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: str
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    end: str
+
+
+class ResponseFormat(Strict):
+    """OpenAI's way to say it; and vLLM's, of structural tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[Structure] | None = Field(None, fail_fast=True)
+    triggers: list[str] | None = Field(None, fail_fast=True)
 
 
 class StructuredOutputs(Strict):
@@ -41,6 +51,7 @@ class StructuredOutputs(Strict):
     regex: str | None = None
     choice: list[str] | None = Field(None, fail_fast=True)
     grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
 
@@ -66,6 +77,14 @@ def _of_openai(given: ResponseFormat) -> StructuredOutput | None:
     if (given.json_schema is not None) != (given.type == "json_schema"):
         message = "response_format.json_schema and type 'json_schema' need each other"
         raise ApiError(400, message, param=name, code="invalid_value")
+    is_tags = given.type == "structural_tag"
+    if [given.structures is not None, given.triggers is not None] != [is_tags, is_tags]:
+        message = "response_format: structures, triggers and type 'structural_tag' need each other"
+        raise ApiError(400, message, param=name, code="invalid_value")
+    if given.structures is not None:
+        structures = [one.model_dump(by_alias=True) for one in given.structures]
+        tags = {"structures": structures, "triggers": given.triggers}
+        return _checked(name, structural_tag=tags)
     if given.type == "text":
         return None
     schema = {"type": "object"} if given.json_schema is None else given.json_schema.schema_
@@ -85,6 +104,7 @@ def _of_vllm(given: StructuredOutputs) -> StructuredOutput:
         regex=given.regex,
         grammar=given.grammar,
         choice=None if given.choice is None else tuple(given.choice),
+        structural_tag=given.structural_tag,
         disable_any_whitespace=given.disable_any_whitespace,
     )
 

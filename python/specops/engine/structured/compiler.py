@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from specops.engine.structured.matching import Grammar
+from specops.engine.structured.tags import grammar_of_tags
 from specops.engine.structured.vocabulary import Vocabulary
 from specops.engine.structured.wanted import StructuredOutput
 from specops.engine.tokenizer import Tokenizer
@@ -162,6 +163,8 @@ def _source(wanted: StructuredOutput) -> str:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         return LLMatcher.grammar_from_regex("|".join(map(_literally, wanted.choice)))
+    if isinstance(wanted.structural_tag, str):
+        return LLMatcher.grammar_from_lark(grammar_of_tags(json.loads(wanted.structural_tag)))
     assert wanted.grammar is not None
     if _TEMPERATURE.search(wanted.grammar):
         raise _refused(wanted, "a rule's temperature is not supported: a request has one")

@@ -9,18 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specops.engine.structured.tags import check_tags
+
 MAX_TEXT = 1 << 18  # characters of a schema, of a grammar, or of all choices
 MAX_REGEX = 1 << 14
 MAX_CHOICES = 1024
 MAX_DEPTH = 64  # of nested values, and of nested brackets
 
-_KINDS = ("json_schema", "regex", "grammar", "choice")
+_KINDS = ("json_schema", "regex", "grammar", "choice", "structural_tag")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput:
-    """The form of an output: exactly one of the first four.
+    """The form of an output: exactly one of the first five.
 
     Attributes:
         json_schema: JSON that this JSON Schema allows: a text, or what `json.loads` makes of it,
@@ -28,6 +30,9 @@ class StructuredOutput:
         regex: a text that this regular expression matches as a whole.
         grammar: a text of this context-free grammar, in llguidance's dialect of Lark.
         choice: one of these texts.
+        structural_tag: any text in which whatever begins with one of `triggers` is one of
+            `structures`, each with `begin`, JSON of `schema`, and `end`: an object, or its text.
+            Kept as text.
         disable_any_whitespace: of JSON: no space or line end between its values.
 
     Raises:
@@ -38,6 +43,7 @@ class StructuredOutput:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
@@ -60,47 +66,69 @@ class StructuredOutput:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         elif self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
+        elif self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", _tags_text(self.structural_tag))
         else:
             name, most = ("regex", MAX_REGEX) if self.regex is not None else ("grammar", MAX_TEXT)
             _check_text(name, getattr(self, name), most)
 
     @property
     def kind(self) -> str:
-        """Which of the four it is."""
+        """Which of the five it is."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
 
 def _schema_text(schema: Any) -> str:
     """A schema as text, with its keys in the order given."""
-    text = schema
-    if not isinstance(text, str):
-        if not isinstance(schema, (Mapping, bool)):
-            raise ValueError(
-                f"structured_output: json_schema must be an object, True or a text, got {schema!r}"
-            )
-        _check_depth(schema)
-        try:
-            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"structured_output: json_schema is no JSON: {error}") from None
-    if len(text) > MAX_TEXT:
-        raise _too_long("json_schema", text, MAX_TEXT)
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise _too_deep("json_schema") from None
-    except ValueError as error:
-        raise ValueError(f"structured_output: json_schema is no JSON: {error}") from None
+    if not isinstance(schema, (str, Mapping, bool)):
+        raise ValueError(
+            f"structured_output: json_schema must be an object, True or a text, got {schema!r}"
+        )
+    text, value = _json("json_schema", schema)
     if not isinstance(value, (dict, bool)):
         raise ValueError(
             "structured_output: json_schema must be an object, true or false, got "
             f"{type(value).__name__}"
         )
-    _check_depth(value)
     return text
 
 
-def _check_depth(value: Any) -> None:
+def _tags_text(tags: Any) -> str:
+    """Structural tags as text, with their keys in the order given."""
+    if not isinstance(tags, (str, Mapping)):
+        raise ValueError(
+            f"structured_output: structural_tag must be an object or a text, got {tags!r}"
+        )
+    text, value = _json("structural_tag", tags)
+    try:
+        check_tags(value)
+    except ValueError as error:
+        raise ValueError(f"structured_output: structural_tag: {error}") from None
+    return text
+
+
+def _json(name: str, given: Any) -> tuple[str, Any]:
+    """JSON as text and as a value, whichever is given; not too long, and not too deep."""
+    text = given
+    if not isinstance(text, str):
+        _check_depth(name, given)
+        try:
+            text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"structured_output: {name} is no JSON: {error}") from None
+    if len(text) > MAX_TEXT:
+        raise _too_long(name, text, MAX_TEXT)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep(name) from None
+    except ValueError as error:
+        raise ValueError(f"structured_output: {name} is no JSON: {error}") from None
+    _check_depth(name, value)
+    return text, value
+
+
+def _check_depth(name: str, value: Any) -> None:
     """Refuses values that are nested too deeply; without recursion, since they may be."""
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -112,7 +140,7 @@ def _check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    raise _too_deep("json_schema")
+    raise _too_deep(name)
 
 
 def _check_text(name: str, text: Any, most: int) -> None:

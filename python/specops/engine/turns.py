@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose rows a step computes, where several owners have work.
+
+A step lasts as long as its rows take, so an owner with many of them makes everybody's tokens late.
+Where several have work, a step is no longer than if each of them had as much as the one with least,
+and what a step computes in the time that it takes anyway. Requests that are beyond their owner's
+share keep slot and pages, and take turns. None of this can change a token: it only decides when.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from specops.engine.request import Request
+
+_PIECE = 4  # rows of a chunk that are given at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request would have of a step."""
+
+    request: Request
+    rows: int
+    is_chunk: bool  # of a prompt: less would do, too
+
+
+@dataclass(slots=True)
+class _Owner:
+    """An owner with work: those within it have the requests, or it has them itself."""
+
+    within: "dict[str, _Owner]" = field(default_factory=dict)
+    asks: list[Ask] = field(default_factory=list)
+    rows: int = 0  # that it gets
+    last_step: int = 1 << 62  # in which the one of its requests that waits longest had any
+
+    def add(self, ask: Ask, path: Sequence[str]) -> None:
+        """Adds a request at the end of a path of owners."""
+        owner = self
+        for name in path:
+            owner.last_step = min(owner.last_step, ask.request.last_step)
+            if name not in owner.within:
+                owner.within[name] = _Owner()
+            owner = owner.within[name]
+        owner.last_step = min(owner.last_step, ask.request.last_step)
+        owner.asks.append(ask)
+
+    def width(self, free_rows: int) -> int:
+        """The most rows that it has in a step in which those within it have equal shares."""
+        if not self.within:
+            return sum(ask.rows for ask in self.asks)
+        widths = [one.width(free_rows) for one in self.within.values()]
+        equal = len(widths) * min(widths) + (len(widths) - 1) * free_rows
+        return min(sum(widths), equal)
+
+    def next_in(self) -> "list[tuple[str, _Owner]]":
+        """Owners within it, each within the one before it, down to that of the next request."""
+        path: list[tuple[str, _Owner]] = []
+        owner = self
+        while owner.within:
+            path.append(min(owner.within.items(), key=_turn))
+            owner = path[-1][1]
+        if not path[-1][1].rows:  # in this step for the first time
+            owner.asks.sort(key=lambda ask: (-ask.request.last_step, -ask.request.arrival))
+        return path
+
+    def drop(self, path: "Sequence[tuple[str, _Owner]]") -> None:
+        """Drops the request at the end of a path, and owners that have no other."""
+        path[-1][1].asks.pop()
+        around = [self, *(owner for _, owner in path)]
+        for (name, owner), outer in reversed(list(zip(path, around, strict=False))):
+            if not (owner.asks or owner.within):
+                del outer.within[name]
+
+
+def _turn(item: tuple[str, _Owner]) -> tuple[int, int]:
+    """Who has least in this step is next, and of those whose request waits longest.
+
+    So a request that is too wide for what is left of a step comes first in a later one.
+    """
+    return item[1].rows, item[1].last_step
+
+
+@dataclass(frozen=True, slots=True)
+class RowShares:
+    """The rows of a step in which not all have what they ask for.
+
+    Attributes:
+        rows: of those whose turn it is. Who decodes has all that it asks for.
+        left: rows that nobody asks for.
+    """
+
+    rows: dict[Request, int]
+    left: int
+
+
+def share_rows(asks: Iterable[Ask], max_rows: int, free_rows: int) -> RowShares | None:
+    """Shares the rows of a step among owners, and an owner's among those within it.
+
+    Each owner on the widest level has one request in the step at least, whatever that asks for.
+
+    Args:
+        asks: of all who have work.
+        max_rows: of a step.
+        free_rows: that a step computes in the time that it takes however few it has.
+
+    Returns:
+        None: there is one owner only, or all have what they ask for.
+    """
+    root = _Owner()
+    total = 0
+    for ask in asks:
+        root.add(ask, (*ask.request.owners, ""))
+        total += ask.rows
+    while len(root.within) == 1:
+        (root,) = root.within.values()
+    left = min(root.width(free_rows), max_rows)
+    if not root.within or left >= total:
+        return None
+    given: dict[Request, int] = {}
+    num_without = len(root.within)
+    while root.within and (left > 0 or num_without):
+        path = root.next_in()
+        ask, is_first = path[-1][1].asks[-1], not path[0][1].rows
+        wanted = ask.rows - given.get(ask.request, 0)
+        rows = min(wanted, _PIECE, max(left, 1)) if ask.is_chunk else wanted
+        if rows <= left or is_first:
+            num_without -= is_first
+            given[ask.request] = given.get(ask.request, 0) + rows
+            left -= rows
+            for _, owner in path:
+                owner.rows += rows
+        if rows == wanted:
+            root.drop(path)
+    return RowShares(given, max(left, 0))

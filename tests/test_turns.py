@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a step are shared among owners; whoever rests goes on with the same tokens, to the bit.
+
+Rows are counted, not seconds.
+"""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from specops.engine import Completion, Engine, SamplingParams, SpeculativeConfig
+from specops.engine.kv_cache import PagePool
+from specops.engine.plan import Plan
+from specops.engine.request import Request
+from specops.engine.scheduler import Scheduler
+from specops.engine.turns import Ask, RowShares, share_rows
+from test_drafter_protocol import make, plain
+from test_lossless import bits
+from test_scheduler import make_request
+
+FREE = 4
+
+
+def owned(arrival: int, *owners: str, tokens: int = 3, max_tokens: int = 500) -> Request:
+    request = make_request(arrival, [1] * tokens, "naive", max_tokens)
+    request.owners = owners
+    return request
+
+
+def asks(*given: tuple[int, Any], is_chunk: bool = False) -> list[Ask]:
+    """Of rows and owners, one request each."""
+    return [Ask(owned(i, *who), rows, is_chunk) for i, (rows, who) in enumerate(given)]
+
+
+def rows_by(shares: RowShares | None, level: int = 0) -> dict[str, int]:
+    assert shares is not None
+    rows: Counter[str] = Counter()
+    for request, count in shares.rows.items():
+        rows[request.owners[level]] += count
+    return dict(rows)
+
+
+# ---- shares ----
+
+
+def test_who_is_alone_has_everything() -> None:
+    many = [(5, ("a", "many"))] * 32
+    assert share_rows(asks(*many), 512, FREE) is None
+    assert share_rows(asks(*[(5, ())] * 32), 512, FREE) is None
+    assert share_rows([], 512, FREE) is None
+    # So do equals, and those who fit into what a step computes in any case.
+    assert share_rows(asks(*[(5, ("a", f"call {i}")) for i in range(32)]), 512, FREE) is None
+    assert share_rows(asks((1, ("a", "1")), (5, ("b", "1"))), 512, FREE) is None
+    assert share_rows(asks(*many, (1, ("a", "one"))), 512, free_rows=160) is None
+
+
+def test_a_step_is_as_long_as_if_all_had_as_much_as_the_least() -> None:
+    many = [(5, ("a", "many"))] * 32
+    assert rows_by(share_rows(asks(*many, (3, ("b", "one"))), 512, FREE)) == {"a": 5, "b": 3}
+    assert rows_by(share_rows(asks(*many, (6, ("b", "one"))), 512, FREE)) == {"a": 10, "b": 6}
+    calls = rows_by(share_rows(asks(*many, (6, ("a", "one"))), 512, FREE), level=1)
+    assert calls == {"many": 10, "one": 6}, "calls of one client are told apart, too"
+    three = asks(*many, (1, ("b", "one")), *[(1, ("c", "some"))] * 8)
+    assert rows_by(share_rows(three, 512, FREE)) == {"a": 5, "b": 1, "c": 5}  # of 3 * 1 + 2 * 4
+
+
+def test_shares_are_those_of_owners_within_owners() -> None:
+    """A client's share goes to its calls, however many requests they have."""
+    given = [(2, ("a", "many"))] * 30 + [(2, ("a", "few"))] * 2 + [(2, ("b", "one"))] * 6
+    shares = share_rows(asks(*given), 512, FREE)
+    # Alone a would have 2 * 4 + 4 rows, as many as b asks for.
+    assert rows_by(shares) == {"a": 12, "b": 12}
+    assert shares is not None and shares.left == 0
+    calls = Counter(one.owners[1] for one in shares.rows if one.owners[0] == "a")
+    assert calls == {"many": 4, "few": 2}
+
+
+def test_one_that_asks_for_more_than_a_share_has_its_turn() -> None:
+    given = asks((1, ("b", "one")), (17, ("a", "wide")), (1, ("a", "narrow")))
+    turns = Counter[int]()
+    for step in range(1, 21):
+        shares = share_rows(given, 512, FREE)
+        assert shares is not None
+        assert given[0].request in shares.rows
+        for request in shares.rows:
+            request.last_step = step
+            turns[request.arrival] += 1
+    assert turns == {0: 20, 1: 10, 2: 10}
+
+
+def test_chunks_are_cut_to_a_share() -> None:
+    decodes = asks(*[(5, ("a", "one"))] * 2)
+    prompt = [Ask(owned(9, "b", "one"), 512, is_chunk=True)]
+    assert rows_by(share_rows(decodes + prompt, 512, FREE)) == {"a": 10, "b": 14}
+    # Beside another prompt each has half of the step, and of more than a step computes, too.
+    prompts = [Ask(owned(i, name), 512, is_chunk=True) for i, name in enumerate("ab")]
+    assert rows_by(share_rows(prompts, 512, FREE)) == {"a": 256, "b": 256}
+    beside = asks(*[(5, ("a", "one"))] * 32) + prompt
+    assert rows_by(share_rows(beside, 512, FREE)) == {"a": 160, "b": 164}
+
+
+def test_whatever_is_asked_for() -> None:
+    """No step is longer than it may be, nobody gets more than it asks for, nobody starves."""
+    draw, narrow = random.Random(0), 0
+    for _ in range(200):
+        clients = draw.randrange(1, 5)
+        given = [
+            Ask(
+                owned(i, f"client {draw.randrange(clients)}", f"call {draw.randrange(3)}"),
+                draw.choice([1, 1, 2, 5, 17, 200]),
+                is_chunk=draw.random() < 0.3,
+            )
+            for i in range(draw.randrange(1, 25))
+        ]
+        waited = Counter[int]()
+        for step in range(1, 60):
+            shares = share_rows(given, 256, FREE)
+            got = {one.request: one.rows for one in given} if shares is None else shares.rows
+            assert all(0 < got[one.request] <= one.rows for one in given if one.request in got)
+            assert all(
+                got[one.request] == one.rows
+                for one in given
+                if one.request in got and not one.is_chunk
+            )
+            if shares is not None:
+                narrow += 1
+                owners = Counter(request.owners[0] for request in got)
+                assert {one.request.owners[0] for one in given} == set(owners)
+                ends = {one.request.owners for one in given}
+                assert sum(got.values()) + shares.left <= 256 or len(got) <= len(ends)
+            for one in given:
+                waited[one.request.arrival] += 1
+                if one.request in got:
+                    one.request.last_step, waited[one.request.arrival] = step, 0
+            assert max(waited.values()) <= 40
+    assert narrow > 1000
+
+
+# ---- steps ----
+
+
+def slots(num_slots: int, **limits: Any) -> Scheduler:
+    pool = PagePool(2000, 4, enable_prefix_caching=False)
+    options = {"max_num_batched_tokens": 256, "free_rows": FREE, **limits}
+    return Scheduler(pool, max_num_seqs=num_slots, **options)
+
+
+def run(scheduler: Scheduler, steps: int, drafts: int = 0) -> list[Plan]:
+    """Steps of requests that always have so many drafts, none of which is accepted."""
+    plans = []
+    for _ in range(steps):
+        decoding, room = scheduler.decoding(lambda request: drafts)
+        assert len(decoding) * drafts <= room
+        for request in decoding:
+            request.num_drafts = drafts
+        plans.append(scheduler.schedule())
+        for part in plans[-1].parts:
+            request = part.request
+            request.num_computed += part.num_rows - part.num_drafts
+            if part.emits:
+                request.token_ids.append(1)
+            if len(request.token_ids) == request.max_len:
+                scheduler.finish(request)
+    return plans
+
+
+def rows_of(plan: Plan, client: str) -> int:
+    return sum(part.num_rows for part in plan.parts if part.request.owners[0] == client)
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_a_greedy_client_cannot_make_steps_long(drafts: int) -> None:
+    """From its first step on, a client with one request has half of the rows, or nearly so."""
+    scheduler = slots(32)
+    scheduler.waiting += [owned(i, "greedy", "many") for i in range(60)]
+    alone = run(scheduler, 10, drafts)
+    assert {rows_of(plan, "greedy") for plan in alone[1:]} == {32 * (1 + drafts)}
+    assert not any(plan.paused for plan in alone)
+    scheduler.waiting.append(owned(60, "normal", "one", tokens=8, max_tokens=20))
+    beside = run(scheduler, 20, drafts)
+    assert rows_of(beside[0], "normal") == 8 and rows_of(beside[0], "greedy") <= 8 + FREE
+    for plan in beside[1:]:
+        assert rows_of(plan, "normal") == 1 + drafts
+        assert 0 < rows_of(plan, "greedy") <= 1 + drafts + FREE
+        assert len(plan.paused) + len(plan.parts) == 32
+    assert scheduler.num_preemptions == 1, "for the slot"
+    after = run(scheduler, 3, drafts)
+    assert not after[-1].paused and rows_of(after[-1], "greedy") == 32 * (1 + drafts)
+
+
+def test_who_rests_takes_turns() -> None:
+    scheduler = slots(32)
+    scheduler.waiting += [owned(i, "greedy", "many", tokens=1) for i in range(31)]
+    scheduler.waiting.append(owned(31, "normal", "one", tokens=1))
+    run(scheduler, 20)
+    assert len(scheduler.running) == 32
+    before = {request: len(request.token_ids) for request in scheduler.running}
+    run(scheduler, 62)  # five of 31 in a step
+    grown = [len(one.token_ids) - count for one, count in before.items()]
+    assert grown.pop() == 62 and sum(grown) == 310
+    assert min(grown) >= 62 // 7, "nobody waits for more than seven steps"
+
+
+def test_a_prompt_of_another_client_comes_in_pieces() -> None:
+    scheduler = slots(4)
+    scheduler.waiting.append(owned(0, "normal", "one"))
+    run(scheduler, 2)
+    scheduler.waiting.append(owned(1, "greedy", "one", tokens=100))
+    plans = run(scheduler, 20)
+    assert [rows_of(plan, "greedy") for plan in plans] == [1 + FREE] * 20
+    assert [rows_of(plan, "normal") for plan in plans] == [1] * 20
+    assert plans[-1].parts[-1].emits
+
+
+def test_a_newcomer_is_let_in_beside_one_with_many_drafts() -> None:
+    """What has its turn is beyond the step's rows already, and the newcomer still gets its own."""
+    scheduler = slots(4)
+    scheduler.waiting.append(owned(0, "wide", "one"))
+    run(scheduler, 2, drafts=16)
+    scheduler.waiting.append(owned(1, "normal", "one", tokens=1))
+    (plan,) = run(scheduler, 1, drafts=16)
+    assert {part.request.owners[0]: part.num_rows for part in plan.parts} == {
+        "wide": 17,
+        "normal": 1,
+    }
+
+
+def test_without_free_rows_nobody_rests() -> None:
+    scheduler = slots(32, free_rows=None)
+    scheduler.waiting += [owned(i, "greedy", "many", tokens=1) for i in range(31)]
+    scheduler.waiting.append(owned(31, "normal", "one", tokens=1))
+    assert all(len(plan.parts) == 32 and not plan.paused for plan in run(scheduler, 5))
+
+
+# ---- tokens ----
+
+METHODS: dict[str, dict[str, Any]] = {
+    "naive": {},
+    "ngram": {"num_speculative_tokens": 4, "min_ngram_size": 1},
+    "suffix": {"num_speculative_tokens": 6},
+    "suffix trees": {"method": "suffix", "num_speculative_tokens": 6, "tree": True},
+    "mtp": {"num_speculative_tokens": 3},
+    "mtp trees": {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 3, "tree": True},
+    "hybrid": {"method": "mtp", "num_speculative_tokens": 4, "mtp_strategy": "with_suffix"},
+    "adaptive": {"method": "mtp", "num_speculative_tokens": 4, "adaptive_verification": True},
+}
+
+
+def engine_of(name: str, **config: Any) -> Engine:
+    own = METHODS.get(name, {})
+    speculative = SpeculativeConfig(**{"method": name, **own})
+    return make(speculative, max_num_seqs=16, **config)
+
+
+def complete_owned(engine: Engine, count: int, **own: Any) -> list[Completion]:
+    """Most are one client's; another one's come one after the other."""
+    texts, each, _ = plain()
+    names = [""] * count
+    mine = [i for i in range(count) if i % 6 == 0]
+    others = [i for i in range(count) if i % 6]
+    for i in others:
+        call = f"call {i % 2}"
+        names[i] = engine.add_request(texts[i], each[i], owners=("greedy", call), **own)
+    done: dict[int, Completion] = {}
+    current: int | None = None
+    while engine.has_unfinished() or mine:
+        if current is None and mine:
+            current = mine.pop(0)
+            names[current] = engine.add_request(
+                texts[current], each[current], owners=("normal", "one"), **own
+            )
+        for output in engine.step():
+            if output.finish_reason is not None:
+                i = names.index(output.request_id)
+                done[i] = engine.completion(output.request_id)
+                current = None if i == current else current
+    return [done[i] for i in range(count)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"num_pages": 90, "max_model_len": 1024, "max_num_batched_tokens": 64}],
+    ids=["wide", "narrow"],
+)
+@pytest.mark.corners("wide-naive", "narrow-ngram", "wide-suffix trees", "wide-mtp", "narrow-hybrid")
+def test_whoever_rests_goes_on_with_the_same_tokens(
+    name: str, limits: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, _, expected = plain()
+    engine = engine_of(name, **limits)
+    done = complete_owned(engine, 24)
+    assert [i for i, one in enumerate(done) if bits(one) != bits(expected[i])] == []
+    assert engine.stats.num_paused_steps > 200
+    assert engine.num_free_pages == engine.num_pages
+    if name != "naive":
+        assert engine.stats.speculative.num_accepted_tokens > 100
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "mtp"])
+def test_drafts_outlast_a_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there was to verify before a rest is verified after it."""
+    engine = engine_of(name)
+    had: dict[Request, list[int]] = {}
+    verified = 0
+    execute = engine._runner.execute
+
+    def watched(plan: Plan) -> Any:
+        nonlocal verified
+        for part in plan.parts:
+            if part.request in had:
+                drafts = engine._drafting.drafts_of(part.request)[: part.num_drafts].tolist()
+                assert drafts == had.pop(part.request)
+                verified += bool(drafts)
+        emitted = execute(plan)
+        for request in plan.paused:
+            count = engine._drafting.num_proposed(request)
+            drafts = engine._drafting.proposals.token_ids[request.slot, :count].tolist()
+            assert had.setdefault(request, drafts) == drafts
+        return emitted
+
+    monkeypatch.setattr(engine._runner, "execute", watched)
+    complete_owned(engine, 24)
+    assert verified > 30
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "block"])
+def test_drafts_without_what_they_were_drawn_from_are_gone(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chances that modules drew from are the last step's; who was not in it drafts anew."""
+    engine = engine_of("mtp")
+    rested, dropped, num_drafts = set[Request](), 0, 0
+    execute = engine._runner.execute
+
+    def watched(plan: Plan) -> Any:
+        nonlocal dropped, num_drafts
+        for part in plan.parts:
+            num_drafts += part.num_drafts
+            if part.request in rested and part.request.params.temperature > 0:
+                rested.discard(part.request)
+                assert part.num_drafts == 0
+                dropped += 1
+        rested.update(plan.paused)
+        return execute(plan)
+
+    monkeypatch.setattr(engine._runner, "execute", watched)
+    done = complete_owned(engine, 24, speculative_config={"verify_strategy": strategy})
+    assert dropped > 5 and num_drafts > 100
+    assert all(len(one.token_ids) == 96 for one in done)
+
+
+def test_who_alone_has_owners_never_rests() -> None:
+    engine = engine_of("ngram")
+    for i in range(16):
+        engine.add_request([1, 2, 3 + i], SamplingParams(max_tokens=8), owners=("a", "call"))
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats.num_paused_steps == 0
