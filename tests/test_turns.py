@@ -14,7 +14,7 @@ from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduler import Scheduler
-from specops.engine.turns import Ask, RowShares, share_rows
+from specops.engine.turns import Ask, take_turns
 from test_drafter_protocol import make, plain
 from test_lossless import bits
 from test_scheduler import make_request
@@ -28,16 +28,19 @@ def owned(arrival: int, *owners: str, tokens: int = 3, max_tokens: int = 500) ->
     return request
 
 
-def asks(*given: tuple[int, Any], is_chunk: bool = False) -> list[Ask]:
+def asks(*given: tuple[int, Any]) -> list[Ask]:
     """Of rows and owners, one request each."""
-    return [Ask(owned(i, *who), rows, is_chunk) for i, (rows, who) in enumerate(given)]
+    return [Ask(owned(i, *who), rows) for i, (rows, who) in enumerate(given)]
 
 
-def rows_by(shares: RowShares | None, level: int = 0) -> dict[str, int]:
-    assert shares is not None
+def rows_by(given: list[Ask], free_rows: int = FREE, level: int = 0) -> dict[str, int]:
+    """Rows of those whose turn it is, by their owners."""
+    turns = take_turns(given, 512, free_rows)
+    assert turns is not None
     rows: Counter[str] = Counter()
-    for request, count in shares.rows.items():
-        rows[request.owners[level]] += count
+    for one in given:
+        if one.request in turns:
+            rows[one.request.owners[level]] += one.rows
     return dict(rows)
 
 
@@ -46,58 +49,46 @@ def rows_by(shares: RowShares | None, level: int = 0) -> dict[str, int]:
 
 def test_who_is_alone_has_everything() -> None:
     many = [(5, ("a", "many"))] * 32
-    assert share_rows(asks(*many), 512, FREE) is None
-    assert share_rows(asks(*[(5, ())] * 32), 512, FREE) is None
-    assert share_rows([], 512, FREE) is None
+    assert take_turns(asks(*many), 512, FREE) is None
+    assert take_turns(asks(*[(5, ())] * 32), 512, FREE) is None
+    assert take_turns([], 512, FREE) is None
     # So do equals, and those who fit into what a step computes in any case.
-    assert share_rows(asks(*[(5, ("a", f"call {i}")) for i in range(32)]), 512, FREE) is None
-    assert share_rows(asks((1, ("a", "1")), (5, ("b", "1"))), 512, FREE) is None
-    assert share_rows(asks(*many, (1, ("a", "one"))), 512, free_rows=160) is None
+    assert take_turns(asks(*[(5, ("a", f"call {i}")) for i in range(32)]), 512, FREE) is None
+    assert take_turns(asks((1, ("a", "1")), (5, ("b", "1"))), 512, FREE) is None
+    assert take_turns(asks(*many, (1, ("a", "one"))), 512, free_rows=160) is None
 
 
 def test_a_step_is_as_long_as_if_all_had_as_much_as_the_least() -> None:
     many = [(5, ("a", "many"))] * 32
-    assert rows_by(share_rows(asks(*many, (3, ("b", "one"))), 512, FREE)) == {"a": 5, "b": 3}
-    assert rows_by(share_rows(asks(*many, (6, ("b", "one"))), 512, FREE)) == {"a": 10, "b": 6}
-    calls = rows_by(share_rows(asks(*many, (6, ("a", "one"))), 512, FREE), level=1)
+    assert rows_by(asks(*many, (3, ("b", "one")))) == {"a": 5, "b": 3}
+    assert rows_by(asks(*many, (6, ("b", "one")))) == {"a": 10, "b": 6}
+    calls = rows_by(asks(*many, (6, ("a", "one"))), level=1)
     assert calls == {"many": 10, "one": 6}, "calls of one client are told apart, too"
     three = asks(*many, (1, ("b", "one")), *[(1, ("c", "some"))] * 8)
-    assert rows_by(share_rows(three, 512, FREE)) == {"a": 5, "b": 1, "c": 5}  # of 3 * 1 + 2 * 4
+    assert rows_by(three) == {"a": 5, "b": 1, "c": 5}  # of 3 * 1 + 2 * 4
 
 
 def test_shares_are_those_of_owners_within_owners() -> None:
     """A client's share goes to its calls, however many requests they have."""
     given = [(2, ("a", "many"))] * 30 + [(2, ("a", "few"))] * 2 + [(2, ("b", "one"))] * 6
-    shares = share_rows(asks(*given), 512, FREE)
+    wanted = asks(*given)
     # Alone a would have 2 * 4 + 4 rows, as many as b asks for.
-    assert rows_by(shares) == {"a": 12, "b": 12}
-    assert shares is not None and shares.left == 0
-    calls = Counter(one.owners[1] for one in shares.rows if one.owners[0] == "a")
-    assert calls == {"many": 4, "few": 2}
+    assert rows_by(wanted) == {"a": 12, "b": 12}
+    calls = rows_by(wanted, level=1)
+    assert calls == {"many": 8, "few": 4, "one": 12}
 
 
 def test_one_that_asks_for_more_than_a_share_has_its_turn() -> None:
     given = asks((1, ("b", "one")), (17, ("a", "wide")), (1, ("a", "narrow")))
     turns = Counter[int]()
     for step in range(1, 21):
-        shares = share_rows(given, 512, FREE)
+        shares = take_turns(given, 512, FREE)
         assert shares is not None
-        assert given[0].request in shares.rows
-        for request in shares.rows:
+        assert given[0].request in shares
+        for request in shares:
             request.last_step = step
             turns[request.arrival] += 1
     assert turns == {0: 20, 1: 10, 2: 10}
-
-
-def test_chunks_are_cut_to_a_share() -> None:
-    decodes = asks(*[(5, ("a", "one"))] * 2)
-    prompt = [Ask(owned(9, "b", "one"), 512, is_chunk=True)]
-    assert rows_by(share_rows(decodes + prompt, 512, FREE)) == {"a": 10, "b": 14}
-    # Beside another prompt each has half of the step, and of more than a step computes, too.
-    prompts = [Ask(owned(i, name), 512, is_chunk=True) for i, name in enumerate("ab")]
-    assert rows_by(share_rows(prompts, 512, FREE)) == {"a": 256, "b": 256}
-    beside = asks(*[(5, ("a", "one"))] * 32) + prompt
-    assert rows_by(share_rows(beside, 512, FREE)) == {"a": 160, "b": 164}
 
 
 def test_whatever_is_asked_for() -> None:
@@ -109,26 +100,21 @@ def test_whatever_is_asked_for() -> None:
             Ask(
                 owned(i, f"client {draw.randrange(clients)}", f"call {draw.randrange(3)}"),
                 draw.choice([1, 1, 2, 5, 17, 200]),
-                is_chunk=draw.random() < 0.3,
             )
             for i in range(draw.randrange(1, 25))
         ]
         waited = Counter[int]()
         for step in range(1, 60):
-            shares = share_rows(given, 256, FREE)
-            got = {one.request: one.rows for one in given} if shares is None else shares.rows
-            assert all(0 < got[one.request] <= one.rows for one in given if one.request in got)
-            assert all(
-                got[one.request] == one.rows
-                for one in given
-                if one.request in got and not one.is_chunk
-            )
+            shares = take_turns(given, 256, FREE)
+            got = {
+                one.request: one.rows for one in given if shares is None or one.request in shares
+            }
             if shares is not None:
                 narrow += 1
                 owners = Counter(request.owners[0] for request in got)
                 assert {one.request.owners[0] for one in given} == set(owners)
                 ends = {one.request.owners for one in given}
-                assert sum(got.values()) + shares.left <= 256 or len(got) <= len(ends)
+                assert sum(got.values()) <= 256 or len(got) <= len(ends)
             for one in given:
                 waited[one.request.arrival] += 1
                 if one.request in got:
@@ -171,7 +157,7 @@ def rows_of(plan: Plan, client: str) -> int:
 
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_greedy_client_cannot_make_steps_long(drafts: int) -> None:
-    """From its first step on, a client with one request has half of the rows, or nearly so."""
+    """Once it decodes, a client with one request has half of the rows, or nearly so."""
     scheduler = slots(32)
     scheduler.waiting += [owned(i, "greedy", "many") for i in range(60)]
     alone = run(scheduler, 10, drafts)
@@ -179,7 +165,7 @@ def test_a_greedy_client_cannot_make_steps_long(drafts: int) -> None:
     assert not any(plan.paused for plan in alone)
     scheduler.waiting.append(owned(60, "normal", "one", tokens=8, max_tokens=20))
     beside = run(scheduler, 20, drafts)
-    assert rows_of(beside[0], "normal") == 8 and rows_of(beside[0], "greedy") <= 8 + FREE
+    assert rows_of(beside[0], "normal") == 8
     for plan in beside[1:]:
         assert rows_of(plan, "normal") == 1 + drafts
         assert 0 < rows_of(plan, "greedy") <= 1 + drafts + FREE
@@ -202,15 +188,15 @@ def test_who_rests_takes_turns() -> None:
     assert min(grown) >= 62 // 7, "nobody waits for more than seven steps"
 
 
-def test_a_prompt_of_another_client_comes_in_pieces() -> None:
+def test_prompts_have_what_decoding_leaves() -> None:
+    """A few rows at a time they would take many times as long."""
     scheduler = slots(4)
     scheduler.waiting.append(owned(0, "normal", "one"))
     run(scheduler, 2)
-    scheduler.waiting.append(owned(1, "greedy", "one", tokens=100))
-    plans = run(scheduler, 20)
-    assert [rows_of(plan, "greedy") for plan in plans] == [1 + FREE] * 20
-    assert [rows_of(plan, "normal") for plan in plans] == [1] * 20
-    assert plans[-1].parts[-1].emits
+    scheduler.waiting.append(owned(1, "other", "one", tokens=300))
+    plans = run(scheduler, 3)
+    assert [rows_of(plan, "other") for plan in plans] == [255, 45, 1]
+    assert [rows_of(plan, "normal") for plan in plans] == [1] * 3
 
 
 def test_a_newcomer_is_let_in_beside_one_with_many_drafts() -> None:
@@ -281,7 +267,7 @@ def complete_owned(engine: Engine, count: int, **own: Any) -> list[Completion]:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(
     "limits",
-    [{}, {"num_pages": 90, "max_model_len": 1024, "max_num_batched_tokens": 64}],
+    [{}, {"num_pages": 130, "max_model_len": 1024, "max_num_batched_tokens": 64}],
     ids=["wide", "narrow"],
 )
 @pytest.mark.corners("wide-naive", "narrow-ngram", "wide-suffix trees", "wide-mtp", "narrow-hybrid")
@@ -293,7 +279,9 @@ def test_whoever_rests_goes_on_with_the_same_tokens(
     engine = engine_of(name, **limits)
     done = complete_owned(engine, 24)
     assert [i for i, one in enumerate(done) if bits(one) != bits(expected[i])] == []
-    assert engine.stats.num_paused_steps > 200
+    # Few requests of the narrow engine decode at once, and without drafts their rows are free.
+    least = 200 if not limits else 10 if name != "naive" else 0
+    assert engine.stats.num_paused_steps >= least
     assert engine.num_free_pages == engine.num_pages
     if name != "naive":
         assert engine.stats.speculative.num_accepted_tokens > 100

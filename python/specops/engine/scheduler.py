@@ -7,7 +7,7 @@ reads requests and pages, and answers with a plan: it asks nobody, and tells nob
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Set
 
 from specops.engine.draft_trees import first_chain, num_spare_pages
 from specops.engine.fairness import Shares
@@ -15,7 +15,7 @@ from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
 from specops.engine.prefixes import PrefixFinder
 from specops.engine.request import Request
-from specops.engine.turns import Ask, RowShares, share_rows
+from specops.engine.turns import Ask, take_turns
 
 
 class Scheduler:
@@ -52,7 +52,7 @@ class Scheduler:
         self._free_rows = free_rows
         self._prefix_finder = prefix_finder
         self._num_steps = 0
-        self._row_shares: RowShares | None = None  # of the next step; None: all have their rows
+        self._turns: Set[Request] | None = None  # who decodes in the next step; None: everybody
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._plan = Plan()  # of the step being planned
         # Who got spare pages in it, behind how many pages.
@@ -70,10 +70,13 @@ class Scheduler:
         Returns:
             The requests that decode in it, and how many drafts it has room for.
         """
-        self._row_shares = shares = self._share_rows(num_proposed)
         decoding = [request for request in self.running if request.is_decoding]
-        if shares is not None:
-            decoding = [request for request in decoding if request in shares.rows]
+        self._turns = None
+        if self._free_rows is not None and len(decoding) > 1:
+            asks = [Ask(request, 1 + num_proposed(request)) for request in decoding]
+            self._turns = take_turns(asks, self._max_rows, self._free_rows)
+        if self._turns is not None:
+            decoding = [request for request in decoding if request in self._turns]
         return decoding, min(self._max_rows - len(decoding), self._max_drafts)
 
     def schedule(self) -> Plan:
@@ -84,7 +87,7 @@ class Scheduler:
         room of `decoding`.
         """
         plan = self._plan = Plan()
-        shares, self._row_shares = self._row_shares, None
+        turns, self._turns = self._turns, None
         self._num_steps += 1
         self._return_spare_pages()
         budget = self._max_rows
@@ -92,7 +95,7 @@ class Scheduler:
         for request in [request for request in self.running if request.is_decoding]:
             if request.slot < 0:
                 continue  # preempted by an earlier one in this very loop
-            if shares is not None and request not in shares.rows:
+            if turns is not None and request not in turns:
                 plan.paused.append(request)
                 continue
             drafts, parents = request.num_drafts, request.draft_parents
@@ -103,12 +106,8 @@ class Scheduler:
                 plan.parts.append(part)
                 budget -= 1 + drafts
         for request in [r for r in self.running if not r.is_decoding]:
-            rows = budget if shares is None else min(shares.rows.get(request, 0), budget)
-            if request.slot >= 0 and rows > 0:
-                budget -= self._plan_chunk(request, rows)
-        if shares is not None:
-            waiting = sum(shares.rows.get(request, 0) for request in self.waiting)
-            budget = min(budget, shares.left + waiting)
+            if request.slot >= 0 and budget > 0:
+                budget -= self._plan_chunk(request, budget)
         self._admit_waiting(budget)
         for part in plan.parts:
             part.request.last_step = self._num_steps
@@ -146,33 +145,9 @@ class Scheduler:
             )
             request.num_registered_pages += 1
 
-    def _share_rows(self, num_proposed: Callable[[Request], int]) -> RowShares | None:
-        """Whose turn it is in the next step; None: everybody's."""
-        if self._free_rows is None or len(self.running) + len(self.waiting) < 2:
-            return None
-        return share_rows(self._asks(num_proposed), self._max_rows, self._free_rows)
-
-    def _asks(self, num_proposed: Callable[[Request], int]) -> Iterator[Ask]:
-        """What those who run would have, and those whom the step may admit."""
-        for request in self.running:
-            if request.is_decoding:
-                yield Ask(request, 1 + num_proposed(request), is_chunk=False)
-            else:
-                yield self._chunk(request)
-        if self.waiting:
-            shares = Shares(self.running)
-            for request in shares.in_turn(self.waiting):
-                if self._free_slots or shares.victim(request) is not None:
-                    yield self._chunk(request)
-
-    def _chunk(self, request: Request) -> Ask:
-        missing = len(request.token_ids) - request.num_computed
-        return Ask(request, min(missing, self._max_rows), is_chunk=True)
-
     def _admit_waiting(self, budget: int) -> None:
         """Gives slots and pages to those who wait, and takes them from owners with too many."""
         plan = self._plan
-        total = budget + sum(part.num_rows for part in plan.parts)
         while self.waiting and budget > 0:
             shares = Shares(self.running)
             in_turn = shares.in_turn(self.waiting)
@@ -185,7 +160,7 @@ class Scheduler:
             if victim is None:
                 return
             self._preempt(victim)
-            budget = total - sum(part.num_rows for part in plan.parts)
+            budget = self._max_rows - sum(part.num_rows for part in plan.parts)
 
     def _plan_chunk(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed

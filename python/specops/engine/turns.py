@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose rows a step computes, where several owners have work.
+"""Whose requests decode in a step, where several owners have some.
 
 A step lasts as long as its rows take, so an owner with many of them makes everybody's tokens late.
-Where several have work, a step is no longer than if each of them had as much as the one with least,
-and what a step computes in the time that it takes anyway. Requests that are beyond their owner's
-share keep slot and pages, and take turns. None of this can change a token: it only decides when.
+Where several decode, a step has no more of their rows than if each of them had as many as the one
+with fewest, and what a step computes in the time that it takes anyway. Requests that are beyond
+their owner's share keep slot and pages, and take turns. Prompts are not shared so: a few rows at a
+time they would take many times as long. `max_num_batched_tokens` bounds what they add to a step.
+None of this can change a token: it only decides when.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from specops.engine.request import Request
-
-_PIECE = 4  # rows of a chunk that are given at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,6 @@ class Ask:
 
     request: Request
     rows: int
-    is_chunk: bool  # of a prompt: less would do, too
 
 
 @dataclass(slots=True)
@@ -80,31 +79,18 @@ def _turn(item: tuple[str, _Owner]) -> tuple[int, int]:
     return item[1].rows, item[1].last_step
 
 
-@dataclass(frozen=True, slots=True)
-class RowShares:
-    """The rows of a step in which not all have what they ask for.
-
-    Attributes:
-        rows: of those whose turn it is. Who decodes has all that it asks for.
-        left: rows that nobody asks for.
-    """
-
-    rows: dict[Request, int]
-    left: int
-
-
-def share_rows(asks: Iterable[Ask], max_rows: int, free_rows: int) -> RowShares | None:
+def take_turns(asks: Iterable[Ask], max_rows: int, free_rows: int) -> Set[Request] | None:
     """Shares the rows of a step among owners, and an owner's among those within it.
 
     Each owner on the widest level has one request in the step at least, whatever that asks for.
 
     Args:
-        asks: of all who have work.
+        asks: of all who decode.
         max_rows: of a step.
         free_rows: that a step computes in the time that it takes however few it has.
 
     Returns:
-        None: there is one owner only, or all have what they ask for.
+        The requests whose turn it is, with all that they ask for. None: everybody's.
     """
     root = _Owner()
     total = 0
@@ -116,19 +102,16 @@ def share_rows(asks: Iterable[Ask], max_rows: int, free_rows: int) -> RowShares 
     left = min(root.width(free_rows), max_rows)
     if not root.within or left >= total:
         return None
-    given: dict[Request, int] = {}
+    given: set[Request] = set()
     num_without = len(root.within)
     while root.within and (left > 0 or num_without):
         path = root.next_in()
         ask, is_first = path[-1][1].asks[-1], not path[0][1].rows
-        wanted = ask.rows - given.get(ask.request, 0)
-        rows = min(wanted, _PIECE, max(left, 1)) if ask.is_chunk else wanted
-        if rows <= left or is_first:
+        if ask.rows <= left or is_first:
             num_without -= is_first
-            given[ask.request] = given.get(ask.request, 0) + rows
-            left -= rows
+            given.add(ask.request)
+            left -= ask.rows
             for _, owner in path:
-                owner.rows += rows
-        if rows == wanted:
-            root.drop(path)
-    return RowShares(given, max(left, 0))
+                owner.rows += ask.rows
+        root.drop(path)
+    return given
