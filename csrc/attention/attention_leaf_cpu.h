@@ -53,8 +53,10 @@ void fold_leaf(const AppendAttentionParams& params,
     } else {
       load_leaf(find_lines<Stored, D>(params, unit, kv));
     }
-    if (first == 0) {
-      int64_t places = unit.num_heads * prefetch_places<kScaled>(last - first);
+    // Not of wider elements: their arithmetic is shorter than their way from memory, which several
+    // threads then use less well than in one go.
+    if (kScaled && first == 0) {
+      int64_t places = unit.num_heads * prefetch_places(last - first);
       plan_prefetch<Stored, D>(params, unit, member, base + kLeafTokens, places, own.prefetch);
     }
   }

@@ -480,11 +480,10 @@ using PackedTiles = TileSizes<2, 1>;
 #endif
 
 // About how many places of reduce_leaf, with so many rows, ask for lines of the next leaf.
-template <bool kScaled>
-int64_t prefetch_places(int64_t rows) {
+inline int64_t prefetch_places(int64_t rows) {
   int64_t of_scores = kLeafBlocks * ((rows + 1) / 2);
   int64_t of_values = kLeafBlocks * (rows <= 3 ? 1 : 2) * ((rows + 11) / 12);
-  return of_scores + 1 + of_values + (kScaled ? 2 * kLeafBlocks : 0);
+  return of_scores + 1 + of_values + 2 * kLeafBlocks;
 }
 
 // One leaf of one tile from a fresh state. m, l: of every row, l = 0 where the row sees nothing;
