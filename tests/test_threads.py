@@ -290,6 +290,29 @@ def attention_job(generator: torch.Generator) -> list[Tensor]:
     return [q, *attended, *merged, k_cache, v_cache]
 
 
+def latent_job(generator: torch.Generator) -> list[Tensor]:
+    """Verification of one request over latents."""
+    rows, num_pages = 300, 40
+    cache = torch.randn(num_pages, 16, 1, 576, generator=generator).bfloat16()
+    q = attention.rope_append_latent(
+        torch.randn(rows, 8, 576, generator=generator).bfloat16(),
+        torch.randn(rows, 576, generator=generator).bfloat16(),
+        cache,
+        torch.randperm(num_pages * 16, generator=generator)[:rows],
+        torch.randint(0, 2000, (rows,), generator=generator).int(),
+        attention.rope_cos_sin(2000, 64, 10000.0),
+        norm_weight=torch.ones(512).bfloat16(),
+    )
+    pages = torch.randperm(num_pages, generator=generator).int()
+    kv_indptr = torch.tensor([0, num_pages], dtype=torch.int32)
+    kv_lens = torch.tensor([num_pages * 16], dtype=torch.int32)
+    indptr = torch.tensor([0, 6], dtype=torch.int32)
+    attended = attention.append_attention(
+        q[:6], cache, None, indptr, kv_indptr, pages, kv_lens, sm_scale=0.07, return_lse=True
+    )
+    return [q, cache, *attended]
+
+
 def sampling_job(generator: torch.Generator) -> list[Tensor]:
     """Tokens of rows, of drafts, and the likeliest."""
     indptr = torch.tensor([0, 6, 8, 14], dtype=torch.int32)
@@ -401,7 +424,7 @@ def drafting_job(generator: torch.Generator) -> list[Tensor]:
 def big_job() -> list[Tensor]:
     """All ops that several threads work on, with enough work for them; and small ones."""
     generator = torch.Generator().manual_seed(7)
-    jobs = (attention_job, sampling_job, batching_job, dense_job, drafting_job)
+    jobs = (attention_job, latent_job, sampling_job, batching_job, dense_job, drafting_job)
     return [tensor for job in jobs for tensor in job(generator)]
 
 

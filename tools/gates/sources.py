@@ -18,7 +18,11 @@ class Rule:
 
 
 RULES = (
-    Rule(r"\basm\b|__asm", ("common/ptx.cuh", "simt/*"), "inline assembly lives in common/ptx.cuh"),
+    Rule(
+        r"\basm\b|__asm",
+        ("common/ptx.cuh", "simt/*", "common/pool.h", "dense/tiles_cpu.h"),
+        "inline assembly of device code lives in common/ptx.cuh",
+    ),
     Rule(r"<<<", (), "kernels are started by launch() of common/launch.cuh"),
     Rule(r"\bcudaLaunch\w+", ("common/launch.cuh",), "kernels are started by launch()"),
     Rule(
