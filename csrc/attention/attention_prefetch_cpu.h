@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "attention/attention_plan_cpu.h"
+
 namespace specops::SPECOPS_ISA {
 namespace {
 
@@ -13,7 +15,7 @@ struct LeafLines {
   static constexpr int64_t kLine = 64;
   const char* blocks[2 * kLeafTokens / kPageBlock];  // where each begins
   int num_blocks = 0;
-  int pieces = 1;               // of a block
+  int pieces = 0;               // of a block
   int64_t step = 0, bytes = 0;  // from a piece to the next; of a piece
 };
 
@@ -30,9 +32,9 @@ class LeafPrefetch {
     int64_t rounds = lines.pieces * lines.bytes / LeafLines::kLine;
     rounds_a_place_ = static_cast<int>((rounds + places - 1) / places);
   }
+  // Nothing is to be asked for.
   void clear() {
-    lines_.num_blocks = 0;
-    piece_ = lines_.pieces;
+    lines_.pieces = piece_ = 0;
     base_ = -1;
   }
   bool is_of(int64_t base) const { return base_ == base; }
@@ -68,7 +70,7 @@ class LeafPrefetch {
   LeafLines lines_;
   int64_t base_ = -1;  // the leaf's first token
   int rounds_a_place_ = 0;
-  int piece_ = 1;  // what comes next
+  int piece_ = 0;  // what comes next
   int64_t at_ = 0;
 };
 

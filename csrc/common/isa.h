@@ -55,14 +55,16 @@ constexpr Isa lender_of(Isa isa) {
 // instructions of their own.
 template <typename Params>
 void run_variant(const char* op, const CpuVariants<Params>& variants, const Params& params) {
-  int isa = static_cast<int>(active_isa());
-  while (variants[isa] == nullptr && lender_of(static_cast<Isa>(isa)) != static_cast<Isa>(isa)) {
-    isa = static_cast<int>(lender_of(static_cast<Isa>(isa)));
+  Isa isa = active_isa();
+  auto variant = variants[static_cast<int>(isa)];
+  while (variant == nullptr && lender_of(isa) != isa) {
+    isa = lender_of(isa);
+    variant = variants[static_cast<int>(isa)];
   }
-  if (variants[isa] == nullptr) {
+  if (variant == nullptr) {
     throw std::logic_error(std::string(op) + ": this module has no CPU kernels");
   }
-  variants[isa](params);
+  variant(params);
 }
 
 }  // namespace specops

@@ -344,8 +344,8 @@ void run_range(const LinearParams& params,
   int64_t panels = ceil_div(block_end - block_begin, panel);
   // From some rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
   // prefetching does better, unless blocks are so short that they end before it has begun.
-  int64_t fetch_rows = block_bytes > (16 << 10) ? Shape<T>::kFetchRows : 3;
-  fetch_rows = min64(fetch_rows, Shape<T>::kFetchRows);
+  int64_t fetch_rows = Shape<T>::kFetchRows;
+  if (block_bytes <= (16 << 10)) fetch_rows = min64(fetch_rows, 3);
   Rows<T> inputs{};
   for (int64_t p = 0; p < panels; ++p) {
     int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);

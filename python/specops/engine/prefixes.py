@@ -97,6 +97,7 @@ class PrefixFinder:
             torch.frombuffer(bytearray().join([*lists, _NO_PAGE]), dtype=torch.int32),
             page_size=self._pool.page_size,
             leaf_tokens=self._leaf_tokens,
+            max_levels=_MAX_LEVELS,
         )
         self._prefixes = None
         if found.num_saved_tokens >= max(self._least_saved_tokens, 1):
