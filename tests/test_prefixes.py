@@ -3,8 +3,10 @@
 
 import random
 import struct
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ import torch
 from checkpoints import BASE, write_config
 from specops import attention, batching, reference
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.plan import Plan
+from specops.engine.kv_cache import PagePool
+from specops.engine.plan import Plan, Scheduled
+from specops.engine.prefixes import PrefixFinder
 from torch import Tensor
 from twin_device import OP_MODULES, TwinDevice
 
@@ -42,7 +46,7 @@ def find(lists: Lists, page_size: int, leaf: int, **limits: int) -> batching.Sha
     lengths = [len(pages) for pages in lists]
     kv_indptr = torch.tensor([0, *np.cumsum(lengths, dtype=int)], dtype=torch.int32)
     kv_indices = torch.tensor([*(page for pages in lists for page in pages), -7], dtype=torch.int32)
-    sizes = {"page_size": page_size, "leaf_tokens": leaf, **limits}
+    sizes: dict[str, Any] = {"page_size": page_size, "leaf_tokens": leaf, **limits}
     found = batching.find_shared_prefixes(kv_indptr, kv_indices, **sizes)
     want = reference.find_shared_prefixes(kv_indptr, kv_indices, **sizes)
     again = batching.SharedPrefixes.empty(len(lists), max_levels=limits.get("max_levels", 8))
@@ -141,20 +145,6 @@ def test_find_shared_prefixes_faults(change: dict[str, Any], message: str) -> No
         batching.find_shared_prefixes(kv_indptr, torch.tensor([4, 5, 6]).int(), **case)
 
 
-def test_find_shared_prefixes_of_lists_given_by_their_leaves() -> None:
-    """The last page of each leaf says as much as all pages do, where a page has one history."""
-    for seed in range(40):
-        lists = random_lists(seed, size=1 + seed % 14, most_pages=40)
-        whole = find(lists, page_size=16, leaf=64)
-        ends = find([pages[3::4] for pages in lists], page_size=64, leaf=64)
-        assert whole.num_saved_tokens == ends.num_saved_tokens
-        places = [found.order.argsort().tolist() for found in (whole, ends)]
-        for a in range(len(lists)):
-            for b in range(a):
-                want = shared_leaves(whole, places[0][a], places[0][b], 64)
-                assert shared_leaves(ends, places[1][a], places[1][b], 64) == want
-
-
 def test_find_shared_prefixes_writes_into_what_is_given() -> None:
     kv_indptr, kv_indices = torch.tensor([0, 2, 4]).int(), torch.tensor([5, 1, 5, 2]).int()
     sizes: dict[str, Any] = {"page_size": 16, "leaf_tokens": 16}
@@ -239,6 +229,31 @@ PROMPTS = [
     SYSTEM + [5, 6] * 9,
     [3, 4, 5] * 50,
 ]
+
+
+def test_pages_after_others_are_not_shared() -> None:
+    """One text may lie on pages with draft KV and on some without, and go on on the same pages."""
+    pool = PagePool(16, 16, enable_prefix_caching=True)
+    held: list[Any] = []
+    for first in (None, b"draft"):
+        pages = pool.allocate(8) or []
+        before = None
+        for index, page in enumerate(pages):
+            key = first if index == 0 else None
+            before = pages[index] = pool.register(page, before, [index] * 16, key)
+        held.append(SimpleNamespace(pages=array("i", pages), num_registered_pages=8))
+    assert held[0].pages[0] != held[1].pages[0] and held[0].pages[1:] == held[1].pages[1:]
+    again = SimpleNamespace(pages=held[1].pages[:], num_registered_pages=8)
+    pool.match_prefix([index for index in range(8) for _ in range(16)], 128)
+    finder = PrefixFinder(pool, leaf_tokens=64)
+    plan = Plan([Scheduled(one, 1, 0, emits=True) for one in [*held, again]])
+    finder.arrange(plan)
+    found = plan.prefixes
+    assert found is not None and found.num_saved_tokens == 128
+    groups = {
+        id(part.request): leader for part, leader in zip(plan.parts, found.leaders[0], strict=True)
+    }
+    assert groups[id(held[1])] == groups[id(again)] != groups[id(held[0])]
 
 
 def params(index: int, max_tokens: int = 24) -> SamplingParams:

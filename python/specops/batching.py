@@ -447,8 +447,7 @@ def find_shared_prefixes(
 
     Note:
         Deterministic: lists are ordered by their page ids, equal ones by their places. The cost is
-        that of sorting the lists. Where equal pages have equal pages before them, as in a prefix
-        cache, lists of the last page of each leaf say as much: pass `page_size=leaf_tokens` then.
+        that of sorting the lists.
     """
     found = out
     if found is None:

@@ -90,12 +90,11 @@ class PrefixFinder:
         )
 
     def _find(self, requests: Sequence[Request]) -> None:
-        # A page that is not registered yet is still written to, and so nobody else's. The last page
-        # of a leaf stands for the whole leaf: equal ones have the same tokens before them.
-        step = self._leaf_tokens // self._pool.page_size
-        lists = [one.pages[step - 1 : one.num_registered_pages : step] for one in requests]
+        # A page that is not registered yet is still written to, and so nobody else's. Its likes may
+        # differ before a page that is shared: of a text's pages some have draft KV of a kind.
+        lists = [one.pages[: one.num_registered_pages] for one in requests]
         arrays = self._arrays_of(len(requests))
-        num_saved_tokens = arrays.find(lists, self._leaf_tokens)
+        num_saved_tokens = arrays.find(lists, self._pool.page_size, self._leaf_tokens)
         self._prefixes = None
         if num_saved_tokens >= max(self._least_saved_tokens, 1):
             self._order = arrays.order.tolist()
@@ -123,8 +122,8 @@ class _Arrays:
         self._kv_indices = torch.empty(num_bytes // 4, dtype=torch.int32)
         self._pages = self._kv_indices.numpy().view(np.uint8).data
 
-    def find(self, lists: Sequence["array[int]"], leaf_tokens: int) -> int:
-        """Fills `out` for lists that have one page for every leaf; what it saves, in tokens."""
+    def find(self, lists: Sequence["array[int]"], page_size: int, leaf_tokens: int) -> int:
+        """Fills `out`; what it saves, in tokens."""
         self._ends[:] = array("i", accumulate(map(len, lists)))
         pages = bytearray().join(lists)
         if len(pages) > len(self._pages):
@@ -133,7 +132,7 @@ class _Arrays:
         batching.find_shared_prefixes(
             self._kv_indptr,
             self._kv_indices,
-            page_size=leaf_tokens,
+            page_size=page_size,
             leaf_tokens=leaf_tokens,
             max_levels=_MAX_LEVELS,
             out=self.out,
