@@ -32,7 +32,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-arm test-sanitize test-smoke
 .PHONY: gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
-.PHONY: bench-vllm bench-peers gpu-check screenshots docs lint format clean
+.PHONY: test-lm-eval bench-vllm bench-peers gpu-check screenshots docs lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -185,6 +185,22 @@ test-vllm: setup $(VLLM)/ready
 
 vllm-campaign: setup $(VLLM)/ready
 	$(VLLM_RUN) tests/with_vllm/campaign.py --kernels specops vllm
+
+# lm-eval in an environment of its own, which sees that of the tests and adds what lm-eval needs.
+LM_EVAL := .venv-lm-eval
+
+$(LM_EVAL)/ready: constraints.txt $(VENV)/test-deps
+	test -x $(LM_EVAL)/bin/python || $(BIN)/python -m venv $(LM_EVAL)
+	site='import site; print(site.getsitepackages()[0])'; \
+	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
+	  > "$$($(LM_EVAL)/bin/python -c "$$site")/specops.pth"
+	$(LM_EVAL)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
+	  -c constraints.txt "lm-eval[api]" accelerate datasets
+	touch $@
+
+# lm-eval's command line against the server and against transformers, in fp32: minutes.
+test-lm-eval: setup $(LM_EVAL)/ready
+	$(LM_EVAL)/bin/python -m pytest -s tests/with_lm_eval
 
 # The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
 # under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.

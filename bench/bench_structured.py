@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constrained output: what a mask costs, what a step, and what forced tokens bring.
 
-Masks are those of rows in the middle of a text, over the bundled model's vocabulary and over one
-of the size of today's models, whose tokens are made up. A step is compared with one of the same
+Masks are those of rows in the middle of a text, and at every token of texts that the bundled model
+writes, over its own vocabulary and over one of the size of today's models, whose tokens are made
+up. A step is compared with one of the same
 requests without a grammar, where the grammar allows every text. Tokens per step depend on no clock.
 """
 
 import json
 import random
+import time
 from collections.abc import Callable
 from typing import Any, cast
 from unittest import mock
@@ -94,8 +96,11 @@ def run_structured(bench: Bench) -> None:
         "bundled": (bundled, bundled.vocab_size),
         "large": (cast(Tokenizer, _MadeUp(LARGE_VOCAB)), LARGE_VOCAB),
     }
+    texts = _texts(bench)
     for name, (tokenizer, size) in vocabularies.items():
-        _add_masks(bench, name, GrammarCompiler(tokenizer, size), tokenizer, size)
+        compiler = GrammarCompiler(tokenizer, size)
+        _add_masks(bench, name, compiler, tokenizer, size)
+        _add_masks_of_texts(bench, name, compiler, tokenizer, size, texts)
     _add_step(bench)
     for method, k in METHODS:
         _add_tokens(bench, method, k)
@@ -132,6 +137,43 @@ def _add_masks(
                     threads=bench.num_threads,
                 )
             )
+
+
+def _add_masks_of_texts(
+    bench: Bench,
+    name: str,
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    size: int,
+    texts: list[tuple[dict[str, Any], str]],
+) -> None:
+    """Of the masks at every token: the median one, and the 99th of a hundred."""
+    filler = MaskFiller(bench.num_threads)
+    out = np.empty((1, -(-size // 32)), dtype=np.int32)
+    passes = []
+    for _ in range(bench.pick(7, 1)):
+        times = []
+        for schema, text in texts:
+            state = GrammarState(compiler.compile(StructuredOutput(json_schema=schema)), [0])
+            for token in tokenizer.encode_as_text(text):
+                wanted = [MaskRows(state, 0, [])]
+                begin = time.perf_counter_ns()
+                filler.fill(wanted, out)
+                times.append(time.perf_counter_ns() - begin)
+                assert state.take(token), "the text left its grammar"
+        passes.append(times)
+    of_each = np.median(np.array(passes), axis=0) * 1e-3
+    for percent, what in ((50, "median"), (99, "99th percentile")):
+        bench.add(
+            Figure(
+                f"structured.masks.{name}.p{percent}",
+                f"a mask over {size:,} tokens, at each of {of_each.size} tokens of JSON of three "
+                f"schemas, one request: {what}",
+                float(np.percentile(of_each, percent)),
+                "us",
+                threads=bench.num_threads,
+            )
+        )
 
 
 def _engine(bench: Bench, method: str, k: int) -> Engine:
@@ -178,22 +220,36 @@ def _add_step(bench: Bench) -> None:
     )
 
 
+def _requests() -> tuple[list[dict[str, Any]], list[str], list[SamplingParams]]:
+    """Schemas, prompts and parameters of sixteen requests for JSON."""
+    schemas, prompts, params = [], [], []
+    for index in range(16):
+        schema = list(SCHEMAS.values())[index % 3]
+        schemas.append(schema)
+        prompts.append(f"# {json.dumps(schema)}\nvalue = ")
+        wanted = StructuredOutput(json_schema=schema, disable_any_whitespace=index % 2 == 1)
+        params.append(
+            SamplingParams(
+                max_tokens=NEW_TOKENS, temperature=0.8 * (index % 4 > 1), seed=index,
+                structured_output=wanted,
+            )
+        )  # fmt: skip
+    return schemas, prompts, params
+
+
+def _texts(bench: Bench) -> list[tuple[dict[str, Any], str]]:
+    """What the bundled model writes for them, with its schema."""
+    schemas, prompts, params = _requests()
+    done = _engine(bench, "naive", 0).generate(prompts, params)
+    return [(schema, one.text) for schema, one in zip(schemas, done, strict=True)]
+
+
 def _add_tokens(bench: Bench, method: str, k: int) -> None:
     """Emitted tokens per step, with forced tokens drafted and without."""
     tokens, texts = {}, []
     for forced in (False, True):
         engine = _engine(bench, method, k)
-        prompts, params = [], []
-        for index in range(16):
-            schema = list(SCHEMAS.values())[index % 3]
-            prompts.append(f"# {json.dumps(schema)}\nvalue = ")
-            wanted = StructuredOutput(json_schema=schema, disable_any_whitespace=index % 2 == 1)
-            params.append(
-                SamplingParams(
-                    max_tokens=NEW_TOKENS, temperature=0.8 * (index % 4 > 1), seed=index,
-                    structured_output=wanted,
-                )
-            )  # fmt: skip
+        _, prompts, params = _requests()
         if forced:
             done = engine.generate(prompts, params)
         else:

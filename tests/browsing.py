@@ -13,7 +13,9 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from serving import Served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="Chromium is not installed (Debian's package chromium)"
+)
 
 # Chromium asks its maker's hosts for updates otherwise.
 _QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync")

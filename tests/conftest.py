@@ -11,6 +11,7 @@ from typing import Any
 import exercised
 import pytest
 import simt
+import skips
 import specops
 import torch
 from rounding import assert_error_at_most, distance, rounding_errors
@@ -147,7 +148,9 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says what the controller found."""
+    """Says what the controller found, and whether the page was looked at."""
+    if line := skips.of_page(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line, yellow=True)
     for line in _lacking:
         terminalreporter.write_line(f"FAILED every op is tested on every device: {line}", red=True)
 

@@ -4,6 +4,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import httpx
 import jsonschema
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.server.chat import ChatFormat
@@ -54,6 +56,20 @@ def test_the_server_does_what_it_says(tiny: Served, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "Tested: 16" in done.stdout
     tiny.wait_until_idle()
+    statuses = answers_by_status(tiny)
+    assert statuses[200] > 100 and statuses[400] > 1000
+    assert not [status for status in statuses if status >= 500], statuses
+    print(f"{statuses.total()} requests answered: {dict(sorted(statuses.items()))}")
+
+
+def answers_by_status(served: Served) -> Counter[int]:
+    """How many requests the server has answered with each status, by its own count."""
+    statuses: Counter[int] = Counter()
+    for family in text_string_to_metric_families(httpx.get(f"{served.url}/metrics").text):
+        for sample in family.samples:
+            if sample.name.endswith("http_requests_total"):
+                statuses[int(sample.labels["status"])] += int(sample.value)
+    return statuses
 
 
 @pytest.fixture(scope="module")

@@ -238,7 +238,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return await refuse(request, ApiError(error.status_code, message, headers=error.headers))
+        code = "unknown_url" if error.status_code == 404 else None  # OpenAI's word
+        refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
+        return await refuse(request, refusal)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:

@@ -86,6 +86,18 @@ class ChatFormat:
                 f"the forms {', '.join(CALL_FORMS)}; --tool-call-parser says which one it is"
             )
 
+    def require_reasoning_effort(self) -> None:
+        """Refuses an effort where the template does not read it.
+
+        Raises:
+            ValueError: in this case.
+        """
+        if "reasoning_effort" not in self._variables:
+            raise ValueError(
+                "reasoning_effort is not supported: the model's chat template reads no such "
+                "variable"
+            )
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

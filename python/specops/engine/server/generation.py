@@ -281,6 +281,8 @@ class Generation:
             try:
                 if request.uses_tools:
                     self._chat_format.require_tools()
+                if request.reasoning_effort is not None:
+                    self._chat_format.require_reasoning_effort()
                 text = self._chat_format.render(
                     [message.for_template() for message in request.messages],
                     variables=request.template_variables(),

@@ -37,8 +37,8 @@ _BODIES: tuple[type[Strict], ...] = (
 )
 _SCHEMAS = "#/components/schemas/"
 
+# A `schema` beside it would be that of the whole, which OpenAPI reads as the array of its events.
 _EVENTS = {
-    "schema": {"type": "string"},  # of the whole
     "itemSchema": {
         "type": "object",
         "properties": {

@@ -49,8 +49,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory",),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -73,6 +76,7 @@ class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # usage so far in every chunk
     include_steps: bool = False  # tokens and drafts of the step in every choice
+    include_obfuscation: Literal[False] = False  # padding of chunks, which there is none of
 
 
 class _Request(Strict):
@@ -112,6 +116,8 @@ class _Request(Strict):
     # They say who asks and for what; nothing depends on them.
     user: str | None = None
     metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None  # prompts are found in the cache by their tokens
 
     def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
         """The request's parameters as the engine takes them.

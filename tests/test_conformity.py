@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""Every parameter and route of the official client: what `docs/conformity.md` says happens."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "openai"):
+    pytest.importorskip(name)
+pytest.importorskip("llguidance")
+
+import conformity
+import openai
+from client_routes import SERVED, SURFACES, client_routes, refusal_of, surface_refusal
+from conformity import METHODS, Clients, Method, Row
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = conformity.rows()
+PINNED = re.search(r"^openai==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[Clients]:
+    with conformity.clients() as both:
+        yield both
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_parameter_has_a_row(name: str) -> None:
+    assert {row.parameter for row in ROWS if row.method == name} == set(METHODS[name].parameters)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_what_the_table_says_happens(clients: Clients, row: Row) -> None:
+    assert row.see(clients)
+
+
+DROPPABLE = sorted(
+    {
+        (row.method, row.parameter)
+        for row in ROWS
+        if row.outcome == conformity.HONOURED and row.parameter not in ("model", "timeout")
+    }
+)
+
+
+@pytest.mark.parametrize("name,parameter", DROPPABLE)
+def test_an_effect_is_told_from_none(
+    clients: Clients, name: str, parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server that never gets the parameter, some row of its effects says so."""
+    whole = conformity.Method.call
+
+    def without(method: Method, both: Clients, *, raw: bool = False) -> Callable[..., Any]:
+        call = whole(method, both, raw=raw)
+        return lambda **given: call(**{k: v for k, v in given.items() if k != parameter})
+
+    monkeypatch.setattr(conformity.Method, "call", without)
+    mine = [row for row in ROWS if (row.method, row.parameter) == (name, parameter)]
+    with pytest.raises((AssertionError, AttributeError)):
+        for row in mine:
+            if row.outcome == conformity.HONOURED:
+                row.see(clients)
+
+
+def test_the_document_is_what_the_calls_say(clients: Clients) -> None:
+    assert PINNED is not None
+    if openai.__version__ != PINNED[1]:
+        pytest.skip(f"the document is of openai {PINNED[1]}, this is {openai.__version__}")
+    told = conformity.document(clients)
+    assert told == (ROOT / "docs" / "conformity.md").read_text(), (
+        "run python tests/conformity.py > docs/conformity.md"
+    )
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_calls_of_what_is_not_here_are_errors_that_name_the_route(
+    clients: Clients, name: str
+) -> None:
+    assert surface_refusal(clients.whole, name).status_code in (404, 405)
+
+
+def test_so_are_all_routes_that_the_client_knows(clients: Clients) -> None:
+    routes = client_routes()
+    assert set(routes) > SERVED and len(routes) > 100
+    for verb, template in routes:
+        if (verb, template) not in SERVED:
+            assert refusal_of(clients.whole, verb, template).status_code in (404, 405)
+
+
+def test_a_websocket_is_an_error_that_names_the_route(clients: Clients) -> None:
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    headers["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+    with pytest.raises(openai.NotFoundError, match="Not Found: GET /v1/realtime"):
+        clients.whole.get("/realtime", cast_to=object, options={"headers": headers})
