@@ -9,8 +9,10 @@ The engine: 16 requests on one prompt of 2,048 tokens in the shape of Qwen3-0.6B
 weights, with sharing and without; and how much of a run goes into finding who shares what.
 """
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -174,19 +176,25 @@ def _add_engine(bench: Bench) -> None:
     }
     prompt = [3 + i % 61 for i in range(PROMPT_LEN)]
     texts: dict[str, list[list[int]]] = {}
+    shares = []  # of the runs with sharing: what finding takes of them
 
     def run(name: str, count: int = SHARING, max_tokens: int = NEW_TOKENS) -> float:
         params = [
             SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=i, ignore_eos=True)
             for i in range(count)
         ]
-        begun = time.perf_counter()
-        done = engines[name].generate([prompt] * count, params)
+        with _finding_timed() as finding:
+            begun = time.perf_counter()
+            done = engines[name].generate([prompt] * count, params)
+            seconds = time.perf_counter() - begun
         texts[name] = [one.token_ids for one in done]
-        return time.perf_counter() - begun
+        if name == "shared":
+            shares.append(sum(finding) / seconds)
+        return seconds
 
     for name in engines:
         run(name, count=1, max_tokens=1)
+    shares.clear()
     timing = bench.rounds({name: partial(run, name) for name in engines}, rounds=5, guarded=False)
     what = f"{SHARING} requests on one prompt of {PROMPT_LEN:,} tokens, {NEW_TOKENS} tokens each"
     bench.add(
@@ -213,6 +221,30 @@ def _add_engine(bench: Bench) -> None:
             bar="value == 0",
         )
     )
+    bench.add(
+        Figure(
+            "cascade.engine.finding",
+            f"Qwen3-0.6B shape, {what}: share of the run that finds who shares what",
+            100 * statistics.median(shares),
+            "%",
+            bar="value <= 1",
+            threads=bench.num_threads,
+        )
+    )
+
+
+@contextmanager
+def _finding_timed() -> Iterator[list[float]]:
+    """The seconds that finding takes in each step."""
+    arrange, taken = PrefixFinder.arrange, []
+
+    def timed(self: PrefixFinder, plan: Plan) -> None:
+        begun = time.perf_counter()
+        arrange(self, plan)
+        taken.append(time.perf_counter() - begun)
+
+    with mock.patch.object(PrefixFinder, "arrange", timed):
+        yield taken
 
 
 def _add_finding(bench: Bench) -> None:
@@ -226,25 +258,15 @@ def _add_finding(bench: Bench) -> None:
         for i in range(3 * count)
     ]
     engine.generate([prompt], params[0])
-    arrange = PrefixFinder.arrange
-    spent = 0.0
-
-    def timed(self: PrefixFinder, plan: Plan) -> None:
-        nonlocal spent
-        begun = time.perf_counter()
-        arrange(self, plan)
-        spent += time.perf_counter() - begun
-
     shares = []
     for _ in range(bench.pick(5, 1)):
-        spent = 0.0
         steps = engine.stats.num_steps
-        begun = time.perf_counter()
-        with mock.patch.object(PrefixFinder, "arrange", timed):
+        with _finding_timed() as finding:
+            begun = time.perf_counter()
             engine.generate([prompt] * len(params), params)
-        shares.append(
-            (spent / (time.perf_counter() - begun), spent, engine.stats.num_steps - steps)
-        )
+            seconds = time.perf_counter() - begun
+        spent = sum(finding)
+        shares.append((spent / seconds, spent, engine.stats.num_steps - steps))
     share, seconds, num_steps = sorted(shares)[len(shares) // 2]
     bench.add(
         Figure(

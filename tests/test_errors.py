@@ -98,10 +98,10 @@ def find_shared_prefixes() -> dict[str, Any]:
         "kv_indices": ints(5, 1, 5),
         "page_size": 16,
         "leaf_tokens": 16,
+        "max_levels": 1,
         "order": ints(7, 7),
         "prefix_leaders": ints(7, 7).view(1, 2),
         "prefix_lens": ints(7, 7).view(1, 2),
-        "counts": torch.zeros(2, dtype=torch.int64),
     }
 
 

@@ -45,8 +45,16 @@ def find(lists: Lists, page_size: int, leaf: int, **limits: int) -> batching.Sha
     sizes = {"page_size": page_size, "leaf_tokens": leaf, **limits}
     found = batching.find_shared_prefixes(kv_indptr, kv_indices, **sizes)
     want = reference.find_shared_prefixes(kv_indptr, kv_indices, **sizes)
+    again = batching.SharedPrefixes.empty(len(lists), max_levels=limits.get("max_levels", 8))
+    again.order.fill_(-9), again.prefix_leaders.fill_(-9), again.prefix_lens.fill_(-9)
+    batching.find_shared_prefixes(kv_indptr, kv_indices, **sizes, out=again)
+    levels = again.num_levels
+    assert len(found.prefix_leaders) == len(found.prefix_lens) == levels
     for name, value in vars(found).items():
         assert np.array_equal(value, want[name]), name
+    assert torch.equal(again.order, found.order)
+    assert torch.equal(again.prefix_leaders[:levels], found.prefix_leaders)
+    assert torch.equal(again.prefix_lens[:levels], found.prefix_lens)
     return found
 
 
@@ -123,7 +131,7 @@ def test_find_shared_prefixes_example_of_the_docstring() -> None:
         ({"kv_indptr": [-1, 2, 3]}, r"kv_indptr\[0\] must be in 0 .. 3, got -1"),
         ({"page_size": 0}, "page_size must be positive, got 0"),
         ({"leaf_tokens": 24}, "leaf_tokens must be a positive multiple of page_size, 16, got 24"),
-        ({"max_levels": -1}, "max_levels must be an int of at least 0, got -1"),
+        ({"max_levels": -1}, "max_levels must be at least 0, got -1"),
     ],
 )
 def test_find_shared_prefixes_faults(change: dict[str, Any], message: str) -> None:
@@ -131,6 +139,39 @@ def test_find_shared_prefixes_faults(change: dict[str, Any], message: str) -> No
     kv_indptr = torch.tensor(case.pop("kv_indptr"), dtype=torch.int32)
     with pytest.raises(ValueError, match=f"^find_shared_prefixes: {message}"):
         batching.find_shared_prefixes(kv_indptr, torch.tensor([4, 5, 6]).int(), **case)
+
+
+def test_find_shared_prefixes_of_lists_given_by_their_leaves() -> None:
+    """The last page of each leaf says as much as all pages do, where a page has one history."""
+    for seed in range(40):
+        lists = random_lists(seed, size=1 + seed % 14, most_pages=40)
+        whole = find(lists, page_size=16, leaf=64)
+        ends = find([pages[3::4] for pages in lists], page_size=64, leaf=64)
+        assert whole.num_saved_tokens == ends.num_saved_tokens
+        places = [found.order.argsort().tolist() for found in (whole, ends)]
+        for a in range(len(lists)):
+            for b in range(a):
+                want = shared_leaves(whole, places[0][a], places[0][b], 64)
+                assert shared_leaves(ends, places[1][a], places[1][b], 64) == want
+
+
+def test_find_shared_prefixes_writes_into_what_is_given() -> None:
+    kv_indptr, kv_indices = torch.tensor([0, 2, 4]).int(), torch.tensor([5, 1, 5, 2]).int()
+    sizes: dict[str, Any] = {"page_size": 16, "leaf_tokens": 16}
+    out = batching.SharedPrefixes.empty(2, max_levels=3)
+    found = batching.find_shared_prefixes(kv_indptr, kv_indices, **sizes, max_levels=3, out=out)
+    assert found is out and (out.num_levels, out.num_saved_tokens) == (1, 16)
+    assert out.prefix_leaders[:1].tolist() == [[0, 0]] and out.prefix_lens[:1].tolist() == [
+        [16, 16]
+    ]
+    wrong = [
+        (3, 3, r"kv_indptr must be int32 \[batch \+ 1=4\], got int32 \[3\]"),
+        (2, 2, r"prefix_leaders must be int32 \[max_levels=3, batch=2\], got int32 \[2, 2\]"),
+    ]
+    for batch, levels, message in wrong:
+        other = batching.SharedPrefixes.empty(batch, max_levels=levels)
+        with pytest.raises(ValueError, match=f"^find_shared_prefixes: {message}"):
+            batching.find_shared_prefixes(kv_indptr, kv_indices, **sizes, max_levels=3, out=other)
 
 
 def found_for(lists: Lists, page_size: int, leaf: int) -> tuple[Lists, dict[str, Any]]:

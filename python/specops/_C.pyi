@@ -77,11 +77,11 @@ def find_shared_prefixes(
     kv_indices: Tensor,
     page_size: int,
     leaf_tokens: int,
+    max_levels: int,
     order: Written,
     prefix_leaders: Written,
     prefix_lens: Written,
-    counts: Written,
-) -> None: ...
+) -> tuple[int, int]: ...
 def tree_chains(
     parents: Tensor,
     num_draft_tokens: Tensor,

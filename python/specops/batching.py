@@ -246,13 +246,30 @@ class SharedPrefixes:
         prefix_leaders: [levels, batch], int32, as `append_attention` takes it, of a batch in this
             order. No level: nobody shares anything.
         prefix_lens: [levels, batch], int32. How many tokens each one's group shares.
+        num_levels: how many levels there are. Arrays that were passed as `out` may have more, which
+            hold nothing.
         num_saved_tokens: how many tokens of keys and values a step need not read again.
     """
 
     order: Tensor
     prefix_leaders: Tensor
     prefix_lens: Tensor
+    num_levels: int
     num_saved_tokens: int
+
+    @classmethod
+    def empty(cls, batch: int, *, max_levels: int) -> "SharedPrefixes":
+        """Allocates the arrays, uninitialised, to be passed to `find_shared_prefixes` as `out`.
+
+        Args:
+            batch: number of requests.
+            max_levels: how many levels there may be.
+
+        Returns:
+            The arrays.
+        """
+        arrays = torch.empty(1 + 2 * max_levels, batch, dtype=torch.int32)
+        return cls(arrays[0], arrays[1 : 1 + max_levels], arrays[1 + max_levels :], 0, 0)
 
 
 def prepare_batch(
@@ -393,6 +410,7 @@ def find_shared_prefixes(
     page_size: int,
     leaf_tokens: int,
     max_levels: int = 8,
+    out: SharedPrefixes | None = None,
 ) -> SharedPrefixes:
     """Finds the requests that begin with the same pages, to be read once. On the host.
 
@@ -418,6 +436,7 @@ def find_shared_prefixes(
             group around it; a multiple of `page_size`. `append_attention` shares leaves of 64
             tokens on the CPU and of 256 on CUDA.
         max_levels: members of deeper groups share what the group at this level does.
+        out: arrays to write into, with `max_levels` levels, and returned. Allocated when absent.
 
     Returns:
         The groups.
@@ -428,22 +447,28 @@ def find_shared_prefixes(
 
     Note:
         Deterministic: lists are ordered by their page ids, equal ones by their places. The cost is
-        that of sorting the lists.
+        that of sorting the lists. Where equal pages have equal pages before them, as in a prefix
+        cache, lists of the last page of each leaf say as much: pass `page_size=leaf_tokens` then.
     """
-    if not isinstance(max_levels, int) or max_levels < 0:
-        raise ValueError(
-            f"find_shared_prefixes: max_levels must be an int of at least 0, got {max_levels!r}"
-        )
-    batch = unless_wrong(lambda: max(len(kv_indptr) - 1, 0)) or 0
-    order = torch.empty(batch, dtype=torch.int32)
-    leaders = torch.empty(max_levels, batch, dtype=torch.int32)
-    lens = torch.empty(max_levels, batch, dtype=torch.int32)
-    counts = torch.empty(2, dtype=torch.int64)
-    _C.find_shared_prefixes(
-        kv_indptr, kv_indices, page_size, leaf_tokens, order, leaders, lens, counts
+    found = out
+    if found is None:
+        found = unless_wrong(
+            lambda: SharedPrefixes.empty(kv_indptr.numel() - 1, max_levels=max_levels)
+        ) or SharedPrefixes.empty(0, max_levels=0)
+    found.num_levels, found.num_saved_tokens = _C.find_shared_prefixes(
+        kv_indptr,
+        kv_indices,
+        page_size,
+        leaf_tokens,
+        max_levels,
+        found.order,
+        found.prefix_leaders,
+        found.prefix_lens,
     )
-    levels, num_saved_tokens = counts.tolist()
-    return SharedPrefixes(order, leaders[:levels], lens[:levels], num_saved_tokens)
+    if out is None:
+        found.prefix_leaders = found.prefix_leaders[: found.num_levels]
+        found.prefix_lens = found.prefix_lens[: found.num_levels]
+    return found
 
 
 def gather_input_ids(

@@ -7,17 +7,17 @@ nothing else: no bit of a result depends on what is found.
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from specops.batching import find_shared_prefixes
+from specops import batching
 from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, SharedPrefixes
 from specops.engine.request import Request
 
-_NO_PAGE = array("i", [-1])  # torch makes no tensor of an empty buffer
 _MAX_LEVELS = 8  # the members of deeper groups share what the group at this level does
 
 
@@ -40,6 +40,7 @@ class PrefixFinder:
         self._order: list[int] = []
         self._requests: list[Request] = []
         self._num_changes = -1
+        self._arrays_of = lru_cache(maxsize=64)(_Arrays)  # by the number of requests
 
     def arrange(self, plan: Plan) -> None:
         """Makes neighbours of the requests that share pages, and notes in the plan what they share.
@@ -89,21 +90,52 @@ class PrefixFinder:
         )
 
     def _find(self, requests: Sequence[Request]) -> None:
-        # A page that is not registered yet is still written to, and so nobody else's.
-        lists = [one.pages[: one.num_registered_pages] for one in requests]
-        ends = array("i", [0, *accumulate(map(len, lists))])
-        found = find_shared_prefixes(
-            torch.frombuffer(ends, dtype=torch.int32),
-            torch.frombuffer(bytearray().join([*lists, _NO_PAGE]), dtype=torch.int32),
-            page_size=self._pool.page_size,
-            leaf_tokens=self._leaf_tokens,
-            max_levels=_MAX_LEVELS,
-        )
+        # A page that is not registered yet is still written to, and so nobody else's. The last page
+        # of a leaf stands for the whole leaf: equal ones have the same tokens before them.
+        step = self._leaf_tokens // self._pool.page_size
+        lists = [one.pages[step - 1 : one.num_registered_pages : step] for one in requests]
+        arrays = self._arrays_of(len(requests))
+        num_saved_tokens = arrays.find(lists, self._leaf_tokens)
         self._prefixes = None
-        if found.num_saved_tokens >= max(self._least_saved_tokens, 1):
-            self._order = found.order.tolist()
-            self._prefixes = SharedPrefixes(
-                leaders=found.prefix_leaders.numpy(),
-                lens=found.prefix_lens.numpy(),
-                num_saved_tokens=found.num_saved_tokens,
-            )
+        if num_saved_tokens >= max(self._least_saved_tokens, 1):
+            self._order = arrays.order.tolist()
+            leaders, lens = arrays.of_levels[arrays.out.num_levels]
+            self._prefixes = SharedPrefixes(leaders, lens, num_saved_tokens)
+
+
+class _Arrays:
+    """What `find_shared_prefixes` reads and writes for so many requests.
+
+    Kept, with views through which Python reads and writes them: between two steps all else has left
+    the CPU's caches, and making tensors takes several times as long as the finding.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._kv_indptr = torch.zeros(batch + 1, dtype=torch.int32)
+        self._ends = self._kv_indptr.numpy().data[1:]
+        self._make_room(0)
+        self.out = batching.SharedPrefixes.empty(batch, max_levels=_MAX_LEVELS)
+        self.order = self.out.order.numpy().data
+        leaders, lens = self.out.prefix_leaders.numpy(), self.out.prefix_lens.numpy()
+        self.of_levels = [(leaders[:levels], lens[:levels]) for levels in range(_MAX_LEVELS + 1)]
+
+    def _make_room(self, num_bytes: int) -> None:
+        self._kv_indices = torch.empty(num_bytes // 4, dtype=torch.int32)
+        self._pages = self._kv_indices.numpy().view(np.uint8).data
+
+    def find(self, lists: Sequence["array[int]"], leaf_tokens: int) -> int:
+        """Fills `out` for lists that have one page for every leaf; what it saves, in tokens."""
+        self._ends[:] = array("i", accumulate(map(len, lists)))
+        pages = bytearray().join(lists)
+        if len(pages) > len(self._pages):
+            self._make_room(2 * len(pages))
+        self._pages[: len(pages)] = pages
+        batching.find_shared_prefixes(
+            self._kv_indptr,
+            self._kv_indices,
+            page_size=leaf_tokens,
+            leaf_tokens=leaf_tokens,
+            max_levels=_MAX_LEVELS,
+            out=self.out,
+        )
+        return self.out.num_saved_tokens

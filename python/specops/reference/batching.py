@@ -168,6 +168,7 @@ def find_shared_prefixes(
         "order": torch.tensor(order, dtype=torch.int32),
         "prefix_leaders": torch.tensor(leaders, dtype=torch.int32).view(shape),
         "prefix_lens": torch.tensor(lens, dtype=torch.int32).view(shape) * leaf_tokens,
+        "num_levels": len(leaders),
         "num_saved_tokens": saved * leaf_tokens,
     }
 
