@@ -237,7 +237,7 @@ def test_short_prompts_are_not_behind_long_ones() -> None:
         "greedy": 159,
     }
     # Now the two decode.
-    assert rows_of(plans[1], "greedy") == 8 * FREE
+    assert rows_of(plans[1], "greedy") == 1 + 8 * FREE  # one of them decodes, too
 
 
 def test_a_greedy_client_cannot_make_the_first_step_long() -> None:
@@ -349,7 +349,7 @@ def test_whoever_rests_goes_on_with_the_same_tokens(
     done = complete_owned(engine, 24)
     assert [i for i, one in enumerate(done) if bits(one) != bits(expected[i])] == []
     # Few requests of the narrow engine decode at once, and without drafts their rows are free.
-    least = 200 if not limits else 10 if name != "naive" else 0
+    least = 200 if not limits else 5 if name != "naive" else 0
     assert engine.stats.num_paused_steps >= least
     assert engine.num_free_pages == engine.num_pages
     if name != "naive":
