@@ -33,7 +33,7 @@ ENGINE_GROUPS = (
     {"plan"},
     {"drafters", "prefixes"},
     {"drafting", "slot_tables"},
-    {"fairness", "scheduler", "step_masks", "step_trees", "turns"},
+    {"fairness", "prompt_shares", "scheduler", "step_masks", "step_trees", "turns"},
     {"prompt_scorer", "step"},
     {"admission", "runner"},
     {"calibration"},

@@ -16,12 +16,23 @@ class Shares:
     """How many running requests each owner has, on every level.
 
     Args:
-        running: requests that hold a slot.
+        running: requests that hold a slot. Whoever changes it says so.
     """
 
     def __init__(self, running: Sequence[Request]) -> None:
         self._running = running
         self._counts = Counter(path for request in running for path in _paths(request))
+
+    def started(self, request: Request) -> None:
+        """Counts a request that got a slot."""
+        self._counts.update(_paths(request))
+
+    def stopped(self, request: Request) -> None:
+        """Counts a request no longer that gave its slot back."""
+        for path in _paths(request):
+            self._counts[path] -= 1
+            if not self._counts[path]:
+                del self._counts[path]  # or clients that are gone would stay
 
     def in_turn(self, waiting: Iterable[Request]) -> list[Request]:
         """Who is next among those who wait, whose owners have least first.
@@ -29,12 +40,16 @@ class Shares:
         Of requests whose owners differ on the innermost level alone, or not at all, it is one: the
         first of those who have least. So of each client the next call is there.
         """
-        best: dict[tuple[str, ...], Request] = {}
+        best: dict[tuple[str, ...], tuple[int, Request]] = {}
+        last = None
         for request in waiting:
-            around = request.owners[:-1]
-            if around not in best or self._counts_of(request) < self._counts_of(best[around]):
-                best[around] = request
-        return sorted(best.values(), key=self._counts_of)
+            if request.owners == last:  # one call's requests wait one behind the other
+                continue
+            last = request.owners
+            around, count = last[:-1], self._counts[last]
+            if around not in best or count < best[around][0]:
+                best[around] = count, request
+        return sorted((request for _, request in best.values()), key=self._counts_of)
 
     def last(self) -> Request:
         """The running request that goes first where pages are short.

@@ -8,14 +8,21 @@ reads requests and pages, and answers with a plan: it asks nobody, and tells nob
 from array import array
 from collections import deque
 from collections.abc import Callable, Set
+from itertools import chain
 
 from specops.engine.draft_trees import first_chain, num_spare_pages
 from specops.engine.fairness import Shares
 from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
 from specops.engine.prefixes import PrefixFinder
+from specops.engine.prompt_shares import PromptShares, client_of
 from specops.engine.request import Request
 from specops.engine.turns import Ask, take_turns
+
+# Rows that prompts have beside decoding requests of other clients, over those that a step computes
+# in the time that it takes anyway: such a step takes a few times as long as without them, and a
+# prompt some one and a half times as long as if it had all rows.
+_PROMPT_ROWS = 8
 
 
 class Scheduler:
@@ -54,6 +61,10 @@ class Scheduler:
         self._num_steps = 0
         self._turns: Set[Request] | None = None  # who decodes in the next step; None: everybody
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._shares = Shares(self.running)
+        # How many had come and gone, and how many waited, when nobody could get a slot any more.
+        self._num_changes = 0
+        self._settled_at = (-1, -1)
         self._plan = Plan()  # of the step being planned
         # Who got spare pages in it, behind how many pages.
         self._borrowers: list[tuple[Request, int]] = []
@@ -74,7 +85,11 @@ class Scheduler:
         self._turns = None
         if self._free_rows is not None and len(decoding) > 1:
             asks = [Ask(request, 1 + num_proposed(request)) for request in decoding]
-            self._turns = take_turns(asks, self._max_rows, self._free_rows)
+            prompts = [
+                Ask(request, len(request.token_ids) - request.num_computed)
+                for request in chain(self._prompts(), self._newcomers())
+            ]
+            self._turns = take_turns(asks, self._max_rows, self._free_rows, prompts)
         if self._turns is not None:
             decoding = [request for request in decoding if request in self._turns]
         return decoding, min(self._max_rows - len(decoding), self._max_drafts)
@@ -105,10 +120,7 @@ class Scheduler:
                 part = Scheduled(request, 1 + drafts, drafts, emits=True, draft_parents=parents)
                 plan.parts.append(part)
                 budget -= 1 + drafts
-        for request in [r for r in self.running if not r.is_decoding]:
-            if request.slot >= 0 and budget > 0:
-                budget -= self._plan_chunk(request, budget)
-        self._admit_waiting(budget)
+        self._plan_prompts(budget)
         for part in plan.parts:
             part.request.last_step = self._num_steps
             if part.emits and part.request.draft_limit:
@@ -128,6 +140,7 @@ class Scheduler:
             self._give_back(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+            self._num_changes += 1
 
     def register_full_pages(self, request: Request) -> None:
         """Makes the request's newly completed pages findable for later prompts."""
@@ -145,28 +158,70 @@ class Scheduler:
             )
             request.num_registered_pages += 1
 
-    def _admit_waiting(self, budget: int) -> None:
+    def _prompts(self) -> list[Request]:
+        """Those with a slot whose prompts are not computed yet."""
+        return [request for request in self.running if not request.is_decoding]
+
+    def _newcomers(self) -> list[Request]:
+        """Those who get a slot in the next step, of each client one, unless pages are short."""
+        if not self.waiting or self._is_settled:
+            return []
+        in_turn = self._shares.in_turn(self.waiting)
+        if self._free_slots:
+            return in_turn[: len(self._free_slots)]
+        return [one for one in in_turn if self._shares.victim(one) is not None][:1]
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether nobody who waits can get a slot, since nobody came or went since the last try."""
+        return self._settled_at == (self._num_changes, len(self.waiting))
+
+    def _plan_prompts(self, budget: int) -> None:
+        """Gives prompts what decoding requests leave, and slots to those who wait."""
+        prompts = self._prompts()
+        may_start = bool(self.waiting) and not self._is_settled
+        if budget <= 0 or not (prompts or may_start):
+            return
+        rows = PromptShares(
+            chain(prompts, self.waiting if may_start else ()),
+            decoding={client_of(part.request) for part in self._plan.parts},
+            max_rows=budget,
+            max_beside=None if self._free_rows is None else _PROMPT_ROWS * self._free_rows,
+        )
+        for request in prompts:
+            if request.slot >= 0 and budget > 0:
+                budget -= self._plan_chunk(request, budget, rows)
+        if may_start:
+            self._admit_waiting(budget, rows)
+
+    def _admit_waiting(self, budget: int, rows: PromptShares) -> None:
         """Gives slots and pages to those who wait, and takes them from owners with too many."""
-        plan = self._plan
+        plan, shares = self._plan, self._shares
         while self.waiting and budget > 0:
-            shares = Shares(self.running)
-            in_turn = shares.in_turn(self.waiting)
+            everybody = shares.in_turn(self.waiting)
+            in_turn = [request for request in everybody if rows.left(request)]
+            if not in_turn:
+                return
             if self._free_slots and self._admit(in_turn[0]):
                 self.waiting.remove(in_turn[0])
                 plan.started.append(in_turn[0])
-                budget -= self._plan_chunk(in_turn[0], budget)
+                budget -= self._plan_chunk(in_turn[0], budget, rows)
                 continue
             victim = next(filter(None, map(shares.victim, in_turn)), None)
             if victim is None:
+                # Where there are slots, it is for pages, of which any step may give some back.
+                if not self._free_slots and len(in_turn) == len(everybody):
+                    self._settled_at = (self._num_changes, len(self.waiting))
                 return
             self._preempt(victim)
             budget = self._max_rows - sum(part.num_rows for part in plan.parts)
 
-    def _plan_chunk(self, request: Request, budget: int) -> int:
+    def _plan_chunk(self, request: Request, budget: int, shares: PromptShares) -> int:
         missing = len(request.token_ids) - request.num_computed
-        rows = min(missing, budget)
-        if not self._make_room(request, rows):
+        rows = min(missing, budget, shares.left(request))
+        if rows <= 0 or not self._make_room(request, rows):
             return 0
+        shares.take(request, rows)
         emits = rows == missing and not request.has_no_output
         self._plan.parts.append(Scheduled(request, rows, 0, emits=emits))
         return rows
@@ -186,6 +241,8 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         self.running.append(request)
         self.running.sort(key=lambda r: r.arrival)
+        self._shares.started(request)
+        self._num_changes += 1
         return True
 
     def _has_pages(self, request: Request, rows: int) -> bool:
@@ -201,7 +258,7 @@ class Scheduler:
     def _make_room(self, request: Request, rows: int) -> bool:
         """Finds pages for `rows` more rows, preempting others; False if it went itself."""
         while not self._has_pages(request, rows):
-            victim = Shares(self.running).last()
+            victim = self._shares.last()
             self._preempt(victim)
             if victim is request:
                 return False
@@ -227,6 +284,8 @@ class Scheduler:
         request.num_registered_pages = 0
         self._free_slots.append(request.slot)
         request.slot = -1
+        self._shares.stopped(request)
+        self._num_changes += 1
 
     def _lend_spare_pages(self) -> None:
         """Gives drafters that run on behind the text room for the rows that they write there.

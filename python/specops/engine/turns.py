@@ -4,12 +4,14 @@
 A step lasts as long as its rows take, so an owner with many of them makes everybody's tokens late.
 Where several decode, a step has no more of their rows than if each of them had as many as the one
 with fewest, and what a step computes in the time that it takes anyway. Requests that are beyond
-their owner's share keep slot and pages, and take turns. Prompts are not shared so: a few rows at a
-time they would take many times as long. `max_num_batched_tokens` bounds what they add to a step.
+their owner's share keep slot and pages, and take turns. An owner who has a prompt to compute, and
+nothing else yet, counts as one with so many rows: so a newcomer's first step is no longer than its
+later ones. How many rows prompts have themselves is another matter (prompt_shares.py).
 None of this can change a token: it only decides when.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from specops.engine.request import Request
@@ -43,12 +45,18 @@ class _Owner:
         owner.last_step = min(owner.last_step, ask.request.last_step)
         owner.asks.append(ask)
 
-    def width(self, free_rows: int) -> int:
-        """The most rows that it has in a step in which those within it have equal shares."""
+    def width(self, free_rows: int, beside: Collection[int] = ()) -> int:
+        """The most rows that it has in a step in which those within it have equal shares.
+
+        Args:
+            free_rows: as `take_turns` has them.
+            beside: rows of others, who have as large a share as each of those within.
+        """
         if not self.within:
             return sum(ask.rows for ask in self.asks)
         widths = [one.width(free_rows) for one in self.within.values()]
-        equal = len(widths) * min(widths) + (len(widths) - 1) * free_rows
+        least = min(*widths, *beside) if beside else min(widths)
+        equal = len(widths) * least + (len(widths) + len(beside) - 1) * free_rows
         return min(sum(widths), equal)
 
     def next_in(self) -> "list[tuple[str, _Owner]]":
@@ -79,7 +87,19 @@ def _turn(item: tuple[str, _Owner]) -> tuple[int, int]:
     return item[1].rows, item[1].last_step
 
 
-def take_turns(asks: Iterable[Ask], max_rows: int, free_rows: int) -> Set[Request] | None:
+def _beside(root: _Owner, prompts: Iterable[Ask], level: int) -> Mapping[str, int]:
+    """The rows of owners on a level who have prompts, and nobody who decodes."""
+    rows: Counter[str] = Counter()
+    for ask in prompts:
+        path = (*ask.request.owners, "")
+        if level < len(path) and path[level] not in root.within:
+            rows[path[level]] += ask.rows
+    return rows
+
+
+def take_turns(
+    asks: Iterable[Ask], max_rows: int, free_rows: int, prompts: Sequence[Ask] = ()
+) -> Set[Request] | None:
     """Shares the rows of a step among owners, and an owner's among those within it.
 
     Each owner on the widest level has one request in the step at least, whatever that asks for.
@@ -88,6 +108,7 @@ def take_turns(asks: Iterable[Ask], max_rows: int, free_rows: int) -> Set[Reques
         asks: of all who decode.
         max_rows: of a step.
         free_rows: that a step computes in the time that it takes however few it has.
+        prompts: what prompts need; they get no rows here, but those who have them count as owners.
 
     Returns:
         The requests whose turn it is, with all that they ask for. None: everybody's.
@@ -97,9 +118,12 @@ def take_turns(asks: Iterable[Ask], max_rows: int, free_rows: int) -> Set[Reques
     for ask in asks:
         root.add(ask, (*ask.request.owners, ""))
         total += ask.rows
-    while len(root.within) == 1:
+    level = 0
+    while len(root.within) == 1 and not _beside(root, prompts, level):
         (root,) = root.within.values()
-    left = min(root.width(free_rows), max_rows)
+        level += 1
+    beside = _beside(root, prompts, level) if root.within else {}
+    left = min(root.width(free_rows, list(beside.values())), max_rows)
     if not root.within or left >= total:
         return None
     given: set[Request] = set()

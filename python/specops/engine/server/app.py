@@ -7,8 +7,6 @@ answer with what comes back. A client that goes away, at whatever point, takes i
 
 import contextlib
 import gc
-import hmac
-import ipaddress
 import json
 import signal
 import socket
@@ -29,9 +27,11 @@ from specops.engine.server.answers import ChatAnswer, TextAnswer
 from specops.engine.server.api_error import ApiError, server_error
 from specops.engine.server.call_forms import CALL_FORMS
 from specops.engine.server.chat import ChatFormat
+from specops.engine.server.clients import Clients
 from specops.engine.server.connections import bounded_protocol
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
+from specops.engine.server.intake import Intake, Turns
 from specops.engine.server.metrics import Metrics
 from specops.engine.server.metrics_port import add_metrics, metrics_served
 from specops.engine.server.openapi import describe, operation_id, reads, takes
@@ -112,12 +112,13 @@ def make_app(
     generation = Generation(
         engine, thread, chat_format, max_body_bytes=max_body_bytes, body_timeout=body_timeout
     )
-    api = _openai_routes(generation, api_keys)
+    api = _openai_routes(generation)
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app)
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
+    app.add_middleware(Intake, clients=Clients(api_keys), turns=Turns())  # around all others
     return app
 
 
@@ -158,16 +159,11 @@ def _add_description(app: FastAPI, keyed: APIRouter | None) -> None:
         return Response(description, media_type="application/json")
 
 
-def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter:
+def _openai_routes(generation: Generation) -> APIRouter:
     """Everything behind the key."""
 
-    expected = [f"Bearer {key}".encode() for key in api_keys]
-
     async def check_key(request: Request) -> None:
-        sent = request.headers.get("authorization", "").encode()
-        # Every key is compared, so that the time says nothing about which one was close.
-        same = [hmac.compare_digest(sent, one) for one in expected]
-        if same and not any(same):
+        if not request.state.may_ask:
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY",
@@ -175,7 +171,6 @@ def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        request.state.client = f"key-{same.index(True)}" if same else _address(request)
 
     api = APIRouter(dependencies=[Depends(check_key)], generate_unique_id_function=operation_id)
 
@@ -209,17 +204,6 @@ def _openai_routes(generation: Generation, api_keys: Sequence[str]) -> APIRouter
         return await generation.detokenize(request)
 
     return api
-
-
-def _address(request: Request) -> str:
-    """Where a request comes from; of IPv6 the network, in which a client may choose addresses."""
-    try:
-        address = ipaddress.ip_address(request.client.host if request.client else "")
-    except ValueError:  # a socket of this machine
-        return ""
-    if address.version == 6:
-        return f"from {ipaddress.ip_network((address, 64), strict=False)}"
-    return f"from {address}"
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -19,6 +19,7 @@ from specops.engine.errors import QueueFull
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span
 from specops.engine.server.metrics import Metrics
+from specops.engine.server.outbox import Event, Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +63,17 @@ class EngineThread:
         self._num_clients = num_clients  # that have keys
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._outbox: Outbox | None = None  # belongs to the event loop
         self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
         self._has_ended = False  # belongs to the event loop
         self._thread = threading.Thread(target=self._run, name="specops-engine", daemon=True)
         # Everything below belongs to the thread.
         self._choices: dict[str, _Choice] = {}  # in the engine, by request id
         self._seen: set[str] = set()  # clients, two at most: then room to wait is shared
+        # Clients whose share of the room to wait is full, and what they are told. Others only read.
+        self._full: dict[str, str] = {}
         self._held: list[_Choice] = []  # ready to be added, but the engine's queue is full
-        self._events: list[tuple[Job, ChoiceOutput | Exception | None]] = []
+        self._events: list[Event] = []
         self._num_requests = 0
         self._num_failures = 0  # steps that failed since the last one that succeeded
         self._saved_at = time.monotonic()  # the suffix cache, the last time
@@ -77,6 +81,7 @@ class EngineThread:
     def start(self) -> None:
         """Starts the thread; called on the event loop that will get the results."""
         self._loop = asyncio.get_running_loop()
+        self._outbox = Outbox(self._loop)
         self._thread.start()
 
     def stop(self) -> None:
@@ -90,6 +95,15 @@ class EngineThread:
         if not self._thread.is_alive():
             return "failed"
         return "ok" if self._num_failures < _FAILING else "failing"
+
+    def require_room(self, client: str) -> None:
+        """Refuses a client whose share of the room to wait is known to be full.
+
+        Raises:
+            QueueFull: it is.
+        """
+        if (reason := self._full.get(client)) is not None:
+            raise QueueFull(reason)
 
     async def submit(self, job: Job) -> None:
         """Queues a job.
@@ -126,6 +140,7 @@ class EngineThread:
                 if not self._is_empty():
                     logger.critical("the engine does not recover; its thread ends")
                     break
+            self._look_for_room()
             self._deliver()
         self._give_up("abort", "the engine has stopped")
         self._deliver()
@@ -220,14 +235,35 @@ class EngineThread:
         """
         if not self._has_several_clients:
             return
+        own, most = self._waiting_of(client, self._count_waiting())
+        if own + total > most:
+            whose = "API key" if self._num_clients > 1 else "address"
+            reason = f"{own} requests of this {whose} are waiting already"
+            if own >= most:  # one more would be too many, whatever it asks for
+                self._full[client] = reason
+            raise QueueFull(reason)
+
+    def _count_waiting(self) -> Counter[str]:
+        """How many choices of each client have no tokens yet."""
         waiting: Counter[str] = Counter(choice.job.client for choice in self._held)
         for choice in self._choices.values():
             waiting[choice.job.client] += (not choice.last_time) + len(choice.siblings)
-        own = waiting.pop(client, 0)
-        most = (self._engine.config.max_waiting - waiting.total()) // 2
-        if own + total > max(most, 1):
-            whose = "API key" if self._num_clients > 1 else "address"
-            raise QueueFull(f"{own} requests of this {whose} are waiting already")
+        return waiting
+
+    def _waiting_of(self, client: str, waiting: Counter[str]) -> tuple[int, int]:
+        """How many choices of a client wait, and how many may."""
+        own = waiting[client]
+        most = (self._engine.config.max_waiting - waiting.total() + own) // 2
+        return own, max(most, 1)
+
+    def _look_for_room(self) -> None:
+        """Finds out who has room to wait again."""
+        if self._full:
+            waiting = self._count_waiting()
+            for client in list(self._full):
+                own, most = self._waiting_of(client, waiting)
+                if own < most:
+                    del self._full[client]
 
     @property
     def _has_several_clients(self) -> bool:
@@ -343,12 +379,9 @@ class EngineThread:
         if not self._events:
             return
         events, self._events = self._events, []
-
-        def put() -> None:
-            for job, event in events:
-                job.put(event)
-
-        self._on_loop(put)
+        outbox = self._outbox
+        assert outbox is not None, "the thread has been started"
+        self._on_loop(lambda: outbox.add(events))
 
     def _on_loop(self, work: Callable[[], None]) -> None:
         assert self._loop is not None, "the thread has been started"

@@ -24,6 +24,7 @@ from specops.engine.server.api_error import (
 from specops.engine.server.call_forms import HERMES
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.engine_thread import EngineThread
+from specops.engine.server.intake import Turn, Turns
 from specops.engine.server.jobs import Job, JobFailed
 from specops.engine.server.logprobs import check_prompt_logprobs
 from specops.engine.server.protocol import (
@@ -48,6 +49,9 @@ B = TypeVar("B", bound=Strict)
 
 # Longer bodies are parsed beside the event loop.
 _SHORT_BODY = 1 << 15
+
+# Jobs of one client that the engine's thread may not have looked at yet.
+_SUBMITTED = 8
 
 # Texts shorter than this are tokenised on the event loop: a thread would cost more.
 _SHORT_TEXT = 4096
@@ -75,6 +79,7 @@ class Generation:
         self._chat_format = chat_format
         self._call_form = chat_format.call_form or HERMES  # for a grammar that is refused later
         self._compiling = Compiling(engine)
+        self._submitting = Turns(_SUBMITTED)
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
         self._created = int(time.time())
@@ -112,6 +117,10 @@ class Generation:
         self, http: Request, body_type: type[R], answer_type: type[Answer[R]]
     ) -> Response:
         """Serves one request, from its body to its answer or the stream of it."""
+        try:
+            self._thread.require_room(http.state.client)
+        except QueueFull as error:  # before anything is done for it
+            raise _refusal(error, body_type) from None
         request: Any = await self.read(http, body_type)
         self.check_model(request.model)
         self._check_lengths(request)
@@ -119,11 +128,14 @@ class Generation:
         speculative = self._speculative_config(request)
         prompts = await self._tokenize(request)
         check_prompt_logprobs(prompts, params)
-        try:
+        grammar = None
+        if params.structured_output is not None:
+            http.state.turn.end()
             compiling = self._compiling.compile(params, request.form_field)
-            grammar = await until_gone(compiling, http.receive)
-        except ClientGone:
-            return Response(status_code=499)  # for the access log: nobody reads it
+            try:
+                grammar = await until_gone(compiling, http.receive)
+            except ClientGone:
+                return Response(status_code=499)  # for the access log: nobody reads it
         job = Job(
             prompts,
             params,
@@ -142,7 +154,7 @@ class Generation:
             self._call_form,
         )
         try:
-            await until_gone(self._thread.submit(job), http.receive)
+            await until_gone(self._submit(job, http.state.turn), http.receive)
             if request.stream:
                 return EventStream(answer.chunks(), lambda: self._thread.abort(job))
             whole = await until_gone(answer.whole(), http.receive)
@@ -155,13 +167,24 @@ class Generation:
             if not request.stream:
                 self._thread.abort(job)  # nothing to do if it is finished
 
+    async def _submit(self, job: Job, turn: Turn) -> None:
+        """Gives a job to the engine; the client's next request may be prepared meanwhile."""
+        place = Turn(self._submitting, job.client)
+        await place.begin()
+        turn.end()
+        try:
+            await self._thread.submit(job)
+        finally:
+            place.end()
+
     async def read(self, http: Request, body_type: type[B]) -> B:
-        """The body of a request.
+        """The body of a request, which has its turn from here on.
 
         Raises:
             ApiError: it is not what it should be, or too slow in coming.
             ClientDisconnect: the client left before its end.
         """
+        http.state.turn.end()
         try:
             body = await asyncio.wait_for(self._read_body(http), self._body_timeout)
         except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
@@ -171,6 +194,7 @@ class Generation:
                 code="body_too_slow",
                 headers={"Connection": "close"},
             ) from None
+        await http.state.turn.begin()
         if len(body) < _SHORT_BODY:
             return parse(body_type, body)
         return await asyncio.to_thread(parse, body_type, body)

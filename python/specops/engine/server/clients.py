@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who asks: those who send one key are one client; without keys, those of one address are."""
+
+import hmac
+import ipaddress
+from collections.abc import Sequence
+
+from starlette.requests import HTTPConnection
+
+
+class Clients:
+    """Tells clients apart.
+
+    Args:
+        api_keys: that a client may send as bearer token; none: nobody needs one.
+    """
+
+    def __init__(self, api_keys: Sequence[str]) -> None:
+        self._expected = [f"Bearer {key}".encode() for key in api_keys]
+
+    def identify(self, connection: HTTPConnection) -> tuple[str, bool]:
+        """The client's name, and whether it may ask."""
+        sent = connection.headers.get("authorization", "").encode()
+        # Every key is compared, so that the time says nothing about which one was close.
+        same = [hmac.compare_digest(sent, one) for one in self._expected]
+        if any(same):
+            return f"key-{same.index(True)}", True
+        return _address(connection), not same
+
+
+def _address(connection: HTTPConnection) -> str:
+    """Where a request comes from; of IPv6 the network, in which a client may choose addresses."""
+    try:
+        address = ipaddress.ip_address(connection.client.host if connection.client else "")
+    except ValueError:  # a socket of this machine
+        return ""
+    if address.version == 6:
+        return f"from {ipaddress.ip_network((address, 64), strict=False)}"
+    return f"from {address}"

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose request is prepared next, whose results are handed out: order and counts, not seconds."""
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+
+import asyncio
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
+    pytest.importorskip(name)
+
+from specops.engine.server.clients import Clients
+from specops.engine.server.intake import Intake, Turn, Turns
+from specops.engine.server.outbox import _AT_ONCE, Outbox
+from starlette.requests import HTTPConnection
+
+
+def scope(method: str = "POST", key: str = "", host: str = "10.0.0.1") -> dict[str, Any]:
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    return {"type": "http", "method": method, "headers": headers, "client": (host, 1)}
+
+
+def test_turns_go_in_order_and_to_every_client() -> None:
+    async def run() -> list[str]:
+        turns, order = Turns(), list[str]()
+
+        async def work(client: str, number: int) -> None:
+            turn = Turn(turns, client)
+            for stage in range(2):
+                await turn.begin()
+                order.append(f"{client}{number}.{stage}")
+                await asyncio.sleep(0)
+                turn.end()
+                turn.end()  # harmless
+
+        await asyncio.gather(*(work("a", i) for i in range(50)), work("b", 0))
+        assert len(turns) == 0, "a client that is gone is forgotten"
+        return order
+
+    order = asyncio.run(run())
+    assert [one for one in order if one[0] == "a" and one[-1] == "0"] == [
+        f"a{i}.0" for i in range(50)
+    ]
+    assert order.index("b0.0") == 1 and order.index("b0.1") <= 4
+
+
+def test_who_leaves_the_line_holds_nobody_up() -> None:
+    async def run() -> None:
+        turns = Turns()
+        first, second, third = (Turn(turns, "a") for _ in range(3))
+        await first.begin()
+        waiting = [asyncio.ensure_future(one.begin()) for one in (second, third)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        first.end()
+        await waiting[1]
+        third.end()
+        assert len(turns) == 0
+
+    asyncio.run(run())
+
+
+def test_requests_without_bodies_need_no_turn_and_answers_end_it() -> None:
+    async def run() -> None:
+        turns = Turns()
+        gate, seen = asyncio.Event(), list[str]()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            seen.append(scope["state"]["client"])
+            if scope["state"]["client"] == "key-0":
+                await gate.wait()
+            await send({"type": "http.response.start"})
+            assert len(turns) <= 1
+
+        async def send(message: Any) -> None:
+            pass
+
+        intake = Intake(app, Clients(["one", "two"]), turns)
+        ask = [intake(scope(key="one"), None, send) for _ in range(3)]  # type: ignore[arg-type]
+        tasks = [asyncio.ensure_future(one) for one in ask]
+        await asyncio.sleep(0.01)
+        assert seen == ["key-0"]
+        await intake(scope("GET", key="two"), None, send)  # type: ignore[arg-type]
+        await intake(scope(key="two"), None, send)  # type: ignore[arg-type]
+        assert seen == ["key-0", "key-1", "key-1"]
+        gate.set()
+        await asyncio.gather(*tasks)
+        assert len(turns) == 0 and seen.count("key-0") == 3
+
+    asyncio.run(run())
+
+
+def test_clients() -> None:
+    def who(clients: Clients, **own: Any) -> tuple[str, bool]:
+        return clients.identify(HTTPConnection(scope(**own)))
+
+    keyed = Clients(["one", "two"])
+    assert who(keyed, key="two") == ("key-1", True)
+    assert who(keyed, key="made up") == ("from 10.0.0.1", False), "nobody makes up clients"
+    assert who(Clients([]), key="made up") == ("from 10.0.0.1", True)
+    assert who(Clients([]), host="2001:db8::7") == ("from 2001:db8::/64", True)
+
+
+def test_results_are_handed_out_a_few_at_a_time() -> None:
+    class Job:
+        def __init__(self, client: str) -> None:
+            self.client = client
+
+        def put(self, event: Any) -> None:
+            order.append((self.client, event))
+
+    order: list[tuple[str, Any]] = []
+
+    async def run() -> None:
+        outbox = Outbox(asyncio.get_running_loop())
+        greedy: Any = Job("greedy")
+        normal: Any = Job("normal")
+        outbox.add([*((greedy, i) for i in range(30)), (normal, "first")])
+        assert order[0] == ("normal", "first") and len(order) == 1 + _AT_ONCE
+        outbox.add([(normal, "second")])
+        assert len(order) == 1 + _AT_ONCE, "in the next round"
+        await asyncio.sleep(0)
+        assert order[1 + _AT_ONCE] == ("normal", "second")
+        while len(order) < 32:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert [event for client, event in order if client == "greedy"] == list(range(30))
