@@ -175,7 +175,7 @@ struct Shape {
   static constexpr int kMaxBlocks[] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
   static constexpr bool kFillsTiles = false;
 #elif defined(SPECOPS_AVX2)
-  // Sixteen registers: sums take two each, weights two, inputs one.
+  // Sixteen registers: sums take two each, weights two, inputs one (of up to two rows: one each).
   static constexpr int kMaxRows = 6;
   static constexpr int kFetchRows = 2;
   static constexpr int kMaxBlocks[] = {0, 6, 2, 2, 1, 1, 1};
@@ -291,14 +291,11 @@ template <typename T, int kRows, int kBlocks>
     } else if constexpr (kRows <= 2) {
       unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
         Held inputs[kRows];
-        unrolled<kRows>([&](int r) SPECOPS_INLINE {
-          inputs[r] = hold(S::input(x + r * rows.stride, part));
-        });
+        unrolled<kRows>(
+            [&](int r) SPECOPS_INLINE { inputs[r] = hold(S::input(x + r * rows.stride, part)); });
         unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
           auto words = weights_of(b, part);
-          unrolled<kRows>([&](int r) SPECOPS_INLINE {
-            add_product(acc[r][b], words, inputs[r]);
-          });
+          unrolled<kRows>([&](int r) SPECOPS_INLINE { add_product(acc[r][b], words, inputs[r]); });
         });
       });
 #endif
@@ -370,12 +367,15 @@ constexpr int64_t kPanelBytes = 128 << 10;
 // So many rows are made floats once; more would push a panel out, so there each tile's are for it.
 constexpr int64_t kKeptRows = 16;
 
+// One range of rows and blocks. Its thread probably goes on with the one that begins at `next_block`
+// (the number of blocks: there is none).
 template <typename T>
 void run_range(const LinearParams& params,
                int64_t row_begin,
                int64_t row_end,
                int64_t block_begin,
-               int64_t block_end) {
+               int64_t block_end,
+               int64_t next_block) {
   int64_t rows = row_end - row_begin;
   int64_t row_tiles = ceil_div(rows, Shape<T>::kMaxRows);
   int64_t most = max_blocks<T>(rows);
@@ -386,18 +386,23 @@ void run_range(const LinearParams& params,
   // prefetching does better, unless blocks are so short that they end before it has begun.
   int64_t fetch_rows = Shape<T>::kFetchRows;
   if (block_bytes <= (16 << 10)) fetch_rows = min64(fetch_rows, 3);
+  int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
   bool keeps = rows <= kKeptRows;
   Rows<T> all{};
   if (keeps) all = rows_from<T>(params, row_begin, rows);
   for (int64_t p = 0; p < panels; ++p) {
     int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
     int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
+    int64_t to_next = last - first;
+    // Not past the end, where the next range's first panel is the shorter one.
+    if (p + 1 == panels) to_next = min64(next_block, blocks - to_next) - first;
+    bool has_next = to_next >= last - first;
     for (int64_t t = 0; t < row_tiles; ++t) {
       int64_t row = row_begin + tile_begin<T>(rows, row_tiles, t);
       int64_t next_row = row_begin + tile_begin<T>(rows, row_tiles, t + 1);
       int64_t groups = ceil_div(last - first, Shape<T>::kMaxBlocks[next_row - row]);
-      bool fetch = rows >= fetch_rows && t + 1 == row_tiles && p + 1 < panels;
-      int64_t ahead = fetch ? last - first : 0;
+      bool fetch = rows >= fetch_rows && t + 1 == row_tiles && has_next;
+      int64_t ahead = fetch ? to_next : 0;
       Rows<T> inputs = all;
       if (keeps) {
         inputs.x += (row - row_begin) * inputs.stride;
@@ -439,11 +444,14 @@ void run(const LinearParams& params) {
   int64_t row_ranges = min64(row_tiles, ceil_div(chunks, columns));
   parallel_for(columns * row_ranges, 1, [&](int64_t index, int64_t) {
     int64_t c = index / row_ranges, r = index % row_ranges;
+    // Threads that are equally fast take ranges in turn.
+    int64_t next = min64((index + threads) / row_ranges, columns);
     run_range<T>(params,
                  part_begin(params.rows, row_ranges, r),
                  part_begin(params.rows, row_ranges, r + 1),
                  together * part_begin(blocks / together, columns, c),
-                 together * part_begin(blocks / together, columns, c + 1));
+                 together * part_begin(blocks / together, columns, c + 1),
+                 together * part_begin(blocks / together, columns, next));
   });
 }
 
