@@ -28,23 +28,27 @@ struct Step;
 
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
 #if defined(SPECOPS_AVX2)
-using Spread = __m256;  // one number, in every lane that it is multiplied with at once
-inline Spread spread(float x) { return _mm256_set1_ps(x); }
+using Spread = const float*;  // spread right before it is multiplied with
+inline Spread spread(const float* x) { return x; }
 #elif defined(SPECOPS_NEON)
-using Spread = float32x4_t;
-inline Spread spread(float x) { return vdupq_n_f32(x); }
+using Spread = float32x4_t;  // one number, in every lane that it is multiplied with at once
+inline Spread spread(const float* x) { return vdupq_n_f32(*x); }
 #else
 using Spread = F32x16;
-inline Spread spread(float x) { return set1(x); }
+inline Spread spread(const float* x) { return set1(*x); }
 #endif
 
 // sum += w * x, in the registers that the sum is in: left to itself gcc moves sums about on AVX2 and
-// NEON, and some then do not fit.
+// NEON, and some then do not fit. On AVX2 it would also spread inputs long before their products.
 inline void add_product(F32x16& sum, F32x16 w, Spread x) {
 #if defined(SPECOPS_AVX2)
-  __m256 lo = sum.lo, hi = sum.hi;
-  asm("vfmadd231ps %1, %2, %0" : "+x"(lo) : "x"(w.lo), "x"(x));
-  asm("vfmadd231ps %1, %2, %0" : "+x"(hi) : "x"(w.hi), "x"(x));
+  __m256 lo = sum.lo, hi = sum.hi, spread;
+  asm volatile(
+      "vbroadcastss %5, %2\n\t"
+      "vfmadd231ps %3, %2, %0\n\t"
+      "vfmadd231ps %4, %2, %1"
+      : "+x"(lo), "+x"(hi), "=&x"(spread)
+      : "x"(w.lo), "x"(w.hi), "m"(*x));
   sum = {lo, hi};
 #elif defined(SPECOPS_NEON)
   float32x4_t a = sum.q[0], b = sum.q[1], c = sum.q[2], d = sum.q[3];
@@ -57,6 +61,22 @@ inline void add_product(F32x16& sum, F32x16 w, Spread x) {
   sum = fma(w, x, sum);
 #endif
 }
+
+#if defined(SPECOPS_AVX2)
+// The same with an input that stays spread, for the blocks of a tile of few rows.
+using Held = __m256;
+inline Held hold(Spread x) {
+  __m256 spread;
+  asm volatile("vbroadcastss %1, %0" : "=x"(spread) : "m"(*x));
+  return spread;
+}
+inline void add_product(F32x16& sum, F32x16 w, Held x) {
+  __m256 lo = sum.lo, hi = sum.hi;
+  asm volatile("vfmadd231ps %1, %2, %0" : "+x"(lo) : "x"(w.lo), "x"(x));
+  asm volatile("vfmadd231ps %1, %2, %0" : "+x"(hi) : "x"(w.hi), "x"(x));
+  sum = {lo, hi};
+}
+#endif
 
 template <>
 struct Step<bfloat16> {
@@ -75,7 +95,7 @@ struct Step<bfloat16> {
   static F32x16 weights(const uint32_t* p, int part) {
     return part == 0 ? odd_floats(load_pairs(p)) : even_floats(load_pairs(p));
   }
-  static Spread input(const float* p, int part) { return spread(p[1 - part]); }
+  static Spread input(const float* p, int part) { return spread(p + 1 - part); }
   static void dot(Sum& sum, F32x16 w, Spread x) { add_product(sum, w, x); }
 #endif
 };
@@ -87,7 +107,7 @@ struct Step<float> {
   static constexpr int kInputs = 1;
   static constexpr int kParts = 1;
   static F32x16 weights(const uint32_t* p, int) { return load(reinterpret_cast<const float*>(p)); }
-  static Spread input(const float* p, int) { return spread(*p); }
+  static Spread input(const float* p, int) { return spread(p); }
   static void dot(Sum& sum, F32x16 w, Spread x) { add_product(sum, w, x); }
 };
 
@@ -155,10 +175,10 @@ struct Shape {
   static constexpr int kMaxBlocks[] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
   static constexpr bool kFillsTiles = false;
 #elif defined(SPECOPS_AVX2)
-  // Sixteen registers: sums take two each, weights two, inputs one.
+  // Sixteen registers: sums take two each, weights two, inputs one (of up to two rows: one each).
   static constexpr int kMaxRows = 6;
   static constexpr int kFetchRows = 2;
-  static constexpr int kMaxBlocks[] = {0, 6, 3, 1, 1, 1, 1};
+  static constexpr int kMaxBlocks[] = {0, 6, 2, 2, 1, 1, 1};
   static constexpr bool kFillsTiles = true;  // conversions are shared by more rows
 #elif defined(SPECOPS_NEON)
   // Thirty-two registers: sums take four each, weights and what they are made of eight, inputs one.
@@ -213,10 +233,12 @@ Rows<T> rows_from(const LinearParams& params, int64_t row, int64_t rows) {
   if constexpr (std::is_same_v<T, typename Step<T>::Input>) {
     return {x, params.x_stride};
   } else {
-    int64_t stride = (params.num_inputs + kLinearBlock - 1) / kLinearBlock * kLinearBlock;
+    int64_t width = (params.num_inputs + kLinearBlock - 1) / kLinearBlock * kLinearBlock;
+    // One line more, or the same inputs of all rows would fall into the same set of the cache.
+    int64_t stride = width + kLinearBlock;
     float* floats = float_rows.reserve(rows * stride);
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t i = 0; i < stride; i += kLinearBlock) {
+      for (int64_t i = 0; i < width; i += kLinearBlock) {
         int n = static_cast<int>(min64(params.num_inputs - i, kLinearBlock));
         store(floats + r * stride + i, load_partial(x + r * params.x_stride + i, n));
       }
@@ -265,6 +287,18 @@ template <typename T, int kRows, int kBlocks>
           });
         });
       });
+#if defined(SPECOPS_AVX2)
+    } else if constexpr (kRows <= 2) {
+      unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
+        Held inputs[kRows];
+        unrolled<kRows>(
+            [&](int r) SPECOPS_INLINE { inputs[r] = hold(S::input(x + r * rows.stride, part)); });
+        unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+          auto words = weights_of(b, part);
+          unrolled<kRows>([&](int r) SPECOPS_INLINE { add_product(acc[r][b], words, inputs[r]); });
+        });
+      });
+#endif
     } else if constexpr (S::kParts > 1) {
       // Block by block: few registers are left for weights. Inputs come again from the first level.
       unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
@@ -330,12 +364,18 @@ void tile_of(const LinearParams& params, Rows<T> rows, const TilePlace& at) {
 // A panel is the blocks that stay in the second-level cache while every row tile passes over them.
 constexpr int64_t kPanelBytes = 128 << 10;
 
+// So many rows are made floats once; more would push a panel out, so there each tile's are for it.
+constexpr int64_t kKeptRows = 16;
+
+// One range of rows and blocks. Its thread probably goes on with the one that begins at `next_block`
+// (the number of blocks: there is none).
 template <typename T>
 void run_range(const LinearParams& params,
                int64_t row_begin,
                int64_t row_end,
                int64_t block_begin,
-               int64_t block_end) {
+               int64_t block_end,
+               int64_t next_block) {
   int64_t rows = row_end - row_begin;
   int64_t row_tiles = ceil_div(rows, Shape<T>::kMaxRows);
   int64_t most = max_blocks<T>(rows);
@@ -346,17 +386,29 @@ void run_range(const LinearParams& params,
   // prefetching does better, unless blocks are so short that they end before it has begun.
   int64_t fetch_rows = Shape<T>::kFetchRows;
   if (block_bytes <= (16 << 10)) fetch_rows = min64(fetch_rows, 3);
-  Rows<T> inputs{};
+  int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
+  bool keeps = rows <= kKeptRows;
+  Rows<T> all{};
+  if (keeps) all = rows_from<T>(params, row_begin, rows);
   for (int64_t p = 0; p < panels; ++p) {
     int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
     int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
+    int64_t to_next = last - first;
+    // Not past the end, where the next range's first panel is the shorter one.
+    if (p + 1 == panels) to_next = min64(next_block, blocks - to_next) - first;
+    bool has_next = to_next >= last - first;
     for (int64_t t = 0; t < row_tiles; ++t) {
       int64_t row = row_begin + tile_begin<T>(rows, row_tiles, t);
       int64_t next_row = row_begin + tile_begin<T>(rows, row_tiles, t + 1);
       int64_t groups = ceil_div(last - first, Shape<T>::kMaxBlocks[next_row - row]);
-      bool fetch = rows >= fetch_rows && t + 1 == row_tiles && p + 1 < panels;
-      int64_t ahead = fetch ? last - first : 0;
-      if (p == 0 || row_tiles > 1) inputs = rows_from<T>(params, row, next_row - row);
+      bool fetch = rows >= fetch_rows && t + 1 == row_tiles && has_next;
+      int64_t ahead = fetch ? to_next : 0;
+      Rows<T> inputs = all;
+      if (keeps) {
+        inputs.x += (row - row_begin) * inputs.stride;
+      } else {
+        inputs = rows_from<T>(params, row, next_row - row);
+      }
       for (int64_t g = 0; g < groups; ++g) {
         int64_t block = first + part_begin(last - first, groups, g);
         int64_t next = first + part_begin(last - first, groups, g + 1);
@@ -392,11 +444,14 @@ void run(const LinearParams& params) {
   int64_t row_ranges = min64(row_tiles, ceil_div(chunks, columns));
   parallel_for(columns * row_ranges, 1, [&](int64_t index, int64_t) {
     int64_t c = index / row_ranges, r = index % row_ranges;
+    // Threads that are equally fast take ranges in turn.
+    int64_t next = min64((index + threads) / row_ranges, columns);
     run_range<T>(params,
                  part_begin(params.rows, row_ranges, r),
                  part_begin(params.rows, row_ranges, r + 1),
                  together * part_begin(blocks / together, columns, c),
-                 together * part_begin(blocks / together, columns, c + 1));
+                 together * part_begin(blocks / together, columns, c + 1),
+                 together * part_begin(blocks / together, columns, next));
   });
 }
 
