@@ -102,6 +102,7 @@ def find_shared_prefixes() -> dict[str, Any]:
         "order": ints(7, 7),
         "prefix_leaders": ints(7, 7).view(1, 2),
         "prefix_lens": ints(7, 7).view(1, 2),
+        "counts": torch.zeros(2, dtype=torch.int64),
     }
 
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Argument checks and registration of find_shared_prefixes, which has no kernel: it runs on the host.
 #include <string>
-#include <utility>
 
 #include "batching/ops.h"
 #include "batching/shared_prefixes.h"
@@ -20,17 +19,19 @@ void check_indptr(const Checker& check, const int32_t* indptr, int64_t batch, in
   }
 }
 
-// How many levels were found, and how many tokens need not be read for every request.
-std::pair<int64_t, int64_t> find_prefixes(const TensorView& kv_indptr,
-                                          const TensorView& kv_indices,
-                                          int64_t page_size,
-                                          int64_t leaf_tokens,
-                                          int64_t max_levels,
-                                          const TensorView& order,
-                                          const TensorView& prefix_leaders,
-                                          const TensorView& prefix_lens) {
+// counts: of levels, and of tokens that need not be read for every request.
+void find_prefixes(const TensorView& kv_indptr,
+                   const TensorView& kv_indices,
+                   int64_t page_size,
+                   int64_t leaf_tokens,
+                   int64_t max_levels,
+                   const TensorView& order,
+                   const TensorView& prefix_leaders,
+                   const TensorView& prefix_lens,
+                   const TensorView& counts) {
   Checker check("find_shared_prefixes");
   Dim batch{"batch"}, batch_plus_1{"batch + 1"}, pages{"pages"}, levels{"max_levels"};
+  Dim two{"2"};
   check.that(max_levels >= 0, "max_levels", "at least 0", max_levels);
   levels.value = max_levels;
   check.tensor("order", order, {DType::kInt32}, {&batch});
@@ -44,6 +45,8 @@ std::pair<int64_t, int64_t> find_prefixes(const TensorView& kv_indptr,
              leaf_tokens);
   check.tensor("prefix_leaders", prefix_leaders, {DType::kInt32}, {&levels, &batch});
   check.tensor("prefix_lens", prefix_lens, {DType::kInt32}, {&levels, &batch});
+  two.value = 2;
+  check.tensor("counts", counts, {DType::kInt64}, {&two});
   bool is_on_host = order.dl.device.device_type == kDLCPU;
   check.that(is_on_host, "kv_indptr", "on cpu, as all arguments", "another device");
   check_indptr(check, kv_indptr.data<int32_t>(), batch, pages);
@@ -56,7 +59,8 @@ std::pair<int64_t, int64_t> find_prefixes(const TensorView& kv_indptr,
                                      .order = order.data<int32_t>(),
                                      .prefix_leaders = prefix_leaders.data<int32_t>(),
                                      .prefix_lens = prefix_lens.data<int32_t>()});
-  return {found.num_levels, found.num_saved_tokens};
+  counts.data<int64_t>()[0] = found.num_levels;
+  counts.data<int64_t>()[1] = found.num_saved_tokens;
 }
 
 }  // namespace

@@ -81,7 +81,8 @@ def find_shared_prefixes(
     order: Written,
     prefix_leaders: Written,
     prefix_lens: Written,
-) -> tuple[int, int]: ...
+    counts: Written,
+) -> None: ...
 def tree_chains(
     parents: Tensor,
     num_draft_tokens: Tensor,

@@ -246,16 +246,25 @@ class SharedPrefixes:
         prefix_leaders: [levels, batch], int32, as `append_attention` takes it, of a batch in this
             order. No level: nobody shares anything.
         prefix_lens: [levels, batch], int32. How many tokens each one's group shares.
-        num_levels: how many levels there are. Arrays that were passed as `out` may have more, which
-            hold nothing.
-        num_saved_tokens: how many tokens of keys and values a step need not read again.
+        counts: [2], int64. How many levels there are, and how many tokens of keys and values a step
+            need not read again. Arrays that were passed as `out` may have more levels, which hold
+            nothing.
     """
 
     order: Tensor
     prefix_leaders: Tensor
     prefix_lens: Tensor
-    num_levels: int
-    num_saved_tokens: int
+    counts: Tensor
+
+    @property
+    def num_levels(self) -> int:
+        """The first of `counts`."""
+        return int(self.counts[0])
+
+    @property
+    def num_saved_tokens(self) -> int:
+        """The second of `counts`."""
+        return int(self.counts[1])
 
     @classmethod
     def empty(cls, batch: int, *, max_levels: int) -> "SharedPrefixes":
@@ -269,7 +278,8 @@ class SharedPrefixes:
             The arrays.
         """
         arrays = torch.empty(1 + 2 * max_levels, batch, dtype=torch.int32)
-        return cls(arrays[0], arrays[1 : 1 + max_levels], arrays[1 + max_levels :], 0, 0)
+        leaders, lens = arrays[1 : 1 + max_levels], arrays[1 + max_levels :]
+        return cls(arrays[0], leaders, lens, torch.empty(2, dtype=torch.int64))
 
 
 def prepare_batch(
@@ -454,7 +464,7 @@ def find_shared_prefixes(
         found = unless_wrong(
             lambda: SharedPrefixes.empty(kv_indptr.numel() - 1, max_levels=max_levels)
         ) or SharedPrefixes.empty(0, max_levels=0)
-    found.num_levels, found.num_saved_tokens = _C.find_shared_prefixes(
+    _C.find_shared_prefixes(
         kv_indptr,
         kv_indices,
         page_size,
@@ -463,10 +473,12 @@ def find_shared_prefixes(
         found.order,
         found.prefix_leaders,
         found.prefix_lens,
+        found.counts,
     )
     if out is None:
-        found.prefix_leaders = found.prefix_leaders[: found.num_levels]
-        found.prefix_lens = found.prefix_lens[: found.num_levels]
+        levels = found.num_levels
+        found.prefix_leaders = found.prefix_leaders[:levels]
+        found.prefix_lens = found.prefix_lens[:levels]
     return found
 
 

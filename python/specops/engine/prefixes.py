@@ -94,11 +94,11 @@ class PrefixFinder:
         # differ before a page that is shared: of a text's pages some have draft KV of a kind.
         lists = [one.pages[: one.num_registered_pages] for one in requests]
         arrays = self._arrays_of(len(requests))
-        num_saved_tokens = arrays.find(lists, self._pool.page_size, self._leaf_tokens)
+        levels, num_saved_tokens = arrays.find(lists, self._pool.page_size, self._leaf_tokens)
         self._prefixes = None
         if num_saved_tokens >= max(self._least_saved_tokens, 1):
             self._order = arrays.order.tolist()
-            leaders, lens = arrays.of_levels[arrays.out.num_levels]
+            leaders, lens = arrays.of_levels[levels]
             self._prefixes = SharedPrefixes(leaders, lens, num_saved_tokens)
 
 
@@ -113,17 +113,20 @@ class _Arrays:
         self._kv_indptr = torch.zeros(batch + 1, dtype=torch.int32)
         self._ends = self._kv_indptr.numpy().data[1:]
         self._make_room(0)
-        self.out = batching.SharedPrefixes.empty(batch, max_levels=_MAX_LEVELS)
-        self.order = self.out.order.numpy().data
-        leaders, lens = self.out.prefix_leaders.numpy(), self.out.prefix_lens.numpy()
+        self._out = batching.SharedPrefixes.empty(batch, max_levels=_MAX_LEVELS)
+        self._counts = self._out.counts.numpy().data
+        self.order = self._out.order.numpy().data
+        leaders, lens = self._out.prefix_leaders.numpy(), self._out.prefix_lens.numpy()
         self.of_levels = [(leaders[:levels], lens[:levels]) for levels in range(_MAX_LEVELS + 1)]
 
     def _make_room(self, num_bytes: int) -> None:
         self._kv_indices = torch.empty(num_bytes // 4, dtype=torch.int32)
         self._pages = self._kv_indices.numpy().view(np.uint8).data
 
-    def find(self, lists: Sequence["array[int]"], page_size: int, leaf_tokens: int) -> int:
-        """Fills `out`; what it saves, in tokens."""
+    def find(
+        self, lists: Sequence["array[int]"], page_size: int, leaf_tokens: int
+    ) -> tuple[int, int]:
+        """Writes `order` and `of_levels`; how many levels there are, and tokens that they save."""
         self._ends[:] = array("i", accumulate(map(len, lists)))
         pages = bytearray().join(lists)
         if len(pages) > len(self._pages):
@@ -135,6 +138,7 @@ class _Arrays:
             page_size=page_size,
             leaf_tokens=leaf_tokens,
             max_levels=_MAX_LEVELS,
-            out=self.out,
+            out=self._out,
         )
-        return self.out.num_saved_tokens
+        levels, num_saved_tokens = self._counts
+        return levels, num_saved_tokens

@@ -132,7 +132,7 @@ def find_shared_prefixes(
     page_size: int,
     leaf_tokens: int,
     max_levels: int = 8,
-) -> dict[str, Tensor | int]:
+) -> dict[str, Tensor]:
     """What `batching.SharedPrefixes` has, by name: level by level, who goes on alike for a leaf."""
     ends, per_leaf = kv_indptr.tolist(), leaf_tokens // page_size
     lists = [tuple(kv_indices[begin:end].tolist()) for begin, end in pairwise(ends)]
@@ -168,8 +168,7 @@ def find_shared_prefixes(
         "order": torch.tensor(order, dtype=torch.int32),
         "prefix_leaders": torch.tensor(leaders, dtype=torch.int32).view(shape),
         "prefix_lens": torch.tensor(lens, dtype=torch.int32).view(shape) * leaf_tokens,
-        "num_levels": len(leaders),
-        "num_saved_tokens": saved * leaf_tokens,
+        "counts": torch.tensor([len(leaders), saved * leaf_tokens]),
     }
 
 
