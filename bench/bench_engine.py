@@ -66,7 +66,7 @@ def run_qwen06(bench: Bench) -> None:
 
 
 def run_bundled(bench: Bench) -> None:
-    """Decoding and verification of the bundled model at kv 384; host time; a busy neighbour."""
+    """Decoding and verification of the bundled model at kv 384; host time; beside others, after pauses."""
     peers = _load_peers(bench, bundled(), PEERS)
     for batch in (1, 8):
         _steps(
@@ -99,6 +99,7 @@ def run_bundled(bench: Bench) -> None:
         )
     )
     _busy_neighbour(bench, stepper)
+    _after_a_pause(bench, stepper)
 
 
 def run_ngram(bench: Bench) -> None:
@@ -464,6 +465,30 @@ def _busy_neighbour(bench: Bench, stepper: Stepper) -> None:
             "ratio <= 2.5",
             threads=bench.num_threads,
             read_gb_s=timing.read_gb_s("alone"),
+        )
+    )
+
+
+def _after_a_pause(bench: Bench, stepper: Stepper) -> None:
+    """Steps that follow a pause, as a server's do: the threads had gone to sleep."""
+
+    def after() -> float:
+        time.sleep(0.03)
+        return stepper.step(8)
+
+    timing = bench.rounds({"after": after, "before": lambda: stepper.step(8)}, rounds=21)
+    bench.add(
+        Figure(
+            "bundled.b1.after_pause",
+            "bundled model, batch 1: the first eight steps after 30 ms without work over others",
+            timing.median("after") * 1e3,
+            "ms",
+            "without pause",
+            timing.median("before") * 1e3,
+            timing.ratio("after", "before"),
+            "ratio <= 1.6",
+            threads=bench.num_threads,
+            read_gb_s=timing.read_gb_s("before"),
         )
     )
 

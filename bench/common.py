@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import specops
 from tools.cuda_toolkit import gpu_names
 
 BENCH = Path(__file__).resolve().parent
@@ -334,26 +335,15 @@ def format_row(figure: Figure) -> str:
 
 def machine() -> dict[str, Any]:
     """The machine in words that name the kind, not the instance."""
-    said: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
-        key, _, value = line.partition(":")
-        said[key.strip()] = value.strip()
-    arm = f"ARM {said.get('CPU implementer')} part {said.get('CPU part')}"  # it has no name
-    cpu = said.get("model name", arm if "CPU part" in said else platform.processor())
-    if cpu and "cpu family" in said and not re.search("[0-9]", _bare(cpu)):
-        # A name that many generations share.
-        cpu += f" family {said['cpu family']}"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cpu = specops.runtime.get_cpu_name()
     return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
 
 
 def cpu_results(cpu: str) -> Path:
     """The results of a kind of CPU: bench/results/amd-epyc-family-26.json."""
-    return RESULTS / f"{_file_name(_bare(cpu))}.json"
-
-
-def _bare(cpu: str) -> str:
-    return re.sub(r"@.*|[(]R[)]|[(]TM[)]|CPU", " ", cpu)
+    bare = re.sub(r"@.*|[(]R[)]|[(]TM[)]|CPU", " ", cpu)
+    return RESULTS / f"{_file_name(bare)}.json"
 
 
 def _file_name(words: str) -> str:

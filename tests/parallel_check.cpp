@@ -4,6 +4,9 @@
 // returns 1.
 //
 //   parallel_check NUM_THREADS [fork]
+#ifdef __linux__
+#include <sched.h>
+#endif
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -173,6 +176,50 @@ void forked(int num_threads) {
   other.join();
 }
 
+#ifdef __linux__
+void run_on(const cpu_set_t& mask) {
+  require(sched_setaffinity(0, sizeof mask, &mask) == 0, "a thread may choose among its CPUs");
+}
+
+// A worker leaves its caller's CPU, but not the CPUs that somebody else chose for it.
+void apart() {
+  cpu_set_t whole, mine, found, seen;
+  CPU_ZERO(&whole);
+  if (sched_getaffinity(0, sizeof whole, &whole) != 0 || CPU_COUNT(&whole) < 2) return;
+  Pool pool(2, 2);
+  // One chunk for each of the two.
+  auto both = [&](auto on_worker) {
+    std::atomic<int> begun{0};
+    run(pool, 2, [&](int64_t) {
+      ++begun;
+      while (begun < 2) std::this_thread::yield();
+      if (specops::thread_index() == 1) on_worker();
+    });
+  };
+  both([] {});  // now it has the mask of its caller
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &whole)) continue;
+    CPU_ZERO(&mine);
+    CPU_SET(cpu, &mine);
+    run_on(mine);  // the caller; its worker has to find another one
+    for (int job = 0; job < 3; ++job) {
+      int where = cpu;
+      both([&] { where = sched_getcpu(); });
+      require(where != cpu, "a worker leaves its caller's CPU");
+    }
+    both([&] { sched_getaffinity(0, sizeof found, &found); });
+    CPU_XOR(&seen, &found, &whole);
+    require(CPU_COUNT(&seen) < 2, "and stays off at most one");
+    both([&] { run_on(mine); });
+    int where = -1;
+    both([&] { where = sched_getcpu(); });
+    require(where == cpu, "who pins it is obeyed");
+    both([&] { run_on(whole); });
+  }
+  run_on(whole);
+}
+#endif
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -189,6 +236,9 @@ int main(int argc, char** argv) {
     resize_while_busy(pool, num_threads);
     many_jobs(pool, 200);
   }
+#ifdef __linux__
+  apart();
+#endif
   if (argc > 2 && std::strcmp(argv[2], "fork") == 0) forked(num_threads);
   return 0;
 }

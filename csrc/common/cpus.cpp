@@ -5,9 +5,11 @@
 #include <charconv>
 #include <cstdlib>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "common/parallel.h"
 
@@ -100,6 +102,19 @@ std::vector<int> listed(const std::string& path) {
   return numbers;
 }
 
+// Leaves the calling thread these CPUs, whether or not it is on one of them; false: it may not choose.
+bool run_on(const std::vector<int>& cpus) {
+#ifdef __linux__
+  std::vector<cpu_set_t> mask(static_cast<size_t>(cpus.back()) / CPU_SETSIZE + 1);
+  const size_t bytes = mask.size() * sizeof(cpu_set_t);
+  for (int cpu : cpus) CPU_SET_S(static_cast<size_t>(cpu), bytes, mask.data());
+  return sched_setaffinity(0, bytes, mask.data()) == 0;
+#else
+  static_cast<void>(cpus);  // nobody has told them
+  return false;
+#endif
+}
+
 }  // namespace
 
 std::vector<int> allowed_cpus() {
@@ -123,6 +138,24 @@ std::vector<int> allowed_cpus() {
 #endif
   if (cpus.empty()) cpus.push_back(0);
   return cpus;
+}
+
+int current_cpu() {
+#ifdef __linux__
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+void AvoidedCpu::set(int cpu) {
+  std::vector<int> mask = allowed_cpus();
+  if (mask == std::exchange(narrowed_, {})) mask = whole_;
+  std::vector<int> others;
+  std::remove_copy(mask.begin(), mask.end(), std::back_inserter(others), cpu);
+  if (others.empty() || !run_on(others)) return;
+  whole_ = std::move(mask);
+  narrowed_ = std::move(others);
 }
 
 int quota_cpus(const std::string& root) {

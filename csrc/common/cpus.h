@@ -10,6 +10,19 @@ namespace specops {
 // The numbers of the CPUs that the calling thread may run on; one, 0, where nobody says.
 std::vector<int> allowed_cpus();
 
+// The CPU that the calling thread runs on at the moment; -1 where nobody says.
+int current_cpu();
+
+// The one CPU that a thread keeps off. Whoever else sets the thread's mask meanwhile is obeyed.
+class AvoidedCpu {
+ public:
+  // Called by that thread: it leaves this CPU, if it may run on others, and may use the one before again.
+  void set(int cpu);
+
+ private:
+  std::vector<int> whole_, narrowed_;  // the mask as it was before, and as this made it
+};
+
 // How many CPUs' time the process's control groups grant it, the least of them and their parents:
 // cpu.max of version 2, cfs_quota_us of version 1. A part of a CPU counts for none, but the least is 1:
 // a thread more than the quota has time for stands still with a claimed chunk until the next period.

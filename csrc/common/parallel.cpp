@@ -11,9 +11,6 @@
 #if defined(__linux__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
-#ifdef __linux__
-#include <sched.h>
-#endif
 
 namespace specops {
 namespace {
@@ -41,13 +38,9 @@ void run_serially(int64_t num_chunks, void (*fn)(void*, int64_t), void* context)
 // Where the calling thread runs at the moment: a CPU's number may have changed when it is returned,
 // and then a chunk is read from a farther memory.
 int node_of(const std::vector<int>& nodes) {
-#ifdef __linux__
-  if (!nodes.empty()) {
-    int cpu = sched_getcpu();
-    if (cpu >= 0 && cpu < static_cast<int>(nodes.size())) return nodes[static_cast<size_t>(cpu)];
-  }
-#endif
-  return 0;
+  if (nodes.empty()) return 0;
+  int cpu = current_cpu();
+  return cpu >= 0 && cpu < static_cast<int>(nodes.size()) ? nodes[static_cast<size_t>(cpu)] : 0;
 }
 
 std::vector<int> cpus_of_node(const std::vector<int>& cpus, const std::vector<int>& nodes) {
@@ -85,6 +78,7 @@ void Pool::run(int64_t num_chunks, void (*fn)(void*, int64_t), void* context) {
   claims_->publish(num_chunks);
   int64_t workers = static_cast<int64_t>(workers_.size());
   wanted_.store(static_cast<int>(std::min(num_chunks - 1, workers)), std::memory_order_relaxed);
+  callers_cpu_.store(current_cpu(), std::memory_order_relaxed);
   // Only now do workers look: with all chunks published, none leaves before it had the choice. In one
   // order with their `sleeps_` (Sleeper); acquired with the job's number.
   job_.fetch_add(1, std::memory_order_seq_cst);
@@ -129,12 +123,17 @@ void Pool::wake_workers(int index) {
 void Pool::worker_loop(int index) {
   tls_thread_index = index;
   Sleeper& sleeper = workers_[static_cast<size_t>(index) - 1]->sleeper;
+  AvoidedCpu avoided;
   uint64_t seen = 0;
   while (true) {
     sleeper.wait([&] { return job_.load(std::memory_order_seq_cst) != seen; }, false);
     seen = job_.load(std::memory_order_acquire);
     if (stopping_.load(std::memory_order_relaxed)) return;
     wake_workers(index);
+    // Linux may wake a worker where its caller runs, beside a CPU with nothing to do: where few CPUs
+    // share a cache it hardly looks for one. Both would stay there for as long as there is work.
+    int cpu = callers_cpu_.load(std::memory_order_relaxed);
+    if (cpu >= 0 && cpu == current_cpu()) avoided.set(cpu);
     work(index);
   }
 }

@@ -118,6 +118,7 @@ class Pool {
 
   alignas(128) std::atomic<uint64_t> job_{0};  // how many there were; stop() counts as one
   std::atomic<int> wanted_{0};                 // workers that the job has chunks for
+  std::atomic<int> callers_cpu_{-1};           // where it was published; -1: nobody says
   std::atomic<bool> stopping_{false};
   alignas(128) Sleeper caller_;
 };

@@ -5,6 +5,10 @@ No setting changes a result's reproducibility: neither the thread count nor the 
 ever changes a bit; two instruction sets may differ in the last bits, as two machines may.
 """
 
+import platform
+import re
+from pathlib import Path
+
 from torch import Tensor
 
 from specops import _C
@@ -63,6 +67,23 @@ def set_isa(isa: str) -> None:
 def get_isa() -> str:
     """Returns the instruction set the CPU kernels run on."""
     return _C.active_isa()
+
+
+def get_cpu_name() -> str:
+    """Returns the kind of this machine's CPU, such as "AMD EPYC family 25"."""
+    file = Path("/proc/cpuinfo")
+    return _name_in(file.read_text()) if file.exists() else platform.processor()
+
+
+def _name_in(cpuinfo: str) -> str:
+    """The name of the first CPU that Linux tells of."""
+    said = dict(re.findall(r"^(.*?)\s*: (.*)$", cpuinfo.partition("\n\n")[0], re.MULTILINE))
+    if "CPU part" in said:  # ARM: there are numbers instead of a name
+        return f"ARM {said.get('CPU implementer')} part {said['CPU part']}"
+    name = said.get("model name", platform.processor())
+    if "cpu family" in said and not re.search("[0-9]", name.partition("@")[0]):
+        name += f" family {said['cpu family']}"  # many generations share the name
+    return name
 
 
 def build_facts() -> dict[str, str]:

@@ -4,10 +4,8 @@
 import dataclasses
 import hashlib
 import logging
-import platform
 import time
 from array import array
-from pathlib import Path
 
 import torch
 
@@ -73,24 +71,12 @@ def _identity(config: EngineConfig) -> list[str]:
     if specops.has_cuda() and torch.cuda.is_available() and config.device != "cpu":
         device = torch.cuda.get_device_name()
     else:
-        device = f"{_cpu_name()} {specops.get_isa()} x {specops.get_num_threads()}"
+        device = f"{specops.runtime.get_cpu_name()} {specops.get_isa()} x {specops.get_num_threads()}"
     settings = (config.dtype, config.kv_cache_dtype, config.page_size, config.max_num_seqs)
     rows = config.max_num_batched_tokens
     drafting = (config.speculative_config.draft_stages, config.enforce_eager)
     others = (rows, *drafting, config.attention_backend)
     return [specops.__version__, digest, device, *map(str, (*settings, *others))]
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    parts = (line.partition(":") for line in lines)
-    said = {key.strip(): value.strip() for key, _, value in parts}
-    # Linux on ARM has numbers for a name.
-    arm = f"{said.get('CPU implementer', '')} {said.get('CPU part', '')}".strip()
-    return said.get("model name", arm)
 
 
 class _Trial:

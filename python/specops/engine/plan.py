@@ -33,7 +33,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefixes:
+class PrefixGroups:
     """Groups of requests that begin with the same pages, as `append_attention` has them.
 
     Attributes:
@@ -53,7 +53,7 @@ class Plan:
     """One step, and who gained and lost a slot for it."""
 
     parts: list[Scheduled] = field(default_factory=list)
-    prefixes: SharedPrefixes | None = None  # None: nobody shares anything
+    prefixes: PrefixGroups | None = None  # None: nobody shares anything
     paused: list[Request] = field(default_factory=list)  # they decode, but it is not their turn
     # In the order of what happened: a request that lost its slot may get one again.
     stopped: list[tuple[Request, int]] = field(default_factory=list)  # with the slot it had

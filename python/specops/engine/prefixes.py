@@ -15,7 +15,7 @@ import torch
 
 from specops import batching
 from specops.engine.kv_cache import PagePool
-from specops.engine.plan import Plan, SharedPrefixes
+from specops.engine.plan import Plan, PrefixGroups
 from specops.engine.request import Request
 
 _MAX_LEVELS = 8  # the members of deeper groups share what the group at this level does
@@ -36,7 +36,7 @@ class PrefixFinder:
         self._leaf_tokens = leaf_tokens
         self._least_saved_tokens = least_saved_tokens
         # What was found last, for whom, and what the pool's count of changes was then.
-        self._prefixes: SharedPrefixes | None = None
+        self._prefixes: PrefixGroups | None = None
         self._order: list[int] = []
         self._requests: list[Request] = []
         self._num_changes = -1
@@ -83,7 +83,7 @@ class PrefixFinder:
         # The chains of a tree are one group on every level. Where their request is alone they share
         # what it shares with others on the levels before: nothing on the first.
         lens = np.maximum.accumulate(lens, axis=0)
-        plan.prefixes = SharedPrefixes(
+        plan.prefixes = PrefixGroups(
             leaders=np.repeat(first[leaders], counts, axis=1).astype(np.int32),
             lens=np.repeat(lens, counts, axis=1).astype(np.int32),
             num_saved_tokens=0 if prefixes is None else prefixes.num_saved_tokens,
@@ -99,7 +99,7 @@ class PrefixFinder:
         if num_saved_tokens >= max(self._least_saved_tokens, 1):
             self._order = arrays.order.tolist()
             leaders, lens = arrays.of_levels[levels]
-            self._prefixes = SharedPrefixes(leaders, lens, num_saved_tokens)
+            self._prefixes = PrefixGroups(leaders, lens, num_saved_tokens)
 
 
 class _Arrays:

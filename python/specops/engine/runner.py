@@ -16,7 +16,7 @@ from specops.engine.drafting import Drafting
 from specops.engine.errors import EngineError
 from specops.engine.models import Transformer
 from specops.engine.outputs import StepDrafts, TokenLogprob
-from specops.engine.plan import Plan, Scheduled, SharedPrefixes
+from specops.engine.plan import Plan, PrefixGroups, Scheduled
 from specops.engine.prompt_scorer import PromptScorer
 from specops.engine.request import Feature, Request
 from specops.engine.slot_tables import SlotTables
@@ -396,7 +396,7 @@ class Runner:
             row += count
 
 
-def _fill_prefixes(step: Step, prefixes: SharedPrefixes) -> None:
+def _fill_prefixes(step: Step, prefixes: PrefixGroups) -> None:
     """Writes what requests share; on levels and of requests that pad the step, nothing."""
     leaders, lens = step.arrays.prefix_leaders.host, step.arrays.prefix_lens.host
     levels, count = prefixes.leaders.shape
