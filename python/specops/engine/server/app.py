@@ -288,6 +288,7 @@ def serve(
     config = uvicorn.Config(
         app,
         http=bounded_protocol(max_connections=max_connections, header_timeout=header_timeout),
+        loop="uvloop",
         log_level=log_level,
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,

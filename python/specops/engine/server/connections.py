@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connection may cost before it has asked for anything: a place, and some time.
+"""What a connection may cost before it has asked for anything: a place, some memory, some time.
 
-uvicorn bounds the pause between two requests, not the time that a client takes over one.
+uvicorn bounds the pause between two requests, not what a client sends for one, nor how long it takes
+over it.
 """
 
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_MAX_HEAD_BYTES = 1 << 16  # a request's line and headers
 
 
 def bounded_protocol(*, max_connections: int, header_timeout: float) -> type[asyncio.Protocol]:
@@ -19,12 +22,13 @@ def bounded_protocol(*, max_connections: int, header_timeout: float) -> type[asy
             connection, to the end of its headers; then the connection is closed.
     """
 
-    class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    class BoundedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self._deadline: asyncio.TimerHandle | None = None
+            self._head_bytes = 0  # at least so many have come of a head that is not complete
 
-        def connection_made(self, transport: asyncio.Transport) -> None:
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > max_connections:
                 transport.close()
@@ -36,11 +40,22 @@ def bounded_protocol(*, max_connections: int, header_timeout: float) -> type[asy
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data)
             super().data_received(data)
+            if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The headers exceed {_MAX_HEAD_BYTES} bytes.")
             if self._is_answering():
                 self._rest()
             elif self._deadline is None:
                 self._watch()
+
+        def on_headers_complete(self) -> None:
+            self._head_bytes = 0
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._head_bytes = 0
+            super().on_body(body)
 
         def _is_answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete

@@ -41,6 +41,7 @@ def metrics_served(metrics: Metrics, listener: socket.socket) -> Iterator[None]:
     config = uvicorn.Config(
         app,
         http=bounded_protocol(max_connections=_MAX_CONNECTIONS, header_timeout=_HEADER_TIMEOUT),
+        loop="uvloop",
         log_level="warning",  # of the scrapes nobody wants a line each
         timeout_graceful_shutdown=1,
         server_header=False,
