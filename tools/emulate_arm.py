@@ -57,9 +57,10 @@ tests/test_threads.py::test_the_thread_count_changes_no_bit
 tests/test_lossless.py::test_on_every_instruction_set
 """
 # The interpreter is not built here (one test of the CPU needs it, too), and the portable set runs
-# everywhere. The rest are the longest cases, of tests of which shorter ones stay.
-NOT = """
-simt cuda portable
+# everywhere.
+ELSEWHERE = "simt cuda portable"
+# The longest cases, of tests of which shorter ones stay.
+LONGEST = """
 the_overlay_in_the_workspace 256-1024 700-640 4200-70
 heads3-128 600-heads2-96 neon_bf16-13
 """
@@ -193,10 +194,11 @@ def main() -> int:
     build(version)
     if arguments.build_only:
         return 0
-    chosen = ["-m", "not prove", "-k", " and ".join(f"not {name}" for name in NOT.split())]
-    tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider"]
+    without = ELSEWHERE if arguments.pytest else ELSEWHERE + LONGEST
+    tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not prove"]
+    tests += ["-k", " and ".join(f"not {name}" for name in without.split())]
     tests += ["-n", arguments.workers, "--dist", "worksteal"]
-    tests += arguments.pytest or [*chosen, *TESTS.split()]
+    tests += arguments.pytest or TESTS.split()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode
 
