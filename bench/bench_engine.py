@@ -66,7 +66,7 @@ def run_qwen06(bench: Bench) -> None:
 
 
 def run_bundled(bench: Bench) -> None:
-    """Decoding and verification of the bundled model at kv 384; host time; beside others, after pauses."""
+    """The bundled model at kv 384: decoding, verification, host time; with others, after pauses."""
     peers = _load_peers(bench, bundled(), PEERS)
     for batch in (1, 8):
         _steps(

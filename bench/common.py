@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 import specops
+
 from tools.cuda_toolkit import gpu_names
 
 BENCH = Path(__file__).resolve().parent

@@ -1617,7 +1617,9 @@ def test_unknown_arguments_exit_with_2() -> None:
     assert exit.value.code == 2
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "jinja2", "uvicorn", "httptools", "prometheus_client"])
+@pytest.mark.parametrize(
+    "missing", ["fastapi", "jinja2", "uvicorn", "httptools", "prometheus_client"]
+)
 def test_without_the_server_s_packages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:

@@ -71,7 +71,9 @@ def _identity(config: EngineConfig) -> list[str]:
     if specops.has_cuda() and torch.cuda.is_available() and config.device != "cpu":
         device = torch.cuda.get_device_name()
     else:
-        device = f"{specops.runtime.get_cpu_name()} {specops.get_isa()} x {specops.get_num_threads()}"
+        device = (
+            f"{specops.runtime.get_cpu_name()} {specops.get_isa()} x {specops.get_num_threads()}"
+        )
     settings = (config.dtype, config.kv_cache_dtype, config.page_size, config.max_num_seqs)
     rows = config.max_num_batched_tokens
     drafting = (config.speculative_config.draft_stages, config.enforce_eager)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a connection may cost before it has asked for anything: a place, some memory, some time.
 
-uvicorn bounds the pause between two requests, not what a client sends for one, nor how long it takes
-over it.
+uvicorn bounds the pause between two requests, not what a client sends for one, nor how long that
+takes.
 """
 
 import asyncio
