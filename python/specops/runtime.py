@@ -77,7 +77,8 @@ def get_cpu_name() -> str:
 
 def _name_in(cpuinfo: str) -> str:
     """The name of the first CPU that Linux tells of."""
-    said = dict(re.findall(r"^(.*?)\s*: (.*)$", cpuinfo.partition("\n\n")[0], re.MULTILINE))
+    first = cpuinfo.partition("\n\n")[0]
+    said: dict[str, str] = dict(re.findall(r"^(.*?)\s*: (.*)$", first, re.MULTILINE))
     if "CPU part" in said:  # ARM: there are numbers instead of a name
         return f"ARM {said.get('CPU implementer')} part {said['CPU part']}"
     name = said.get("model name", platform.processor())
