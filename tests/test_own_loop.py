@@ -20,4 +20,4 @@ def test_the_loop_prints_what_its_comments_say() -> None:
     with contextlib.redirect_stdout(printed):
         exec(compile(code, PAGE.name, "exec"), {})
     assert printed.getvalue().splitlines() == expected
-    assert expected == ["True", "64 True", "True"]
+    assert expected == ["True", "64 True", "True", "True True", "128 True", "True True"]
