@@ -74,6 +74,7 @@ class FakeEngine:
         methods: tuple[str, ...] = ("naive", "ngram"),
         most_accepted: int | None = None,
         flaw: int | None = None,
+        times_drafting: bool = True,
     ) -> None:
         """Of a step's drafts all, or the first `most_accepted`, are right.
 
@@ -98,6 +99,7 @@ class FakeEngine:
         cache = SimpleNamespace(num_cached_requests=0, num_cached_tokens=0, num_bytes=0)
         self.drafters = {"suffix": SimpleNamespace(cache=cache)}
         self.has_unsaved_drafters = False
+        self.times_drafting = times_drafting
         self.num_pages = 1000
         self.step_seconds = step_seconds
         self.most_accepted, self.flaw = most_accepted, flaw
@@ -203,6 +205,8 @@ class FakeEngine:
             self._done[request.id] = request
         self.stats.num_steps += 1
         self.stats.num_rows += len(self._running)
+        self.stats.verify_seconds += 0.7 * self.step_seconds
+        self.stats.draft_seconds += 0.2 * self.step_seconds
         return outputs
 
     def completion(self, request_id: str) -> Completion:

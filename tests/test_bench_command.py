@@ -202,7 +202,7 @@ def test_specops_own_server(tmp_path: Path) -> None:
         assert accepted["num_drafts"] == stats.num_drafts
         assert accepted["num_draft_tokens"] == stats.num_draft_tokens
         assert accepted["num_accepted_tokens"] == stats.num_accepted_tokens
-        assert set(found["server_ms"]) == {"queue", "prefill", "decode"}
+        assert set(found["server_ms"]) == {"queue", "prefill", "decode", "verify", "draft"}
         # 1 token, and then three a step: eleven steps behind the first, of 2 ms at least.
         assert found["server_ms"]["decode"]["p50"] >= 22
         assert found["whole_ms"]["p50"] >= found["server_ms"]["decode"]["p50"]

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine on a tiny random model: limits, stops, seeds, choices, aborts, prefix cache."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, write_tokenizer
+from specops import sampling
 from specops.engine import (
     ContextOverflow,
     Engine,
@@ -15,6 +18,8 @@ from specops.engine import (
     SamplingParams,
     SpeculativeConfig,
 )
+from specops.engine.drafters.ngram import NgramDrafter
+from specops.engine.drafters.suffix import SuffixDrafter
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +301,37 @@ def test_time_in_the_queue(model_dir: Path) -> None:
         engine.step()
     done = [engine.completion(name).queue_seconds for name in (first, second)]
     assert 0 <= done[0] < done[1]
+
+
+@pytest.mark.parametrize("method", ["naive", "ngram", "suffix"])
+def test_parts_of_a_step_are_told_apart(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Choosing tokens takes 5 ms here; drafting 9, of n-grams within a step, of suffixes behind."""
+    calls = {"verify": 0, "draft": 0}
+
+    def slow(work: Callable[..., Any], part: str, seconds: float) -> Callable[..., Any]:
+        def slowly(*args: Any, **options: Any) -> Any:
+            calls[part] += 1
+            time.sleep(seconds)
+            return work(*args, **options)
+
+        return slowly
+
+    monkeypatch.setattr(sampling, "verify", slow(sampling.verify, "verify", 0.005))
+    monkeypatch.setattr(NgramDrafter, "propose", slow(NgramDrafter.propose, "draft", 0.009))
+    if method == "suffix":
+        monkeypatch.setattr(SuffixDrafter, "finish", slow(SuffixDrafter.finish, "draft", 0.009))
+    engine = make(model_dir, speculative_config=SpeculativeConfig(method=method))
+    assert engine.times_drafting
+    begun = time.perf_counter()
+    engine.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True))
+    took = time.perf_counter() - begun
+    stats = engine.stats
+    assert calls["verify"] == stats.num_steps and bool(calls["draft"]) == (method != "naive")
+    assert stats.verify_seconds >= 0.005 * calls["verify"]
+    assert stats.draft_seconds >= 0.009 * calls["draft"]
+    assert stats.verify_seconds + stats.draft_seconds <= took
 
 
 def test_pages_survive_mixed_traffic(model_dir: Path) -> None:

@@ -317,6 +317,9 @@ def test_a_step_is_one_copy_each_way_and_one_wait(
     assert steps.count("in replay out ") >= 10, "steps of these sizes have been captured"
     assert set(steps) <= {"in replay out ", "in out ", "in capture replay out "}
     assert "allocate" not in device.log
+    # Who drafts within a graph is not told apart from the rest of it.
+    assert not engine.times_drafting
+    assert engine.stats.verify_seconds == engine.stats.draft_seconds == 0
 
 
 class TorchCalls(TorchDispatchMode):

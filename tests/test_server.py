@@ -39,6 +39,8 @@ from specops.engine.config import BUNDLED_MODEL
 from specops.engine.config_file import arguments_of
 from specops.engine.models import Transformer
 from specops.engine.server.chat import ChatFormat
+from specops.engine.server.engine_thread import EngineThread
+from specops.engine.server.jobs import Job
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest, parse
 
 TESTS = Path(__file__).parent
@@ -330,12 +332,12 @@ def test_neutral_values_of_unsupported_fields_pass(fake: Served) -> None:
     assert post(fake, "chat/completions", chat | {"frequency_penalty": 0.0}).status_code == 200
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_timings_are_those_of_the_server(n: int) -> None:
-    """Ten tokens one by one, each of which takes a step of 20 ms."""
+@pytest.mark.parametrize(("n", "times_drafting"), [(1, True), (3, True), (3, False)])
+def test_timings_are_those_of_the_server(n: int, times_drafting: bool) -> None:
+    """Ten tokens one by one, each of which takes a step of 20 ms, told to be 14 and 4 of parts."""
     body = {"prompt": "abc", "max_tokens": 10, "n": n, "ignore_eos": True}
     body |= {"speculative_config": {"method": "naive"}}
-    with serving(FakeEngine(step_seconds=0.02)) as served:
+    with serving(FakeEngine(step_seconds=0.02, times_drafting=times_drafting)) as served:
         begun = time.perf_counter()
         whole = post(served, "completions", body).json()["timings"]
         took = time.perf_counter() - begun
@@ -345,8 +347,14 @@ def test_timings_are_those_of_the_server(n: int) -> None:
     spans = ("queue_seconds", "prefill_seconds", "decode_seconds")
     assert sum(whole[name] for name in spans) <= took
     for one in (whole, streamed, counted):
-        assert set(one) == {*spans, "tokens_per_second"} and one["queue_seconds"] >= 0
+        parts = {"verify_seconds", "draft_seconds"}
+        assert set(one) == {*spans, *parts, "tokens_per_second"} and one["queue_seconds"] >= 0
         assert one["prefill_seconds"] >= 0.02 and one["decode_seconds"] >= 9 * 0.02
+        if times_drafting:  # of the steps behind the one with the first token
+            assert one["verify_seconds"] == pytest.approx(9 * 0.014)
+            assert one["draft_seconds"] == pytest.approx(9 * 0.004)
+        else:
+            assert one["verify_seconds"] is None and one["draft_seconds"] is None
         tokens = 10 * n - 1
         assert one["tokens_per_second"] == pytest.approx(tokens / one["decode_seconds"])
 
@@ -1397,14 +1405,34 @@ def test_a_call_with_many_choices_lets_others_in(
         engine = served.engine
         alone = post(served, "completions", many).json()["choices"]
         before = engine.stats.num_preemptions
+        arrived, ended = threading.Event(), []
+        submit, step, completion = EngineThread.submit, engine.step, engine.completion
+
+        async def submitting(self: EngineThread, job: Job) -> None:
+            if job.params.n == 1:
+                asyncio.get_running_loop().call_soon(arrived.set)  # once it is on its way
+            await submit(self, job)
+
+        def stepping() -> Any:
+            if engine.num_waiting == 6:  # the newcomer comes now, however slow the machine is
+                assert arrived.wait(10)
+            return step()
+
+        def completing(request_id: str) -> Any:
+            ended.append(completion(request_id))
+            return ended[-1]
+
+        monkeypatch.setattr(EngineThread, "submit", submitting)
+        monkeypatch.setattr(engine, "step", stepping)
+        monkeypatch.setattr(engine, "completion", completing)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             running = pool.submit(post, served, "completions", many)
             wait_for(lambda: engine.num_running == 2 and engine.num_waiting == 6)
             answer = post(served, "completions", {"prompt": "x", "max_tokens": 5, "seed": 1})
-            assert answer.status_code == 200 and not running.done()
-            assert engine.num_running + engine.num_waiting == 8, "none of them has ended"
-            assert engine.stats.num_preemptions == before + 1
+            assert answer.status_code == 200
             assert running.result().json()["choices"] == alone
+        assert len(ended[0].token_ids) == 5, "none of them has ended before"
+        assert len(ended) == 9 and engine.stats.num_preemptions == before + 1
         served.wait_until_idle()
 
 

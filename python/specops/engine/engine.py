@@ -63,6 +63,9 @@ class EngineStats:
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
     num_paused_steps: int = 0  # of requests, in which it was not their turn
     num_suspended_steps: int = 0  # of requests, in which drafting would not have paid
+    # Of all steps; 0 where `Engine.times_drafting` is False.
+    verify_seconds: float = 0.0  # the model, and the choice of tokens
+    draft_seconds: float = 0.0
 
 
 class Engine:
@@ -188,6 +191,11 @@ class Engine:
         return str(self._device.device)
 
     @property
+    def times_drafting(self) -> bool:
+        """Whether a step's time is known by its parts: a GPU runs it as a whole."""
+        return not self._device.is_async
+
+    @property
     def num_captures(self) -> int:
         """CUDA graphs captured so far."""
         return self._runner.num_captures
@@ -309,7 +317,9 @@ class Engine:
             raise
 
     def _run(self, plan: Plan) -> list[RequestOutput]:
+        begun = time.perf_counter()
         emitted = self._runner.execute(plan)
+        executed = time.perf_counter() - begun
         self.stats.num_steps += 1
         self.stats.num_rows += sum(part.num_rows for part in plan.parts)
         self.stats.num_paused_steps += len(plan.paused)
@@ -331,7 +341,12 @@ class Engine:
             self.stats.num_suspended_steps += self._drafting.observe(
                 plan.parts, [one.accepted for one in emitted]
             )
+        begun = time.perf_counter()
         self._runner.finish()
+        if self.times_drafting:
+            within = self._runner.draft_seconds
+            self.stats.verify_seconds += executed - within
+            self.stats.draft_seconds += time.perf_counter() - begun + within
         self._scheduler.return_pages_of_trees()
         for part in plan.parts:
             self._scheduler.register_full_pages(part.request)

@@ -122,6 +122,11 @@ class Runner:
         """Graphs captured so far."""
         return self._memory.num_captures
 
+    @property
+    def draft_seconds(self) -> float:
+        """What drafters took within the last `execute`."""
+        return self._executed[0].draft_seconds if self._executed else 0.0
+
     def start(self, request: Request) -> None:
         """Writes a request that got a slot into the per-slot arrays."""
         slot, params, config = request.slot, request.params, request.speculative

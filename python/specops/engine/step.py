@@ -6,6 +6,7 @@ there before allocates nothing and can be replayed. Where steps are captured, sh
 to a few; a padding request has no rows, and a padding row belongs to no request.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -179,6 +180,8 @@ class Step:
     Attributes:
         shape: the sizes.
         arrays: for the host to fill, and to read.
+        draft_seconds: that drafters took in the last run; 0 on an asynchronous device, which runs
+            a step as a whole.
     """
 
     def __init__(self, shape: StepShape, memory: "StepMemory[Step]", parts: RunnerParts) -> None:
@@ -187,6 +190,7 @@ class Step:
         self._parts = parts
         self._replay: Any = None
         self._runs = 0
+        self.draft_seconds = 0.0
         self.arrays = arrays = Exchange(shape, parts)
         drafters, model = arrays.drafters, parts.model
         sums_size = max(
@@ -443,7 +447,10 @@ class Step:
                     states = (parts.model.states(shape.rows), *self._taps.values())
                     numbers = parts.model.row_numbers(shape.rows)
                     trees.keep_states(states, num_accepted, indices.qo_indptr, row.qo_lens, numbers)
+        begun = time.perf_counter()
         for drafter in self._drafters:
             drafter.launch(self._target)
         if self._memory.device.is_async:
             specops.take_error(self.arrays.error.device)
+        else:
+            self.draft_seconds = time.perf_counter() - begun

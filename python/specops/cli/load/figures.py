@@ -11,7 +11,9 @@ import numpy as np
 from specops.cli.load.answers import Answer
 
 PERCENTILES = (50, 90, 95, 99)
-_SERVER_TIMES = ("queue_seconds", "prefill_seconds", "decode_seconds")
+_SERVER_TIMES = tuple(
+    f"{part}_seconds" for part in ("queue", "prefill", "decode", "verify", "draft")
+)
 
 
 @dataclass(frozen=True)

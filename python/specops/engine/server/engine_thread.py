@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from specops.engine.engine import Engine
 from specops.engine.errors import QueueFull
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span
+from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span, StepSeconds
 from specops.engine.server.metrics import Metrics
 from specops.engine.server.outbox import Event, Outbox
 
@@ -49,6 +49,7 @@ class _Choice:
     first_time: float = 0.0  # when its first tokens arrived; 0 before
     num_first: int = 0  # how many these were
     last_time: float = 0.0  # when its last tokens arrived; 0 before the first
+    steps_at_first: StepSeconds | None = None  # of all the engine's until then
 
 
 class EngineThread:
@@ -322,8 +323,11 @@ class EngineThread:
     def _step(self) -> None:
         num_rows = self._engine.stats.num_rows
         outputs = self._engine.step()
-        now = time.perf_counter()
-        self._metrics.step(self._engine.stats.num_rows - num_rows)
+        now, stats = time.perf_counter(), self._engine.stats
+        self._metrics.step(stats.num_rows - num_rows)
+        steps = None
+        if self._engine.times_drafting:
+            steps = StepSeconds(stats.verify_seconds, stats.draft_seconds)
         for output in outputs:
             choice = self._choices.get(output.request_id)
             if choice is None:
@@ -342,6 +346,7 @@ class EngineThread:
                 choice.last_time = now
                 if not choice.num_first:
                     choice.first_time, choice.num_first = now, len(output.token_ids)
+                    choice.steps_at_first = steps
             completion, span = None, None
             if output.finish_reason is not None:
                 completion = self._engine.completion(output.request_id)
@@ -349,8 +354,11 @@ class EngineThread:
                 # A sibling waits for its turn outside the engine, too.
                 queued = choice.added_at - job.arrival + completion.queue_seconds
                 seconds = now - job.arrival
-                first = choice.first_time - job.arrival if choice.num_first else seconds
-                span = Span(queued, first, seconds, choice.num_first)
+                if not choice.num_first:
+                    choice.first_time, choice.steps_at_first = now, steps
+                first = choice.first_time - job.arrival
+                at_first = choice.steps_at_first
+                span = Span(queued, first, seconds, choice.num_first, at_first, steps)
                 self._metrics.finished(output.finish_reason, completion, span)
             if job.streaming or completion is not None:
                 seconds = now - job.arrival

@@ -5,10 +5,18 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specops.engine.outputs import Completion, RequestOutput
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.structured import Grammar
+
+
+class StepSeconds(NamedTuple):
+    """What steps took, by their parts."""
+
+    verify: float  # the model, and the choice of tokens
+    draft: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +28,17 @@ class Span:
         first: its first tokens were there.
         last: its last ones were.
         num_first: how many tokens came first; a step may emit several.
+        steps_at_first: what all of the engine's steps had taken when its first tokens were there;
+            None: the engine does not know.
+        steps_at_last: when its last ones were.
     """
 
     begin: float
     first: float
     last: float
     num_first: int
+    steps_at_first: StepSeconds | None
+    steps_at_last: StepSeconds | None
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Metrics:
     """The metrics of one engine.
 
     Args:
-        engine: whose counters are read. Its integers may be read from any thread.
+        engine: whose counters are read. Its numbers may be read from any thread.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -180,8 +180,15 @@ class _EngineCollector(Collector):
         self.num_waiting: Callable[[], int] = lambda: engine.num_waiting
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        yield self._cache_config()
+        yield self._draft_lengths()
+        yield from self._positions()
+
+    def _gauges(self) -> Iterator[Metric]:
+        """What there is at the moment."""
         engine = self._engine
-        stats, speculative = engine.stats, engine.stats.speculative
         cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
         used = 1 - engine.num_free_pages / engine.num_pages
         for name, text, value in (
@@ -199,8 +206,19 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"specops:{name}", text, labels=_LABELS)
             gauge.add_metric([engine.model_name], value)
             yield gauge
+
+    def _counters(self) -> Iterator[Metric]:
+        """What has been counted since the start."""
+        engine = self._engine
+        stats, speculative = engine.stats, engine.stats.speculative
         for name, text, count in (
             ("num_steps", "Engine steps", stats.num_steps),
+            (
+                "verify_seconds",
+                "Time in which the model ran and tokens were chosen; 0 on a GPU",
+                stats.verify_seconds,
+            ),
+            ("draft_seconds", "Time that drafting took; 0 on a GPU", stats.draft_seconds),
             (
                 "num_preemptions",
                 "Choices that lost their pages and began anew",
@@ -236,9 +254,6 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"specops:{name}", text, labels=_LABELS)
             counter.add_metric([engine.model_name], count)
             yield counter
-        yield self._cache_config()
-        yield self._draft_lengths()
-        yield from self._positions()
 
     def _cache_config(self) -> Metric:
         """Of the KV cache, as labels of a gauge that is 1."""

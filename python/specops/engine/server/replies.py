@@ -124,6 +124,8 @@ class Timings(Strict):
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    verify_seconds: float | None
+    draft_seconds: float | None
     tokens_per_second: float | None
 
 

@@ -48,18 +48,26 @@ def metrics(stats: SpeculativeStats, num_speculative_tokens: int) -> dict[str, A
 def timings(spans: Sequence[Span], num_tokens: int) -> dict[str, Any]:
     """How long an answer took, by the server's clock, all of its choices together.
 
-    `tokens_per_second` counts the tokens that came after the first ones of the first choice, over
-    the time from these to the last; null where there are none.
+    `decode_seconds` are from the first tokens of the first choice to the last ones of the last. Of
+    these `verify_seconds` and `draft_seconds` are the parts of the engine's steps, others' rows in
+    them included; null where the engine does not know. `tokens_per_second` counts the tokens that
+    came in that time; null where there are none.
     """
     begin = min(span.begin for span in spans)
     first = min(spans, key=lambda span: span.first)
-    last = max(span.last for span in spans)
-    decoding = last - first.first
+    last = max(spans, key=lambda span: span.last)
+    decoding = last.last - first.first
+    verifying = drafting = None
+    if first.steps_at_first is not None and last.steps_at_last is not None:
+        verifying = last.steps_at_last.verify - first.steps_at_first.verify
+        drafting = last.steps_at_last.draft - first.steps_at_first.draft
     num_later = num_tokens - first.num_first
     return {
         "queue_seconds": begin,
         "prefill_seconds": first.first - begin,
         "decode_seconds": decoding,
+        "verify_seconds": verifying,
+        "draft_seconds": drafting,
         "tokens_per_second": num_later / decoding if num_later and decoding > 0 else None,
     }
 
