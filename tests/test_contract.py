@@ -2,6 +2,7 @@
 """The execution contract: what changes bits changes its digest, and nothing else does."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from serving import serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.__main__ import main
 from specops.engine.config import BUNDLED_MODEL
-from specops.engine.contract import contract_of
+from specops.engine.contract import _SAMPLING_LEAF_TOKENS, contract_of
+from specops.engine.engine import LEAF_TOKENS
 from specops.engine.errors import ModelError
 
 
@@ -71,7 +73,25 @@ def test_what_it_says() -> None:
     facts = specops.runtime.build_facts()
     assert contract["kernels"] == facts and len(facts["source_digest"]) == 16
     assert contract["device"] == {"kind": "cpu", "instruction_set": specops.get_isa()}
-    assert contract["model"]["dtype"] == "bfloat16" and contract["attention_leaf_tokens"] == 64
+    assert contract["model"]["dtype"] == "bfloat16"
+    assert contract["attention_leaf_tokens"] == 64 and contract["sampling_leaf_tokens"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "header", "constant", "unit"),
+    [
+        (LEAF_TOKENS, "cpu", "attention/append_attention.h", "kAttentionLeaf", 1),
+        (LEAF_TOKENS, "cuda", "attention/attention_plan.cuh", "kLeafTokens", 1),
+        (_SAMPLING_LEAF_TOKENS, "cpu", "sampling/leaf_cpu.h", "kLeaf", 1),
+        (_SAMPLING_LEAF_TOKENS, "cuda", "sampling/row_logits.cuh", "kLeafBytes", 4),
+    ],
+)
+def test_leaves_are_those_of_the_kernels(
+    sizes: dict[str, int], kind: str, header: str, constant: str, unit: int
+) -> None:
+    text = (Path(__file__).parent.parent / "csrc" / header).read_text()
+    (size,) = re.findall(rf"constexpr int(?:64_t)? {constant} = (\d+);", text)
+    assert int(size) == sizes[kind] * unit
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, own: str) -> None:

@@ -21,6 +21,9 @@ from specops.engine.models.loader import weight_files
 
 _PIECE = 1 << 20  # bytes of a file at once
 
+# Sums over the vocabulary are made of sums over so many logits, float32 as the engine's are.
+_SAMPLING_LEAF_TOKENS = {"cpu": 1024, "cuda": 512}
+
 
 def contract_of(engine: Engine) -> dict[str, Any]:
     """Returns what an engine's bits depend on.
@@ -33,7 +36,8 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         that the RoPE table comes from; "device", the instruction set or the GPU; "model", the
         digest of its configuration and weights, and the dtypes of weights and of keys and values;
         "attention_backend"; "attention_leaf_tokens", after how many tokens ours rounds; "exact",
-        whether it is ours; "logprobs_mode"; and "digest", of all that. An engine that is not exact
+        whether it is ours; "sampling_leaf_tokens", after how many logits sums over the vocabulary
+        round; "logprobs_mode"; and "digest", of all that. An engine that is not exact
         is promised nothing by its digest: its bits depend on what stands beside a request.
     """
     config = engine.config
@@ -53,6 +57,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         "attention_backend": config.attention_backend,
         "attention_leaf_tokens": LEAF_TOKENS[kind] if exact else None,
         "exact": exact,
+        "sampling_leaf_tokens": _SAMPLING_LEAF_TOKENS[kind],
         "logprobs_mode": config.logprobs_mode,
     }
     return {**facts, "digest": _digest(json.dumps(facts, sort_keys=True).encode())}
