@@ -22,6 +22,9 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 6 && echo 6 |
 # auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py says how it chooses).
 SPECOPS_CUDA ?= auto
 export SPECOPS_CUDA
+# Byte code is kept, whatever the environment says: otherwise each of the many processes of a run
+# compiles all of torch for itself, in 2 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 BIN := $(VENV)/bin
