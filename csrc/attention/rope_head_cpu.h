@@ -19,10 +19,8 @@ void normalise(float* head, const T* weight, int64_t head_dim, float eps) {
   F32x16 scale = set1(1.0f / std::sqrt(mean + eps));
   for (int64_t i = 0; i < head_dim; i += kLanes) {
     int n = static_cast<int>(head_dim - i);
-    T rounded[kLanes];
-    store(rounded, mul(load_partial(head + i, n), scale));
-    store(rounded, mul(load_partial(weight + i, n), load(rounded)));
-    store_partial(head + i, load(rounded), n);
+    F32x16 rounded = round_to<T>(mul(load_partial(head + i, n), scale));
+    store_partial(head + i, round_to<T>(mul(load_partial(weight + i, n), rounded)), n);
   }
 }
 

@@ -207,28 +207,37 @@ inline void store(float* p, F32x16 x) {
 #endif
 }
 
-// Round to nearest, ties to even; NaN stays NaN.
-inline void store(bfloat16* p, F32x16 x) {
+// The bfloat16 next to each lane, in its upper half: to nearest, ties to even; NaN stays NaN. What the
+// lower half holds means nothing.
 #if defined(SPECOPS_AVX512)
+inline __m512i bf16_words(F32x16 x) {
   __m512i word = _mm512_castps_si512(x.v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(word, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_add_epi32(word, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
-  rounded = _mm512_mask_or_epi32(rounded, nan, word, _mm512_set1_epi32(0x400000));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  return _mm512_mask_or_epi32(rounded, nan, word, _mm512_set1_epi32(0x400000));
+}
 #elif defined(SPECOPS_AVX2)
-  auto rounded = [](__m256 v) {
-    __m256i word = _mm256_castps_si256(v);
-    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(word, 16), _mm256_set1_epi32(1));
-    __m256i sum = _mm256_add_epi32(word, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256i quiet = _mm256_or_si256(word, _mm256_set1_epi32(0x400000));
-    __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
-    __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(sum), _mm256_castsi256_ps(quiet), nan);
-    return _mm256_srli_epi32(_mm256_castps_si256(chosen), 16);
-  };
+inline __m256i bf16_words(__m256 x) {
+  __m256i word = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(word, 16), _mm256_set1_epi32(1));
+  __m256i sum = _mm256_add_epi32(word, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  __m256i quiet = _mm256_or_si256(word, _mm256_set1_epi32(0x400000));
+  __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  return _mm256_castps_si256(
+      _mm256_blendv_ps(_mm256_castsi256_ps(sum), _mm256_castsi256_ps(quiet), nan));
+}
+#endif
+
+// Rounds as bf16_words does.
+inline void store(bfloat16* p, F32x16 x) {
+#if defined(SPECOPS_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(bf16_words(x), 16)));
+#elif defined(SPECOPS_AVX2)
   // Packing puts halves of 128 bits in turns.
-  __m256i words = _mm256_packus_epi32(rounded(x.lo), rounded(x.hi));
+  __m256i words = _mm256_packus_epi32(_mm256_srli_epi32(bf16_words(x.lo), 16),
+                                      _mm256_srli_epi32(bf16_words(x.hi), 16));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
 #elif defined(SPECOPS_NEON)
   auto* words = reinterpret_cast<uint16_t*>(p);
@@ -262,6 +271,47 @@ inline void store(float16* p, F32x16 x) {
   for (int i = 0; i < 16; ++i) p[i] = from_float<float16>(x.v[i]);
 #endif
 }
+
+// The value a T would hold: one rounding, as a store and a load do it.
+template <typename T>
+inline F32x16 round_to(F32x16 x) {
+  T lanes[kLanes];
+  store(lanes, x);
+  return load(lanes);
+}
+
+template <>
+inline F32x16 round_to<float>(F32x16 x) {
+  return x;
+}
+
+#if defined(SPECOPS_AVX512)
+template <>
+inline F32x16 round_to<bfloat16>(F32x16 x) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(bf16_words(x), _mm512_set1_epi32(-65536)))};
+}
+#elif defined(SPECOPS_AVX2)
+template <>
+inline F32x16 round_to<bfloat16>(F32x16 x) {
+  __m256i mask = _mm256_set1_epi32(-65536);
+  return {_mm256_castsi256_ps(_mm256_and_si256(bf16_words(x.lo), mask)),
+          _mm256_castsi256_ps(_mm256_and_si256(bf16_words(x.hi), mask))};
+}
+#endif
+
+// The same for lanes that a T can hold: nothing is left to round.
+template <typename T>
+inline void store_exact(T* p, F32x16 x) {
+  store(p, x);
+}
+
+#if defined(SPECOPS_AVX512)
+template <>
+inline void store_exact<bfloat16>(bfloat16* p, F32x16 x) {
+  __m512i words = _mm512_srli_epi32(_mm512_castps_si512(x.v), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(words));
+}
+#endif
 
 // The first n (0..16) elements; missing lanes are `fill`. Never touches memory past p + n.
 template <typename T>

@@ -216,6 +216,13 @@ constexpr bool kHoldsWeights = false;
 constexpr bool kHoldsWeights = true;
 #endif
 
+// What a tile asks for while it computes, so that a later one finds it in the second-level cache.
+constexpr int64_t kStepBytes = 4 * kLinearBlock;  // of a block
+struct Fetch {
+  const char* from = nullptr;  // of the first of as many blocks as the tile has; nullptr: nothing
+  int64_t step_bytes = 0;      // how far a step goes in each block
+};
+
 // Rows of inputs as a tile reads them.
 template <typename T>
 struct Rows {
@@ -250,15 +257,14 @@ Rows<T> rows_from(const LinearParams& params, int64_t row, int64_t rows) {
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for a tile of kRows rows, kBlocks blocks;
 // of gates and ups: silu(out[row, n]) * out[row, width + n].
 // Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products a step.
-// Assumes: weights packed by pack_weight; any alignment. `ahead` blocks further on lie the weights
-//          to fetch meanwhile (0: none).
+// Assumes: weights packed by pack_weight; any alignment. `fetch` may point anywhere.
 // Order:   one accumulator chain per output over the steps in order, whatever the tile's shape: a
 //          row's bits depend neither on the other rows nor on how rows and blocks were cut.
 // Source:  register-tiled outer-product GEMM (Goto and van de Geijn 2008), without its split of K.
 // Threads: none here; linear_cpu hands out ranges of blocks and rows.
 template <typename T, int kRows, int kBlocks>
 [[gnu::noinline]] void tile(
-    const LinearParams& params, Rows<T> rows, int64_t row, int64_t block, int64_t ahead) {
+    const LinearParams& params, Rows<T> rows, int64_t row, int64_t block, Fetch fetch) {
   using S = Step<T>;
   int64_t steps = linear_steps(params.num_inputs, params.dtype);
   // A caller's row may end within a step; rows of floats were made with a zero for what is missing.
@@ -272,9 +278,10 @@ template <typename T, int kRows, int kBlocks>
       return S::weights(w + (b * steps + step) * kLinearBlock, part);
     };
     unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
-      if (kRows > 1 && ahead != 0) {
+      if (fetch.from != nullptr) {
         // To the second level: the few miss buffers of the first would drop it.
-        __builtin_prefetch(w + ((b + ahead) * steps + step) * kLinearBlock, 0, 2);
+        const char* line = fetch.from + b * steps * kStepBytes + step * fetch.step_bytes;
+        __builtin_prefetch(line, 0, 2);
       }
     });
     if constexpr (!kHoldsWeights) {
@@ -341,14 +348,15 @@ template <typename T, int kRows, int kBlocks>
 
 // Where a tile is, and how large.
 struct TilePlace {
-  int64_t row, block, ahead;
+  int64_t row, block;
   int rows, blocks;
+  Fetch fetch;
 };
 
 template <typename T, int kRows, int kBlocks>
 void tile_of_blocks(const LinearParams& params, Rows<T> rows, const TilePlace& at) {
   if (at.blocks == kBlocks) {
-    return tile<T, kRows, kBlocks>(params, rows, at.row, at.block, at.ahead);
+    return tile<T, kRows, kBlocks>(params, rows, at.row, at.block, at.fetch);
   }
   if constexpr (kBlocks > 1) tile_of_blocks<T, kRows, kBlocks - 1>(params, rows, at);
 }
@@ -364,6 +372,19 @@ void tile_of(const LinearParams& params, Rows<T> rows, const TilePlace& at) {
 // A panel is the blocks that stay in the second-level cache while every row tile passes over them.
 constexpr int64_t kPanelBytes = 128 << 10;
 
+template <typename T>
+int64_t panel_blocks(int64_t rows, int64_t block_bytes) {
+  int64_t most = max_blocks<T>(rows);
+  if (rows <= Shape<T>::kMaxRows) return most;  // nothing passes twice
+  // Small first tiles need two blocks, or their few sums wait for each other.
+  int64_t least = Shape<T>::kFillsTiles ? 2 : most;
+  return max64(kPanelBytes / block_bytes / most * most, least);
+}
+
+// So many row tiles, the last ones, fetch the next panel, each as much as it has of their rows: so
+// memory is asked for evenly.
+constexpr int64_t kFetchTiles = 4;
+
 // So many rows are made floats once; more would push a panel out, so there each tile's are for it.
 constexpr int64_t kKeptRows = 16;
 
@@ -378,14 +399,13 @@ void run_range(const LinearParams& params,
                int64_t next_block) {
   int64_t rows = row_end - row_begin;
   int64_t row_tiles = ceil_div(rows, Shape<T>::kMaxRows);
-  int64_t most = max_blocks<T>(rows);
-  int64_t block_bytes = max64(1, linear_steps(params.num_inputs, params.dtype) * 64);
-  int64_t panel = max64(kPanelBytes / block_bytes / most, 1) * most;
-  int64_t panels = ceil_div(block_end - block_begin, panel);
+  int64_t block_bytes = max64(1, linear_steps(params.num_inputs, params.dtype) * kStepBytes);
+  int64_t panels = ceil_div(block_end - block_begin, panel_blocks<T>(rows, block_bytes));
   // From some rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
   // prefetching does better, unless blocks are so short that they end before it has begun.
   int64_t fetch_rows = Shape<T>::kFetchRows;
   if (block_bytes <= (16 << 10)) fetch_rows = min64(fetch_rows, 3);
+  int64_t fetch_row = tile_begin<T>(rows, row_tiles, max64(row_tiles - kFetchTiles, 0));
   int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
   bool keeps = rows <= kKeptRows;
   Rows<T> all{};
@@ -396,27 +416,31 @@ void run_range(const LinearParams& params,
     int64_t to_next = last - first;
     // Not past the end, where the next range's first panel is the shorter one.
     if (p + 1 == panels) to_next = min64(next_block, blocks - to_next) - first;
-    bool has_next = to_next >= last - first;
+    bool fetches = rows >= fetch_rows && to_next >= last - first;
+    const char* next_panel = static_cast<const char*>(params.packed) + to_next * block_bytes;
     for (int64_t t = 0; t < row_tiles; ++t) {
-      int64_t row = row_begin + tile_begin<T>(rows, row_tiles, t);
-      int64_t next_row = row_begin + tile_begin<T>(rows, row_tiles, t + 1);
+      int64_t row = tile_begin<T>(rows, row_tiles, t);
+      int64_t next_row = tile_begin<T>(rows, row_tiles, t + 1);
       int64_t groups = ceil_div(last - first, Shape<T>::kMaxBlocks[next_row - row]);
-      bool fetch = rows >= fetch_rows && t + 1 == row_tiles && has_next;
-      int64_t ahead = fetch ? to_next : 0;
       Rows<T> inputs = all;
       if (keeps) {
-        inputs.x += (row - row_begin) * inputs.stride;
+        inputs.x += row * inputs.stride;
       } else {
-        inputs = rows_from<T>(params, row, next_row - row);
+        inputs = rows_from<T>(params, row_begin + row, next_row - row);
       }
       for (int64_t g = 0; g < groups; ++g) {
         int64_t block = first + part_begin(last - first, groups, g);
         int64_t next = first + part_begin(last - first, groups, g + 1);
-        TilePlace at{.row = row,
+        TilePlace at{.row = row_begin + row,
                      .block = block,
-                     .ahead = ahead,
                      .rows = static_cast<int>(next_row - row),
-                     .blocks = static_cast<int>(next - block)};
+                     .blocks = static_cast<int>(next - block),
+                     .fetch = {}};
+        if (fetches && row >= fetch_row) {
+          int64_t share = rows - fetch_row;
+          at.fetch = {next_panel + block * block_bytes + (row - fetch_row) * block_bytes / share,
+                      ceil_div((next_row - row) * kStepBytes, share)};
+        }
         tile_of<T, Shape<T>::kMaxRows>(params, inputs, at);
       }
     }

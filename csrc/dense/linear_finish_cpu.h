@@ -19,6 +19,34 @@ inline int64_t part_begin(int64_t size, int64_t count, int64_t index) {
 
 // Outputs are finished here and below: bias in fp32, then one rounding. `sums` is [rows, blocks, 16];
 // it comes through memory because gcc keeps accumulators passed by value out of registers on AVX2.
+template <typename T, typename Out>
+void finish_as(const LinearParams& params,
+               int64_t row,
+               int64_t block,
+               int rows,
+               int blocks,
+               const float* sums) {
+  int64_t first = block * kLinearBlock;
+  int64_t width = min64(params.num_outputs - first, blocks * kLinearBlock);
+  Out* out = static_cast<Out*>(params.out) + row * params.num_outputs + first;
+  const T* bias = static_cast<const T*>(params.bias);
+  bool is_whole = bias == nullptr && width == blocks * kLinearBlock;
+  for (int r = 0; r < rows; ++r, out += params.num_outputs) {
+    if (is_whole) {  // as nearly always; short inputs would notice what the other loop looks at
+      for (int64_t col = 0; col < width; col += kLinearBlock, sums += kLinearBlock) {
+        store(out + col, load(sums));
+      }
+      continue;
+    }
+    for (int64_t col = 0; col < width; col += kLinearBlock, sums += kLinearBlock) {
+      int n = static_cast<int>(min64(width - col, kLinearBlock));
+      F32x16 sum = load(sums);
+      if (bias != nullptr) sum = add(sum, load_partial(bias + first + col, n));
+      store_partial(out + col, sum, n);
+    }
+  }
+}
+
 template <typename T>
 [[gnu::noinline]] void finish(const LinearParams& params,
                               int64_t row,
@@ -26,26 +54,13 @@ template <typename T>
                               int rows,
                               int blocks,
                               const float* sums) {
-  for (int r = 0; r < rows; ++r) {
-    for (int b = 0; b < blocks; ++b, sums += kLinearBlock) {
-      int64_t first = (block + b) * kLinearBlock;
-      int n = static_cast<int>(min64(params.num_outputs - first, kLinearBlock));
-      F32x16 sum = load(sums);
-      if (params.bias != nullptr) {
-        sum = add(sum, load_partial(static_cast<const T*>(params.bias) + first, n));
-      }
-      int64_t at = (row + r) * params.num_outputs + first;
-      if (params.out_dtype == DType::kBFloat16) {
-        store_partial(static_cast<bfloat16*>(params.out) + at, sum, n);
-      } else {
-        store_partial(static_cast<float*>(params.out) + at, sum, n);
-      }
-    }
-  }
+  bool is_bf16 = params.out_dtype == DType::kBFloat16;
+  auto* end = is_bf16 ? finish_as<T, bfloat16> : finish_as<T, float>;
+  end(params, row, block, rows, blocks, sums);
 }
 
 // The same of gates and ups. Blocks come in order, a block of gates before that of their ups: gates
-// wait in `out`, rounded as they are anyway, until the product with the ups takes their place.
+// whose ups another tile has wait in `out`, rounded as they are anyway.
 template <typename T>
 [[gnu::noinline]] void finish_gated(const LinearParams& params,
                                     int64_t row,
@@ -55,6 +70,7 @@ template <typename T>
                                     const float* sums) {
   int64_t width = params.num_outputs / 2;
   for (int r = 0; r < rows; ++r) {
+    F32x16 gate = zero();
     for (int b = 0; b < blocks; ++b, sums += kLinearBlock) {
       int64_t first = (block + b) / 2 * kLinearBlock;
       bool is_up = (block + b) % 2 != 0;
@@ -65,12 +81,14 @@ template <typename T>
         sum = add(sum, load_partial(bias + first, n));
       }
       T* out = static_cast<T*>(params.out) + (row + r) * width + first;
+      sum = round_to<T>(sum);
       if (is_up) {
-        T up[kLinearBlock];
-        store_partial(up, sum, kLinearBlock);
-        sum = silu_mul_of(load_partial(out, n), load_partial(up, n));
+        if (b == 0) gate = load_partial(out, n);
+        store_partial(out, silu_mul_of(gate, sum), n);
+      } else {
+        gate = sum;
+        if (b + 1 == blocks) store_partial(out, gate, n);
       }
-      store_partial(out, sum, n);
     }
   }
 }

@@ -7,19 +7,6 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The value a T would hold: one rounding, as a store and a load do it.
-template <typename T>
-inline F32x16 round_to(F32x16 x) {
-  T lanes[kLanes];
-  store(lanes, x);
-  return load(lanes);
-}
-
-template <>
-inline F32x16 round_to<float>(F32x16 x) {
-  return x;
-}
-
 // h = residual + x (rounded and kept, where there is a residual) or x;
 // out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
 // Column c adds to lane c % 16, in order of c; then the fixed tree of reduce_add.
@@ -32,7 +19,7 @@ inline void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t w
     F32x16 h = load_partial(x + col, n);
     if (residual != nullptr) {
       h = round_to<T>(add(load_partial(residual + col, n), h));
-      store_partial(residual + col, h, n);
+      n < kLanes ? store_partial(residual + col, h, n) : store_exact(residual + col, h);
     }
     squares = fma(h, h, squares);
   };
