@@ -599,6 +599,52 @@ def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda
         assert torch.equal(as_bits(got), as_bits(expected))
 
 
+@pytest.mark.parametrize("members", [12, 23, 24, 25, 32, 33, 47, 64, 65, 131])
+def test_append_attention_rows_of_a_bundle(
+    device: str, isa: str, on_cuda: bool, members: int
+) -> None:
+    # Tiles of one row up to several tiles, with scores of -inf and NaN among the tokens.
+    if on_cuda and members != 33:
+        pytest.skip("one size is enough for the interpreter")
+    page_size, shared = 64, 11
+    caches = [torch.randn(shared + members, page_size, 2, 128).bfloat16() for _ in range(2)]
+    caches[0][3, 5, 0] = -torch.inf
+    caches[0][4, :, 1] = 3e38
+    caches[0][6, 7, 1, 9] = torch.nan
+    caches[1][2, 1, 0, 4] = torch.inf
+    pages = [[*range(shared), shared + b] for b in range(members)]
+    batch = Batch(
+        q=torch.randn(members, 2, 128).bfloat16(),
+        k_cache=caches[0],
+        v_cache=caches[1],
+        qo_indptr=lengths_to_indptr([1] * members),
+        kv_indptr=lengths_to_indptr([shared + 1] * members),
+        kv_indices=torch.tensor(pages, dtype=torch.int32).flatten(),
+        kv_lens=torch.full((members,), shared * page_size + 3, dtype=torch.int32),
+    )
+    batch.q[: members // 2].abs_()  # of these the first key's score is -inf, of others NaN
+    leaders = torch.zeros(1, members, dtype=torch.int32)
+    lens = torch.full_like(leaders, shared * page_size)
+    for begin in (0, 7 * page_size):  # from a later page on all numbers are finite
+        kv_lens = batch.kv_lens - begin
+        first = begin // page_size
+        pages_left = torch.tensor([x[first:] for x in pages], dtype=torch.int32)
+        part = replace(
+            batch,
+            kv_indptr=lengths_to_indptr([shared + 1 - first] * members),
+            kv_indices=pages_left.flatten(),
+            kv_lens=kv_lens,
+        )
+        flat = attention.append_attention(*part.tensors(), return_lse=True)
+        got = attention.append_attention(
+            *part.tensors(), return_lse=True, prefix_leaders=leaders, prefix_lens=lens - begin
+        )
+        for x, y in zip(got, flat, strict=True):
+            assert torch.equal(x.isnan(), y.isnan())
+            assert torch.equal(as_bits(x.nan_to_num(nan=1.0)), as_bits(y.nan_to_num(nan=1.0)))
+        assert not begin or not got[0].isnan().any()
+
+
 @pytest.mark.parametrize(
     "dtype,head_dim,window",
     [(torch.bfloat16, 64, None), (torch.float32, 64, 9000), (torch.float16, 64, 3000)],

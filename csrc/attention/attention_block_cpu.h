@@ -15,6 +15,7 @@ namespace {
 constexpr int kLeafBlocks = kLeafTokens / kPageBlock;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxUnitRows = kStateFloats / 64;
+constexpr int kLaneWords = kStateFloats;  // of queries with a row per lane
 
 // What one thread computes at a time: a tile of one request's rows or all rows of a bundle, some KV
 // heads, some chunks.
@@ -56,13 +57,21 @@ struct LeafKv {
   int64_t stride;
 };
 
-// Rows of one tile at one leaf. Row r sees the tokens [lo[r], hi[r]) but for those of the bits
+// What the rows of a unit see of a leaf: row r the tokens [lo[r], hi[r]) but for those of the bits
 // hidden[r]; lo and hi grow with r.
+struct LeafView {
+  int lo[kMaxBundle], hi[kMaxBundle];
+  uint64_t hidden[kMaxBundle];
+  bool whole;  // all rows see all tokens
+};
+
+// Rows of one tile at one leaf, and what they see of it.
 template <typename T>
 struct Tile {
   const T* q[kMaxTile];
-  int lo[kMaxTile], hi[kMaxTile];
-  uint64_t hidden[kMaxTile];
+  const int* lo;
+  const int* hi;
+  const uint64_t* hidden;
   int rows;
 };
 
@@ -79,6 +88,7 @@ struct ScratchMemory {
   float m[2][kMaxUnitRows], l[2][kMaxUnitRows];
   alignas(64) T packed_k[kPageBlock * kWidth];
   alignas(64) T packed_v[kLeafTokens * kWidth];
+  alignas(64) uint32_t lane_q[kLaneWords];
   // Of 8-bit caches: a block of K, a leaf of V, and its scales, of one head.
   alignas(64) T wide_k[kPageBlock * kWidth];
   alignas(64) T wide_v[kLeafTokens * kWidth];

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "attention/attention_fold_cpu.h"
+#include "attention/attention_lanes_cpu.h"
 #include "attention/attention_loads_cpu.h"
 #include "attention/attention_tile_cpu.h"
 
@@ -27,12 +28,75 @@ inline uint64_t hidden_tokens(const AppendAttentionParams& params,
   return hidden;
 }
 
+// What the rows [first, last) see of the leaf that begins at token `base`.
+template <typename T>
+void load_view(const AppendAttentionParams& params,
+               const UnitRows<T>& rows,
+               const Request& request,
+               int64_t base,
+               int first,
+               int last,
+               LeafView& view) {
+  view.whole = true;
+  for (int row = first; row < last; ++row) {
+    int64_t seen = window_begin(params, rows.positions[row]);
+    int64_t end = rows.ends[row] - base;
+    view.lo[row] = static_cast<int>(seen > base ? seen - base : 0);
+    view.hi[row] = static_cast<int>(end < kLeafTokens ? end : kLeafTokens);
+    view.hidden[row] = hidden_tokens(params, request, rows.out_rows[row], base);
+    bool all = view.lo[row] == 0 && view.hi[row] == kLeafTokens && view.hidden[row] == 0;
+    view.whole = view.whole && all;
+  }
+}
+
+// Has a leaf of the unit in L2, and the next one asked for while `rows` rows are computed.
+template <typename T, int D, typename Stored>
+void read_leaf(const AppendAttentionParams& params,
+               const Unit& unit,
+               const Member& member,
+               const LeafKv<Stored>& kv,
+               int64_t base,
+               int rows,
+               bool in_lanes,
+               LeafPrefetch& prefetch) {
+  bool is_first = member.first_row == 0;
+  if (is_first && prefetch.is_of(base)) {
+    prefetch.load_rest();
+  } else {
+    load_leaf(find_lines<Stored, D>(params, unit, kv));
+  }
+  // Not of wider elements for few rows: their arithmetic is shorter than their way from memory, which
+  // several threads then use less well than in one go.
+  bool has_time = in_lanes || !std::is_same_v<T, Stored>;
+  if (!is_first || !has_time) return;
+  int64_t places = in_lanes ? lane_places<D>(rows) : prefetch_places(rows);
+  plan_prefetch<Stored, D>(
+      params, unit, member, base + kLeafTokens, unit.num_heads * places, prefetch);
+}
+
+// Where one head of a leaf lies; 8-bit elements: where V of it will be widened.
+template <typename T, int D, typename Stored>
+LeafKv<T> head_of(const LeafKv<Stored>& kv, int64_t head, Scratch<T, D>& own) {
+  LeafKv<T> out{};
+  out.stride = std::is_same_v<T, Stored> ? kv.stride : D;
+  for (int block = 0; block < kLeafBlocks; ++block) {
+    if constexpr (!std::is_same_v<T, Stored>) {
+      out.v[block] = own.wide_v + block * kPageBlock * D;
+    } else if (kv.k[block] != nullptr) {
+      out.k[block] = kv.k[block] + head * kHeadStride<D>;
+      out.v[block] = kv.v[block] + head * kHeadStride<D>;
+    }
+  }
+  return out;
+}
+
 // chunk = chunk, then one leaf, of the rows [first, last), which all read it from where this member
 // does. `chunk`: which of the scratch states. kScaled: the caches are of 8 bits.
 template <typename T, int D, bool kScaled>
 void fold_leaf(const AppendAttentionParams& params,
                const Unit& unit,
                const UnitRows<T>& rows,
+               const LaneQueries& queries,
                const Member& member,
                int64_t base,
                int first,
@@ -43,55 +107,44 @@ void fold_leaf(const AppendAttentionParams& params,
   int64_t group = params.num_qo_heads / params.num_kv_heads;
   using Stored = std::conditional_t<kScaled, uint8_t, T>;
   LeafKv<Stored> kv;
-  LeafKv<T> head_kv;
-  [[maybe_unused]] RawHead raw;
-  Tile<T> tile;
   load_table<Stored, D>(params, unit, member, base, kv);
+  LeafView view;
+  load_view(params, rows, *member.request, base, first, last, view);
+  bool in_lanes = queries.are_for(view, last - first);
   if (unit.cold) {
-    if (first == 0 && own.prefetch.is_of(base)) {
-      own.prefetch.load_rest();
-    } else {
-      load_leaf(find_lines<Stored, D>(params, unit, kv));
-    }
-    // Not of wider elements: their arithmetic is shorter than their way from memory, which several
-    // threads then use less well than in one go.
-    if (kScaled && first == 0) {
-      int64_t places = unit.num_heads * prefetch_places(last - first);
-      plan_prefetch<Stored, D>(params, unit, member, base + kLeafTokens, places, own.prefetch);
-    }
+    read_leaf<T, D>(params, unit, member, kv, base, last - first, in_lanes, own.prefetch);
   }
-  head_kv.stride = kScaled ? D : kv.stride;
-  int tile_rows = last - first <= kMaxTile ? last - first : kWholeTile;
   for (int64_t head = 0; head < unit.num_heads; ++head) {
+    [[maybe_unused]] RawHead raw;
     if constexpr (kScaled) load_raw_head<T, D>(params, kv, head, raw, own);
-    for (int block = 0; block < kLeafBlocks; ++block) {
-      if constexpr (kScaled) {
-        head_kv.k[block] = nullptr;
-        head_kv.v[block] = own.wide_v + block * kPageBlock * D;
-      } else {
-        head_kv.k[block] = kv.k[block] == nullptr ? nullptr : kv.k[block] + head * kHeadStride<D>;
-        head_kv.v[block] = kv.v[block] == nullptr ? nullptr : kv.v[block] + head * kHeadStride<D>;
-      }
-    }
-    for (int begin = first; begin < last; begin += tile_rows) {
-      tile.rows = last - begin < tile_rows ? last - begin : tile_rows;
+    LeafKv<T> head_kv = head_of<T, D>(kv, head, own);
+    for (int begin = first; begin < last; begin += kMaxTile) {
+      int count = last - begin < kMaxTile ? last - begin : kMaxTile;
       int64_t at = head * rows.count + begin;
       float* m = own.m[chunk] + at;
       float* l = own.l[chunk] + at;
       float* o = own.states[chunk] + at * kColumns;
+      if constexpr (kHasLanes<T>) {
+        if (queries.are_for(view, count)) {
+          const uint32_t* q = queries.words + head * D / 2 * queries.stride + begin;
+          fold_lanes<T, D, kScaled>(
+              q, queries.stride, count, head_kv, raw, params.sm_scale, m, l, o, own);
+          continue;
+        }
+      }
+      Tile<T> tile;
+      tile.lo = view.lo + begin;
+      tile.hi = view.hi + begin;
+      tile.hidden = view.hidden + begin;
+      tile.rows = count;
       float* dst[kMaxTile];
-      for (int row = 0; row < tile.rows; ++row) {
-        int64_t seen = window_begin(params, rows.positions[begin + row]);
-        int64_t end = rows.ends[begin + row] - base;
-        tile.lo[row] = static_cast<int>(seen > base ? seen - base : 0);
-        tile.hi[row] = static_cast<int>(end < kLeafTokens ? end : kLeafTokens);
-        tile.hidden[row] = hidden_tokens(params, *member.request, rows.out_rows[begin + row], base);
+      for (int row = 0; row < count; ++row) {
         tile.q[row] = rows.first_q[begin + row] + head * group * D;
         dst[row] = (l[row] == 0.0f ? o : own.leaf_o) + row * kColumns;
       }
       reduce_leaf<T, D, kScaled>(
           tile, head_kv, raw, params.sm_scale, own.leaf_m, own.leaf_l, dst, own);
-      fold(m, l, o, own.leaf_m, own.leaf_l, dst, tile.rows, kColumns);
+      fold(m, l, o, own.leaf_m, own.leaf_l, dst, count, kColumns);
     }
   }
 }

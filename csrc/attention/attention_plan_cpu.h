@@ -14,7 +14,6 @@ constexpr int64_t kChunkLeaves = kAttentionChunk / kAttentionLeaf;
 constexpr int kPageBlock = 16;  // tokens that always lie in one page, at one stride
 constexpr int kPlanned = 256;   // requests planned at once, on the stack
 constexpr int kMaxTile = static_cast<int>(kAttentionTile);
-constexpr int kWholeTile = 60;            // rows of all tiles but the last: whole vectors of rows
 constexpr int kMaxBundle = 256;           // rows of a unit, which tiles share its K and V in L2
 constexpr int kStateFloats = 32768;       // output state of one unit: 128 KiB
 constexpr int64_t kAheadBytes = 1 << 18;  // K and V of one leaf that a unit reads ahead into L2
@@ -102,9 +101,8 @@ inline void load_request(const AppendAttentionParams& params, int64_t batch_idx,
   r.first_leaf = window_begin(params, r.kv_len - r.qo_len) / kLeafTokens;
   r.own_leaf = r.first_leaf;
   r.last_leaf = (r.kv_len - 1) / kLeafTokens;
-  // Whole vectors of rows where there are many.
   r.rows = r.qo_len * group;
-  r.tile_rows = r.rows <= kMaxTile ? r.qo_len : group <= kWholeTile ? kWholeTile / group : 1;
+  r.tile_rows = r.rows <= kMaxTile ? r.qo_len : group <= kMaxTile ? kMaxTile / group : 1;
   r.tiles = (r.qo_len + r.tile_rows - 1) / r.tile_rows;
 }
 

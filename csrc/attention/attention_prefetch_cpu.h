@@ -27,14 +27,14 @@ class LeafPrefetch {
   void begin(const LeafLines& lines, int64_t base, int64_t places) {
     lines_ = lines;
     base_ = base;
-    piece_ = 0;
-    at_ = 0;
-    int64_t rounds = lines.pieces * lines.bytes / LeafLines::kLine;
-    rounds_a_place_ = static_cast<int>((rounds + places - 1) / places);
+    block_ = 0;
+    at_ = piece_ = 0;
+    left_ = lines.num_blocks * lines.pieces * lines.bytes / LeafLines::kLine;
+    lines_a_place_ = (left_ + places - 1) / places;
   }
   // Nothing is to be asked for.
   void clear() {
-    lines_.pieces = piece_ = 0;
+    left_ = 0;
     base_ = -1;
   }
   bool is_of(int64_t base) const { return base_ == base; }
@@ -42,36 +42,39 @@ class LeafPrefetch {
   // The next lines. Called all over the arithmetic of a leaf, at about the places that
   // prefetch_places counts.
   void issue() {
-    for (int i = 0; i < rounds_a_place_ && piece_ < lines_.pieces; ++i) {
-      take([](const char* line) { __builtin_prefetch(line); });
-    }
+    if (left_ == 0) return;
+    int64_t count = left_ < lines_a_place_ ? left_ : lines_a_place_;
+    left_ -= count;
+    take(count, [](const char* line) { __builtin_prefetch(line); });
   }
 
   // Waits for the lines that are not asked for yet.
   void load_rest() {
-    while (piece_ < lines_.pieces) {
-      take([](const char* line) { (void)*static_cast<const volatile char*>(line); });
-    }
+    take(left_, [](const char* line) { (void)*static_cast<const volatile char*>(line); });
+    left_ = 0;
   }
 
  private:
-  // One line of every block.
+  // So many lines, of one block after the other.
   template <typename Fn>
-  void take(Fn&& fn) {
-    for (int block = 0; block < lines_.num_blocks; ++block) {
-      fn(lines_.blocks[block] + piece_ * lines_.step + at_);
+  void take(int64_t count, Fn&& fn) {
+    for (; count > 0; --count) {
+      fn(lines_.blocks[block_] + piece_ + at_);
+      if (++block_ < lines_.num_blocks) continue;
+      block_ = 0;
+      at_ += LeafLines::kLine;
+      if (at_ < lines_.bytes) continue;
+      at_ = 0;
+      piece_ += lines_.step;
     }
-    at_ += LeafLines::kLine;
-    if (at_ < lines_.bytes) return;
-    at_ = 0;
-    ++piece_;
   }
 
   LeafLines lines_;
   int64_t base_ = -1;  // the leaf's first token
-  int rounds_a_place_ = 0;
-  int piece_ = 0;  // what comes next
-  int64_t at_ = 0;
+  int64_t left_ = 0, lines_a_place_ = 0;
+  // What comes next: the block, where its piece begins, where in this the line does.
+  int block_ = 0;
+  int64_t piece_ = 0, at_ = 0;
 };
 
 }  // namespace

@@ -18,6 +18,11 @@ void attend(const AppendAttentionParams& params, const Unit& unit) {
   UnitRows<T> rows;
   load_queries<T, D>(params, unit, rows);
   int64_t unit_rows = rows.count * unit.num_heads;
+  [[maybe_unused]] int64_t group = params.num_qo_heads / params.num_kv_heads;
+  LaneQueries queries;
+  if constexpr (kHasLanes<T>) {
+    queries = turn_queries<T, D>(rows, unit.num_heads, group, own.lane_q);
+  }
   own.prefetch.clear();
   int chunk = 0, result = 1;  // which of the scratch states is which
   for (int64_t i = 0; i < unit_rows; ++i) own.l[0][i] = own.l[1][i] = 0.0f;
@@ -36,7 +41,7 @@ void attend(const AppendAttentionParams& params, const Unit& unit) {
       }
       if (leaf >= member.end_leaf || base + kLeafTokens <= member.first_seen) continue;
       fold_leaf<T, D, kScaled>(
-          params, unit, rows, member, base, member.first_row, last, chunk, own);
+          params, unit, rows, queries, member, base, member.first_row, last, chunk, own);
     }
     bool chunk_ends = (leaf + 1) * kLeafTokens % kAttentionChunk == 0;
     if (!chunk_ends && leaf != unit.last_leaf) continue;

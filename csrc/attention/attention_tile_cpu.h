@@ -249,10 +249,27 @@ SPECOPS_FLATTEN void score_packed(const T* const* q, const T* packed, float scal
 }
 #endif
 
+// Where the weight of row r at a step lies: rows of a leaf's tokens, or, with a row per lane, steps of a
+// tile's rows.
+template <typename T>
+struct RowWeights {
+  const typename Element<T>::Prob* p;
+  const auto* at(int r, int step) const { return p + r * kLeafTokens + step * Element<T>::kStep; }
+};
+struct LaneWeights {
+  const bfloat16* p;
+  const bfloat16* at(int r, int step) const { return p + 2 * (step * kMaxTile + r); }
+};
+// What is kept of each row's state when its leaf is folded into it at once, and taken of the leaf.
+struct RowFold {
+  const float* kept = nullptr;  // nullptr: it is not
+  const float* taken = nullptr;
+};
+
 // o[r] (+)= sum over steps [begin, end) of p[r] * v, for kRows rows and kParts * 16 columns from part
 // `part` on.
-template <typename T, int kRows, int kParts, int D, bool kPacked>
-inline void weigh_tile(const typename Element<T>::Prob* p,
+template <typename T, int kRows, int kParts, int D, bool kPacked, typename Weights>
+inline void weigh_tile(const Weights& p,
                        const LeafKv<T>& kv,
                        const T* packed_v,
                        int begin,
@@ -260,6 +277,7 @@ inline void weigh_tile(const typename Element<T>::Prob* p,
                        int part,
                        bool fresh,
                        float* const* o,
+                       const RowFold& fold_with,
                        LeafPrefetch& prefetch) {
   using Vec = typename Element<T>::Vec;
   constexpr int kStep = Element<T>::kStep;
@@ -294,27 +312,40 @@ inline void weigh_tile(const typename Element<T>::Prob* p,
       v += kPacked ? D * kStep : kStep * kv.stride;
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        Vec weight = broadcast_step(p + r * kLeafTokens + step * kStep);
+        Vec weight = broadcast_step(p.at(r, step));
 #pragma GCC unroll 16
         for (int i = 0; i < kParts; ++i) acc[r][i] = accumulate(acc[r][i], weight, x[i]);
       }
     }
   }
+  if (fold_with.kept == nullptr) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kParts; ++i) store(o[r] + (part + i) * kLanes, acc[r][i]);
+    }
+    return;
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
+    F32x16 kept = set1(fold_with.kept[r]), taken = set1(fold_with.taken[r]);
 #pragma GCC unroll 16
-    for (int i = 0; i < kParts; ++i) store(o[r] + (part + i) * kLanes, acc[r][i]);
+    for (int i = 0; i < kParts; ++i) {
+      float* at = o[r] + (part + i) * kLanes;
+      store(at, fma(acc[r][i], taken, mul(load(at), kept)));
+    }
   }
 }
 
-template <typename T, int kRows, int D, bool kPacked>
-inline void weigh(const typename Element<T>::Prob* p,
+template <typename T, int kRows, int D, bool kPacked, typename Weights>
+inline void weigh(const Weights& p,
                   const LeafKv<T>& kv,
                   const T* packed_v,
                   int begin,
                   int end,
                   bool fresh,
                   float* const* o,
+                  const RowFold& fold_with,
                   LeafPrefetch& prefetch) {
 #if defined(SPECOPS_AVX512)
   constexpr int kWant = kRows <= 3 ? 8 : kRows <= 6 ? 4 : 2;
@@ -325,11 +356,12 @@ inline void weigh(const typename Element<T>::Prob* p,
   constexpr int kParts = kWant < kAll ? kWant : kAll;
   int part = 0;
   for (; part + kParts <= kAll; part += kParts) {
-    weigh_tile<T, kRows, kParts, D, kPacked>(p, kv, packed_v, begin, end, part, fresh, o, prefetch);
+    weigh_tile<T, kRows, kParts, D, kPacked>(
+        p, kv, packed_v, begin, end, part, fresh, o, fold_with, prefetch);
   }
   if constexpr (kAll % kParts != 0) {
     weigh_tile<T, kRows, kAll % kParts, D, kPacked>(
-        p, kv, packed_v, begin, end, part, fresh, o, prefetch);
+        p, kv, packed_v, begin, end, part, fresh, o, fold_with, prefetch);
   }
 }
 
@@ -383,7 +415,8 @@ void weigh_rows(const typename Element<T>::Prob* p,
       fresh[r] = false;
     }
     if (first < last) {
-      weigh<T, 1, D, kPacked>(weights, kv, packed_v, first, last, fresh[r], o + r, prefetch);
+      weigh<T, 1, D, kPacked>(
+          RowWeights<T>{weights}, kv, packed_v, first, last, fresh[r], o + r, {}, prefetch);
       fresh[r] = false;
     }
     if (last * kStep != to && last >= first) {
@@ -400,7 +433,8 @@ void weigh_rows(const typename Element<T>::Prob* p,
   for (int r = 0; r < kRows && !all_fresh; ++r) {
     if (fresh[r]) std::memset(o[r], 0, D * sizeof(float));
   }
-  weigh<T, kRows, D, kPacked>(p, kv, packed_v, begin, end, all_fresh, o, prefetch);
+  weigh<T, kRows, D, kPacked>(
+      RowWeights<T>{p}, kv, packed_v, begin, end, all_fresh, o, {}, prefetch);
   for (int r = 0; r < kRows; ++r) {
     fresh[r] = false;
     alone(r, end * kStep, hi[r]);
@@ -466,7 +500,7 @@ template <typename T>
 using WeighTiles = std::conditional_t<sizeof(T) == 2 && Element<T>::kStep == 2,
                                       TileSizes<12, 10, 8, 6, 5, 4, 2, 1>,
                                       TileSizes<8, 4, 2, 1>>;
-using PackedTiles = TileSizes<12, 6, 2, 1>;
+using PackedTiles = TileSizes<12, 6, 4, 2, 1>;
 #elif defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
 using ScoreTiles = TileSizes<4, 2, 1>;
 template <typename T>
@@ -484,6 +518,25 @@ inline int64_t prefetch_places(int64_t rows) {
   int64_t of_scores = kLeafBlocks * ((rows + 1) / 2);
   int64_t of_values = kLeafBlocks * (rows <= 3 ? 1 : 2) * ((rows + 11) / 12);
   return of_scores + 1 + of_values + 2 * kLeafBlocks;
+}
+
+// V of the steps [begin, end), a step's tokens side by side.
+template <typename T, int D>
+inline void pack_values(const LeafKv<T>& kv, int begin, int end, T* packed_v) {
+  for (int step = begin; step < end; ++step) {
+    int token = step * Element<T>::kStep;
+    const T* v = kv.v[token / kPageBlock] + (token % kPageBlock) * kv.stride;
+    T* dst = packed_v + static_cast<int64_t>(token) * D;
+    if constexpr (Element<T>::kStep == 2) {
+      for (int i = 0; i < D; i += 32) {
+        BF16x32 x[2];
+        columns(v + i, v + i + kv.stride, x);
+        std::memcpy(static_cast<void*>(dst + 2 * i), x, 128);
+      }
+    } else {
+      std::memcpy(static_cast<void*>(dst), v, D * sizeof(T));
+    }
+  }
 }
 
 // One leaf of one tile from a fresh state. m, l: of every row, l = 0 where the row sees nothing;
@@ -564,21 +617,11 @@ void reduce_leaf(const Tile<T>& tile,
     }
   }
   if (packed) {
-    int steps = tile.hi[last - 1] / Element<T>::kStep;  // the last half pair is read in place
-    for (int step = tile.lo[first] / Element<T>::kStep; step < steps; ++step) {
-      int token = step * Element<T>::kStep;
-      const T* v = kv.v[token / kPageBlock] + (token % kPageBlock) * kv.stride;
-      T* dst = own.packed_v + static_cast<int64_t>(token) * kColumns;
-      if constexpr (Element<T>::kStep == 2) {
-        for (int i = 0; i < kColumns; i += 32) {
-          BF16x32 x[2];
-          columns(v + i, v + i + kv.stride, x);
-          std::memcpy(static_cast<void*>(dst + 2 * i), x, 128);
-        }
-      } else {
-        std::memcpy(static_cast<void*>(dst), v, kColumns * sizeof(T));
-      }
-    }
+    // The last half pair is read in place.
+    pack_values<T, kColumns>(kv,
+                             tile.lo[first] / Element<T>::kStep,
+                             tile.hi[last - 1] / Element<T>::kStep,
+                             own.packed_v);
   }
   for (int row = first; row < last;) {
     const auto* probs = own.probs + row * kLeafTokens;
