@@ -102,6 +102,7 @@ inline void sum_lane(const uint32_t* q,
     }
   }
 }
+
 template <int kTokens, int kVecs>
 inline void add_sums(F32x16 (*a)[kVecs], const F32x16 (*b)[kVecs]) {
 #pragma GCC unroll 4
