@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of many values: refused as they were when all of them were made, with none of them made."""
+"""Bodies of many values: refused as if all of them were made, with none of them made."""
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 
 import json
@@ -106,7 +106,9 @@ def test_outcomes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         prompt: Any = [draw.choice([1, [1], [1] * 7, "a", "b,[", 2.5]) for _ in range(9)]
         values: Any = {"prompt": draw.choice([prompt, prompt[:3], draw.choice(prompt)])}
         for field in draw.sample(sorted(MOST), 2):
-            values[field] = [draw.choice([*WORDS, 1, [1], [2, "a"]]) for _ in range(draw.randint(0, 6))]
+            values[field] = [
+                draw.choice([*WORDS, 1, [1], [2, "a"]]) for _ in range(draw.randint(0, 6))
+            ]
         texts.append(json.dumps(values).encode())
     num_long = 0
     for text in texts:
