@@ -1291,7 +1291,7 @@ def test_every_sampling_parameter_reaches_the_engine(tiny: Served, model_dir: Pa
     (choice,) = post(tiny, "completions", body).json()["choices"]
     for name in ("text", "finish_reason", "stop_reason"):
         assert choice[name] == getattr(expected, name)
-    read = parse(CompletionRequest, json.dumps(body).encode()).sampling_params()
+    read = parse(CompletionRequest, json.dumps(body).encode(), 512).sampling_params()
     assert read == params
     others = {"top_p", "min_p", "n", "stop", "ignore_eos", "logprobs", "structured_output"}
     others |= {"report_drafts"}  # no parameter of sampling: of what a stream tells

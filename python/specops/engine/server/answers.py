@@ -111,9 +111,11 @@ class Answer(Generic[R]):
         options = self.request.stream_options or StreamOptions()
         prompt_tokens = sum(map(len, self.job.prompts))
         num_tokens = 0
+        # The same in every chunk, so it is spelt once; without the end, where the choices follow.
+        begin = event({**self._frame, "object": self.chunk_name}).removesuffix(b"}\n\n") + b","
 
         def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
-            body = {**self._frame, "object": self.chunk_name, "choices": choices}
+            body: dict[str, Any] = {"choices": choices}
             if options.continuous_usage_stats:
                 body["usage"] = {
                     "prompt_tokens": prompt_tokens,
@@ -122,7 +124,7 @@ class Answer(Generic[R]):
                 }
             elif options.include_usage:
                 body["usage"] = None
-            return event(body | more)
+            return begin + dumped(body | more)[1:] + b"\n\n"
 
         try:
             for index in range(self.job.num_unfinished):

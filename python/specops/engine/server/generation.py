@@ -196,8 +196,8 @@ class Generation:
             ) from None
         await http.state.turn.begin()
         if len(body) < _SHORT_BODY:
-            return parse(body_type, body)
-        return await asyncio.to_thread(parse, body_type, body)
+            return parse(body_type, body, self._engine.max_model_len)
+        return await asyncio.to_thread(parse, body_type, body, self._engine.max_model_len)
 
     async def tokenize(self, http: Request) -> Response:
         """Serves /tokenize."""

@@ -93,7 +93,8 @@ class Turn:
 class Intake:
     """Middleware around an application: says who asks, and gives turns to requests with bodies.
 
-    `state` of a request gets `client`, a name; `may_ask`; and `turn`, a `Turn`.
+    `state` of a request gets `client`, a name; `may_ask`; `turn`, a `Turn`; and `send_body`, which
+    goes around the other middleware: of an answer that has begun it wants to know nothing more.
 
     Args:
         app: the application.
@@ -110,7 +111,9 @@ class Intake:
             return await self._app(scope, receive, send)
         name, may_ask = self._clients.identify(HTTPConnection(scope))
         turn = Turn(self._turns, name)
-        scope.setdefault("state", {}).update(client=name, may_ask=may_ask, turn=turn)
+        scope.setdefault("state", {}).update(
+            client=name, may_ask=may_ask, turn=turn, send_body=send
+        )
 
         async def answering(message: Message) -> None:
             turn.end()  # how long the client reads is nobody's affair

@@ -87,8 +87,10 @@ class Job:
         self.streaming = streaming
         self.arrival = time.perf_counter()
         self.num_unfinished = len(prompts) * params.n
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._events: asyncio.Queue[ChoiceOutput | Exception] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self.accepted: asyncio.Future[None] = self._loop.create_future()
+        self._events: list[ChoiceOutput | Exception] = []
+        self._arrival: asyncio.Future[None] | None = None  # of an event that somebody waits for
 
     async def next_outputs(self) -> list[ChoiceOutput]:
         """Waits for outputs and returns all that are there.
@@ -96,9 +98,10 @@ class Job:
         Raises:
             JobFailed: the engine gave the job up.
         """
-        events = [await self._events.get()]
-        while not self._events.empty():
-            events.append(self._events.get_nowait())
+        if not self._events:
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        events, self._events = self._events, []
         outputs = []
         for event in events:
             if isinstance(event, Exception):
@@ -111,7 +114,9 @@ class Job:
         """Called on the event loop: an output, a failure, or None for "accepted"."""
         if self.accepted.done():
             if event is not None:
-                self._events.put_nowait(event)
+                self._events.append(event)
+                if self._arrival is not None and not self._arrival.done():
+                    self._arrival.set_result(None)
         elif isinstance(event, Exception):
             self.accepted.set_exception(event)
         else:

@@ -13,6 +13,7 @@ from pydantic.config import JsonDict
 from specops.engine.sampling_params import MAX_BIASES, MAX_SEQUENCES, SamplingParams
 from specops.engine.server.api_error import ApiError, bad_value
 from specops.engine.server.call_forms import HERMES, CallForm
+from specops.engine.server.outline import without_long_lists
 from specops.engine.server.strict import Strict
 from specops.engine.server.structured import ResponseFormat, StructuredOutputs, wanted_output
 from specops.engine.server.tools import Tool, ToolCall, ToolChoice, calls_wanted, check_tools
@@ -415,14 +416,22 @@ class ChatCompletionRequest(_Request):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def parse(model: type[B], body: bytes) -> B:
+def parse(model: type[B], body: bytes, max_ids: int) -> B:
     """Reads a body.
+
+    Args:
+        model: what it should be.
+        body: as it came.
+        max_ids: a prompt of more token ids is refused later, so only their number is read.
 
     Raises:
         ApiError: 400; it is not JSON of the right shape, or asks for what is not there.
     """
     try:
         text = body.decode("utf-8-sig")
+        body, long_lists = without_long_lists(body, MAX_LISTS, max_ids)
+        if long_lists:
+            text = body.decode("utf-8-sig")
         values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         message = f"the body must be UTF-8, got byte 0x{body[error.start]:02x} at {error.start}"
@@ -433,6 +442,7 @@ def parse(model: type[B], body: bytes) -> B:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_json_type(values)}")
+    values |= long_lists
     for name in list(values):
         if name in NEUTRAL and name not in model.model_fields:
             value = values.pop(name)

@@ -4,7 +4,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -71,7 +71,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the chunks as they come."""
         try:
-            await until_gone(self._send(send), receive)
+            await until_gone(self._send(send, scope["state"]["send_body"]), receive)
         except ClientGone:
             logger.debug("a client left in the middle of its stream")
         except asyncio.CancelledError:  # the time for draining is over
@@ -80,8 +80,8 @@ class EventStream(Response):
         finally:
             self._close()
 
-    async def _send(self, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    async def _send(self, send: Send, send_body: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
