@@ -600,12 +600,9 @@ def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda
 
 
 @pytest.mark.parametrize("members", [12, 23, 24, 25, 32, 33, 47, 64, 65, 131])
-def test_append_attention_rows_of_a_bundle(
-    device: str, isa: str, on_cuda: bool, members: int
-) -> None:
+@pytest.mark.corners("cpu-*", "simt-33")
+def test_append_attention_rows_of_a_bundle(device: str, isa: str, members: int) -> None:
     # Tiles of one row up to several tiles, with scores of -inf and NaN among the tokens.
-    if on_cuda and members != 33:
-        pytest.skip("one size is enough for the interpreter")
     page_size, shared = 64, 11
     caches = [torch.randn(shared + members, page_size, 2, 128).bfloat16() for _ in range(2)]
     caches[0][3, 5, 0] = -torch.inf

@@ -1646,7 +1646,7 @@ def test_unknown_arguments_exit_with_2() -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", ["fastapi", "jinja2", "uvicorn", "httptools", "prometheus_client"]
+    "missing", ["fastapi", "jinja2", "uvicorn", "httptools", "msgspec", "prometheus_client"]
 )
 def test_without_the_server_s_packages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str

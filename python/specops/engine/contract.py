@@ -35,10 +35,10 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         JSON: "specops", the version; "kernels", what was compiled and by what; "torch", the version
         that the RoPE table comes from; "device", the instruction set or the GPU; "model", the
         digest of its configuration and weights, and the dtypes of weights and of keys and values;
-        "attention_backend"; "attention_leaf_tokens", after how many tokens ours rounds; "exact",
-        whether it is ours; "sampling_leaf_tokens", after how many logits sums over the vocabulary
-        round; "logprobs_mode"; and "digest", of all that. An engine that is not exact
-        is promised nothing by its digest: its bits depend on what stands beside a request.
+        "attention_backend"; "attention_leaf_tokens", after how many tokens ours rounds;
+        "sampling_leaf_tokens", after how many logits sums over the vocabulary round; "exact",
+        whether attention is ours; "logprobs_mode"; and "digest", of all that. An engine that is not
+        exact is promised nothing by its digest: its bits depend on what stands beside a request.
     """
     config = engine.config
     kind, exact = engine.device.partition(":")[0], config.has_exact_attention
@@ -56,8 +56,8 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         },
         "attention_backend": config.attention_backend,
         "attention_leaf_tokens": LEAF_TOKENS[kind] if exact else None,
-        "exact": exact,
         "sampling_leaf_tokens": _SAMPLING_LEAF_TOKENS[kind],
+        "exact": exact,
         "logprobs_mode": config.logprobs_mode,
     }
     return {**facts, "digest": _digest(json.dumps(facts, sort_keys=True).encode())}
