@@ -199,11 +199,7 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
             for prompt, one in zip(prompts, params, strict=True)
         ]
         for method, own in compared:
-            # A comparison must not draft from the texts that the one before it has decoded.
-            cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
-            for response in cache.cached_requests:
-                cache.evict(response)
-            cache.reclaim()
+            forget_responses(engine)
             drafted = engine.generate(prompts, params, speculative_config=own)
             k = config.override(own).num_speculative_tokens
             comparison = Comparison(method, k, temperature)
@@ -329,6 +325,14 @@ def _bits(completion: Completion) -> list[tuple[Any, ...]]:
         )
         for token_id, one in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
+
+
+def forget_responses(engine: Engine) -> None:
+    """Empties the suffix cache: a text that is decoded again must not be drafted from itself."""
+    cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
+    for response in cache.cached_requests:
+        cache.evict(response)
+    cache.reclaim()
 
 
 def _float_bits(value: float) -> bytes:
