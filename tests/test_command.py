@@ -91,6 +91,16 @@ def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None
         assert capsys.readouterr().out.startswith(usage)
 
 
+def test_contract_helps_with_what_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    options = import_module("specops.engine.contract").OPTIONS
+    with pytest.raises(SystemExit):
+        main(["contract", "--help"])
+    told = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
+    assert told == {"help", "config", *(name.replace("_", "-") for name in options)}
+    # The others of a server's command line are accepted as before.
+    assert main(["contract", "--device", "cpu", "--port", "1", "--max-num-seqs", "3"]) == 0
+
+
 def test_contract_is_the_engine_s_and_reads_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +126,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"specops {specops.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["--nothing"]])
+def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    alone = capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert alone.err == "" and alone.out == capsys.readouterr().out != ""
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["--nothing"]])
 def test_mistakes_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(arguments)
