@@ -83,9 +83,16 @@ def test_a_race_of_the_bundled_model_ends_in_the_same_bits(
         )
         expect(page.locator("#identical")).to_have_class("identical same")
         assert text_of(page, 0) == text_of(page, 1) != ""
-        assert re.fullmatch(r"\d+\.\d\d\u00d7", page.locator("#factor").inner_text())
-        expect(page.locator("#factor-what")).to_have_text("as fast, each alone")
-        expect(page.locator("#verdict-note")).to_contain_text("the same bits once more")
+        factor = page.locator("#factor").inner_text()
+        found = re.fullmatch(r"(?:at most )?(\d+\.\d\d)\u00d7 as fast", factor)
+        per_step = page.locator("#per-step").inner_text()
+        assert found is not None and 0 < float(found[1]) <= float(per_step)
+        assert per_step == fact(page, "per step", lane=1)
+        expect(page.locator("#spread")).to_have_text(
+            re.compile(r"^each alone: [\d.]+ to [\d.]+ in half of \d pairs")
+        )
+        expect(page.locator("#verdict-note")).to_have_text("Seed 5.")
+        expect(page.locator(".speed").nth(1)).to_have_text(re.compile(r"^[\d,]+ tokens/s alone$"))
         assert page.locator(".lane").nth(0).locator(".from-target").count() == 60
         assert page.locator(".lane").nth(1).locator(f".from-{method}").count() > 0
         expect(page.locator("#timeline svg")).to_have_attribute(
@@ -142,7 +149,8 @@ def test_a_race_without_logprobs_compares_tokens(page: Page) -> None:
     fill(page, prompt="abc", tokens="20")
     run(page)
     expect(page.locator("#identical")).to_have_text("identical: 20 of 20 tokens")
-    expect(page.locator("#factor-what")).to_have_text("as fast, in shared steps")
+    expect(page.locator("#factor")).to_have_text("")
+    expect(page.locator(".speed").nth(1)).to_contain_text("tokens/s, in shared steps")
 
 
 class Watched(FakeEngine):
@@ -174,7 +182,10 @@ def test_both_run_at_once_with_one_seed(browser: Browser) -> None:
         engine.most = 0
         run(page)
         methods = [one["speculative_config"]["method"] for one in sent[2:]]
-        assert methods == ["naive", "ngram"] * 2, "then each alone"
+        assert methods[:2] == ["naive", "ngram"] and len(methods) >= 6, "then each alone"
+        turns = [["ngram", "naive"], ["naive", "ngram"]]
+        alone = [methods[at : at + 2] for at in range(2, len(methods), 2)]
+        assert alone == [turns[number % 2] for number in range(len(alone))]
 
 
 @needs_chromium
@@ -185,7 +196,7 @@ def test_a_method_that_learns_is_not_timed_alone(browser: Browser) -> None:
         page.locator("#method").select_option("suffix")
         fill(page, prompt="abc", tokens="20")
         run(page)
-        expect(page.locator("#verdict-note")).to_contain_text("Neither is timed alone")
+        expect(page.locator("#verdict-note")).to_contain_text("Not timed alone")
 
 
 @needs_chromium
@@ -216,11 +227,11 @@ def test_completes_and_counts(page: Page) -> None:
     run(page)
     assert text_of(page) == "wörd 🙂 " * 3
     expect(page.locator(".before")).to_have_text("wörd 🙂 ")
-    # 1 + 8 steps of 4 tokens: 24 accepted drafts.
+    # The prompt's step, and 8 of 4 tokens: 24 accepted drafts.
     counts = {name: fact(page, name) for name in ("tokens", "per step", "accepted", "seed")}
     assert counts == {
         "tokens": "33",
-        "per step": "3.67",
+        "per step": "4.00",
         "accepted": "24 of 24 drafts",
         "seed": "9007199254740993",
     }
@@ -349,7 +360,11 @@ def test_compares_methods(page: Page) -> None:
     run(page)
     rows = [row.split("\t") for row in page.locator("#table tbody tr").all_inner_texts()]
     assert [row[0] for row in rows] == ["naive", "ngram"]
-    assert [row[3:] for row in rows] == [["1.00", NONE, NONE], ["3.43", "100 %", "identical"]]
+    told = [row[1:3] + row[5:] for row in rows]
+    assert told == [["1.00", NONE, NONE], ["3.83", "100 %", "identical"]]
+    assert rows[0][4] == NONE
+    spread = r"(at most )?[\d.]+\u00d7\s+[\d.]+ to [\d.]+ in half of \d pairs.*\s*"
+    assert re.fullmatch(spread, rows[1][4])
     assert "seen" not in page.locator("#table caption").inner_text(), "nothing learns here"
 
 
@@ -399,7 +414,7 @@ def test_mtp_and_what_continues_it(browser: Browser) -> None:
         run(page)
         heads = page.locator("#table tbody th").all_inner_texts()
         assert heads == every
-        expect(page.locator("#table caption")).to_contain_text("the second method with it")
+        expect(page.locator("#table caption")).to_contain_text("The second method with it")
 
 
 # ---- chats ----

@@ -31,16 +31,19 @@ class Run:
     steps: list[Step]
 
     @property
-    def tokens_per_step(self) -> float:
-        """Of all steps."""
-        return len(self.completion.token_ids) / max(self.completion.stats.num_steps, 1)
+    def tokens_per_step(self) -> float | None:
+        """Behind the first step, which reads the prompt; None where there is no other."""
+        return self._num_later / (len(self.steps) - 1) if len(self.steps) > 1 else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the tokens behind the first step; None where there are none."""
-        later = len(self.completion.token_ids) - len(self.steps[0].output.token_ids)
+        """Behind the first step; None where there is no other."""
         seconds = self.steps[-1].seconds - self.steps[0].seconds
-        return later / seconds if later > 0 and seconds > 0 else None
+        return self._num_later / seconds if seconds > 0 else None
+
+    @property
+    def _num_later(self) -> int:
+        return len(self.completion.token_ids) - len(self.steps[0].output.token_ids)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class Comparison:
     @property
     def speed_up(self) -> SpeedUp | None:
         """Of the run with drafts over the plain one; None where nothing was timed."""
-        return speed_up(self.pairs, self.drafted.tokens_per_step) if self.pairs else None
+        per_step = self.drafted.tokens_per_step
+        return speed_up(self.pairs, per_step) if self.pairs and per_step is not None else None
 
 
 def compare(decoder: Decoder, drafted: Run) -> Comparison:
@@ -115,7 +119,7 @@ def compare(decoder: Decoder, drafted: Run) -> Comparison:
     begin = time.perf_counter()
     plain = decoder.run(plainly=True)
     first = Comparison(plain, drafted)
-    if first.first_difference is not None or plain.tokens_per_s is None:
+    if first.first_difference is not None or drafted.tokens_per_s is None:
         return first
     now = time.perf_counter()
     end, seconds = now + _TIMING_SECONDS, 2 * (now - begin)  # that a pair takes at most

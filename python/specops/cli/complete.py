@@ -201,12 +201,10 @@ def _tell(engine: Engine, compared: Comparison, strategy: str) -> int:
     place = compared.first_difference
     if place is None:
         count = len(drafted.token_ids)
-        faster = "" if compared.speed_up is None else f", {compared.speed_up}"
-        print(
-            f"identical: {count} of {count} tokens and logprobs\n"
-            f"{compared.drafted.tokens_per_step:.2f} tokens per step{faster}",
-            file=sys.stderr,
-        )
+        print(f"identical: {count} of {count} tokens and logprobs", file=sys.stderr)
+        if compared.speed_up is not None:
+            per_step = compared.drafted.tokens_per_step
+            print(f"{per_step:.2f} tokens per step, {compared.speed_up}", file=sys.stderr)
         return 0
     print(f"different from output token {place} on:", file=sys.stderr)
     for name, one in (("plain", plain), ("drafted", drafted)):
