@@ -188,6 +188,48 @@ def test_both_run_at_once_with_one_seed(browser: Browser) -> None:
         assert alone == [turns[number % 2] for number in range(len(alone))]
 
 
+def timed(page: Page, **speeds: list[float]) -> None:
+    """Has the server's clock tell these speeds: of each method's first run, the next, and so on."""
+
+    def tell(route: Route) -> None:
+        method = route.request.post_data_json["speculative_config"]["method"]
+        response = route.fetch()
+        speed = speeds[method].pop(0) if len(speeds[method]) > 1 else speeds[method][0]
+        told = f'"tokens_per_second":{speed}'
+        text = re.sub(r'"tokens_per_second":[\d.e-]+', told, response.text())
+        route.fulfill(response=response, body=text)
+
+    page.route("**/v1/completions", tell)
+
+
+@needs_chromium
+def test_a_speed_up_is_the_median_of_pairs(page: Page) -> None:
+    """The race itself is not among them."""
+    timed(page, naive=[100.0], ngram=[9000.0, 170.0, 120.0, 180.0, 200.0, 190.0, 160.0, 819.0])
+    fill(page, prompt="abc", tokens="25")
+    run(page)
+    expect(page.locator("#per-step")).to_have_text("4.00")
+    expect(page.locator("#factor")).to_have_text("1.80\u00d7 as fast")
+    expect(page.locator("#spread")).to_have_text("each alone: 1.65 to 1.95 in half of 7 pairs")
+    speeds = page.locator(".speed").all_inner_texts()
+    assert [" ".join(one.split()) for one in speeds] == ["100 tokens/s alone", "180 tokens/s alone"]
+
+
+@needs_chromium
+def test_no_speed_up_is_above_the_tokens_of_a_step(page: Page) -> None:
+    timed(page, naive=[100.0], ngram=[650.0])
+    fill(page, prompt="abc", tokens="25")
+    run(page)
+    expect(page.locator("#per-step")).to_have_text("4.00")
+    expect(page.locator("#factor")).to_have_text("at most 4.00\u00d7 as fast")
+    expect(page.locator("#spread")).to_contain_text("4.00 to 4.00 in half of 7 pairs; the timing")
+    choose(page, "compare")
+    run(page)
+    cell = page.locator("#table tbody tr").nth(1).locator("td").nth(3)
+    expect(cell).to_contain_text("at most 4.00\u00d7")
+    assert "6.50" not in page.locator("main").inner_text()
+
+
 @needs_chromium
 def test_a_method_that_learns_is_not_timed_alone(browser: Browser) -> None:
     engine = FakeEngine(methods=("naive", "ngram", "suffix"))
@@ -369,6 +411,35 @@ def test_compares_methods(page: Page) -> None:
 
 
 @needs_chromium
+def test_a_table_has_medians_of_rounds(page: Page) -> None:
+    # One to warm up, the one that is drawn, and seven.
+    timed(
+        page, naive=[1.0, 9.0, 100.0], ngram=[5.0, 110.0, 120.0, 130.0, 140.0, 150.0, 160.0, 170.0]
+    )
+    choose(page, "compare")
+    fill(page, prompt="abc", tokens="25")
+    run(page)
+    rows = [row.split("\t") for row in page.locator("#table tbody tr").all_inner_texts()]
+    assert [row[3] for row in rows] == ["100", "140"]
+    assert rows[1][4].split("\n")[:2] == ["1.40\u00d7", "1.25 to 1.55 in half of 7 pairs"]
+    expect(page.locator("#status")).to_have_text("Done: ngram was fastest, all identical.")
+
+
+@needs_chromium
+def test_a_table_times_a_method_that_learns_once(browser: Browser) -> None:
+    engine = FakeEngine(methods=("naive", "suffix"))
+    with serving(engine) as served, opened(browser, served) as page:
+        connected(page)
+        timed(page, naive=[1.0, 50.0, 100.0], suffix=[90.0, 300.0])
+        choose(page, "compare")
+        fill(page, prompt="abc", tokens="25")
+        run(page)
+        cells = page.locator("#table tbody tr").nth(1).locator("td").all_inner_texts()
+        assert cells[2] == "90" and cells[3].split("\n")[:2] == ["1.80\u00d7", "one pair of runs"]
+        expect(page.locator("#table caption")).to_contain_text("so it is timed once")
+
+
+@needs_chromium
 def test_mtp_and_what_continues_it(browser: Browser) -> None:
     config = EngineConfig(
         served_model_name="fake",
@@ -444,6 +515,40 @@ def test_a_chat_goes_on_and_is_kept(page: Page) -> None:
 
 
 @needs_chromium
+def test_tabs_have_one_chat(browser: Browser, served: Served) -> None:
+    with opened(browser, served) as page:
+        connected(page)
+        other = page.context.new_page()
+        other.goto(f"{served.url}/")
+        connected(other)
+        for tab in (page, other):
+            choose(tab, "chat")
+            fill(tab, tokens="3")
+        fill(page, prompt="one")
+        run(page)
+        expect(other.locator(".message")).to_have_text(["You: one"])
+        fill(other, prompt="two")
+        run(other)
+        expect(page.locator(".message")).to_have_text(["You: one", "You: two"])
+        # Both at once: what the other says meanwhile is not lost.
+        fill(other, prompt="four", tokens="2")
+        page.locator("#method").select_option("naive")
+        fill(page, prompt="three", tokens="200")
+        page.locator("#run").click()
+        expect(page.locator("body")).to_have_attribute("data-state", "running")
+        run(other)
+        done(page)
+        said = ["You: one", "You: two", "You: four", "You: three"]
+        for tab in (page, other):
+            expect(tab.locator(".message")).to_have_text(said)
+            expect(tab.locator("article")).to_have_count(4)
+        kept = json.loads(page.evaluate("localStorage.getItem('specops-chat')"))
+        assert [one["content"] for one in kept[::2]] == ["one", "two", "four", "three"]
+        other.locator("#new-chat").click()
+        expect(page.locator(".message")).to_have_count(0)
+
+
+@needs_chromium
 def test_no_chat_without_a_template(browser: Browser) -> None:
     with (
         serving(FakeEngine(), chat_format=ChatFormat(None)) as served,
@@ -495,7 +600,148 @@ def test_settings_history_and_links_lead_back(browser: Browser) -> None:
         assert page.evaluate("localStorage.getItem('specops-history')") is None
 
 
+@needs_chromium
+@pytest.mark.parametrize("mode", ["race", "write", "compare"])
+def test_a_link_carries_the_seed_that_was_drawn(page: Page, mode: str) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+    choose(page, mode)
+    fill(page, prompt="abc", tokens="5")
+    run(page)
+    assert page.locator("#seed").input_value() == "", "the next run has another"
+    page.locator("#share").click()
+    expect(page.locator("#share")).not_to_have_text("Copy link")
+    assert f"seed={sent[-1]['seed']}" in page.url.split("#")[1].split("&")
+    first = {one["seed"] for one in sent}
+    run(page)
+    assert len(first) == 1 and {one["seed"] for one in sent} > first
+    choose(page, "write" if mode == "race" else "race")  # nothing is on the screen any more
+    page.locator("#share").click()
+    expect(page.locator("#status")).to_contain_text("link")
+    assert "seed=" not in page.url
+
+
+@needs_chromium
+def test_a_seed_is_told_where_it_matters(page: Page) -> None:
+    fill(page, prompt="abc", tokens="5", temperature="0")
+    run(page)
+    expect(page.locator("#verdict-note")).to_have_text("")
+    choose(page, "write")
+    run(page)
+    expect(page.locator(".facts")).not_to_contain_text("seed")
+    fill(page, temperature="0.1")
+    run(page)
+    expect(page.locator(".facts")).to_contain_text("seed")
+
+
 # ---- what goes wrong ----
+
+
+@needs_chromium
+def test_a_failed_start_leaves_nothing_behind(served: Served, browser: Browser) -> None:
+    with opened(browser, served, expects=("400", "Failed to load")) as page:
+        connected(page)
+        for mode in ("race", "write", "compare"):
+            choose(page, mode)
+            fill(page, prompt="abc", tokens="5")
+            run(page)
+            fill(page, tokens="100000")
+            run(page, "failed")
+            expect(page.locator("#error")).to_contain_text("exceeds the context")
+            for selector in ("#verdict", "#charts", "#table table", ".lane"):
+                assert page.locator(selector).locator("visible=true").count() == 0, selector
+            expect(page.locator("#idle")).to_be_visible()
+
+
+@needs_chromium
+def test_bars_are_as_long_as_texts(page: Page, served: Served) -> None:
+    page.locator("#method").select_option("naive")
+    fill(page, prompt="abc", tokens="250")
+    page.locator("#run").click()
+    expect(page.locator(".lane .token").first).to_be_visible()
+    page.locator("#stop").click()
+    done(page, "stopped")
+    served.wait_until_idle()
+    share = page.locator(".lane progress").first.evaluate("bar => bar.value / bar.max")
+    assert share == pytest.approx(int(fact(page, "tokens")) / 250) and share < 1
+    fill(page, prompt="ab<|end|>")
+    run(page)
+    shares = "bars => bars.map(bar => bar.value / bar.max)"
+    assert page.locator(".lane progress").evaluate_all(shares) == [1, 1], "complete, if short"
+
+
+@needs_chromium
+def test_who_stops_the_timing_has_what_was_timed(page: Page, served: Served) -> None:
+    fill(page, prompt="abc", tokens="200")
+    page.locator("#run").click()
+    expect(page.locator("#verdict-note")).to_have_text("Timing each alone, pair 1.")
+    page.locator("#stop").click()
+    done(page, "stopped")
+    served.wait_until_idle()
+    expect(page.locator("#factor")).to_have_text("not timed")
+    expect(page.locator("#verdict-note")).to_have_text("")
+    expect(page.locator("#identical")).to_contain_text("identical: 200 of 200 tokens")
+    page.locator("#run").click()
+    expect(page.locator("#verdict-note")).to_have_text("Timing each alone, pair 2.")
+    page.locator("#stop").click()
+    done(page, "stopped")
+    served.wait_until_idle()
+    expect(page.locator("#spread")).to_have_text(re.compile("^each alone: one pair of runs"))
+    expect(page.locator("#verdict-note")).to_have_text("")
+
+
+@needs_chromium
+def test_empty_fields_mean_what_they_show(page: Page) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+    choose(page, "write")
+    page.locator(".more summary").click()
+    shown = {"k": "3", "tokens": "160", "temperature": "0.5", "top_p": "1"}
+    fill(page, prompt="abc", **dict.fromkeys(shown, ""))
+    for name, value in shown.items():
+        assert page.locator(f"#{name}").get_attribute("placeholder") == value
+    run(page)
+    body = sent[-1]
+    assert body["speculative_config"]["num_speculative_tokens"] == 3
+    assert (body["max_tokens"], body["temperature"], body["top_p"]) == (160, 0.5, 1)
+    for name, value in shown.items():
+        assert page.locator(f"#{name}").input_value() == value, "what was run stands there"
+
+
+@needs_chromium
+@pytest.mark.parametrize("mode", ["chat", "write", "compare"])
+def test_another_mode_ends_what_runs(page: Page, served: Served, mode: str) -> None:
+    page.locator("#method").select_option("naive")
+    fill(page, prompt="abc", tokens="250")
+    page.locator("#run").click()
+    expect(page.locator(".lane .token").first).to_be_visible()
+    choose(page, mode)
+    done(page, "stopped")
+    served.wait_until_idle()
+    expect(page.locator("#results")).to_have_attribute("data-mode", mode)
+    expect(page.locator(".lane")).to_have_count(0)
+    assert page.locator("#idle").is_visible() == (mode != "chat")
+    fill(page, prompt="abc", tokens="4")
+    run(page)
+    expect(page.locator("#error")).to_have_text("")
+
+
+@needs_chromium
+def test_an_earlier_run_does_not_rearrange_the_results(page: Page) -> None:
+    choose(page, "chat")
+    fill(page, prompt="abc", tokens="4")
+    run(page)
+    choose(page, "race")
+    fill(page, prompt="abc")
+    run(page)
+    page.locator("#history summary").click()
+    page.locator("#runs button").nth(1).click()  # the chat's
+    tops = "lanes => lanes.map(lane => lane.getBoundingClientRect().top)"
+    left, right = page.locator(".lane").evaluate_all(tops)
+    assert left == right, "still side by side"
+    run(page)
+    expect(page.locator(".message")).to_have_count(2)
+    expect(page.locator("article")).to_have_count(2)
 
 
 @needs_chromium

@@ -23,7 +23,7 @@ export const median = (values) => quantile(values, 0.5);
  */
 export function speedUp(pairs, perStep) {
   const factors = pairs.filter(([plain, fast]) => plain && fast).map(([plain, fast]) => fast / plain);
-  if (!factors.length) return null;
+  if (!factors.length || perStep === null) return null;
   const [low, factor, high] = [0.25, 0.5, 0.75].map((share) => quantile(factors, share));
   return {
     factor: Math.min(factor, perStep),
