@@ -15,6 +15,15 @@ def test_the_median_and_half_of_the_pairs() -> None:
     pairs = [(100.0, 100.0 * factor) for factor in (1.7, 1.2, 1.8, 2.0, 1.9, 1.6, 8.19)]
     found = speed_up(pairs, tokens_per_step=2.51)
     assert str(found) == "1.80 times as fast as plain (1.65 to 1.95 in half of 7 pairs)"
+    assert (found.plain_tokens_per_s, found.tokens_per_s) == (100.0, 180.0)
+
+
+def test_speeds_that_are_told_together_belong_together() -> None:
+    """The machine became slower meanwhile."""
+    pairs = [(1000.0, 2000.0), (900.0, 1900.0), (200.0, 700.0), (100.0, 150.0), (150.0, 320.0)]
+    found = speed_up(pairs, tokens_per_step=4.0)
+    assert found.factor == found.tokens_per_s / found.plain_tokens_per_s
+    assert (found.plain_tokens_per_s, found.tokens_per_s) == (900.0, 1900.0)
 
 
 def test_nothing_is_above_the_tokens_of_a_step() -> None:
@@ -24,9 +33,9 @@ def test_nothing_is_above_the_tokens_of_a_step() -> None:
         "at most 2.51 times as fast as plain (one pair of runs; the timing was disturbed)"
     )
     found = speed_up([(100.0, 240.0), (100.0, 250.0), (100.0, 300.0)], tokens_per_step=2.51)
-    assert str(found) == "2.50 times as fast as plain (2.45 to 2.51 in half of 3 pairs)"
+    assert str(found) == "2.50 times as fast as plain (2.40 to 2.51 in 3 pairs)"
     found = speed_up([(100.0, 90.0), (100.0, 80.0)], tokens_per_step=1.0)
-    assert str(found) == "0.85 times as fast as plain (0.83 to 0.88 in half of 2 pairs)"
+    assert str(found) == "0.80 times as fast as plain (0.80 to 0.90 in 2 pairs)"
 
 
 class Machine:

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 from specops.cli import fail, write_file
@@ -172,8 +171,8 @@ def _summary(
         lines = [_line(method, drafted, drafted.tokens_per_s)]
     else:
         plain, own = compared.plain.tokens_per_s, drafted.tokens_per_s
-        if compared.pairs:
-            plain, own = (median(speeds) for speeds in zip(*compared.pairs, strict=True))
+        if (timed := compared.speed_up) is not None:
+            plain, own = timed.plain_tokens_per_s, timed.tokens_per_s
         lines = [_line(method, drafted, own), _line("naive", compared.plain, plain)]
     if params.temperature > 0:  # a greedy text has no use for it
         lines[0] += f", seed {drafted.completion.seed}"

@@ -6,7 +6,7 @@ import {$, make, perSecond, perStepText} from "./dom.js";
 import {isSame} from "./generation.js";
 import {choicesOf, learns} from "./names.js";
 import {generate} from "./runs.js";
-import {factorText, inRounds, median, speedUp, spreadText} from "./timing.js";
+import {factorText, inRounds, middle, speedUp, spreadText} from "./timing.js";
 
 const HEADS = ["method", "tokens per step", "drafts accepted", "tokens/s", "against plain", "tokens and bits"];
 
@@ -28,8 +28,8 @@ class Entry {
   }
 
   get speed() {
-    const timed = this.speeds.filter((speed) => speed);
-    return timed.length ? median(timed) : null;
+    const timed = this.speeds.filter((speed) => speed).sort((a, b) => a - b);
+    return timed.length ? middle(timed) : null;
   }
 
   /** Whether every run has the bits of plain decoding's first one. */

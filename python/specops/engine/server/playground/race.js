@@ -6,7 +6,7 @@ import {$, perStepText, whole} from "./dom.js";
 import {agreement, isSame} from "./generation.js";
 import {learns} from "./names.js";
 import {generate} from "./runs.js";
-import {factorText, inRounds, median, speedUp, spreadText} from "./timing.js";
+import {factorText, inRounds, speedUp, spreadText} from "./timing.js";
 
 /** "160 of 160 tokens", and of logprobs where both have them; `total` may count a longer text. */
 function counted({tokens, sameTokens, logprobs, sameLogprobs}, total = tokens) {
@@ -32,7 +32,7 @@ function showSpeeds(pairs, perStep) {
   const found = speedUp(pairs, perStep);
   $("factor").textContent = found ? `${factorText(found)} as fast` : "too short to be timed";
   $("spread").textContent = found ? `each alone: ${spreadText(found)}` : "";
-  if (found) board.lanes.forEach((lane, i) => lane.showAlone(median(pairs.map((pair) => pair[i]))));
+  if (found) board.lanes.forEach((lane, i) => lane.showAlone(found.speeds[i]));
 }
 
 /** Times both again, in turn: in a race each step serves both. Returns whether all bits are the same. */
