@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,36 @@ def test_every_command_has_help_under_its_name(
         main([name, "--help"])
     assert exit.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: specops {name} ")
+
+
+def documented() -> list[list[str]]:
+    """What follows `specops` in the blocks of shell of all documents."""
+    texts = [path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]]
+    blocks = re.findall(r"^```bash\n(.*?)^```", "".join(texts), re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [
+        shlex.split(re.split(r" [<|>] ", found[1])[0], comments=True)
+        for line in lines
+        if (found := re.match(r"(?:\S*/)?specops (.*)", line)) is not None
+    ]
+
+
+PARSERS = {
+    "serve": ("specops.engine.__main__", "_parser"),
+    "complete": ("specops.cli.complete", "_parser"),
+    "verify-exactness": ("specops.engine.exactness", "_parser"),
+    "contract": ("specops.engine.__main__", "_contract_parser"),
+    "bench": ("specops.cli.bench", "_parser"),
+    "plot": ("specops.cli.plot", "_parser"),
+}
+
+
+@pytest.mark.parametrize("words", documented(), ids=" ".join)
+def test_documented_lines_are_understood(words: list[str]) -> None:
+    if words[0] == "bench":
+        need_the_extra()
+    module, name = PARSERS[words[0]]
+    getattr(import_module(module), name)("specops").parse_args(words[1:])
 
 
 def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None:
