@@ -122,7 +122,7 @@ def compare(decoder: Decoder, drafted: Run) -> Comparison:
     if first.first_difference is not None or drafted.tokens_per_s is None:
         return first
     now = time.perf_counter()
-    end, seconds = now + _TIMING_SECONDS, 2 * (now - begin)  # that a pair takes at most
+    end, seconds = now + _TIMING_SECONDS, 2 * (now - begin)  # that a pair takes, about
     pairs: list[tuple[float, float]] = []
     while len(pairs) < _MOST_PAIRS and time.perf_counter() + seconds < end:
         speeds: dict[bool, float | None] = {}
