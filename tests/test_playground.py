@@ -671,24 +671,32 @@ def test_bars_are_as_long_as_texts(page: Page, served: Served) -> None:
     assert page.locator(".lane progress").evaluate_all(shares) == [1, 1], "complete, if short"
 
 
+STOP_AT = """words => new MutationObserver((_, observer) => {
+  if (!document.getElementById("verdict-note").textContent.includes(words)) return;
+  observer.disconnect();
+  document.getElementById("stop").click();
+}).observe(document.getElementById("verdict-note"), {childList: true})"""
+
+
 @needs_chromium
 def test_who_stops_the_timing_has_what_was_timed(page: Page, served: Served) -> None:
-    fill(page, prompt="abc", tokens="200")
-    page.locator("#run").click()
-    expect(page.locator("#verdict-note")).to_have_text("Timing each alone, pair 1.")
-    page.locator("#stop").click()
-    done(page, "stopped")
+    timed(page, naive=[90.0, 100.0], ngram=[80.0, 70.0, 300.0])
+    fill(page, prompt="abc", tokens="60", seed="7")
+    page.evaluate(STOP_AT, "Timing each alone, pair 1.")
+    run(page, "stopped")
     served.wait_until_idle()
     expect(page.locator("#factor")).to_have_text("not timed")
-    expect(page.locator("#verdict-note")).to_have_text("")
-    expect(page.locator("#identical")).to_contain_text("identical: 200 of 200 tokens")
+    expect(page.locator("#verdict-note")).to_have_text("Seed 7.")
+    expect(page.locator(".speed").first).to_have_text("90 tokens/s, in shared steps")
+    expect(page.locator("#identical")).to_contain_text("identical: 60 of 60 tokens")
+    page.evaluate(STOP_AT, "Timing each alone, pair 2.")
     page.locator("#run").click()
-    expect(page.locator("#verdict-note")).to_have_text("Timing each alone, pair 2.")
-    page.locator("#stop").click()
+    expect(page.locator("#spread")).to_have_text(re.compile("^each alone: one pair of runs"))
     done(page, "stopped")
     served.wait_until_idle()
-    expect(page.locator("#spread")).to_have_text(re.compile("^each alone: one pair of runs"))
-    expect(page.locator("#verdict-note")).to_have_text("")
+    expect(page.locator("#factor")).to_have_text("3.00\u00d7 as fast")
+    assert [one.split()[0] for one in page.locator(".speed").all_inner_texts()] == ["100", "300"]
+    expect(page.locator("#verdict-note")).to_have_text("Seed 7.")
 
 
 @needs_chromium

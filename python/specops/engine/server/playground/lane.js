@@ -20,6 +20,7 @@ export class Lane {
     const heading = make("header", {}, make("h2", {}, this.title), make("p", {class: "speed"}, this.speed, " ", this.unit));
     this.element = make("article", {class: "lane"}, heading, this.progress, this.facts, this.text);
     this.pane = null;
+    this.alone = null; // the speed in the place of the generation's
   }
 
   start(generation) {
@@ -34,7 +35,7 @@ export class Lane {
     this.pane.paint();
     this.progress.max = generation.limit;
     this.progress.value = generation.tokens.length;
-    this.speed.textContent = perSecond(generation.speed);
+    this.speed.textContent = perSecond(this.alone ?? generation.speed);
     const facts = factsOf(generation);
     if (this.showsSeed && generation.seed !== null) facts.push(["seed", generation.seed]);
     this.facts.replaceChildren(...facts.map(([name, value]) => fact(name, value)));
@@ -49,6 +50,7 @@ export class Lane {
 
   /** Puts the speed that the method has alone in the place of the race's. */
   showAlone(speed) {
+    this.alone = speed;
     this.speed.textContent = perSecond(speed);
     this.unit.textContent = "tokens/s alone";
   }

@@ -65,13 +65,16 @@ async function conclude(context, raced) {
   const {method, alone, temperature, seed} = context.settings;
   showVerdict(...raced, true);
   let same = isSame(...raced);
-  if (learns(method)) {
-    $("verdict-note").textContent =
-      "Not timed alone: the suffix tree has this text by now, and would draft all of it. ";
-  } else if (alone && method !== "naive") {
-    same = (await timeAlone(context, method, raced)) && same;
+  try {
+    if (learns(method)) {
+      $("verdict-note").textContent =
+        "Not timed alone: the suffix tree has this text by now, and would draft all of it. ";
+    } else if (alone && method !== "naive") {
+      same = (await timeAlone(context, method, raced)) && same;
+    }
+  } finally {
+    if (Number(temperature) > 0) $("verdict-note").append(`Seed ${seed}.`);
   }
-  if (Number(temperature) > 0) $("verdict-note").append(`Seed ${seed}.`);
   return same;
 }
 
