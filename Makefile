@@ -65,7 +65,8 @@ $(VENV)/cuda-%: | $(VENV)/build-deps
 	rm -f $(VENV)/cuda-*
 	touch $@
 
-BUILD := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
+# ninja has as many jobs as there are CPUs: a job server of this make it could not reach.
+BUILD := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 
 $(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
 	SPECOPS_ISAS=all $(BUILD)

@@ -3,6 +3,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -84,3 +85,26 @@ def test_wrong_sets_are_refused(tmp_path: Path, isas: str, message: str) -> None
     assert done.returncode != 0
     told = " ".join(done.stderr.split())
     assert "SPECOPS_ISAS must" in told and message in told and f"got {isas}" in told
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_ninja_is_told_of_no_job_server(tmp_path: Path) -> None:
+    """`make serve` builds by a make -j2, whose job server would be closed to ninja: an error."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    build = re.search(r"^BUILD := .*$", makefile, re.MULTILINE)
+    assert build is not None
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "with [$MAKEFLAGS] $1"\n')
+    python.chmod(0o755)
+    lines = [
+        f"BIN := {tmp_path}",
+        build[0],
+        "serve:",
+        "\t$(MAKE) -j2 built",
+        "built:",
+        "\t$(BUILD)",
+    ]
+    (tmp_path / "Makefile").write_text("\n".join(lines) + "\n")
+    command = ["make", "-C", str(tmp_path), "serve"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "\nwith [] setup.py\n" in done.stdout

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,36 @@ def test_every_command_has_help_under_its_name(
     assert capsys.readouterr().out.startswith(f"usage: specops {name} ")
 
 
+def documented() -> list[list[str]]:
+    """What follows `specops` in the blocks of shell of all documents."""
+    texts = [path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]]
+    blocks = re.findall(r"^```bash\n(.*?)^```", "".join(texts), re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [
+        shlex.split(re.split(r" [<|>] ", found[1])[0], comments=True)
+        for line in lines
+        if (found := re.match(r"(?:\S*/)?specops (.*)", line)) is not None
+    ]
+
+
+PARSERS = {
+    "serve": ("specops.engine.__main__", "_parser"),
+    "complete": ("specops.cli.complete", "_parser"),
+    "verify-exactness": ("specops.engine.exactness", "_parser"),
+    "contract": ("specops.engine.__main__", "_contract_parser"),
+    "bench": ("specops.cli.bench", "_parser"),
+    "plot": ("specops.cli.plot", "_parser"),
+}
+
+
+@pytest.mark.parametrize("words", documented(), ids=" ".join)
+def test_documented_lines_are_understood(words: list[str]) -> None:
+    if words[0] == "bench":
+        need_the_extra()
+    module, name = PARSERS[words[0]]
+    getattr(import_module(module), name)("specops").parse_args(words[1:])
+
+
 def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None:
     engine = import_module("specops.engine.__main__")
     for arguments, usage in (
@@ -89,6 +120,16 @@ def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(SystemExit):
             engine.main([*arguments, "--help"])
         assert capsys.readouterr().out.startswith(usage)
+
+
+def test_contract_helps_with_what_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    options = import_module("specops.engine.contract").OPTIONS
+    with pytest.raises(SystemExit):
+        main(["contract", "--help"])
+    told = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
+    assert told == {"help", "config", *(name.replace("_", "-") for name in options)}
+    # The others of a server's command line are accepted as before.
+    assert main(["contract", "--device", "cpu", "--port", "1", "--max-num-seqs", "3"]) == 0
 
 
 def test_contract_is_the_engine_s_and_reads_a_file(
@@ -116,7 +157,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"specops {specops.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["--nothing"]])
+def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    alone = capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert alone.err == "" and alone.out == capsys.readouterr().out != ""
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["--nothing"]])
 def test_mistakes_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(arguments)

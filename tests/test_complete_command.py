@@ -3,12 +3,15 @@
 
 import io
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from specops import sampling
-from specops.cli import main
+from specops.cli import complete, main
+from specops.cli.tint import has_colours
 from specops.engine import Engine, EngineConfig, SamplingParams, runner
 from specops.engine.config import BUNDLED_MODEL
 
@@ -65,13 +68,77 @@ def test_plain_decoding_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     report = reported("--compare", "--method", "mtp", *SEEDED, file=tmp_path / "a.json")
     error = capsys.readouterr().err
     count = len(report["token_ids"])
-    assert f"identical: {count} of {count} tokens and logprobs, " in error
-    assert "times as fast as plain" in error
+    per_step = f"{(count - 1) / (len(report['steps']) - 1):.2f}"
+    assert (
+        f"identical: {count} of {count} tokens and logprobs\n{per_step} tokens per step, " in error
+    )
+    assert re.search(r"[\d.]+ times as fast as plain \(.* in (half of )?\d pairs", error)
+    assert 1 <= len(report["timed_pairs"]) <= 7 and report["tokens_per_step"] > 1
+    assert report["speed_up"]["factor"] <= report["tokens_per_step"]
     assert report["identical"] is True and report["first_difference"] is None
     assert report["plain"]["token_ids"] == report["token_ids"]
     assert report["plain"]["logprobs"] == report["logprobs"]
     assert report["stats"]["num_accepted_tokens"] > 0
     assert report["plain"]["stats"]["num_draft_tokens"] == 0
+
+
+def test_a_seed_is_told_where_it_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, PROMPT, "--compare"]) == 0
+    assert "seed" not in capsys.readouterr().err
+    assert main([*COMMAND, PROMPT, *SEEDED]) == 0
+    assert capsys.readouterr().err.endswith("ended by length, seed 5\n")
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_accepted_drafts_have_their_colour_on_a_terminal(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    report = reported("--method", method, file=tmp_path / "a.json")
+    plain = capsys.readouterr().out
+    monkeypatch.setattr(complete, "has_colours", lambda stream: True)
+    reported("--method", method, file=tmp_path / "a.json")
+    shown = capsys.readouterr().out
+    text, _, legend = shown.removesuffix("\n").rpartition("\n")
+    colour = {"ngram": "\x1b[94m", "mtp": "\x1b[95m"}[method]
+    assert legend == f"in colour: accepted drafts of {colour}{method}\x1b[0m"
+    assert re.sub(r"\x1b\[\d+m", "", text) + "\n" == plain
+    # The texts of accepted drafts can be empty, if a token is a part of a character.
+    assert 0 < text.count(colour) <= report["stats"]["num_accepted_tokens"]
+
+
+def test_a_stop_string_cuts_a_text_in_colour_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    assert main([*COMMAND, PROMPT]) == 0
+    whole = capsys.readouterr().out
+    stop = whole[len(whole) // 2 :][:3]
+    monkeypatch.setattr(complete, "has_colours", lambda stream: True)
+    assert main([*COMMAND, PROMPT, "--stop", stop]) == 0
+    shown = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out)
+    assert shown.startswith(whole.partition(stop)[0] + "\n") and stop not in shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert has_colours(Terminal()) and not has_colours(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not has_colours(Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colours(Terminal())
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert not has_colours(Terminal()), "rich is not installed"
 
 
 def test_a_difference_is_told(

@@ -21,7 +21,8 @@ from specops.engine.errors import ModelError
 
 
 def digest(**config: Any) -> str:
-    return str(contract_of(Engine(EngineConfig(device="cpu", num_threads=1, **config)))["digest"])
+    config = {"device": "cpu", "num_threads": 1, **config}
+    return str(contract_of(Engine(EngineConfig(**config)))["digest"])
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,7 @@ def own() -> str:
         {"enable_prefix_caching": False, "enable_cascade_attention": False, "seed": 4},
         {"max_model_len": 100, "served_model_name": "other"},
         {"model": str(BUNDLED_MODEL)},
+        {"num_threads": 2},
     ],
     ids=lambda config: ", ".join(config),
 )
@@ -47,6 +49,7 @@ def test_what_changes_no_bit_is_not_in_it(own: str, config: dict[str, Any]) -> N
 def test_what_changes_bits_is_in_it(own: str, tmp_path: Path) -> None:
     found = [own, digest(dtype="float32"), digest(logprobs_mode="processed_logprobs")]
     found.append(digest(kv_cache_dtype="int8"))
+    found.append(digest(attention_backend="torch"))
     for name in ("config.json", "model.safetensors"):
         copy = tmp_path / name
         shutil.copytree(BUNDLED_MODEL, copy, ignore=shutil.ignore_patterns("*.py"))

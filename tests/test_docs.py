@@ -2,6 +2,7 @@
 """The documents speak of files, tests and links that exist."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,40 @@ def test_every_module_of_ops_has_its_reference() -> None:
     assert set(pages) == modules | {"engine"}
     for name in modules:
         assert f"\n::: specops.{name}\n" in pages[name]
+
+
+def shell_lines(path: Path) -> list[list[list[str]]]:
+    """The words of each line of each block of shell."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [
+        [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+        for block in blocks
+    ]
+
+
+READS = ("<", "--prompt-file", "--config")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_shell_reads_files_that_exist(path: Path) -> None:
+    """In a clone, or made by an earlier line of the block."""
+    for block in shell_lines(path):
+        made: set[str] = set()
+        for words in block:
+            read = [words[at + 1] for at, word in enumerate(words) if word in READS]
+            if words[:2] == ["specops", "plot"]:
+                read += [word for word in words if word.endswith(".json")]
+            for name in read:
+                assert name in made or (ROOT / name).is_file(), f"{' '.join(words)}: {name}"
+            made |= {words[at + 1] for at, word in enumerate(words) if word == "--json"}
+
+
+def test_lists_of_models_are_those_that_run() -> None:
+    """As the README and the first page of the site have them."""
+    from specops.engine.models.config import _FAMILIES
+
+    runs = {name.removesuffix("ForCausalLM") for name in _FAMILIES} - {"Glm4Moe"}
+    for path in (ROOT / "README.md", ROOT / "docs/index.md"):
+        text = " ".join(path.read_text().split())
+        (told,) = re.findall(r"Hugging Face checkpoint(?: of your own)?: (.+?)\. ", text)
+        assert set(told.split(", ")) == {*runs, "dense GLM-4.5"}, path.name

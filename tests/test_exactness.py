@@ -2,6 +2,7 @@
 """`verify-exactness`: it finds no difference where there is none, and the one that is put there."""
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +41,15 @@ def table(text: str) -> list[dict[str, str]]:
 
 def test_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--prompts", "6", "--num-speculative-tokens", "3"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("specops-bundled on cpu: 6 prompts, up to 32 tokens each\n")
-    assert text.count("drafts accepted, equal: 'def add(a, b)") == 10
+    captured = capsys.readouterr()
+    assert captured.err == "", "no bar where nobody looks"
+    text = captured.out
+    head, verdict, *_ = text.splitlines()
+    assert head == "specops-bundled on cpu: 6 prompts, up to 32 tokens each"
+    tokens = sum(int(row["tokens"]) for row in table(text))
+    assert verdict.startswith(
+        f"No difference in {tokens:,} tokens: every token and rank, and every logprob bit"
+    )
     rows = table(text)
     assert [(row["method"], row["k"], row["temperature"]) for row in rows] == [
         (method, "3", temperature) for temperature in ("0", "0.8") for method in exactness.METHODS
@@ -52,7 +59,55 @@ def test_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows[:5]:
         assert 0 < float(row["accepted"].rstrip("%")) < 100
         assert float(row["tokens/step"]) > 1
-    assert "No difference: every token and rank, and every logprob bit" in text
+
+
+SHORT = ["--prompts", "2", "--max-tokens", "12", "--temperature", "0", "0.8", "--method", "ngram"]
+
+
+def test_a_line_for_every_prompt_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, *SHORT]) == 0
+    whole = capsys.readouterr().out
+    assert "drafts accepted, equal" not in whole
+    assert main([*COMMAND, *SHORT, "--verbose"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("drafts accepted, equal: 'def add(a, b)") == 2
+    assert set(whole.splitlines()) <= set(told.splitlines()), "and all else as before"
+    assert told.index("ngram, temperature 0.8") < told.index("No difference in")
+
+
+def test_the_verdict_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*COMMAND, *SHORT, "--quiet"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("No difference in 48 tokens")
+    monkeypatch.setitem(runner._POLICIES, "normal", int(sampling.AcceptPolicy.ACCEPT_ALL))
+    assert main([*COMMAND, *SHORT, "--quiet"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and re.match(r"\d of 4 outputs differ", lines[0])
+
+
+def test_a_bar_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes anything for a terminal
+    assert main([*COMMAND, *SHORT]) == 0
+    captured = capsys.readouterr()
+    assert "8/8" in captured.err and "ngram, temperature 0.8 is done" in captured.err
+    assert captured.out.startswith("specops-bundled on cpu: 2 prompts"), "and nothing of it here"
+    for option in ("--quiet", "--verbose"):
+        assert main([*COMMAND, *SHORT, option]) == 0
+        assert "8/8" not in capsys.readouterr().err
+
+
+def test_it_runs_without_rich(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("rich.console", "rich.progress"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main([*COMMAND, *SHORT]) == 0
+    assert "No difference in 48 tokens" in capsys.readouterr().out
 
 
 def test_drafts_let_through_are_found(
@@ -64,7 +119,9 @@ def test_drafts_let_through_are_found(
     text = capsys.readouterr().out
     each = [int(row["differences"]) for row in table(text)]
     assert len(each) == 5 and all(0 < different <= 4 for different in each)
-    assert f"{sum(each)} outputs differ" in text
+    assert text.splitlines()[1] == (
+        f"{sum(each)} of 20 outputs differ: speculation changed what the model says."
+    )
     assert text.count("DIFFERENT: ") == sum(each)
     assert re.search(
         r"plain: +output token \d+ is token \d+ .*, logprob -\d.*\n"
@@ -165,12 +222,12 @@ def test_prompts_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     lines = tmp_path / "lines.txt"
     lines.write_text("a b c a b c a b\n\nx = 1\n")
     short = [*COMMAND, "--max-tokens", "4", "--temperature", "0"]
-    assert main([*short, "--prompt-file", str(lines)]) == 0
+    assert main([*short, "--verbose", "--prompt-file", str(lines)]) == 0
     text = capsys.readouterr().out
     assert "2 prompts" in text and "'a b c a b c a b'" in text and "'x = 1'" in text
     listed = tmp_path / "prompts.json"
     listed.write_text('["one\\ntwo", "three"]')
-    assert main([*short, "--prompt-file", str(listed)]) == 0
+    assert main([*short, "--verbose", "--prompt-file", str(listed)]) == 0
     assert r"'one\ntwo'" in capsys.readouterr().out
 
 

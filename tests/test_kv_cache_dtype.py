@@ -171,4 +171,4 @@ def test_other_kinds_are_refused() -> None:
 def test_verify_exactness(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify-exactness", "--device", "cpu", "--num-threads", "2", "--max-tokens", "24"]
     assert main([*command, "--prompts", "3", "--kv-cache-dtype", kind]) == 0
-    assert "No difference: every token and rank" in capsys.readouterr().out
+    assert "No difference in" in capsys.readouterr().out

@@ -19,7 +19,10 @@ PACKAGE = ROOT / "python" / "specops"
 FAMILIES = ("batching", "attention", "dense", "sampling", "suffix_tree")
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
-CLI_WITH_ENGINE = {"complete.py"}  # the other commands' modules import without torch
+CLI_WITH_ENGINE = {
+    "comparison.py",
+    "complete.py",
+}  # the other commands' modules import without torch
 
 # Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (

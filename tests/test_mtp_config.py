@@ -303,7 +303,7 @@ def test_verify_exactness(
     assert said.out == "" and said.err.startswith('specops: method "mtp" cannot run in this engine')
     drafts = draft_directory(whole, tmp_path / "drafts")
     assert main([*command, "--speculative-config", json.dumps({"model": str(drafts)})]) == 0
-    assert "mtp+suffix, temperature 0" in capsys.readouterr().out
+    assert "mtp+suffix" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

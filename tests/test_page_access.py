@@ -69,7 +69,7 @@ def test_a_race_by_keyboard_alone(served: Served, browser: Browser) -> None:
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.value") == "race", "the first stop"
         page.keyboard.press("ArrowRight")
-        assert page.locator("body").get_attribute("data-mode") == "write"
+        assert page.locator("#results").get_attribute("data-mode") == "write"
         page.keyboard.press("ArrowLeft")
         tab_to(page, "prompt")
         page.keyboard.press("Control+A")

@@ -83,9 +83,16 @@ def test_a_race_of_the_bundled_model_ends_in_the_same_bits(
         )
         expect(page.locator("#identical")).to_have_class("identical same")
         assert text_of(page, 0) == text_of(page, 1) != ""
-        assert re.fullmatch(r"\d+\.\d\d\u00d7", page.locator("#factor").inner_text())
-        expect(page.locator("#factor-what")).to_have_text("as fast, each alone")
-        expect(page.locator("#verdict-note")).to_contain_text("the same bits once more")
+        factor = page.locator("#factor").inner_text()
+        found = re.fullmatch(r"(?:at most )?(\d+\.\d\d)\u00d7 as fast", factor)
+        per_step = page.locator("#per-step").inner_text()
+        assert found is not None and 0 < float(found[1]) <= float(per_step)
+        assert per_step == fact(page, "per step", lane=1)
+        expect(page.locator("#spread")).to_have_text(
+            re.compile(r"^each alone: [\d.]+ to [\d.]+ in (half of )?\d pairs")
+        )
+        expect(page.locator("#verdict-note")).to_have_text("Seed 5.")
+        expect(page.locator(".speed").nth(1)).to_have_text(re.compile(r"^[\d,]+ tokens/s alone$"))
         assert page.locator(".lane").nth(0).locator(".from-target").count() == 60
         assert page.locator(".lane").nth(1).locator(f".from-{method}").count() > 0
         expect(page.locator("#timeline svg")).to_have_attribute(
@@ -142,7 +149,8 @@ def test_a_race_without_logprobs_compares_tokens(page: Page) -> None:
     fill(page, prompt="abc", tokens="20")
     run(page)
     expect(page.locator("#identical")).to_have_text("identical: 20 of 20 tokens")
-    expect(page.locator("#factor-what")).to_have_text("as fast, in shared steps")
+    expect(page.locator("#factor")).to_have_text("")
+    expect(page.locator(".speed").nth(1)).to_contain_text("tokens/s, in shared steps")
 
 
 class Watched(FakeEngine):
@@ -174,7 +182,52 @@ def test_both_run_at_once_with_one_seed(browser: Browser) -> None:
         engine.most = 0
         run(page)
         methods = [one["speculative_config"]["method"] for one in sent[2:]]
-        assert methods == ["naive", "ngram"] * 2, "then each alone"
+        assert methods[:2] == ["naive", "ngram"] and len(methods) >= 6, "then each alone"
+        turns = [["ngram", "naive"], ["naive", "ngram"]]
+        alone = [methods[at : at + 2] for at in range(2, len(methods), 2)]
+        assert alone == [turns[number % 2] for number in range(len(alone))]
+
+
+def timed(page: Page, **speeds: list[float]) -> None:
+    """Has the server's clock tell these speeds: of each method's first run, the next, and so on."""
+
+    def tell(route: Route) -> None:
+        method = route.request.post_data_json["speculative_config"]["method"]
+        response = route.fetch()
+        speed = speeds[method].pop(0) if len(speeds[method]) > 1 else speeds[method][0]
+        told = f'"tokens_per_second":{speed}'
+        text = re.sub(r'"tokens_per_second":[\d.e-]+', told, response.text())
+        route.fulfill(response=response, body=text)
+
+    page.route("**/v1/completions", tell)
+
+
+@needs_chromium
+def test_a_speed_up_is_the_median_of_pairs(page: Page) -> None:
+    """The race itself is not among them."""
+    timed(page, naive=[100.0], ngram=[9000.0, 170.0, 120.0, 180.0, 200.0, 190.0, 160.0, 819.0])
+    fill(page, prompt="abc", tokens="25")
+    run(page)
+    expect(page.locator("#per-step")).to_have_text("4.00")
+    expect(page.locator("#factor")).to_have_text("1.80\u00d7 as fast")
+    expect(page.locator("#spread")).to_have_text("each alone: 1.65 to 1.95 in half of 7 pairs")
+    speeds = page.locator(".speed").all_inner_texts()
+    assert [" ".join(one.split()) for one in speeds] == ["100 tokens/s alone", "180 tokens/s alone"]
+
+
+@needs_chromium
+def test_no_speed_up_is_above_the_tokens_of_a_step(page: Page) -> None:
+    timed(page, naive=[100.0], ngram=[650.0])
+    fill(page, prompt="abc", tokens="25")
+    run(page)
+    expect(page.locator("#per-step")).to_have_text("4.00")
+    expect(page.locator("#factor")).to_have_text("at most 4.00\u00d7 as fast")
+    expect(page.locator("#spread")).to_contain_text("4.00 to 4.00 in half of 7 pairs; the timing")
+    choose(page, "compare")
+    run(page)
+    cell = page.locator("#table tbody tr").nth(1).locator("td").nth(3)
+    expect(cell).to_contain_text("at most 4.00\u00d7")
+    assert "6.50" not in page.locator("main").inner_text()
 
 
 @needs_chromium
@@ -185,7 +238,7 @@ def test_a_method_that_learns_is_not_timed_alone(browser: Browser) -> None:
         page.locator("#method").select_option("suffix")
         fill(page, prompt="abc", tokens="20")
         run(page)
-        expect(page.locator("#verdict-note")).to_contain_text("Neither is timed alone")
+        expect(page.locator("#verdict-note")).to_contain_text("Not timed alone")
 
 
 @needs_chromium
@@ -216,11 +269,11 @@ def test_completes_and_counts(page: Page) -> None:
     run(page)
     assert text_of(page) == "wörd 🙂 " * 3
     expect(page.locator(".before")).to_have_text("wörd 🙂 ")
-    # 1 + 8 steps of 4 tokens: 24 accepted drafts.
+    # The prompt's step, and 8 of 4 tokens: 24 accepted drafts.
     counts = {name: fact(page, name) for name in ("tokens", "per step", "accepted", "seed")}
     assert counts == {
         "tokens": "33",
-        "per step": "3.67",
+        "per step": "4.00",
         "accepted": "24 of 24 drafts",
         "seed": "9007199254740993",
     }
@@ -349,8 +402,41 @@ def test_compares_methods(page: Page) -> None:
     run(page)
     rows = [row.split("\t") for row in page.locator("#table tbody tr").all_inner_texts()]
     assert [row[0] for row in rows] == ["naive", "ngram"]
-    assert [row[3:] for row in rows] == [["1.00", NONE, NONE], ["3.43", "100 %", "identical"]]
+    told = [row[1:3] + row[5:] for row in rows]
+    assert told == [["1.00", NONE, NONE], ["3.83", "100 %", "identical"]]
+    assert rows[0][4] == NONE
+    spread = r"(at most )?[\d.]+\u00d7\s+[\d.]+ to [\d.]+ in (half of )?\d pairs.*\s*"
+    assert re.fullmatch(spread, rows[1][4])
     assert "seen" not in page.locator("#table caption").inner_text(), "nothing learns here"
+
+
+@needs_chromium
+def test_a_table_has_medians_of_rounds(page: Page) -> None:
+    # One to warm up, the one that is drawn, and seven.
+    timed(
+        page, naive=[1.0, 9.0, 100.0], ngram=[5.0, 110.0, 120.0, 130.0, 140.0, 150.0, 160.0, 170.0]
+    )
+    choose(page, "compare")
+    fill(page, prompt="abc", tokens="25")
+    run(page)
+    rows = [row.split("\t") for row in page.locator("#table tbody tr").all_inner_texts()]
+    assert [row[3] for row in rows] == ["100", "140"]
+    assert rows[1][4].split("\n")[:2] == ["1.40\u00d7", "1.25 to 1.55 in half of 7 pairs"]
+    expect(page.locator("#status")).to_have_text("Done: ngram was fastest, all identical.")
+
+
+@needs_chromium
+def test_a_table_times_a_method_that_learns_once(browser: Browser) -> None:
+    engine = FakeEngine(methods=("naive", "suffix"))
+    with serving(engine) as served, opened(browser, served) as page:
+        connected(page)
+        timed(page, naive=[1.0, 50.0, 100.0], suffix=[90.0, 300.0])
+        choose(page, "compare")
+        fill(page, prompt="abc", tokens="25")
+        run(page)
+        cells = page.locator("#table tbody tr").nth(1).locator("td").all_inner_texts()
+        assert cells[2] == "90" and cells[3].split("\n")[:2] == ["1.80\u00d7", "one pair of runs"]
+        expect(page.locator("#table caption")).to_contain_text("so it is timed once")
 
 
 @needs_chromium
@@ -399,7 +485,7 @@ def test_mtp_and_what_continues_it(browser: Browser) -> None:
         run(page)
         heads = page.locator("#table tbody th").all_inner_texts()
         assert heads == every
-        expect(page.locator("#table caption")).to_contain_text("the second method with it")
+        expect(page.locator("#table caption")).to_contain_text("The second method with it")
 
 
 # ---- chats ----
@@ -426,6 +512,41 @@ def test_a_chat_goes_on_and_is_kept(page: Page) -> None:
     expect(page.locator(".message")).to_have_text(["You: héllo<|end|>", "You: <b>more</b>"])
     page.locator("#new-chat").click()
     expect(page.locator(".message")).to_have_count(0)
+
+
+@needs_chromium
+def test_tabs_have_one_chat(browser: Browser) -> None:
+    with serving(FakeEngine(step_seconds=0.02)) as served, opened(browser, served) as page:
+        connected(page)
+        other = page.context.new_page()
+        other.goto(f"{served.url}/")
+        connected(other)
+        for tab in (page, other):
+            choose(tab, "chat")
+            fill(tab, tokens="3")
+        fill(page, prompt="one")
+        run(page)
+        expect(other.locator(".message")).to_have_text(["You: one"])
+        fill(other, prompt="two")
+        run(other)
+        expect(page.locator(".message")).to_have_text(["You: one", "You: two"])
+        # What the other says while this one writes, for 1.4 seconds, is not lost.
+        fill(other, prompt="three")
+        page.locator(".more summary").click()
+        page.locator("#method").select_option("naive")
+        fill(page, prompt="four", tokens="70", system="repeated" * 10)
+        page.locator("#run").click()
+        expect(page.locator("body")).to_have_attribute("data-state", "running")
+        run(other)
+        done(page)
+        said = ["You: one", "You: two", "You: three", "You: four"]
+        for tab in (page, other):
+            expect(tab.locator(".message")).to_have_text(said)
+            expect(tab.locator("article")).to_have_count(4)
+        kept = json.loads(page.evaluate("localStorage.getItem('specops-chat')"))
+        assert [one["content"] for one in kept[::2]] == ["one", "two", "three", "four"]
+        other.locator("#new-chat").click()
+        expect(page.locator(".message")).to_have_count(0)
 
 
 @needs_chromium
@@ -480,7 +601,156 @@ def test_settings_history_and_links_lead_back(browser: Browser) -> None:
         assert page.evaluate("localStorage.getItem('specops-history')") is None
 
 
+@needs_chromium
+@pytest.mark.parametrize("mode", ["race", "write", "compare"])
+def test_a_link_carries_the_seed_that_was_drawn(page: Page, mode: str) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+    choose(page, mode)
+    fill(page, prompt="abc", tokens="5")
+    run(page)
+    assert page.locator("#seed").input_value() == "", "the next run has another"
+    page.locator("#share").click()
+    expect(page.locator("#share")).not_to_have_text("Copy link")
+    assert f"seed={sent[-1]['seed']}" in page.url.split("#")[1].split("&")
+    first = {one["seed"] for one in sent}
+    run(page)
+    assert len(first) == 1 and {one["seed"] for one in sent} > first
+    choose(page, "write" if mode == "race" else "race")  # nothing is on the screen any more
+    page.locator("#share").click()
+    expect(page.locator("#status")).to_contain_text("link")
+    assert "seed=" not in page.url
+
+
+@needs_chromium
+def test_a_seed_is_told_where_it_matters(page: Page) -> None:
+    fill(page, prompt="abc", tokens="5", temperature="0")
+    run(page)
+    expect(page.locator("#verdict-note")).to_have_text("")
+    choose(page, "write")
+    run(page)
+    expect(page.locator(".facts")).not_to_contain_text("seed")
+    fill(page, temperature="0.1")
+    run(page)
+    expect(page.locator(".facts")).to_contain_text("seed")
+
+
 # ---- what goes wrong ----
+
+
+@needs_chromium
+def test_a_failed_start_leaves_nothing_behind(served: Served, browser: Browser) -> None:
+    with opened(browser, served, expects=("400", "Failed to load")) as page:
+        connected(page)
+        for mode in ("race", "write", "compare"):
+            choose(page, mode)
+            fill(page, prompt="abc", tokens="5")
+            run(page)
+            fill(page, tokens="100000")
+            run(page, "failed")
+            expect(page.locator("#error")).to_contain_text("exceeds the context")
+            for selector in ("#verdict", "#charts", "#table table", ".lane"):
+                assert page.locator(selector).locator("visible=true").count() == 0, selector
+            expect(page.locator("#idle")).to_be_visible()
+
+
+@needs_chromium
+def test_bars_are_as_long_as_texts(page: Page, served: Served) -> None:
+    page.locator("#method").select_option("naive")
+    fill(page, prompt="abc", tokens="250")
+    page.locator("#run").click()
+    expect(page.locator(".lane .token").first).to_be_visible()
+    page.locator("#stop").click()
+    done(page, "stopped")
+    served.wait_until_idle()
+    share = page.locator(".lane progress").first.evaluate("bar => bar.value / bar.max")
+    assert share == pytest.approx(int(fact(page, "tokens")) / 250) and share < 1
+    fill(page, prompt="ab<|end|>")
+    run(page)
+    shares = "bars => bars.map(bar => bar.value / bar.max)"
+    assert page.locator(".lane progress").evaluate_all(shares) == [1, 1], "complete, if short"
+
+
+STOP_AT = """words => new MutationObserver((_, observer) => {
+  if (!document.getElementById("verdict-note").textContent.includes(words)) return;
+  observer.disconnect();
+  document.getElementById("stop").click();
+}).observe(document.getElementById("verdict-note"), {childList: true})"""
+
+
+@needs_chromium
+def test_who_stops_the_timing_has_what_was_timed(page: Page, served: Served) -> None:
+    timed(page, naive=[90.0, 100.0], ngram=[80.0, 70.0, 300.0])
+    fill(page, prompt="abc", tokens="60", seed="7")
+    page.evaluate(STOP_AT, "Timing each alone, pair 1.")
+    run(page, "stopped")
+    served.wait_until_idle()
+    expect(page.locator("#factor")).to_have_text("not timed")
+    expect(page.locator("#verdict-note")).to_have_text("Seed 7.")
+    expect(page.locator(".speed").first).to_have_text("90 tokens/s, in shared steps")
+    expect(page.locator("#identical")).to_contain_text("identical: 60 of 60 tokens")
+    page.evaluate(STOP_AT, "Timing each alone, pair 2.")
+    page.locator("#run").click()
+    expect(page.locator("#spread")).to_have_text(re.compile("^each alone: one pair of runs"))
+    done(page, "stopped")
+    served.wait_until_idle()
+    expect(page.locator("#factor")).to_have_text("3.00\u00d7 as fast")
+    assert [one.split()[0] for one in page.locator(".speed").all_inner_texts()] == ["100", "300"]
+    expect(page.locator("#verdict-note")).to_have_text("Seed 7.")
+
+
+@needs_chromium
+def test_empty_fields_mean_what_they_show(page: Page) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+    choose(page, "write")
+    page.locator(".more summary").click()
+    shown = {"k": "3", "tokens": "160", "temperature": "0.5", "top_p": "1"}
+    fill(page, prompt="abc", **dict.fromkeys(shown, ""))
+    for name, value in shown.items():
+        assert page.locator(f"#{name}").get_attribute("placeholder") == value
+    run(page)
+    body = sent[-1]
+    assert body["speculative_config"]["num_speculative_tokens"] == 3
+    assert (body["max_tokens"], body["temperature"], body["top_p"]) == (160, 0.5, 1)
+    for name, value in shown.items():
+        assert page.locator(f"#{name}").input_value() == value, "what was run stands there"
+
+
+@needs_chromium
+@pytest.mark.parametrize("mode", ["chat", "write", "compare"])
+def test_another_mode_ends_what_runs(page: Page, served: Served, mode: str) -> None:
+    page.locator("#method").select_option("naive")
+    fill(page, prompt="abc", tokens="250")
+    page.locator("#run").click()
+    expect(page.locator(".lane .token").first).to_be_visible()
+    choose(page, mode)
+    done(page, "stopped")
+    served.wait_until_idle()
+    expect(page.locator("#results")).to_have_attribute("data-mode", mode)
+    expect(page.locator(".lane")).to_have_count(0)
+    assert page.locator("#idle").is_visible() == (mode != "chat")
+    fill(page, prompt="abc", tokens="4")
+    run(page)
+    expect(page.locator("#error")).to_have_text("")
+
+
+@needs_chromium
+def test_an_earlier_run_does_not_rearrange_the_results(page: Page) -> None:
+    choose(page, "chat")
+    fill(page, prompt="abc", tokens="4")
+    run(page)
+    choose(page, "race")
+    fill(page, prompt="abc")
+    run(page)
+    page.locator("#history summary").click()
+    page.locator("#runs button").nth(1).click()  # the chat's
+    tops = "lanes => lanes.map(lane => lane.getBoundingClientRect().top)"
+    left, right = page.locator(".lane").evaluate_all(tops)
+    assert left == right, "still side by side"
+    run(page)
+    expect(page.locator(".message")).to_have_count(2)
+    expect(page.locator("article")).to_have_count(2)
 
 
 @needs_chromium

@@ -48,14 +48,17 @@ def test_runs_side_by_side(files: list[str], tmp_path: Path) -> None:
     svg = out.read_text()
     xml.dom.minidom.parseString(svg)
     titles = re.findall(r'class="title">([^<]*)<', svg)
-    assert titles[:4] == [
+    assert titles[:5] == [
+        "Runs of specops bench",
         "Output tokens a second",
         "Requests a second",
         "Drafts accepted, %",
         "First token, ms",
     ]
-    assert len(titles) == 9
-    assert svg.count("drafts &lt;4&gt;</text>") == svg.count(">plain</text>") == 9
+    assert len(titles) == 10
+    assert svg.count("drafts &lt;4&gt;</text>") == svg.count(">plain</text>") == 10, (
+        "nothing but the name is known of these runs"
+    )
     # Both runs in five panels and more, one in that of drafts, none in those of whole answers.
     bars = re.findall(r'width="([\d.]+)" height="18" rx="2" fill="(#\w+)"/>', svg)
     assert len(bars) == 2 * 6 + 1
@@ -63,6 +66,37 @@ def test_runs_side_by_side(files: list[str], tmp_path: Path) -> None:
     assert float(ours) == pytest.approx(2 * float(theirs), abs=0.2) and green != grey
     for shown in ("2,000", "1,000", "75", "10", "20", "40", "1.5", "6"):
         assert f">{shown}</text>" in svg, shown
+
+
+def test_it_says_what_was_measured_and_how_it_spreads(tmp_path: Path) -> None:
+    closed, open_ = run("drafts", 2.0, accepted=0.75), run("plain", 1.0, accepted=None)
+    common = {"url": "http://127.0.0.1:8000", "requests": 200, "max_tokens": 64}
+    closed |= {"model": "m", "started": "2026-11-24T10:05:00+00:00"}
+    closed["options"] = common | {"concurrency": 16, "rate": None}
+    open_ |= {"model": "m", "options": common | {"concurrency": None, "rate": 2.5}}
+    closed["figures"]["first_token_ms"]["p90"] = 30.0
+    paths = [tmp_path / "closed.json", tmp_path / "open.json"]
+    for path, one in zip(paths, (closed, open_), strict=True):
+        path.write_text(json.dumps(one))
+    out = tmp_path / "runs.svg"
+    assert main(["plot", *map(str, paths), "--out", str(out), "--title", "On a <laptop>"]) == 0
+    svg = out.read_text()
+    xml.dom.minidom.parseString(svg)
+    assert '<text x="18" y="30" class="title">On a &lt;laptop&gt;</text>' in svg
+    where = "m at http://127.0.0.1:8000"
+    amount = "200 requests of up to 64 tokens"
+    assert f">drafts: {where}, 16 at a time, {amount}, 2026-11-24 10:05 UTC</text>" in svg
+    assert f">plain: {where}, 2.5 requests a second, {amount}</text>" in svg
+    # The bar of 10 ms has a line to 30 ms, three times as far.
+    (bar,) = re.findall(
+        r'<rect x="(\d+)" y="\d+" width="([\d.]+)" height="18"[^/]*/>\n *<line x1', svg
+    )
+    (line,) = re.findall(
+        r'<line x1="([\d.]+)" x2="([\d.]+)" y1="\d+" y2="\d+" stroke="#\w+"/>', svg
+    )
+    left, width = map(float, bar)
+    assert float(line[0]) == pytest.approx(left + width, abs=0.2)
+    assert float(line[1]) - left == pytest.approx(3 * width, abs=0.5)
 
 
 def test_a_picture_grows_with_its_names_and_panels() -> None:

@@ -77,10 +77,10 @@ def run(page: Page, url: str, **settings: str) -> None:
         expect(page.locator("#status")).to_contain_text("Done")
 
 
-def save(page: Page, path: Path) -> None:
-    """Writes the picture, down to the end of the results."""
+def save(page: Page, path: Path, *, above: str = "#history") -> None:
+    """Writes the picture, down to what stands below it: the end of the results if nothing else."""
     page.mouse.move(0, 0)
-    end = page.locator("#history").evaluate("one => one.getBoundingClientRect().top + scrollY")
+    end = page.locator(above).evaluate("one => one.getBoundingClientRect().top + scrollY")
     width = page.evaluate("innerWidth")
     clip: Any = {"x": 0, "y": 0, "width": width, "height": end}
     page.screenshot(path=path, full_page=True, clip=clip)
@@ -91,11 +91,11 @@ def save(page: Page, path: Path) -> None:
 
 
 def race(browser: Browser, url: str, path: Path) -> None:
-    """A race of plain decoding against n-gram drafts."""
+    """A race of plain decoding against n-gram drafts, without the charts, for the README."""
     page = browser.new_page(viewport={"width": 1040, "height": 900})
     run(page, url, mode="race", method="ngram", k="4", tokens="96")
     page.evaluate("document.activeElement.blur()")
-    save(page, path)
+    save(page, path, above="#charts")
     page.close()
 
 

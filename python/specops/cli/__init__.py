@@ -68,13 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command's name and its arguments; None: the program's own.
 
     Returns:
-        The exit code: 0, what the command says, or 2 for a mistake in the arguments.
+        The exit code: 0, what the command says, or 2 for a mistake in the arguments. Without
+        arguments it prints the help.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in (["-V"], ["--version"]):
         import specops
 
         print(f"specops {specops.__version__}")
+        return 0
+    if not given:
+        _parser().print_help()
         return 0
     name = _parser().parse_args(given[:1]).command
     try:

@@ -2,11 +2,12 @@
 """Bar charts side by side, as one SVG that reads alike on light and dark pages."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 
 _PANEL_WIDTH, _PANEL_GAP, _MARGIN = 272, 24, 18
 _LABEL_WIDTH, _VALUE_WIDTH, _CHARACTER = 94, 44, 7
+_HEADING_TOP, _HEADING_STEP, _HEADING_CHARACTER = 30, 18, 6
 _FIRST_BAR, _BAR_HEIGHT, _BAR_STEP, _BELOW = 72, 18, 28, 16
 _BACKGROUND, _BORDER, _TEXT, _FAINT = "#f6f8fa", "#d1d9e0", "#1f2328", "#59636e"
 _OURS, _THEIRS = "#1a7f37", "#8c959f"
@@ -27,14 +28,23 @@ class Panel:
         title: above it.
         notes: two lines of small print.
         values: by name; None: there is none, and no bar.
+        reach: by name, where a thin line behind the bar ends: how far single values go.
     """
 
     title: str
     notes: tuple[str, str]
     values: Mapping[str, float | None]
+    reach: Mapping[str, float | None] = field(default_factory=dict)
 
 
-def picture(panels: Sequence[Panel], title: str, *, ours: Collection[str], columns: int = 3) -> str:
+def picture(
+    panels: Sequence[Panel],
+    title: str,
+    *,
+    ours: Collection[str],
+    columns: int = 3,
+    heading: Sequence[str] = (),
+) -> str:
     """The whole SVG.
 
     Args:
@@ -42,17 +52,23 @@ def picture(panels: Sequence[Panel], title: str, *, ours: Collection[str], colum
         title: for those who cannot see it.
         ours: the names that stand out.
         columns: of panels.
+        heading: lines above all panels, the first as a title.
     """
     names = list(panels[0].values)
     label_width = max(_LABEL_WIDTH, *(_CHARACTER * len(name) + 8 for name in names))
     step = _PANEL_WIDTH - _LABEL_WIDTH + label_width + _PANEL_GAP
     row_height = _FIRST_BAR + _BAR_STEP * len(names) + _BELOW
     width = 2 * _MARGIN + step * min(columns, len(panels)) - _PANEL_GAP
-    height = row_height * -(-len(panels) // columns)
-    body: list[str] = []
+    above = _HEADING_TOP + _HEADING_STEP * (len(heading) - 1) if heading else 0
+    height = above + row_height * -(-len(panels) // columns)
+    width = max(width, *(2 * _MARGIN + _HEADING_CHARACTER * len(line) for line in ("", *heading)))
+    body = [
+        _text(_MARGIN, _HEADING_TOP + _HEADING_STEP * row, line, "note" if row else "title")
+        for row, line in enumerate(heading)
+    ]
     for index, panel in enumerate(panels):
         row, column = divmod(index, columns)
-        left, top = _MARGIN + column * step, row * row_height
+        left, top = _MARGIN + column * step, above + row * row_height
         body += _panel(panel, left, top, label_width, ours)
     frame = f'width="{width - 1}" height="{height - 1}" rx="6" fill="{_BACKGROUND}"'
     return "\n".join(
@@ -72,7 +88,8 @@ def _panel(
 ) -> list[str]:
     """The chart's lines, its corner at `left` and `above`."""
     bar_left = left + label_width
-    largest = max((value for value in panel.values.values() if value is not None), default=0.0)
+    shown = [*panel.values.values(), *panel.reach.values()]
+    largest = max((value for value in shown if value is not None), default=0.0)
     scale = (_PANEL_WIDTH - _LABEL_WIDTH - _VALUE_WIDTH) / largest if largest else 0.0
     lines = [_text(left, above + 26, panel.title, "title")]
     lines += [
@@ -88,10 +105,14 @@ def _panel(
         width = max(value * scale, 2.0)  # a bar of nothing is still seen
         size = f'width="{width:.1f}" height="{_BAR_HEIGHT}" rx="2"'
         colour = _OURS if name in ours else _THEIRS
-        lines += [
-            f'  <rect x="{bar_left}" y="{top}" {size} fill="{colour}"/>',
-            _text(bar_left + width + 6, top + 13, _number(value), style),
-        ]
+        lines.append(f'  <rect x="{bar_left}" y="{top}" {size} fill="{colour}"/>')
+        reach = panel.reach.get(name)
+        if reach is not None and reach * scale > width:
+            middle = top + _BAR_HEIGHT // 2
+            ends = f'x1="{bar_left + width:.1f}" x2="{bar_left + reach * scale:.1f}"'
+            lines.append(f'  <line {ends} y1="{middle}" y2="{middle}" stroke="{colour}"/>')
+            width = reach * scale
+        lines.append(_text(bar_left + width + 6, top + 13, _number(value), style))
     return lines
 
 

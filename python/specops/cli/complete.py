@@ -4,12 +4,13 @@
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from specops.cli import fail, write_file
+from specops.cli.comparison import Comparison, Decoder, Run, compare
+from specops.cli.tint import has_colours, tinted
 from specops.engine import (
     Completion,
     Engine,
@@ -20,33 +21,9 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
-from specops.engine.exactness import first_difference
 from specops.engine.options import add_draft_lengths, add_model_options, engine_settings
-
-_PLAIN = {"method": "naive"}
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step that emitted something: when it ended, since the beginning, and what it gave."""
-
-    seconds: float
-    output: RequestOutput
-
-
-@dataclass(frozen=True)
-class Run:
-    """A text that was completed, and how."""
-
-    completion: Completion
-    steps: list[Step]
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Of the tokens behind the first step; None where there are none."""
-        later = len(self.completion.token_ids) - len(self.steps[0].output.token_ids)
-        seconds = self.steps[-1].seconds - self.steps[0].seconds
-        return later / seconds if later > 0 and seconds > 0 else None
+from specops.engine.outputs import TARGET
+from specops.engine.tokenizer import TextStream
 
 
 def main(arguments: Sequence[str], program: str) -> int:
@@ -123,17 +100,21 @@ def _complete(args: argparse.Namespace) -> int:
     speculative = engine.config.speculative_for(
         chosen, engine.runnable_methods, engine.missing_methods
     )
-    show = _ignore if args.json == "-" else _print
-    drafted = _run(engine, prompt, params, chosen, show)
-    show("\n")
-    print(_summary(speculative, drafted), file=sys.stderr)
-    plain = _run(engine, prompt, params, _PLAIN, _ignore) if args.compare else None
+    decoder = Decoder(engine, prompt, params, chosen)
+    if args.json == "-":
+        drafted = decoder.run()
+    else:
+        screen = _Screen(engine, params.stop)
+        drafted = decoder.run(show=screen.show)
+        screen.end()
+    compared = compare(decoder, drafted) if args.compare else None
+    for line in _summary(speculative.method, params, drafted, compared):
+        print(line, file=sys.stderr)
     if args.json is not None:
-        _write(args.json, _report(engine, speculative, drafted, plain))
-    if plain is None:
+        _write(args.json, _report(engine, speculative, drafted, compared))
+    if compared is None:
         return 0
-    print(_summary(SpeculativeConfig(), plain), file=sys.stderr)
-    return _compare(engine, plain, drafted, speculative.verify_strategy)
+    return _tell(engine, compared, speculative.verify_strategy)
 
 
 def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -146,34 +127,61 @@ def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
     return chosen or None
 
 
-def _print(text: str) -> None:
-    print(text, end="", flush=True)
+class _Screen:
+    """Standard output: the text as it comes, accepted drafts in their drafter's colour."""
+
+    def __init__(self, engine: Engine, stop: Sequence[str]) -> None:
+        self._stream = TextStream(engine.tokenizer, stop)
+        self._has_colours = has_colours(sys.stdout)
+        self._drafters: set[str] = set()  # whose colours are to be seen
+
+    def show(self, output: RequestOutput) -> None:
+        """Writes what a step gave."""
+        text = self._tinted(output) if self._has_colours else output.text
+        print(text, end="", flush=True)
+
+    def end(self) -> None:
+        """Ends the line, and says what the colours mean."""
+        print()
+        if self._drafters:
+            names = ", ".join(tinted(name, name) for name in sorted(self._drafters))
+            print(f"in colour: accepted drafts of {names}", flush=True)
+
+    def _tinted(self, output: RequestOutput) -> str:
+        pieces = []
+        for token_id, source in zip(output.token_ids, output.sources, strict=True):
+            self._stream.push(token_id)
+            pieces.append((self._stream.take(), source))
+        if output.finish_reason is not None:
+            pieces.append((self._stream.finish(), TARGET))
+        if "".join(text for text, _ in pieces) != output.text:
+            return output.text  # it was cut by what is no stop string
+        self._drafters.update(source for _, source in pieces if source != TARGET)
+        return "".join(
+            text if source == TARGET or not text else tinted(text, source)
+            for text, source in pieces
+        )
 
 
-def _ignore(text: str) -> None:
-    del text
+def _summary(
+    method: str, params: SamplingParams, drafted: Run, compared: Comparison | None
+) -> list[str]:
+    """What it took, a line for each way."""
+    if compared is None:
+        lines = [_line(method, drafted, drafted.tokens_per_s)]
+    else:
+        plain, own = compared.plain.tokens_per_s, drafted.tokens_per_s
+        if (timed := compared.speed_up) is not None:
+            plain, own = timed.plain_tokens_per_s, timed.tokens_per_s
+        lines = [_line(method, drafted, own), _line("naive", compared.plain, plain)]
+    if params.temperature > 0:  # a greedy text has no use for it
+        lines[0] += f", seed {drafted.completion.seed}"
+    return lines
 
 
-def _run(
-    engine: Engine,
-    prompt: str,
-    params: SamplingParams,
-    speculative_config: dict[str, Any] | None,
-    show: Callable[[str], None],
-) -> Run:
-    name = engine.add_request(prompt, params, speculative_config=speculative_config)
-    begin = time.perf_counter()
-    steps: list[Step] = []
-    while engine.has_unfinished():
-        for output in engine.step():
-            steps.append(Step(time.perf_counter() - begin, output))
-            show(output.text)
-    return Run(engine.completion(name), steps)
-
-
-def _summary(speculative: SpeculativeConfig, run: Run) -> str:
+def _line(method: str, run: Run, tokens_per_s: float | None) -> str:
     completion, stats = run.completion, run.completion.stats
-    speed = "" if run.tokens_per_s is None else f", {run.tokens_per_s:,.0f} tokens/s"
+    speed = "" if tokens_per_s is None else f", {tokens_per_s:,.0f} tokens/s"
     drafts = ""
     if stats.num_draft_tokens:
         drafts = (
@@ -181,24 +189,24 @@ def _summary(speculative: SpeculativeConfig, run: Run) -> str:
             f"({stats.num_accepted_tokens / stats.num_draft_tokens:.0%})"
         )
     return (
-        f"{speculative.method}: {len(completion.token_ids)} tokens in {stats.num_steps} steps"
-        f"{speed}{drafts}; ended by {completion.finish_reason}, seed {completion.seed}"
+        f"{method}: {len(completion.token_ids)} tokens in {stats.num_steps} steps"
+        f"{speed}{drafts}; ended by {completion.finish_reason}"
     )
 
 
-def _compare(engine: Engine, plain: Run, drafted: Run, strategy: str) -> int:
+def _tell(engine: Engine, compared: Comparison, strategy: str) -> int:
     """Says whether both gave the same; returns the exit code."""
-    left, right = plain.completion, drafted.completion
-    place = first_difference(left, right)
+    plain, drafted = compared.plain.completion, compared.drafted.completion
+    place = compared.first_difference
     if place is None:
-        faster = ""
-        if plain.tokens_per_s is not None and drafted.tokens_per_s is not None:
-            faster = f", {drafted.tokens_per_s / plain.tokens_per_s:.2f} times as fast as plain"
-        count = len(right.token_ids)
-        print(f"identical: {count} of {count} tokens and logprobs{faster}", file=sys.stderr)
+        count = len(drafted.token_ids)
+        print(f"identical: {count} of {count} tokens and logprobs", file=sys.stderr)
+        if compared.speed_up is not None:
+            per_step = compared.drafted.tokens_per_step
+            print(f"{per_step:.2f} tokens per step, {compared.speed_up}", file=sys.stderr)
         return 0
     print(f"different from output token {place} on:", file=sys.stderr)
-    for name, one in (("plain", left), ("drafted", right)):
+    for name, one in (("plain", plain), ("drafted", drafted)):
         print(f"  {name + ':':8} {_token_at(engine, one, place)}", file=sys.stderr)
     if strategy not in ("target_match", "greedy"):
         print(f"verify_strategy {strategy} promises no more (docs/exactness.md)", file=sys.stderr)
@@ -214,7 +222,7 @@ def _token_at(engine: Engine, completion: Completion, place: int) -> str:
 
 
 def _report(
-    engine: Engine, speculative: SpeculativeConfig, drafted: Run, plain: Run | None
+    engine: Engine, speculative: SpeculativeConfig, drafted: Run, compared: Comparison | None
 ) -> dict[str, Any]:
     """All of it for a program."""
     report = {
@@ -225,10 +233,14 @@ def _report(
         "seed": drafted.completion.seed,
         **_run_report(drafted),
     }
-    if plain is not None:
-        report["plain"] = _run_report(plain)
-        report["first_difference"] = first_difference(plain.completion, drafted.completion)
-        report["identical"] = report["first_difference"] is None
+    if compared is not None:
+        report["plain"] = _run_report(compared.plain)
+        report["first_difference"] = compared.first_difference
+        report["identical"] = compared.first_difference is None
+        report["timed_pairs"] = [
+            {"plain_tokens_per_s": plain, "tokens_per_s": own} for plain, own in compared.pairs
+        ]
+        report["speed_up"] = None if compared.speed_up is None else asdict(compared.speed_up)
     return report
 
 
@@ -241,6 +253,7 @@ def _run_report(run: Run) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "tokens_per_s": run.tokens_per_s,
+        "tokens_per_step": run.tokens_per_step,
         "stats": asdict(completion.stats),
         "steps": [
             {
@@ -260,6 +273,6 @@ def _logprob(one: TokenLogprob) -> dict[str, Any]:
 def _write(file: str, report: dict[str, Any]) -> None:
     text = json.dumps(report, indent=1) + "\n"
     if file == "-":
-        _print(text)
+        print(text, end="", flush=True)
     else:
         write_file("--json", file, text)

@@ -4,6 +4,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def main(arguments: Sequence[str], program: str) -> int:
     args = _parser(program).parse_args(arguments)
     try:
         runs = _read_all(args.results)
-        drawing = picture(_panels(runs), "Runs of specops bench", ours=args.highlight)
+        figures = {name: run["figures"] for name, run in runs.items()}
+        heading = [args.title, *(_facts(name, run) for name, run in runs.items())]
+        drawing = picture(_panels(figures), args.title, ours=args.highlight, heading=heading)
         unknown = set(args.highlight) - set(runs)
         if unknown:
             raise ValueError(
@@ -46,11 +49,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("results", nargs="+", metavar="FILE", help="results of specops bench")
     add("--out", default="bench.svg", metavar="FILE", help="(default: %(default)s)")
     add("--highlight", action="append", default=[], metavar="NAME", help="a run that stands out")
+    add("--title", default="Runs of specops bench", metavar="TEXT", help="(default: %(default)s)")
     return parser
 
 
 def _read_all(files: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The runs' figures by name.
+    """The runs by name.
 
     Raises:
         ValueError: a file is none of these results, or two runs have one name.
@@ -63,7 +67,7 @@ def _read_all(files: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise ValueError(
                 f"runs must have different names, got {name} twice (specops bench --name)"
             )
-        runs[name] = results["figures"]
+        runs[name] = results
     return runs
 
 
@@ -80,6 +84,23 @@ def _read(file: str) -> dict[str, Any]:
             f"{file} must be results of version {VERSION}, got version {results['version']}"
         )
     return dict(results)
+
+
+def _facts(name: str, run: dict[str, Any]) -> str:
+    """What was measured, and when: what the results say of it."""
+    options = run.get("options", {})
+    facts = []
+    if "model" in run:
+        facts.append(f"{run['model']} at {options['url']}" if "url" in options else run["model"])
+    if options.get("rate") is not None:
+        facts.append(f"{options['rate']:g} requests a second")
+    elif options.get("concurrency") is not None:
+        facts.append(f"{options['concurrency']} at a time")
+    if "requests" in options:
+        facts.append(f"{options['requests']} requests of up to {options['max_tokens']} tokens")
+    if "started" in run:
+        facts.append(datetime.fromisoformat(run["started"]).strftime("%Y-%m-%d %H:%M %Z"))
+    return f"{name}: {', '.join(facts)}" if facts else name
 
 
 def _panels(runs: dict[str, dict[str, Any]]) -> list[Panel]:
@@ -107,8 +128,14 @@ def _panels(runs: dict[str, dict[str, Any]]) -> list[Panel]:
             {name: one and 100 * one["rate"] for name, one in accepted.items()},
         ),
     ]
-    for percentile, note in (("p50", "the median"), ("p99", "99 of 100 were faster")):
+    for percentile, far, note in (
+        ("p50", "p90", "the median; the line ends at p90"),
+        ("p99", "max", "p99; the line ends at the slowest"),
+    ):
         for field, title in _TIMES.items():
-            values = {name: run[field] and run[field][percentile] for name, run in runs.items()}
-            panels.append(panel(title, note, "Less", values))
+            values, reach = (
+                {name: run[field] and run[field].get(one) for name, run in runs.items()}
+                for one in (percentile, far)
+            )
+            panels.append(Panel(title, (note, "Less is better."), values, reach))
     return panels

@@ -16,24 +16,19 @@ from pathlib import Path
 from specops.engine import exactness
 from specops.engine.config import EngineConfig
 from specops.engine.config_file import arguments_of
-from specops.engine.contract import contract_of
+from specops.engine.contract import OPTIONS, contract_of
 from specops.engine.engine import Engine
 from specops.engine.options import add_engine_options, engine_settings
 
 _PROGRAM = "python -m specops.engine"
 
 
-def _parser(program: str = _PROGRAM, *, serves: bool = True) -> argparse.ArgumentParser:
-    """Of the server; and of `contract`, which takes the server's options as they are."""
+def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
+    """Of the server."""
     parser = argparse.ArgumentParser(
         prog=program,
-        description=(
-            "Serves a model with speculative decoding behind an OpenAI-compatible API, and "
-            "a page to try it in the browser."
-            if serves
-            else "Prints what the bits of a server with these options depend on, and a digest of "
-            "it. What only the server needs changes nothing."
-        ),
+        description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "
+        "a page to try it in the browser.",
         epilog=(
             "Other commands, as the first argument: verify-exactness compares every token with and "
             "without speculation, contract prints what the bits depend on. --help after either "
@@ -49,6 +44,19 @@ def _parser(program: str = _PROGRAM, *, serves: bool = True) -> argparse.Argumen
     )
     add_engine_options(parser)
     _add_server_options(parser)
+    return parser
+
+
+def _contract_parser(program: str) -> argparse.ArgumentParser:
+    """The server's, so that its command line can be given as it is; help tells what matters."""
+    parser = _parser(program)
+    parser.description = (
+        "Prints what the bits of a server with these options depend on, and a digest of it."
+    )
+    parser.epilog = "The server's other options are accepted, and change nothing."
+    for action in parser._actions:
+        if action.dest not in {"help", "config", *OPTIONS}:
+            action.help = argparse.SUPPRESS
     return parser
 
 
@@ -221,7 +229,7 @@ def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket |
 def contract(given: Sequence[str], program: str) -> int:
     """Prints what the bits of an engine with these options depend on; returns the exit code."""
     try:
-        args = _read(_parser(program, serves=False), given)
+        args = _read(_contract_parser(program), given)
         engine = Engine(EngineConfig(**engine_settings(args)))
     except ValueError as error:
         return _fail(str(error))

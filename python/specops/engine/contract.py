@@ -19,6 +19,12 @@ import specops
 from specops.engine.engine import LEAF_TOKENS, Engine
 from specops.engine.models.loader import weight_files
 
+# What of an engine's configuration it depends on.
+OPTIONS = (
+    *("model", "device", "dtype", "kv_cache_dtype", "attention_backend", "load_format"),
+    "logprobs_mode",
+)
+
 _PIECE = 1 << 20  # bytes of a file at once
 
 # Sums over the vocabulary are made of sums over so many logits, float32 as the engine's are.

@@ -10,8 +10,8 @@ import contextlib
 import json
 import struct
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -46,6 +46,12 @@ class Comparison:
     num_drafts: int = 0
     num_accepted: int = 0
     num_different: int = 0  # prompts
+    differences: list[str] = field(default_factory=list)  # a text for each of them
+
+    @property
+    def title(self) -> str:
+        """What is compared."""
+        return f"{self.method}, temperature {self.temperature:g}"
 
     def row(self) -> list[str]:
         """Its line of the table."""
@@ -86,9 +92,11 @@ def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
     except (EngineError, OSError, ValueError) as error:
         print(f"specops: {error}", file=sys.stderr)
         return 2
-    print()
-    _print_table(comparisons)
-    different = sum(one.num_different for one in comparisons)
+    print(_verdict(comparisons))
+    if not args.quiet:
+        for line in [*_differences(comparisons), *_doubts(comparisons), ""]:
+            print(line)
+        _print_table(comparisons)
     if args.json is not None:
         found = {"contract": contract, "comparisons": [asdict(one) for one in comparisons]}
         text = json.dumps(found, indent=2) + "\n"
@@ -96,20 +104,36 @@ def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
             json_out.write(text)
         else:
             Path(args.json).write_text(text, encoding="utf-8")
+    return int(any(one.num_different for one in comparisons))
+
+
+def _verdict(comparisons: Sequence[Comparison]) -> str:
+    different = sum(one.num_different for one in comparisons)
     if different:
-        print(f"\n{different} outputs differ: speculation changed what the model says.")
-        return 1
-    print(
-        "\nNo difference: every token and rank, and every logprob bit, is plain decoding's, "
-        "alternatives included."
+        outputs = sum(one.num_prompts for one in comparisons)
+        return f"{different} of {outputs} outputs differ: speculation changed what the model says."
+    tokens = sum(one.num_tokens for one in comparisons)
+    return (
+        f"No difference in {tokens:,} tokens: every token and rank, and every logprob bit, is "
+        "plain decoding's, alternatives included."
     )
+
+
+def _differences(comparisons: Sequence[Comparison]) -> Iterator[str]:
     for one in comparisons:
-        if not 0 < one.num_accepted < one.num_drafts:
-            print(
-                f"But at temperature {one.temperature:g}, {one.method} had {one.num_accepted} of "
-                f"{one.num_drafts} drafts accepted: more tokens would say more."
-            )
-    return 0
+        if one.differences:
+            yield f"\n{one.title}"
+            yield from one.differences
+
+
+def _doubts(comparisons: Sequence[Comparison]) -> list[str]:
+    """Where so few drafts were verified that it says little."""
+    return [
+        f"But at temperature {one.temperature:g}, {one.method} had {one.num_accepted} of "
+        f"{one.num_drafts} drafts accepted: more tokens would say more."
+        for one in comparisons
+        if not one.num_different and not 0 < one.num_accepted < one.num_drafts
+    ]
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -163,10 +187,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "else goes to standard error",
     )
     add("--max-num-seqs", type=int, default=8, metavar="N", help="together (default: 8)")
+    told = parser.add_mutually_exclusive_group()
+    told.add_argument("--verbose", action="store_true", help="a line for every prompt, as it comes")
+    told.add_argument("--quiet", action="store_true", help="the verdict alone, in one line")
     return parser
 
 
 def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, Any]]:
+    """The comparisons, and the engine's contract."""
     prompts = list(PROMPTS) if args.prompt_file is None else read_prompts(args.prompt_file)
     if args.prompts is not None:
         if not 1 <= args.prompts <= len(prompts):
@@ -183,35 +211,71 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     for _, own in compared:
         # Before anything is computed.
         engine.config.speculative_for(own, engine.runnable_methods, engine.missing_methods)
+    if not args.quiet:
+        _print_heading(engine, len(prompts), args.max_tokens)
+    comparisons: list[Comparison] = []
+    total = len(args.temperature) * (1 + len(compared)) * len(prompts)
+    with _progress(total, is_shown=not (args.quiet or args.verbose)) as advance:
+        for temperature in args.temperature:
+            params = _params(args, temperature, len(prompts), engine.vocab_size)
+            plain = []
+            for prompt, one in zip(prompts, params, strict=True):
+                plain += engine.generate([prompt], one, speculative_config={"method": "naive"})
+                advance(f"plain, temperature {temperature:g}", 1)
+            for method, own in compared:
+                # A comparison must not draft from the texts that the one before it has decoded.
+                forget_responses(engine)
+                drafted = engine.generate(prompts, params, speculative_config=own)
+                k = config.override(own).num_speculative_tokens
+                comparison = Comparison(method, k, temperature)
+                lines = [
+                    _compare(engine, comparison, *texts)
+                    for texts in zip(prompts, plain, drafted, strict=True)
+                ]
+                if args.verbose:
+                    print("\n".join([comparison.title, *lines, ""]))
+                comparisons.append(comparison)
+                advance(comparison.title, len(prompts))
+    return comparisons, contract_of(engine)
+
+
+def _print_heading(engine: Engine, num_prompts: int, max_tokens: int) -> None:
     ours = engine.config.has_exact_attention
     backend = "" if ours else f", attention by {engine.config.attention_backend}"
     print(
-        f"{engine.model_name} on {engine.device}{backend}: {len(prompts)} prompts, up to "
-        f"{args.max_tokens} tokens each"
+        f"{engine.model_name} on {engine.device}{backend}: {num_prompts} prompts, up to "
+        f"{max_tokens} tokens each"
     )
     if backend:
         print("not exact: differences are to be expected")
-    comparisons = []
-    for temperature in args.temperature:
-        params = _params(args, temperature, len(prompts), engine.vocab_size)
-        plain = [
-            engine.generate([prompt], one, speculative_config={"method": "naive"})[0]
-            for prompt, one in zip(prompts, params, strict=True)
-        ]
-        for method, own in compared:
-            # A comparison must not draft from the texts that the one before it has decoded.
-            cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
-            for response in cache.cached_requests:
-                cache.evict(response)
-            cache.reclaim()
-            drafted = engine.generate(prompts, params, speculative_config=own)
-            k = config.override(own).num_speculative_tokens
-            comparison = Comparison(method, k, temperature)
-            print(f"\n{method}, temperature {temperature:g}")
-            for prompt, left, right in zip(prompts, plain, drafted, strict=True):
-                _compare(engine, comparison, prompt, left, right)
-            comparisons.append(comparison)
-    return comparisons, contract_of(engine)
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, is_shown: bool) -> Iterator[Callable[[str, int], None]]:
+    """A bar on standard error, if that is a terminal and rich is there to draw it.
+
+    Args:
+        total: of what is counted.
+        is_shown: whether it is wanted.
+
+    Yields:
+        To be called with what was done, and how much of the total that is.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ImportError:  # it comes with specops[cli]
+        yield lambda text, count: None
+        return
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    is_off = not (is_shown and console.is_terminal)
+    # Standard output may go elsewhere than the bar.
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=is_off
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text, count: bar.update(task, advance=count, description=f"{text} is done")
 
 
 def _params(
@@ -265,8 +329,8 @@ def _to_compare(
 
 def _compare(
     engine: Engine, comparison: Comparison, prompt: str, plain: Completion, drafted: Completion
-) -> None:
-    """Adds one prompt to a comparison, and prints its line."""
+) -> str:
+    """Adds one prompt to a comparison; returns what is told of it."""
     stats = drafted.stats
     comparison.num_prompts += 1
     comparison.num_tokens += len(drafted.token_ids)
@@ -276,18 +340,20 @@ def _compare(
     difference = first_difference(plain, drafted)
     verdict = "equal" if difference is None else "DIFFERENT"
     shown = prompt if len(prompt) <= _SHOWN else prompt[:_SHOWN] + "..."
-    print(
+    told = (
         f"  {len(drafted.token_ids):5d} tokens, {stats.num_accepted_tokens:4d} of "
         f"{stats.num_draft_tokens:4d} drafts accepted, {verdict}: {shown!r}"
     )
     if difference is None:
-        return
-    comparison.num_different += 1
+        return told
     for name, one in (("plain", plain), ("drafted", drafted)):
         what = f"the end ({one.finish_reason})"
         if difference < len(one.token_ids):
             what = _describe(engine, one.logprobs[difference])
-        print(f"        {name + ':':8} output token {difference} is {what}")
+        told += f"\n        {name + ':':8} output token {difference} is {what}"
+    comparison.num_different += 1
+    comparison.differences.append(told)
+    return told
 
 
 def _describe(engine: Engine, one: TokenLogprob) -> str:
@@ -329,6 +395,14 @@ def _bits(completion: Completion) -> list[tuple[Any, ...]]:
         )
         for token_id, one in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
+
+
+def forget_responses(engine: Engine) -> None:
+    """Empties the suffix cache: a text that is decoded again must not be drafted from itself."""
+    cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
+    for response in cache.cached_requests:
+        cache.evict(response)
+    cache.reclaim()
 
 
 def _float_bits(value: float) -> bytes:

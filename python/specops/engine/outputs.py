@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+TARGET = "target"  # proposed by nobody: the model's own token. No drafter has this name
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -68,6 +70,17 @@ class RequestOutput:
     # With its first output, when the request asked for them: one per token of the prompt, and None
     # for the first.
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """Who proposed each token: a drafter's name, or TARGET. Needs `drafts`."""
+        sources = [TARGET] * len(self.token_ids)
+        if self.drafts is not None:
+            for place, node in enumerate(self.drafts.accepted[: len(sources)]):
+                # A limit on the thinking may put another token in the place of an accepted draft.
+                if self.drafts.token_ids[node] == self.token_ids[place]:
+                    sources[place] = self.drafts.sources[node]
+        return sources
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specops.engine.outputs import RequestOutput
 from specops.engine.server.jobs import ChoiceOutput
 from specops.engine.tokenizer import Tokenizer
-
-_TARGET = "target"  # no drafter has this name
 
 
 def step_report(tokenizer: Tokenizer, output: ChoiceOutput) -> dict[str, Any]:
@@ -29,7 +26,7 @@ def step_report(tokenizer: Tokenizer, output: ChoiceOutput) -> dict[str, Any]:
         "seconds": output.seconds,
         "token_ids": step.token_ids,
         "bytes": _bytes_of(tokenizer, step.token_ids),
-        "sources": _sources_of(step),
+        "sources": step.sources,
         "drafts": None,
     }
     if step.drafts is not None:
@@ -48,15 +45,3 @@ def _bytes_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[list[int]]
         [] if tokenizer.is_special(token_id) else list(tokenizer.token_bytes(token_id))
         for token_id in token_ids
     ]
-
-
-def _sources_of(step: RequestOutput) -> list[str]:
-    """Who proposed each emitted token."""
-    sources = [_TARGET] * len(step.token_ids)
-    drafts = step.drafts
-    if drafts is not None:
-        for place, node in enumerate(drafts.accepted[: len(sources)]):
-            # A limit on the thinking may put another token in the place of an accepted draft.
-            if drafts.token_ids[node] == step.token_ids[place]:
-                sources[place] = drafts.sources[node]
-    return sources

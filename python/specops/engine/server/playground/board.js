@@ -18,14 +18,19 @@ class Board {
     this.inspected = null; // [generation, step]
   }
 
-  /** Takes away what an earlier run has left. */
-  clear() {
+  /** Takes away what an earlier run has left, and lays the results out for a mode. */
+  clear(mode) {
+    $("results").dataset.mode = mode;
     this.lanes = [];
     this.extra = () => {};
     this.inspected = null;
     for (const id of ["idle", "verdict", "charts", "table"]) $(id).hidden = true;
-    $("lanes").replaceChildren();
-    for (const id of ["acceptance", "drafts", "timeline"]) $(id).replaceChildren();
+    for (const id of ["lanes", "table", "acceptance", "drafts", "timeline"]) $(id).replaceChildren();
+  }
+
+  /** Whether a run has left nothing to look at. */
+  get isEmpty() {
+    return !this.lanes.some(({generation}) => generation?.tokens.length) && !document.querySelector("#table tbody tr");
   }
 
   /** Adds a lane; options are those of Lane. */

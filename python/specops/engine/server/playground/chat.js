@@ -8,6 +8,11 @@ import {fitPrompt, store, stored} from "./settings.js";
 
 let messages = stored("chat") ?? [];
 
+/** Takes what another tab has said, or that it has begun anew. */
+export function follow() {
+  messages = stored("chat") ?? [];
+}
+
 const bubble = (text) => make("p", {class: "message"}, make("span", {class: "unseen"}, "You: "), text);
 
 const answer = (text) =>
@@ -15,7 +20,7 @@ const answer = (text) =>
 
 /** Shows what has been said so far. */
 export function showChat() {
-  board.clear();
+  board.clear("chat");
   $("lanes").replaceChildren(
     ...messages.map(({role, content}) => (role === "user" ? bubble(content) : answer(content))),
   );
@@ -32,17 +37,17 @@ export function newChat() {
 /** Sends the message and streams the answer; returns what it came to. */
 export async function chat(context) {
   const {settings} = context;
-  if (!$("lanes").children.length || !messages.length) showChat();
+  if ($("results").dataset.mode !== "chat" || !messages.length) showChat();
   board.lanes = [];
   board.inspected = null;
   const said = {role: "user", content: settings.prompt};
   const question = bubble(said.content);
   $("lanes").append(question);
   const system = settings.system ? [{role: "system", content: settings.system}] : [];
-  const lane = board.addLane(settings.method, {});
+  const lane = board.addLane(settings.method, {showsSeed: Number(settings.temperature) > 0});
+  const before = messages;
   try {
     const run = await generate(context, settings.method, {
-      seed: settings.seed,
       messages: [...system, ...messages, said],
       onStart: (generation) => lane.start(generation),
       onStep: () => board.refresh(),
@@ -50,9 +55,10 @@ export async function chat(context) {
     board.finish();
     messages.push(said, {role: "assistant", content: run.text});
     store("chat", messages);
+    if (messages !== before) showChat(); // another tab has said something meanwhile
     $("prompt").value = "";
     fitPrompt();
-    return {seed: run.seed, outcome: `${perSecond(run.speed)} tokens/s`};
+    return `${perSecond(run.speed)} tokens/s`;
   } catch (error) {
     // The message is in its field still: what has no whole answer is not said.
     if (!lane.generation?.tokens.length) {

@@ -2,72 +2,115 @@
 // Every method in turn, alone, with the same seed: a table of speeds, and whether texts are the same.
 
 import {board} from "./board.js";
-import {$, make, perSecond} from "./dom.js";
-import {agreement} from "./generation.js";
+import {$, make, perSecond, perStepText} from "./dom.js";
+import {isSame} from "./generation.js";
 import {choicesOf, learns} from "./names.js";
-import {drawSeed, generate} from "./runs.js";
+import {generate} from "./runs.js";
+import {factorText, inRounds, middle, speedUp, spreadText} from "./timing.js";
 
-const HEADS = ["method", "tokens/s", "against plain", "tokens per step", "accepted", "tokens and bits"];
+const HEADS = ["method", "tokens per step", "drafts accepted", "tokens/s", "against plain", "tokens and bits"];
 
-function newTable(caption) {
+/** A method's runs: the first one is drawn, and the later ones are timed. */
+class Entry {
+  constructor(method) {
+    this.method = method;
+    this.runs = [];
+    this.row = make("tr");
+  }
+
+  get first() {
+    return this.runs[0];
+  }
+
+  /** The speeds that count: those of the first run where there is no other. */
+  get speeds() {
+    return (this.runs.length > 1 ? this.runs.slice(1) : this.runs).map(({speed}) => speed);
+  }
+
+  get speed() {
+    const timed = this.speeds.filter((speed) => speed).sort((a, b) => a - b);
+    return timed.length ? middle(timed) : null;
+  }
+
+  /** Whether every run has the bits of plain decoding's first one. */
+  isExact(plain) {
+    return this.runs.every((run) => isSame(run, plain.first));
+  }
+
+  paint(plain) {
+    const {first, method} = this;
+    const words = this.isExact(plain) ? ["identical", "same"] : ["DIFFERENT", "differs"];
+    const [verdict, name] = this === plain && words[1] === "same" ? ["–", ""] : words;
+    const share = first.drafted ? `${Math.round((100 * first.accepted) / first.drafted)} %` : "–";
+    this.row.replaceChildren(
+      make("th", {scope: "row"}, method),
+      ...[perStepText(first.perStep), share, perSecond(this.speed)].map((text) => make("td", {}, text)),
+      make("td", {}, ...(this === plain ? ["–"] : this.against(plain))),
+      make("td", {class: name}, verdict),
+    );
+  }
+
+  /** How many times as fast as plain decoding: of runs of the same rounds. */
+  against(plain) {
+    const others = this.runs.length > 1 ? plain.speeds : [plain.first.speed];
+    const found = speedUp(this.speeds.map((speed, round) => [others[round], speed]), this.first.perStep);
+    return found ? [factorText(found), " ", make("small", {}, spreadText(found))] : ["–"];
+  }
+}
+
+function newTable(choices, seed) {
+  const notes = ["Each alone, by the server’s clock, in turn: the medians."];
+  if (seed) notes.push(`Seed ${seed}.`);
+  if (choices.some(learns)) {
+    notes.push("Suffix decoding drafts from texts it has seen, so it is timed once.");
+  }
+  if (choices.filter(learns).length > 1) notes.push("The second method with it has seen the first one’s.");
   const head = make("tr", {}, ...HEADS.map((text) => make("th", {scope: "col"}, text)));
   const body = make("tbody");
-  const table = make("table", {}, make("caption", {}, caption), make("thead", {}, head), body);
+  const table = make("table", {}, make("caption", {}, notes.join(" ")), make("thead", {}, head), body);
   $("table").replaceChildren(table);
   $("table").hidden = false;
   return body;
 }
 
-function verdict(run, plain) {
-  if (run === plain) return ["–", ""];
-  const {firstDifference} = agreement(plain, run);
-  const isSame = firstDifference < 0 && plain.tokens.length === run.tokens.length;
-  return isSame ? ["identical", "same"] : ["DIFFERENT", "differs"];
-}
-
-function rowOf(method, run, plain) {
-  const factor = run.speed && plain.speed ? `${(run.speed / plain.speed).toFixed(2)}×` : "–";
-  const [words, name] = verdict(run, plain);
-  const share = run.drafted ? `${Math.round((100 * run.accepted) / run.drafted)} %` : "–";
-  const cells = [perSecond(run.speed), factor, run.perStep.toFixed(2), share];
-  return make(
-    "tr",
-    {},
-    make("th", {scope: "row"}, method),
-    ...cells.map((text) => make("td", {}, text)),
-    make("td", {class: name}, words),
-  );
+/** Runs a method for everybody to see. */
+async function draw(context, method) {
+  $("lanes").replaceChildren();
+  board.lanes = [];
+  const lane = board.addLane(method, {prompt: context.settings.prompt, showsSeed: false});
+  const run = await generate(context, method, {
+    onStart: (generation) => lane.start(generation),
+    onStep: () => board.refresh(),
+  });
+  board.finish();
+  return run;
 }
 
 /** Runs all methods; returns what they came to. */
 export async function compare(context, methods) {
-  const {settings} = context;
-  const seed = settings.seed || drawSeed();
+  const {temperature, seed} = context.settings;
   const choices = choicesOf(methods);
-  const isLearning = choices.filter(learns).length > 1;
-  board.clear();
-  const body = newTable(
-    `Each alone, by the server’s clock, seed ${seed}.${
-      isLearning ? " Suffix decoding drafts from texts it has seen: the second method with it has seen the first one’s." : ""
-    }`,
-  );
+  board.clear("compare");
+  const body = newTable(choices, Number(temperature) > 0 && seed);
   // Warms the prefix cache and the CPU; by a method that learns nothing.
-  await generate(context, "naive", {seed});
-  const runs = [];
-  for (const method of choices) {
-    $("lanes").replaceChildren();
-    board.lanes = [];
-    const lane = board.addLane(method, {prompt: settings.prompt, showsSeed: false});
-    const run = await generate(context, method, {
-      seed,
-      onStart: (generation) => lane.start(generation),
-      onStep: () => board.refresh(),
-    });
-    board.finish();
-    runs.push(run);
-    body.append(rowOf(method, run, runs[0]));
+  await generate(context, "naive");
+  const entries = choices.map((method) => new Entry(method));
+  const plain = entries.find(({method}) => method === "naive");
+  for (const entry of entries) {
+    entry.runs.push(await draw(context, entry.method));
+    body.append(entry.row);
+    entry.paint(plain);
   }
-  const isSame = runs.every((run) => verdict(run, runs[0])[1] !== "differs");
-  const best = runs.reduce((a, b) => ((b.speed ?? 0) > (a.speed ?? 0) ? b : a));
-  return {seed, outcome: `${best.method} was fastest, ${isSame ? "all identical" : "not all identical"}`};
+  const repeated = entries.filter(({method}) => !learns(method));
+  await inRounds(async (number) => {
+    const runs = new Map();
+    for (const entry of number % 2 ? repeated.toReversed() : repeated) {
+      runs.set(entry, await generate(context, entry.method));
+    }
+    for (const [entry, run] of runs) entry.runs.push(run);
+    for (const entry of repeated) entry.paint(plain);
+  });
+  const best = entries.reduce((a, b) => ((b.speed ?? 0) > (a.speed ?? 0) ? b : a));
+  const same = entries.every((entry) => entry.isExact(plain));
+  return `${best.method} was fastest, ${same ? "all identical" : "not all identical"}`;
 }

@@ -31,6 +31,9 @@ export function perSecond(speed) {
   return speed < 10 ? speed.toFixed(1) : whole(speed);
 }
 
+/** A number of tokens per step; null: there is none yet. */
+export const perStepText = (perStep) => (perStep === null ? "–" : perStep.toFixed(2));
+
 /** A token's text with its spaces and line ends made visible. */
 export function visible(text) {
   if (text === "") return "∅";

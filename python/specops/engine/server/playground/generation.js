@@ -88,8 +88,10 @@ export class Generation {
     return this.steps.length ? 1000 * this.steps[0].seconds : null;
   }
 
+  /** Tokens per step behind the first one, which reads the prompt; null where there is no other. */
   get perStep() {
-    return this.steps.length ? this.tokens.length / this.steps.length : null;
+    const {steps, tokens} = this;
+    return steps.length > 1 ? (tokens.length - steps[0].count) / (steps.length - 1) : null;
   }
 }
 
@@ -109,6 +111,9 @@ function readLogprobs(logprobs) {
       .sort((a, b) => b.logprob - a.logprob),
   }));
 }
+
+/** Whether two complete generations have the same tokens and the same bits of logprobs. */
+export const isSame = (a, b) => a.tokens.length === b.tokens.length && agreement(a, b).firstDifference < 0;
 
 /**
  * How far two generations agree, over the tokens that both have.

@@ -4,18 +4,22 @@
 import {ask} from "./api.js";
 import {board, showLegend} from "./board.js";
 import {hideCard} from "./card.js";
-import {chat, newChat, showChat} from "./chat.js";
+import {chat, follow, newChat, showChat} from "./chat.js";
 import {compare} from "./compare.js";
 import {$, make, perSecond, whole} from "./dom.js";
 import {MESSAGES, PROMPTS} from "./examples.js";
 import {forget, remember, showHistory} from "./history.js";
 import {race} from "./race.js";
-import {generate} from "./runs.js";
-import {fitForm, fitPrompt, fragmentOf, fromFragment, offer, readForm, store, stored, writeForm} from "./settings.js";
+import {drawSeed, generate} from "./runs.js";
+import {
+  fillEmpty, fitForm, fitPrompt, fragmentOf, fromFragment, offer,
+  onOtherTab, readForm, store, stored, writeForm,
+} from "./settings.js";
 
 let running = null; // AbortController of what runs now
 let card = null; // the model's, once the server has answered
 let chosen = {}; // what the form is to have besides what the server does by itself
+let seedShown = ""; // of the run on the screen
 
 const tell = (text) => ($("status").textContent = text);
 
@@ -26,7 +30,6 @@ async function connect() {
   offer(card);
   writeForm(chosen);
   changed();
-  if (readForm().mode === "chat") changeMode();
 }
 
 /** Fills the form, as far as that is possible before the server says what it can do. */
@@ -40,16 +43,16 @@ function prepare() {
 
 /** One completion, in one lane. */
 async function write(context) {
-  board.clear();
+  board.clear("write");
   const {settings} = context;
-  const lane = board.addLane(settings.method, {prompt: settings.prompt});
+  const showsSeed = Number(settings.temperature) > 0;
+  const lane = board.addLane(settings.method, {prompt: settings.prompt, showsSeed});
   const run = await generate(context, settings.method, {
-    seed: settings.seed,
     onStart: (generation) => lane.start(generation),
     onStep: () => board.refresh(),
   });
   board.finish();
-  return {seed: run.seed, outcome: `${perSecond(run.speed)} tokens/s, ${run.tokens.length} tokens`};
+  return `${perSecond(run.speed)} tokens/s, ${run.tokens.length} tokens`;
 }
 
 const WORK = {race, write, chat, compare: (context) => compare(context, card.methods)};
@@ -75,23 +78,29 @@ async function start() {
   $("error").textContent = "";
   hideCard();
   setState("running");
+  let settings = readForm();
   try {
     if (!card) await connect();
-    const settings = readForm();
+    fillEmpty();
+    settings = readForm();
+    settings.seed ||= drawSeed();
+    seedShown = settings.seed;
     tell("Generating.");
     bringIntoView();
     const context = {settings, key: $("key").value, signal: running.signal};
-    const {seed, outcome} = await WORK[settings.mode](context);
-    remember({...settings, seed: seed ?? settings.seed}, outcome);
+    const outcome = await WORK[settings.mode](context);
+    remember(settings, outcome);
     showHistory(restore);
     tell(`Done: ${outcome}.`);
     setState("done");
   } catch (error) {
     board.finish();
+    if (settings.mode !== "chat" && board.isEmpty) showNothing();
     failed(error);
   } finally {
     running = null;
   }
+  if (readForm().mode !== settings.mode) changeMode();
 }
 
 function failed(error) {
@@ -153,7 +162,9 @@ function keep() {
 }
 
 async function share() {
-  history.replaceState(null, "", fragmentOf(readForm()));
+  const values = readForm();
+  // Who follows the link is to see what is seen here.
+  history.replaceState(null, "", fragmentOf({...values, seed: values.seed || seedShown}));
   try {
     await navigator.clipboard.writeText(location.href);
     tell("The link is copied.");
@@ -165,11 +176,17 @@ async function share() {
   setTimeout(() => ($("share").textContent = "Copy link"), 2000);
 }
 
+function showNothing() {
+  seedShown = "";
+  board.clear(readForm().mode);
+  $("idle").hidden = false;
+}
+
+/** Shows the mode that was chosen; what runs in another one ends first. */
 function changeMode() {
-  if (running) return;
-  board.clear();
-  if (readForm().mode === "chat") showChat();
-  else $("idle").hidden = false;
+  if (running) running.abort();
+  else if (readForm().mode === "chat") showChat();
+  else showNothing();
 }
 
 function listen() {
@@ -186,6 +203,10 @@ function listen() {
   $("modes").addEventListener("change", changeMode);
   $("prompt").addEventListener("input", fitPrompt);
   $("stop").addEventListener("click", () => running?.abort());
+  onOtherTab("chat", () => {
+    follow();
+    if (!running && readForm().mode === "chat") showChat();
+  });
   $("share").addEventListener("click", share);
   $("new-chat").addEventListener("click", newChat);
   $("reset").addEventListener("click", () => {
@@ -209,7 +230,11 @@ function listen() {
 listen();
 showHistory(restore);
 prepare();
-connect().catch((error) => {
-  $("model").textContent = "not connected";
-  failed(error);
-});
+connect()
+  .then(() => {
+    if (!running && readForm().mode === "chat") showChat();
+  })
+  .catch((error) => {
+    $("model").textContent = "not connected";
+    failed(error);
+  });

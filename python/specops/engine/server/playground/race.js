@@ -2,10 +2,11 @@
 // The race: plain decoding and a method write the same text at once, and every token is compared.
 
 import {board} from "./board.js";
-import {$, perSecond, whole} from "./dom.js";
-import {agreement} from "./generation.js";
+import {$, perStepText, whole} from "./dom.js";
+import {agreement, isSame} from "./generation.js";
 import {learns} from "./names.js";
-import {drawSeed, generate} from "./runs.js";
+import {generate} from "./runs.js";
+import {factorText, inRounds, speedUp, spreadText} from "./timing.js";
 
 /** "160 of 160 tokens", and of logprobs where both have them; `total` may count a longer text. */
 function counted({tokens, sameTokens, logprobs, sameLogprobs}, total = tokens) {
@@ -14,85 +15,86 @@ function counted({tokens, sameTokens, logprobs, sameLogprobs}, total = tokens) {
   return parts.join(", ");
 }
 
-function showFactor(plain, fast, what) {
-  const factor = plain.speed && fast.speed ? fast.speed / plain.speed : null;
-  $("factor").textContent = factor === null ? "–" : `${factor.toFixed(2)}×`;
-  $("factor-what").textContent = factor === null ? "too short to be timed" : `as fast, ${what}`;
-  return factor;
-}
-
-/** Draws how far two generations agree; returns whether they do, wholly. */
-function showAgreement(plain, fast, isOver) {
+/** Draws what the race has come to: tokens per step, and how far two generations agree. */
+function showVerdict(plain, fast, isOver) {
+  $("verdict").hidden = false;
+  $("per-step").textContent = perStepText(fast.perStep);
   const found = agreement(plain, fast);
-  const isSame = found.firstDifference < 0 && (!isOver || plain.tokens.length === fast.tokens.length);
+  const same = isOver ? isSame(plain, fast) : found.firstDifference < 0;
   const total = isOver ? Math.max(plain.tokens.length, fast.tokens.length) : found.tokens;
-  const how = isSame ? (isOver ? "identical" : "identical so far") : "DIFFERENT";
+  const how = same ? (isOver ? "identical" : "identical so far") : "DIFFERENT";
   $("identical").textContent = `${how}: ${counted(found, total)}`;
-  $("identical").className = `identical ${isSame ? "same" : "differs"}`;
+  $("identical").className = `identical ${same ? "same" : "differs"}`;
   for (const lane of board.lanes) lane.pane?.mark(found.firstDifference);
-  return isSame;
 }
 
-/** Times both again, one after the other: in a race each step serves both. */
-async function timeAlone(context, method, seed, raced) {
-  $("verdict-note").textContent = "Now each alone, for its own speed.";
-  const alone = [];
-  for (const one of ["naive", method]) alone.push(await generate(context, one, {seed}));
-  const isSame = alone.every((one, i) => {
-    const {firstDifference} = agreement(one, raced[i]);
-    return firstDifference < 0 && one.tokens.length === raced[i].tokens.length;
-  });
-  return {alone, isSame};
+function showSpeeds(pairs, perStep) {
+  const found = speedUp(pairs, perStep);
+  $("factor").textContent = found ? `${factorText(found)} as fast` : "too short to be timed";
+  $("spread").textContent = found ? `each alone: ${spreadText(found)}` : "";
+  if (found) board.lanes.forEach((lane, i) => lane.showAlone(found.speeds[i]));
 }
 
-function shared(plain, fast) {
-  const factor = plain.speed && fast.speed ? `${(fast.speed / plain.speed).toFixed(2)}×` : "–";
-  return `In the race every step served both, so that drafts cost the other side, too: ${factor} there.`;
+/** Times both again, in turn: in a race each step serves both. Returns whether all bits are the same. */
+async function timeAlone(context, method, raced) {
+  const methods = ["naive", method];
+  const pairs = [];
+  let same = true;
+  try {
+    await inRounds(async (number) => {
+      $("verdict-note").textContent = `Timing each alone, pair ${number + 1}.`;
+      const pair = [];
+      for (const i of number % 2 ? [0, 1] : [1, 0]) {
+        const run = await generate(context, methods[i]);
+        same &&= isSame(run, raced[i]);
+        pair[i] = run.speed;
+      }
+      pairs.push(pair);
+    });
+  } finally {
+    // Who stops here has what was timed so far.
+    $("verdict-note").textContent = same ? "" : "Alone they wrote OTHER bits than in the race. ";
+    if (pairs.length) showSpeeds(pairs, raced[1].perStep);
+    else $("factor").textContent = "not timed";
+  }
+  return same;
 }
 
 /** Says what the race came to; returns whether all texts have the same bits. */
-async function conclude(context, method, seed, raced) {
-  const isSame = showAgreement(...raced, true);
-  if (!context.settings.alone || learns(method) || method === "naive") {
-    showFactor(...raced, "in shared steps");
-    $("verdict-note").textContent = learns(method)
-      ? "Both shared every step. Neither is timed alone: the suffix tree has this text by now, and would draft all of it."
-      : `Both shared every step: alone, the factor may be another. Seed ${seed}.`;
-    return isSame;
+async function conclude(context, raced) {
+  const {method, alone, temperature, seed} = context.settings;
+  showVerdict(...raced, true);
+  let same = isSame(...raced);
+  try {
+    if (learns(method)) {
+      $("verdict-note").textContent =
+        "Not timed alone: the suffix tree has this text by now, and would draft all of it. ";
+    } else if (alone && method !== "naive") {
+      same = (await timeAlone(context, method, raced)) && same;
+    }
+  } finally {
+    if (Number(temperature) > 0) $("verdict-note").append(`Seed ${seed}.`);
   }
-  const {alone, isSame: isSameAlone} = await timeAlone(context, method, seed, raced);
-  showFactor(...alone, "each alone");
-  const speeds = `${perSecond(alone[0].speed)} → ${perSecond(alone[1].speed)} tokens/s`;
-  const told = isSameAlone ? "the same bits once more" : "but alone they wrote OTHER bits than in the race";
-  $("verdict-note").textContent = `Each alone: ${speeds}, ${told}. ${shared(...raced)} Seed ${seed}.`;
-  return isSame && isSameAlone;
+  return same;
 }
 
 /** Runs a race; returns what it came to, in a few words. */
 export async function race(context) {
   const {settings} = context;
-  const seed = settings.seed || drawSeed();
-  board.clear();
+  board.clear("race");
   const lanes = ["naive", settings.method].map((method) =>
-    board.addLane(method, {prompt: settings.prompt, showsSeed: false}),
+    board.addLane(method, {prompt: settings.prompt, showsSeed: false, unit: "tokens/s, in shared steps"}),
   );
-  $("verdict").hidden = false;
-  $("factor").textContent = "–";
-  $("factor-what").textContent = "as fast";
-  $("identical").textContent = "";
-  $("verdict-note").textContent = "";
+  for (const id of ["factor", "spread", "verdict-note"]) $(id).textContent = "";
   board.extra = () => {
     const [plain, fast] = lanes.map(({generation}) => generation);
-    if (!plain?.steps.length || !fast?.steps.length) return;
-    showFactor(plain, fast, "in shared steps");
-    showAgreement(plain, fast, false);
+    if (plain?.steps.length && fast?.steps.length) showVerdict(plain, fast, false);
   };
   // Where one fails, nobody waits for the other.
   const ended = new AbortController();
   const signal = AbortSignal.any([context.signal, ended.signal]);
   const runs = ["naive", settings.method].map((method, i) =>
     generate({...context, signal}, method, {
-      seed,
       onStart: (generation) => lanes[i].start(generation),
       onStep: () => board.refresh(),
     }),
@@ -107,7 +109,7 @@ export async function race(context) {
   }
   board.finish();
   board.extra = () => {};
-  const isSame = await conclude(context, settings.method, seed, raced);
-  const factor = $("factor").textContent;
-  return {seed, outcome: `${factor} as fast, ${isSame ? "identical" : "DIFFERENT"}: ${raced[1].tokens.length} tokens`};
+  const same = await conclude(context, raced);
+  const facts = [`${$("per-step").textContent} tokens per step`, $("factor").textContent].filter(Boolean);
+  return `${facts.join(", ")}, ${same ? "identical" : "DIFFERENT"}: ${raced[1].tokens.length} tokens`;
 }

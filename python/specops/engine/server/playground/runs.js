@@ -11,8 +11,8 @@ export function drawSeed() {
   return String((high % 2 ** 21) * 2 ** 32 + low);
 }
 
-function bodyOf(settings, method, seed, messages) {
-  const {alternatives} = settings;
+function bodyOf(settings, method, messages) {
+  const {alternatives, seed} = settings;
   const fields = {
     ...(messages ? {messages} : {prompt: settings.prompt}),
     max_tokens: Number(settings.tokens),
@@ -34,21 +34,21 @@ function bodyOf(settings, method, seed, messages) {
   }
   const text = JSON.stringify(fields);
   // As digits: JSON has integers that JavaScript's numbers do not hold.
-  return seed === "" ? text : `${text.slice(0, -1)},"seed":${seed}}`;
+  return `${text.slice(0, -1)},"seed":${seed}}`;
 }
 
 /**
  * Runs one request and returns its Generation.
  *
- * context: {settings, key, signal}; messages: of a chat; onStart and onStep are called with the
- * generation, when it begins and with every step.
+ * context: {settings, key, signal}, the settings with a seed; messages: of a chat; onStart and
+ * onStep are called with the generation, when it begins and with every step.
  */
-export async function generate(context, method, {seed, messages = null, onStart, onStep}) {
+export async function generate(context, method, {messages = null, onStart, onStep} = {}) {
   const {settings, key, signal} = context;
   const generation = new Generation(method, Number(settings.tokens));
   onStart?.(generation);
   const path = messages ? "v1/chat/completions" : "v1/completions";
-  const response = await ask(path, {key, signal, body: bodyOf(settings, method, seed, messages)});
+  const response = await ask(path, {key, signal, body: bodyOf(settings, method, messages)});
   for await (const event of events(response)) {
     generation.take(event);
     onStep?.(generation);

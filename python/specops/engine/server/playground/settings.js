@@ -9,6 +9,8 @@ const FIELDS = [
   ...["prompt", "method", "k", "steps", "tokens", "temperature", "seed", "tree", "top_p"],
   ...["alternatives", "alone", "system", "tint", "rejected"],
 ];
+// Where one is empty, what the page began with, or the server, holds.
+const NUMBERS = ["k", "tokens", "temperature", "top_p"];
 // Not part of what a run does, so not of links either.
 const LOCAL = ["tint", "rejected", "alone"];
 
@@ -19,6 +21,13 @@ export function stored(name) {
   } catch {
     return null;
   }
+}
+
+/** Calls back where another tab of this browser keeps or drops the value. */
+export function onOtherTab(name, callback) {
+  addEventListener("storage", ({key}) => {
+    if (key === `${STORE}-${name}` || key === null) callback();
+  });
 }
 
 /** Keeps a value, or drops it where it is null. */
@@ -55,6 +64,11 @@ export function writeForm(values) {
   }
 }
 
+/** Fills empty fields with what they mean, which they have shown as placeholders. */
+export function fillEmpty() {
+  for (const id of NUMBERS) $(id).value ||= $(id).defaultValue;
+}
+
 /** The fragment of a link that leads to these values. */
 export function fragmentOf(values) {
   const shared = Object.entries(values).filter(([name, value]) => !LOCAL.includes(name) && value !== "");
@@ -71,7 +85,7 @@ export function offer(card) {
   const choice = choiceOf(own);
   // A race of plain decoding against itself shows little.
   $("method").value = choice === "naive" && card.methods.includes("ngram") ? "ngram" : choice;
-  if (own.num_speculative_tokens > 0) $("k").value = own.num_speculative_tokens;
+  if (own.num_speculative_tokens > 0) $("k").value = $("k").defaultValue = own.num_speculative_tokens;
   $("tree").checked = own.tree;
   const usual = own.mtp_strategy === "default" ? own.num_speculative_tokens : 1;
   if (own.method === "mtp" && own.num_model_steps !== usual) $("steps").value = own.num_model_steps;
@@ -82,10 +96,10 @@ export function offer(card) {
 export function fitForm() {
   const {mode, method} = readForm();
   const drafts = mode === "compare" || method !== "naive";
-  document.body.dataset.mode = mode;
   $("method").disabled = mode === "compare";
   $("k").disabled = !drafts;
   $("steps-label").hidden = mode === "compare" || !hasModules(method);
+  for (const id of NUMBERS) $(id).placeholder = $(id).defaultValue;
   $("steps").placeholder = isHybrid(method) ? "1" : "all";
   $("tree-label").hidden = mode !== "compare" && !hasTrees(method);
   $("system-label").hidden = mode !== "chat";
