@@ -17,7 +17,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 import jsonschema
-from schemas import BY_HAND, generated, record
+from schemas import BY_HAND, bounded, generated, record
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.cost_table import STEP, CostTable
 from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
@@ -236,6 +236,57 @@ def test_generated_schemas(part: int, temperature: float) -> None:
             num_texts += len(done)
     ends = f"{num_ended} of {len(cases)} texts ended, valid; the others begin a valid one"
     print(f"{ends}; {num_texts} with drafts are the same")
+
+
+# ---- white space ----
+
+
+@lru_cache
+def bounded_schemas() -> list[Any]:
+    draw = random.Random(7)
+    schemas = [schema for schema, _ in BY_HAND] + [generated(draw) for _ in range(60)]
+    found = [one for one in map(bounded, schemas) if one is not None]
+    assert len(found) == 96, "of four by hand the texts have no longest one"
+    return found
+
+
+def bounded_jobs(temperature: float) -> list[Job]:
+    """Prompts that say nothing of JSON: the bundled model likes spaces there."""
+    return [
+        (
+            "value = ",
+            SamplingParams(
+                max_tokens=900, temperature=temperature, seed=index,
+                structured_output=StructuredOutput(json_schema=schema),
+            ),
+        )
+        for index, schema in enumerate(bounded_schemas())
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_whose_strings_and_numbers_are_bounded_ends(temperature: float) -> None:
+    jobs = bounded_jobs(temperature)
+    expected = run(engine_of(), jobs, [NAIVE])
+    assert check(engine_of(), jobs, expected) == len(jobs)
+    assert max(len(one.token_ids) for one in expected) < 200
+    methods = [with_k(name, 5) for name in METHODS]
+    assert bits(run(engine_of(), jobs, methods)) == bits(expected)
+
+
+def test_with_any_white_space_such_texts_need_not_end() -> None:
+    """As vLLM has it: by the engine's option, and where a request says so itself."""
+    jobs = bounded_jobs(0.0)[:40]
+    by_engine = run(engine_of(json_whitespace="any"), jobs, [NAIVE])
+    endless = [one.text for one in by_engine if one.finish_reason == "length"]
+    assert endless and all(text.endswith(" " * 100) for text in endless)
+    wanted = [job[1].structured_output for job in jobs]
+    said = [
+        (prompt, replace(params, structured_output=replace(form, disable_any_whitespace=False)))
+        for (prompt, params), form in zip(jobs, wanted, strict=True)
+        if form is not None
+    ]
+    assert bits(run(engine_of(), said, [NAIVE])) == bits(by_engine)
 
 
 # ---- with everything else that a request may ask for ----

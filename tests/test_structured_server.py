@@ -19,7 +19,7 @@ pytest.importorskip("jsonschema")
 import httpx
 import jsonschema
 import openai
-from schemas import BY_HAND, record
+from schemas import BY_HAND, bounded, record
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, SpeculativeConfig, StructuredOutput
 from specops.engine.sampling_params import SamplingParams
@@ -98,6 +98,9 @@ def test_a_schema_as_openai_sends_it(served: Served) -> None:
         ("structured_outputs", {"grammar": 'start: "a" "b"+ "c"'}, lambda text: text[-1] == "c"),
         ("structured_outputs", {"json": PERSON, "disable_any_whitespace": True},
          lambda text: text == compact(json.loads(text))),
+        ("structured_outputs", {"json": PERSON, "whitespace_pattern": "\\n",
+                                "disable_any_whitespace": False},
+         lambda text: " " not in re.sub('"[^"]*"', "", text)),
     ],
 )  # fmt: skip
 def test_every_form(served: Served, field: str, value: Any, allows: Any) -> None:
@@ -126,6 +129,22 @@ def test_structural_tags(served: Served, body: dict[str, Any]) -> None:
     assert tags and text.count("{") - len(tags) in (0, 1), text  # the last one may be cut
     naive = complete(served, speculative_config={"method": "naive"}, **body).json()
     assert naive["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_of_bounded_schemas_end(served: Served, temperature: float) -> None:
+    """Of completions and chats, whatever the model would rather write between values."""
+    schemas = [one for one in (bounded(schema) for schema, _ in BY_HAND) if one is not None]
+    asked = {"max_tokens": 700, "temperature": temperature, "seed": 2}
+    for schema in schemas:
+        form = {**asked, "response_format": wrapped(schema)}
+        messages = {"messages": [{"role": "user", "content": "value = "}]}
+        for path, prompt in (("", {"prompt": "value = "}), ("chat/", messages)):
+            answer = HTTP.post(f"{served.url}/v1/{path}completions", json={**form, **prompt})
+            (choice,) = answer.json()["choices"]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None), schema
+            text = choice["message"]["content"] if path else choice["text"]
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
 def test_null_and_text_ask_for_nothing(served: Served) -> None:
@@ -177,6 +196,8 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
          "response_format.format", "unknown field"),
         ({"response_format": {**TAGS, "triggers": ["["]}},
          "response_format", "start with a trigger"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "x*"}},
+         "structured_outputs", "whitespace_pattern must be a regular expression of spaces"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"regex": "(" * 99 + ")" * 99}}, "structured_outputs", "nested"),
         ({"structured_outputs": {"grammar": "begin: x"}}, "structured_outputs", "cannot be used"),

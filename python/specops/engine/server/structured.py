@@ -53,7 +53,8 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     json_object: bool | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 def wanted_output(
@@ -106,6 +107,7 @@ def _of_vllm(given: StructuredOutputs) -> StructuredOutput:
         choice=None if given.choice is None else tuple(given.choice),
         structural_tag=given.structural_tag,
         disable_any_whitespace=given.disable_any_whitespace,
+        whitespace_pattern=given.whitespace_pattern,
     )
 
 
