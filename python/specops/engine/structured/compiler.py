@@ -90,6 +90,7 @@ class GrammarCompiler:
         return self._vocabulary
 
 
+_EBNF = re.compile(r"^\s*<?[\w-]+>?\s*::=", re.MULTILINE)
 _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)  # of a rule
 _starting = threading.Lock()  # the size of the next thread's stack is the process's
 
@@ -175,6 +176,11 @@ def _source(wanted: StructuredOutput, whitespace: str) -> str:
             tags = grammar_of_tags(json.loads(wanted.structural_tag))
             return LLMatcher.grammar_from_lark(lark_with_options(tags, options))
         if wanted.grammar is not None:
+            if _EBNF.search(wanted.grammar):
+                raise ValueError(
+                    "it must be in llguidance's dialect of Lark, such as 'start: \"a\" b', and the "
+                    "first rule is 'start'; got EBNF with '::='"
+                )
             if _TEMPERATURE.search(wanted.grammar):
                 raise ValueError("a rule's temperature is not supported: a request has one")
             return LLMatcher.grammar_from_lark(lark_with_options(wanted.grammar, options))
@@ -195,4 +201,9 @@ def _literally(text: str) -> str:
 
 def _refused(wanted: StructuredOutput, reason: str) -> ValueError:
     told = " ".join(reason.partition("<state>")[0].split())  # behind it is the parser's inside
+    if told.startswith("NoExtension"):
+        told = (
+            "no text can begin it: what it starts with leads only back to itself (a rule or $ref "
+            "in a loop), or allows nothing"
+        )
     return ValueError(f"structured_output: {wanted.kind} cannot be used: {told}")
