@@ -430,6 +430,31 @@ def test_ends(
     assert len(done.logprobs) == len(done.token_ids)
 
 
+@pytest.mark.parametrize("method", ["", *METHODS])
+@pytest.mark.parametrize(
+    "regex,stop,text,is_cut",
+    [
+        # A stop token that is text may be the next of a text that is not whole: it cuts it.
+        ("[ab][xy]{3}", "x", "[ab]", True),
+        ("[ab]{2}[xy]{3}", "x", "[ab]{2}", True),
+        # Where the text is whole, a stop token is its end, whether it could go on with it or not.
+        ("[ab]([xy]{3})?", "x", "[ab]", False),
+        ("[ab]{3}", "x", "[ab]{3}", False),
+        ("[ab]{3}(\n\n)?", "<|endoftext|>", "[ab]{3}", False),
+    ],
+)
+def test_a_stop_token_that_cuts_a_text_is_told(
+    method: str, regex: str, stop: str, text: str, is_cut: bool
+) -> None:
+    (token,) = engine_of().tokenizer.encode(stop)
+    bias = {token: 100.0} if text != "[ab]{3}" or token == 0 else {}
+    params = {"stop_token_ids": (token,), "ignore_eos": True, "logit_bias": bias}
+    done = one({"regex": regex}, method, **params)
+    assert re.fullmatch(text, done.text)
+    assert (done.finish_reason, done.stop_reason) == ("stop", token if is_cut else None)
+    assert bits([done]) == bits([one({"regex": regex}, **params)])
+
+
 def test_no_special_token_is_ever_part_of_a_text() -> None:
     params = {"logit_bias": {0: 100.0}, "max_tokens": 30}
     done = one(

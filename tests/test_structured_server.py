@@ -147,6 +147,24 @@ def test_texts_of_bounded_schemas_end(served: Served, temperature: float) -> Non
             jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
+def test_a_stop_token_that_cuts_a_text_is_the_stop_reason(served: Served) -> None:
+    """Of both routes, in a stream and as a whole; where the text is whole, there is none."""
+    (token,) = served.engine.tokenizer.encode("x")
+    for regex, reason in (("[ab][xy]{3}", token), ("[ab]([xy]{3})?", None)):
+        body = {"structured_outputs": {"regex": regex}, "stop_token_ids": [token]}
+        body |= {"logit_bias": {str(token): 100.0}, "max_tokens": 9}
+        for path, prompt in (
+            ("", {"prompt": "value = "}),
+            ("chat/", {"messages": [{"role": "user", "content": "value = "}]}),
+        ):
+            url = f"{served.url}/v1/{path}completions"
+            (choice,) = HTTP.post(url, json={**body, **prompt}).json()["choices"]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+            streamed = HTTP.post(url, json={**body, **prompt, "stream": True}).text
+            last = json.loads(streamed.split("data: ")[-2])["choices"][0]
+            assert (last["finish_reason"], last["stop_reason"]) == ("stop", reason)
+
+
 def test_null_and_text_ask_for_nothing(served: Served) -> None:
     bare = complete(served, max_tokens=8).json()["choices"][0]["text"]
     for field in ({"response_format": {"type": "text"}}, {"response_format": None},
