@@ -5,6 +5,7 @@ import json
 import random
 import re
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,7 +66,8 @@ def jobs_of(cases: list[tuple[Any, Any]], temperature: float, **more: Any) -> li
                 seed=1000 + index,
                 logprobs=index % 3,
                 structured_output=StructuredOutput(
-                    json_schema=schema, disable_any_whitespace=index % 4 == 3
+                    json_schema=schema,
+                    disable_any_whitespace=(None, False, None, True)[index % 4],
                 ),
                 **more,
             ),
@@ -613,6 +615,79 @@ def test_a_limit_in_the_middle_of_a_text_ends_that_text_alone(
     assert "abort" in reasons and "stop" in reasons
     for method in METHODS:
         assert bits(run(engine, jobs, [with_k(method, 5)])) == bits(expected)
+
+
+AMBIGUOUS = {"grammar": 'start: a\na: "x" | a a | a a a'}
+
+
+def test_a_limit_is_told_even_where_the_text_is_whole() -> None:
+    """Its text could end anywhere; that it did not end for that reason must be seen."""
+    params = {"max_tokens": 200, "logit_bias": {0: -100.0}, "temperature": 0.8, "seed": 1}
+    done = one(AMBIGUOUS, **params)
+    assert set(done.text) == {"x"} and done.finish_reason == "abort"
+    assert str(done.stop_reason).startswith("structured_output: llguidance met a limit: ")
+    assert "max is 500" in str(done.stop_reason)
+    for method in ("ngram", "suffix tree"):
+        assert bits([one(AMBIGUOUS, method, **params)]) == bits([done])
+
+
+@pytest.mark.parametrize("row", [1e-4, 1e-3, 1.0], ids=["many drafts", "few drafts", "copies"])
+def test_slow_grammars_sit_out_and_change_nothing(
+    row: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if each mask took a second: computed beside the steps, for whoever waits longest."""
+    expected, _ = plain(0.8)
+
+    def slowly(self: GrammarState, num_rows: int) -> None:
+        self.step_seconds, self.row_seconds = 1.0, row
+
+    prepared: list[bool] = []
+    prepare = GrammarState.prepare
+
+    def noting(self: GrammarState) -> None:
+        prepare(self)
+        prepared.append(self.ready is not None)
+
+    monkeypatch.setattr(GrammarState, "note_step", slowly)
+    monkeypatch.setattr(GrammarState, "prepare", noting)
+    monkeypatch.setattr("specops.engine.grammar_turns._SHARE", 1.0)
+    free = [(f"# {i}\ndef f(", SamplingParams(max_tokens=48, seed=i)) for i in range(8)]
+    others = bits(run(engine_of(), free, [NAIVE]))
+    engine = engine_of(max_num_seqs=24, max_model_len=512, num_pages=90)  # some are preempted
+    before = replace(engine.stats)
+    own = [with_k(name, 6) for name in METHODS]
+    jobs = [job for pair in zip(jobs_of(BY_HAND, 0.8), free * 5, strict=True) for job in pair]
+    done = run(engine, jobs, own)
+    assert bits(done)[::2] == expected
+    assert bits(done)[1::2] == others * 5
+    assert engine.stats.num_paused_steps - before.num_paused_steps > 100
+    assert engine.stats.num_preemptions > before.num_preemptions
+    assert len(prepared) > 100 and all(prepared)
+
+
+def test_a_request_may_leave_while_its_mask_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def prepare(self: GrammarState) -> None:
+        begun.set()
+        assert may_end.wait(30)
+
+    def slowly(self: GrammarState, num_rows: int) -> None:
+        self.step_seconds = self.row_seconds = 1.0
+
+    monkeypatch.setattr(GrammarState, "note_step", slowly)
+    monkeypatch.setattr(GrammarState, "prepare", prepare)
+    engine = Engine(EngineConfig(device="cpu", speculative_config=SpeculativeConfig()))
+    wanted = SamplingParams(max_tokens=9, structured_output=StructuredOutput(regex="[ab]{20}"))
+    name = engine.add_request("x", wanted)
+    while not begun.is_set():
+        engine.step()
+    assert engine.abort(name) and engine.num_free_pages == engine.num_pages
+    try:
+        (free,) = run(engine, [("x", SamplingParams(max_tokens=9, ignore_eos=True))], [NAIVE])
+        assert len(free.token_ids) == 9, "nobody waits for a mask of somebody who is gone"
+    finally:
+        may_end.set()
 
 
 # ---- on a device with a memory of its own ----

@@ -132,7 +132,10 @@ class Request:
             return True
         if not is_end and self.grammar.take(token_id):
             return True
-        if self.grammar.may_end:  # only the parameters beside the grammar left no token
+        if self.grammar.limit:
+            self.finish_reason = "abort"
+            self.stop_reason = f"structured_output: {self.grammar.limit}"
+        elif self.grammar.may_end:  # only the parameters beside the grammar left no token
             self.finish_reason = "stop"
         else:
             self.finish_reason, self.stop_reason = "abort", "structured_output"
