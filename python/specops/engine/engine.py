@@ -307,8 +307,6 @@ class Engine:
         plan = self._scheduler.schedule()
         self.stats.num_preemptions += self._scheduler.num_preemptions - before
         self._note_starts(plan)
-        if not plan.parts:
-            return []
         try:
             return self._run(plan)
         except BaseException:
@@ -321,6 +319,8 @@ class Engine:
         timer = time.perf_counter if self._device.is_async else time.thread_time
         step_begun, begun = timer(), time.perf_counter()
         emitted = self._runner.execute(plan)
+        if not plan.parts:
+            return []
         executed = time.perf_counter() - begun
         self.stats.num_steps += 1
         self.stats.num_rows += sum(part.num_rows for part in plan.parts)
