@@ -227,7 +227,9 @@ def _requests() -> tuple[list[dict[str, Any]], list[str], list[SamplingParams]]:
         schema = list(SCHEMAS.values())[index % 3]
         schemas.append(schema)
         prompts.append(f"# {json.dumps(schema)}\nvalue = ")
-        wanted = StructuredOutput(json_schema=schema, disable_any_whitespace=index % 2 == 1)
+        wanted = StructuredOutput(
+            json_schema=schema, disable_any_whitespace=(None, True)[index % 2]
+        )
         params.append(
             SamplingParams(
                 max_tokens=NEW_TOKENS, temperature=0.8 * (index % 4 > 1), seed=index,

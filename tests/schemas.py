@@ -82,6 +82,30 @@ BY_HAND: list[tuple[Any, Any]] = [
 ]  # fmt: skip
 
 
+def bounded(schema: Any) -> Any | None:
+    """The schema with bounds for strings and numbers; None where its texts have no longest one."""
+    if isinstance(schema, list):
+        made = [bounded(one) for one in schema]
+        return None if None in made else made
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    is_open = kind == "object" and schema.get("additionalProperties", True) is not False
+    if is_open or "patternProperties" in schema or schema.get("$ref") == "#/$defs/node":
+        return None  # there are as many properties as the model likes, or as many levels
+    made = {name: bounded(value) for name, value in schema.items() if name not in ("const", "enum")}
+    if None in made.values():
+        return None
+    made |= {name: schema[name] for name in ("const", "enum") if name in schema}
+    if kind == "string" or (isinstance(kind, list) and "string" in kind):
+        made = {"maxLength": 36, **made} if "pattern" not in made else made
+    if kind == "integer" and "exclusiveMinimum" not in made:
+        made = {"minimum": -999, "maximum": 9999, **made}
+    if kind == "number":
+        made = {"minimum": -99, "maximum": 999, "multipleOf": 0.25, **made}
+    return made
+
+
 def generated(draw: random.Random, depth: int = 3) -> Any:
     """A schema of up to `depth` levels, of what llguidance supports."""
     kinds = ["text", "whole", "number", "flag", "null", "enum", "const", "bounded", "pattern"]

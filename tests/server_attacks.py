@@ -182,11 +182,20 @@ async def leaving_streams(target: Target) -> None:
     await asyncio.gather(*(one() for _ in range(target.sizes.streams)))
 
 
+async def ambiguous_grammars(target: Target) -> None:
+    """One connection, whose texts can be read in ever more ways."""
+    body = {"prompt": "x x", "max_tokens": target.sizes.tokens}
+    while target.goes_on:
+        for rule in ("a a | a a a", "a a", "a a a a"):
+            form = {"grammar": f'start: a\na: "x" | {rule}'}
+            await answered(target, body | {"structured_outputs": form})
+
+
 ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     one.__name__: one
     for one in (
         *(bad_words, long_ids, many_choices, trickling),
-        *(broken_uploads, huge_bodies, leaving_streams),
+        *(broken_uploads, huge_bodies, leaving_streams, ambiguous_grammars),
     )
 }
 

@@ -7,6 +7,7 @@ never drafted. test_structured_engine.py has whole texts.
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -125,7 +126,13 @@ def tagged(**changes: Any) -> dict[str, Any]:
         ({"json_schema": '{"a": "' + "b" * MAX_TEXT + '"}'}, "json_schema must have at most"),
         ({"json_schema": "[" * 100_000}, "json_schema (must be nested at most|is no JSON)"),
         ({"json_schema": '{"not":' * 70 + "{}" + "}" * 70}, "json_schema must be nested at most"),
-        ({"regex": "a", "disable_any_whitespace": True}, "needs json_schema, got regex"),
+        ({"regex": "a", "disable_any_whitespace": True}, "needs json_schema, .*, got regex"),
+        ({"choice": ("a",), "whitespace_pattern": " "}, "whitespace_pattern needs json_schema, .*"),
+        ({"json_schema": {}, "whitespace_pattern": "a"}, "pattern must be a regular expression of"),
+        ({"json_schema": {}, "whitespace_pattern": r"\s*"}, "pattern must be a regular expression"),
+        ({"json_schema": {}, "whitespace_pattern": 3}, "whitespace_pattern must be a text, got 3"),
+        ({"json_schema": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
+         "whitespace_pattern must be absent where disable_any_whitespace is True"),
         ({"json_schema": {}, "disable_any_whitespace": 1}, "must be True or False, got 1"),
         ({"structural_tag": 3}, "structural_tag must be an object or a text, got 3"),
         ({"structural_tag": "{"}, "structural_tag is no JSON"),
@@ -145,7 +152,7 @@ def tagged(**changes: Any) -> dict[str, Any]:
         ({"structural_tag": tagged(end=3)}, "end of a structure must be a text, got 3"),
         ({"structural_tag": tagged(schema={"a": "b" * MAX_TEXT})}, "structural_tag must have at"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StructuredOutput(**fields)
@@ -163,9 +170,13 @@ def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
         ({"json_schema": {"type": "string", "pattern": "("}}, "json_schema cannot be used"),
         ({"regex": "("}, "regex cannot be used: .*unclosed group"),
         ({"regex": "a(?=b)"}, "regex cannot be used"),
-        ({"regex": "[^\\s\\S]"}, "regex cannot be used"),
+        ({"regex": "[^\\s\\S]"}, "regex cannot be used: no text .* allows nothing"),
         ({"grammar": "start: other"}, "grammar cannot be used: .*unknown name"),
-        ({"grammar": "start: start"}, "grammar cannot be used"),
+        ({"grammar": "start: start"}, "grammar cannot be used: no text .* a loop"),
+        ({"grammar": "start: a\na: b\nb: a"}, "grammar cannot be used: no text .* a loop"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema cannot be used: no text .* a loop"),
+        ({"grammar": 'root ::= "a" b\nb ::= "c"'}, "must be in llguidance's dialect of Lark"),
+        ({"grammar": '<root> ::= "a"'}, "dialect of Lark, .* got EBNF with '::='"),
         ({"grammar": ""}, "grammar cannot be used"),
         ({"grammar": "start: a\na[max_tokens=3, temperature=0.5]: /x+/"}, "temperature"),
         ({"grammar": "start: <|endoftext|>"}, "grammar cannot be used"),
@@ -196,6 +207,111 @@ def test_without_llguidance_a_request_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"needs the package llguidance.*specops\[structured\]"):
         GrammarCompiler(tokenizer(), VOCAB).compile(StructuredOutput(regex="a"))
+
+
+# ---- white space between the tokens of JSON ----
+
+_VALUE = {"a": [1, 2], "b": {}}
+_COMPACT, _LINE = '{"a":[1,2],"b":{}}', '{"a": [1, 2], "b": {}}'
+_PRETTY, _TABS = json.dumps(_VALUE, indent=4), json.dumps(_VALUE, indent="\t")
+_WIDE = '{"a":  [1, 2], "b": {}}'
+_SPACED = _COMPACT.replace(",", " , ")
+_PARTS: dict[str, Any] = {
+    "a": {"type": "array", "items": {"type": "integer"}},
+    "b": record(),
+}
+
+
+@pytest.mark.parametrize(
+    "options,fits",
+    [
+        ({}, [_COMPACT, _LINE, _PRETTY, _TABS, _PRETTY.replace("\n", "\r\n"), _SPACED]),
+        ({"whitespace": "any"}, [_COMPACT, _LINE, _PRETTY, _TABS, _WIDE, _SPACED]),
+        ({"whitespace": "none"}, [_COMPACT]),
+        ({"disable_any_whitespace": True}, [_COMPACT]),
+        ({"disable_any_whitespace": False}, [_COMPACT, _LINE, _PRETTY, _TABS, _WIDE, _SPACED]),
+        ({"whitespace_pattern": " ?"}, [_COMPACT, _LINE, _SPACED]),
+        ({"whitespace_pattern": " {2}", "disable_any_whitespace": False}, [_COMPACT]),
+        ({"whitespace": "none", "whitespace_pattern": "[ \\n]*"},
+         [_COMPACT, _LINE, _PRETTY, _WIDE, _SPACED]),
+    ],
+)  # fmt: skip
+def test_white_space(options: dict[str, Any], fits: list[str]) -> None:
+    """Of a schema, of tags and behind `%json` of a grammar alike; one's own options come first."""
+    options = dict(options)
+    own = GrammarCompiler(tokenizer(), VOCAB, whitespace=options.pop("whitespace", "bounded"))
+    schema = record(**_PARTS)
+    tags = {"structures": [{"begin": "<", "schema": schema, "end": ">"}], "triggers": ["<"]}
+    rules = 'start: "%json {" j "/" // %json {\nj: %json ' + json.dumps(schema)
+    forms: list[tuple[dict[str, Any], str, str]] = [
+        ({"json_schema": schema}, "", ""),
+        ({"structural_tag": tags}, "<", ">"),
+        ({"grammar": rules}, "%json {", "/"),
+    ]
+    for form, before, behind in forms:
+        grammar = own.compile(StructuredOutput(**form, **options))
+        for text in (_COMPACT, _LINE, _PRETTY, _TABS, _WIDE, _SPACED):
+            state = GrammarState(grammar, [])
+            taken = all(map(state.take, tokens_of(before + text + behind)))
+            assert (taken and state.may_end) == (text in fits), (form, text)
+    schema["x-guidance"] = {"whitespace_pattern": " {3}"}
+    state = GrammarState(own.compile(StructuredOutput(json_schema=schema, **options)), [])
+    assert all(map(state.take, tokens_of('{   "a"')))
+
+
+# ---- numbers ----
+
+_BIG = 2**53
+
+
+@pytest.mark.parametrize(
+    "schema,message",
+    [
+        ({"type": "integer", "minimum": 10**20}, "got 100000000000000000000"),
+        ({"minimum": -_BIG - 1}, "minimum must be at most 2^53"),
+        ({"maximum": _BIG + 1}, "maximum must be at most 2^53"),
+        ({"exclusiveMinimum": 1e17}, "exclusiveMinimum must be at most 2^53"),
+        ({"exclusiveMaximum": 1e300}, "exclusiveMaximum must be at most 2^53"),
+        ({"type": "integer", "multipleOf": _BIG + 1}, "multipleOf must be at most 2^53"),
+        ({"const": _BIG + 1}, "const must hold integers of at most 2^53 in magnitude"),
+        ({"enum": ["a", {"b": [1, _BIG + 1]}]}, "enum must hold integers of at most 2^53"),
+        ({"anyOf": [{"items": {"maximum": _BIG + 1}}]}, "maximum must be at most 2^53"),
+        ({"$defs": {"maximum": {"maximum": _BIG + 1}}}, "maximum must be at most 2^53"),
+        # llguidance says so itself.
+        ({"type": "number", "multipleOf": 1e-12}, "'multipleOf' has too many digits"),
+    ],
+)  # fmt: skip
+def test_numbers_that_would_be_taken_for_others_are_refused(schema: Any, message: str) -> None:
+    tags = {"structures": [{"begin": "<", "schema": schema, "end": ""}], "triggers": ["<"]}
+    for form in (
+        {"json_schema": schema},
+        {"structural_tag": tags},
+        {"grammar": f"start: j\nj: %json {json.dumps(schema)}"},
+    ):
+        with pytest.raises(ValueError, match=f"cannot be used: .*{re.escape(message)}"):
+            compiled(**form)
+
+
+@pytest.mark.parametrize(
+    "schema,fits,others",
+    [
+        ({"type": "integer", "minimum": _BIG - 1, "maximum": _BIG},
+         [_BIG - 1, _BIG], [_BIG - 2, _BIG + 1]),
+        ({"type": "integer", "exclusiveMaximum": 1 - _BIG}, [-_BIG], [1 - _BIG]),
+        ({"const": _BIG}, [_BIG], [_BIG + 1]),
+        ({"type": "number", "minimum": 0.1, "maximum": 0.3}, ["0.1", "0.3"], ["0.09", "0.31"]),
+        ({"type": "number", "multipleOf": 0.3}, ["0.9", "1.2"], ["0.1", "1"]),
+        # What constrains nothing, and what only looks like a bound.
+        ({"const": 1, "default": 10**20, "examples": [{"maximum": 10**20}]}, [1], [2]),
+        ({"enum": [{"maximum": "x"}, 3]}, [3], [4]),
+        ({**record(maximum={"const": 1})}, ['{"maximum": 1}'], ["{}"]),
+    ],
+)  # fmt: skip
+def test_other_numbers_are_exact(schema: Any, fits: list[Any], others: list[Any]) -> None:
+    for text in map(str, [*fits, *others]):
+        state = state_of(json_schema=schema)
+        taken = all(map(state.take, tokens_of(text))) and state.may_end
+        assert taken == (text in map(str, fits)), text
 
 
 # ---- the vocabulary ----

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 import jsonschema
-from schemas import BY_HAND, generated, record
+from schemas import BY_HAND, bounded, generated, record
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.cost_table import STEP, CostTable
 from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
@@ -65,7 +66,8 @@ def jobs_of(cases: list[tuple[Any, Any]], temperature: float, **more: Any) -> li
                 seed=1000 + index,
                 logprobs=index % 3,
                 structured_output=StructuredOutput(
-                    json_schema=schema, disable_any_whitespace=index % 4 == 3
+                    json_schema=schema,
+                    disable_any_whitespace=(None, False, None, True)[index % 4],
                 ),
                 **more,
             ),
@@ -238,6 +240,57 @@ def test_generated_schemas(part: int, temperature: float) -> None:
     print(f"{ends}; {num_texts} with drafts are the same")
 
 
+# ---- white space ----
+
+
+@lru_cache
+def bounded_schemas() -> list[Any]:
+    draw = random.Random(7)
+    schemas = [schema for schema, _ in BY_HAND] + [generated(draw) for _ in range(60)]
+    found = [one for one in map(bounded, schemas) if one is not None]
+    assert len(found) == 96, "of four by hand the texts have no longest one"
+    return found
+
+
+def bounded_jobs(temperature: float) -> list[Job]:
+    """Prompts that say nothing of JSON: the bundled model likes spaces there."""
+    return [
+        (
+            "value = ",
+            SamplingParams(
+                max_tokens=900, temperature=temperature, seed=index,
+                structured_output=StructuredOutput(json_schema=schema),
+            ),
+        )
+        for index, schema in enumerate(bounded_schemas())
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_whose_strings_and_numbers_are_bounded_ends(temperature: float) -> None:
+    jobs = bounded_jobs(temperature)
+    expected = run(engine_of(), jobs, [NAIVE])
+    assert check(engine_of(), jobs, expected) == len(jobs)
+    assert max(len(one.token_ids) for one in expected) < 200
+    methods = [with_k(name, 5) for name in METHODS]
+    assert bits(run(engine_of(), jobs, methods)) == bits(expected)
+
+
+def test_with_any_white_space_such_texts_need_not_end() -> None:
+    """As vLLM has it: by the engine's option, and where a request says so itself."""
+    jobs = bounded_jobs(0.0)[:40]
+    by_engine = run(engine_of(json_whitespace="any"), jobs, [NAIVE])
+    endless = [one.text for one in by_engine if one.finish_reason == "length"]
+    assert endless and all(text.endswith(" " * 100) for text in endless)
+    wanted = [job[1].structured_output for job in jobs]
+    said = [
+        (prompt, replace(params, structured_output=replace(form, disable_any_whitespace=False)))
+        for (prompt, params), form in zip(jobs, wanted, strict=True)
+        if form is not None
+    ]
+    assert bits(run(engine_of(), said, [NAIVE])) == bits(by_engine)
+
+
 # ---- with everything else that a request may ask for ----
 
 
@@ -377,6 +430,31 @@ def test_ends(
                                 params["stop"][0] if "stop" in params else None)  # fmt: skip
     assert bits([done]) == bits([one(form, **params)])
     assert len(done.logprobs) == len(done.token_ids)
+
+
+@pytest.mark.parametrize("method", ["", *METHODS])
+@pytest.mark.parametrize(
+    "regex,stop,text,is_cut",
+    [
+        # A stop token that is text may be the next of a text that is not whole: it cuts it.
+        ("[ab][xy]{3}", "x", "[ab]", True),
+        ("[ab]{2}[xy]{3}", "x", "[ab]{2}", True),
+        # Where the text is whole, a stop token is its end, whether it could go on with it or not.
+        ("[ab]([xy]{3})?", "x", "[ab]", False),
+        ("[ab]{3}", "x", "[ab]{3}", False),
+        ("[ab]{3}(\n\n)?", "<|endoftext|>", "[ab]{3}", False),
+    ],
+)
+def test_a_stop_token_that_cuts_a_text_is_told(
+    method: str, regex: str, stop: str, text: str, is_cut: bool
+) -> None:
+    (token,) = engine_of().tokenizer.encode(stop)
+    bias = {token: 100.0} if text != "[ab]{3}" or token == 0 else {}
+    params = {"stop_token_ids": (token,), "ignore_eos": True, "logit_bias": bias}
+    done = one({"regex": regex}, method, **params)
+    assert re.fullmatch(text, done.text)
+    assert (done.finish_reason, done.stop_reason) == ("stop", token if is_cut else None)
+    assert bits([done]) == bits([one({"regex": regex}, **params)])
 
 
 def test_no_special_token_is_ever_part_of_a_text() -> None:
@@ -537,6 +615,79 @@ def test_a_limit_in_the_middle_of_a_text_ends_that_text_alone(
     assert "abort" in reasons and "stop" in reasons
     for method in METHODS:
         assert bits(run(engine, jobs, [with_k(method, 5)])) == bits(expected)
+
+
+AMBIGUOUS = {"grammar": 'start: a\na: "x" | a a | a a a'}
+
+
+def test_a_limit_is_told_even_where_the_text_is_whole() -> None:
+    """Its text could end anywhere; that it did not end for that reason must be seen."""
+    params = {"max_tokens": 200, "logit_bias": {0: -100.0}, "temperature": 0.8, "seed": 1}
+    done = one(AMBIGUOUS, **params)
+    assert set(done.text) == {"x"} and done.finish_reason == "abort"
+    assert str(done.stop_reason).startswith("structured_output: llguidance met a limit: ")
+    assert "max is 500" in str(done.stop_reason)
+    for method in ("ngram", "suffix tree"):
+        assert bits([one(AMBIGUOUS, method, **params)]) == bits([done])
+
+
+@pytest.mark.parametrize("row", [1e-4, 1e-3, 1.0], ids=["many drafts", "few drafts", "copies"])
+def test_slow_grammars_sit_out_and_change_nothing(
+    row: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if each mask took a second: computed beside the steps, for whoever waits longest."""
+    expected, _ = plain(0.8)
+
+    def slowly(self: GrammarState, num_rows: int) -> None:
+        self.step_seconds, self.row_seconds = 1.0, row
+
+    prepared: list[bool] = []
+    prepare = GrammarState.prepare
+
+    def noting(self: GrammarState) -> None:
+        prepare(self)
+        prepared.append(self.ready is not None)
+
+    monkeypatch.setattr(GrammarState, "note_step", slowly)
+    monkeypatch.setattr(GrammarState, "prepare", noting)
+    monkeypatch.setattr("specops.engine.grammar_turns._SHARE", 1.0)
+    free = [(f"# {i}\ndef f(", SamplingParams(max_tokens=48, seed=i)) for i in range(8)]
+    others = bits(run(engine_of(), free, [NAIVE]))
+    engine = engine_of(max_num_seqs=24, max_model_len=512, num_pages=90)  # some are preempted
+    before = replace(engine.stats)
+    own = [with_k(name, 6) for name in METHODS]
+    jobs = [job for pair in zip(jobs_of(BY_HAND, 0.8), free * 5, strict=True) for job in pair]
+    done = run(engine, jobs, own)
+    assert bits(done)[::2] == expected
+    assert bits(done)[1::2] == others * 5
+    assert engine.stats.num_paused_steps - before.num_paused_steps > 100
+    assert engine.stats.num_preemptions > before.num_preemptions
+    assert len(prepared) > 100 and all(prepared)
+
+
+def test_a_request_may_leave_while_its_mask_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def prepare(self: GrammarState) -> None:
+        begun.set()
+        assert may_end.wait(30)
+
+    def slowly(self: GrammarState, num_rows: int) -> None:
+        self.step_seconds = self.row_seconds = 1.0
+
+    monkeypatch.setattr(GrammarState, "note_step", slowly)
+    monkeypatch.setattr(GrammarState, "prepare", prepare)
+    engine = Engine(EngineConfig(device="cpu", speculative_config=SpeculativeConfig()))
+    wanted = SamplingParams(max_tokens=9, structured_output=StructuredOutput(regex="[ab]{20}"))
+    name = engine.add_request("x", wanted)
+    while not begun.is_set():
+        engine.step()
+    assert engine.abort(name) and engine.num_free_pages == engine.num_pages
+    try:
+        (free,) = run(engine, [("x", SamplingParams(max_tokens=9, ignore_eos=True))], [NAIVE])
+        assert len(free.token_ids) == 9, "nobody waits for a mask of somebody who is gone"
+    finally:
+        may_end.set()
 
 
 # ---- on a device with a memory of its own ----

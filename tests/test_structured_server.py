@@ -19,7 +19,7 @@ pytest.importorskip("jsonschema")
 import httpx
 import jsonschema
 import openai
-from schemas import BY_HAND, record
+from schemas import BY_HAND, bounded, record
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, SpeculativeConfig, StructuredOutput
 from specops.engine.sampling_params import SamplingParams
@@ -98,6 +98,9 @@ def test_a_schema_as_openai_sends_it(served: Served) -> None:
         ("structured_outputs", {"grammar": 'start: "a" "b"+ "c"'}, lambda text: text[-1] == "c"),
         ("structured_outputs", {"json": PERSON, "disable_any_whitespace": True},
          lambda text: text == compact(json.loads(text))),
+        ("structured_outputs", {"json": PERSON, "whitespace_pattern": "\\n",
+                                "disable_any_whitespace": False},
+         lambda text: " " not in re.sub('"[^"]*"', "", text)),
     ],
 )  # fmt: skip
 def test_every_form(served: Served, field: str, value: Any, allows: Any) -> None:
@@ -126,6 +129,40 @@ def test_structural_tags(served: Served, body: dict[str, Any]) -> None:
     assert tags and text.count("{") - len(tags) in (0, 1), text  # the last one may be cut
     naive = complete(served, speculative_config={"method": "naive"}, **body).json()
     assert naive["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_of_bounded_schemas_end(served: Served, temperature: float) -> None:
+    """Of completions and chats, whatever the model would rather write between values."""
+    schemas = [one for one in (bounded(schema) for schema, _ in BY_HAND) if one is not None]
+    asked = {"max_tokens": 700, "temperature": temperature, "seed": 2}
+    for schema in schemas:
+        form = {**asked, "response_format": wrapped(schema)}
+        messages = {"messages": [{"role": "user", "content": "value = "}]}
+        for path, prompt in (("", {"prompt": "value = "}), ("chat/", messages)):
+            answer = HTTP.post(f"{served.url}/v1/{path}completions", json={**form, **prompt})
+            (choice,) = answer.json()["choices"]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None), schema
+            text = choice["message"]["content"] if path else choice["text"]
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def test_a_stop_token_that_cuts_a_text_is_the_stop_reason(served: Served) -> None:
+    """Of both routes, in a stream and as a whole; where the text is whole, there is none."""
+    (token,) = served.engine.tokenizer.encode("x")
+    for regex, reason in (("[ab][xy]{3}", token), ("[ab]([xy]{3})?", None)):
+        body = {"structured_outputs": {"regex": regex}, "stop_token_ids": [token]}
+        body |= {"logit_bias": {str(token): 100.0}, "max_tokens": 9}
+        for path, prompt in (
+            ("", {"prompt": "value = "}),
+            ("chat/", {"messages": [{"role": "user", "content": "value = "}]}),
+        ):
+            url = f"{served.url}/v1/{path}completions"
+            (choice,) = HTTP.post(url, json={**body, **prompt}).json()["choices"]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+            streamed = HTTP.post(url, json={**body, **prompt, "stream": True}).text
+            last = json.loads(streamed.split("data: ")[-2])["choices"][0]
+            assert (last["finish_reason"], last["stop_reason"]) == ("stop", reason)
 
 
 def test_null_and_text_ask_for_nothing(served: Served) -> None:
@@ -163,9 +200,19 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
         ({"response_format": {"type": "text", "more": 1}}, "response_format.more", "unknown field"),
         ({"response_format": wrapped({"type": "text"})}, "response_format", "cannot be used"),
         ({"response_format": wrapped({"not": {}})}, "response_format", '"not"'),
-        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
-        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"json_object": True, "json": {}}}, "structured_outputs", "both"),
+        ({"structured_outputs": {}}, "structured_outputs",
+         "exactly one of json, json_object, regex, choice, grammar, structural_tag, got none"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs",
+         "choice, grammar, structural_tag, got json and regex"),
+        ({"structured_outputs": {"json_object": True, "json": {}}}, "structured_outputs",
+         "got json and json_object"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs",
+         "structured_outputs: json is no JSON"),
+        ({"structured_outputs": {"json": {"minimum": 10**20}}}, "structured_outputs",
+         "structured_outputs: json cannot be used: minimum must be at most 2^53"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+         "structured_outputs", "disable_any_whitespace needs json, structural_tag or grammar"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs", "of Lark"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "is no JSON"),
         ({"structured_outputs": {"structural_tag": {"format": {"type": "any_text"}}}},
          "structured_outputs", "format is not supported"),
@@ -177,6 +224,8 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
          "response_format.format", "unknown field"),
         ({"response_format": {**TAGS, "triggers": ["["]}},
          "response_format", "start with a trigger"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "x*"}},
+         "structured_outputs", "whitespace_pattern must be a regular expression of spaces"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"regex": "(" * 99 + ")" * 99}}, "structured_outputs", "nested"),
         ({"structured_outputs": {"grammar": "begin: x"}}, "structured_outputs", "cannot be used"),
@@ -187,7 +236,9 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
          "structured_outputs", "must be absent"),
         ({"structured_outputs": {"regex": "a"},
           "speculative_config": {"accept_policy": "accept_all"}}, None, "accept_policy"),
-        ({"guided_json": {}}, "guided_json", "not supported"),
+        ({"guided_json": {}}, "guided_json", "not supported; structured_outputs.json is"),
+        ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice is"),
+        ({"guided_grammar": "a"}, "guided_grammar", "structured_outputs.grammar is"),
     ],
 )  # fmt: skip
 def test_refusals(served: Served, body: dict[str, Any], param: str | None, message: str) -> None:

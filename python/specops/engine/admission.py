@@ -40,7 +40,7 @@ class Admission:
         self.drafting = drafting
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self._grammars = GrammarCompiler(tokenizer, vocab_size)
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, whitespace=config.json_whitespace)
         self._arrivals = 0
         self._random = (
             random.Random(config.seed) if config.seed is not None else random.SystemRandom()

@@ -16,6 +16,7 @@ _MAX_REQUESTED_MODEL_STEPS = 16
 _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "attention_backend": ("specops", "torch", "flashinfer"),
     "dtype": ("auto", "bfloat16", "float32"),
+    "json_whitespace": ("bounded", "any", "none"),
     "kv_cache_dtype": ("auto", "int8", "fp8_e4m3"),
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
@@ -51,6 +52,9 @@ class EngineConfig:
         logprobs_mode: what logprobs are of: "raw_logprobs", the model's own logits; or
             "processed_logprobs", the distribution that the token was drawn from, after penalties,
             temperature and all filters (at temperature 0: after penalties).
+        json_whitespace: what may stand between the tokens of JSON where a request constrains its
+            output and says nothing else: "bounded", what printers of JSON write: a space, or a line
+            end and indentation; "any", however much of it; or "none".
         page_size: tokens per KV page: 16, 32 or 64.
         num_pages: KV pages; by default enough for max_num_seqs requests of full length, but no
             more than `kv_cache_bytes` take.
@@ -83,6 +87,7 @@ class EngineConfig:
     enforce_eager: bool = False
     load_format: str = "auto"
     logprobs_mode: str = "raw_logprobs"
+    json_whitespace: str = "bounded"
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_bytes: int | None = None

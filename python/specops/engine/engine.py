@@ -307,8 +307,6 @@ class Engine:
         plan = self._scheduler.schedule()
         self.stats.num_preemptions += self._scheduler.num_preemptions - before
         self._note_starts(plan)
-        if not plan.parts:
-            return []
         try:
             return self._run(plan)
         except BaseException:
@@ -317,8 +315,12 @@ class Engine:
             raise
 
     def _run(self, plan: Plan) -> list[RequestOutput]:
-        begun = time.perf_counter()
+        # What grammars take is the time of this thread, which waits while a GPU works.
+        timer = time.perf_counter if self._device.is_async else time.thread_time
+        step_begun, begun = timer(), time.perf_counter()
         emitted = self._runner.execute(plan)
+        if not plan.parts:
+            return []
         executed = time.perf_counter() - begun
         self.stats.num_steps += 1
         self.stats.num_rows += sum(part.num_rows for part in plan.parts)
@@ -348,6 +350,7 @@ class Engine:
             self.stats.verify_seconds += executed - within
             self.stats.draft_seconds += time.perf_counter() - begun + within
         self._scheduler.return_pages_of_trees()
+        self._scheduler.grammar_turns.note(plan.parts, timer() - step_begun)
         for part in plan.parts:
             self._scheduler.register_full_pages(part.request)
             if part.request.finish_reason is not None:

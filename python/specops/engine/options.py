@@ -74,6 +74,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("raw_logprobs", "processed_logprobs"),
         help="logprobs of the model's logits, or of what tokens are drawn from (default: raw)",
     )
+    add(
+        "--json-whitespace",
+        choices=("bounded", "any", "none"),
+        help="between the tokens of constrained JSON: at most a space, or a line end and "
+        "indentation; any amount; or none (default: bounded)",
+    )
     _add_sizes(parser)
     add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
     add(

@@ -98,7 +98,8 @@ class Completion:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     stats: SpeculativeStats
     queue_seconds: float = 0.0  # from add_request to the first slot
-    # The stop string, token or sequence that ended it; None for an end of sequence, or no stop.
+    # The stop string, token or sequence that ended it; None for an end of sequence, no stop, and
+    # for a stop token where a constrained text is whole. Why that text cannot go on, if it cannot.
     stop_reason: int | str | tuple[int, ...] | None = None
     # When the request asked for them: one per token of the prompt, and None for the first.
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None

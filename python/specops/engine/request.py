@@ -125,9 +125,17 @@ class Request:
             False where it does not fit, since nothing does: that ends the request.
         """
         assert self.grammar is not None
-        if self.grammar.fits_end(token_id) if is_end else self.grammar.take(token_id):
+        if is_end and self.grammar.fits_end(token_id):
+            # One that is text itself may cut a text; only a whole one ends for no reason.
+            self.finish_reason = "stop"
+            self.stop_reason = None if self.grammar.may_end else token_id
             return True
-        if self.grammar.may_end:  # only the parameters beside the grammar left no token
+        if not is_end and self.grammar.take(token_id):
+            return True
+        if self.grammar.limit:
+            self.finish_reason = "abort"
+            self.stop_reason = f"structured_output: {self.grammar.limit}"
+        elif self.grammar.may_end:  # only the parameters beside the grammar left no token
             self.finish_reason = "stop"
         else:
             self.finish_reason, self.stop_reason = "abort", "structured_output"

@@ -184,6 +184,8 @@ class Runner:
             self.start(request)
         self._executed = None
         parts = plan.parts
+        if not parts:
+            return []
         step = self._step_of(plan)
         num_pages = self._fill(step, plan)
         try:

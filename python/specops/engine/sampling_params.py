@@ -87,9 +87,11 @@ class SamplingParams:
         structured_output: the form of the output: tokens are chosen from those with which it can
             still be met. Where the length of the thinking or of the reply is limited, it is the
             form of the reply. A text to which nothing can be added ends with finish_reason "stop",
-            whatever min_tokens says. Where this and the other parameters leave no token, the
-            output ends: with "stop" if it is whole, else with "abort" and the stop_reason
-            "structured_output".
+            whatever min_tokens says. A stop token that is text may cut a text, and is the
+            stop_reason then; a whole text has none. Where this and the other parameters leave no
+            token, the output ends: with "stop" if it is whole, else with "abort" and the
+            stop_reason "structured_output". Where llguidance meets a limit it ends with "abort" and
+            a stop_reason that says which.
     """
 
     max_tokens: int | None = 16

@@ -12,6 +12,7 @@ from itertools import chain
 
 from specops.engine.draft_trees import first_chain, num_spare_pages
 from specops.engine.fairness import Shares
+from specops.engine.grammar_turns import GrammarTurns
 from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
 from specops.engine.prefixes import PrefixFinder
@@ -62,6 +63,7 @@ class Scheduler:
         self._turns: Set[Request] | None = None  # who decodes in the next step; None: everybody
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._shares = Shares(self.running)
+        self.grammar_turns = GrammarTurns()
         # How many had come and gone, and how many waited, when nobody could get a slot any more.
         self._num_changes = 0
         self._settled_at = (-1, -1)
@@ -82,16 +84,20 @@ class Scheduler:
             The requests that decode in it, and how many drafts it has room for.
         """
         decoding = [request for request in self.running if request.is_decoding]
-        self._turns = None
+        late = self.grammar_turns.sitting_out(decoding, len(decoding) < len(self.running))
+        if late:
+            decoding = [request for request in decoding if request not in late]
+        self._turns = set(decoding) if late else None
         if self._free_rows is not None and len(decoding) > 1:
             asks = [Ask(request, 1 + num_proposed(request)) for request in decoding]
             prompts = [
                 Ask(request, len(request.token_ids) - request.num_computed)
                 for request in chain(self._prompts(), self._newcomers())
             ]
-            self._turns = take_turns(asks, self._max_rows, self._free_rows, prompts)
-        if self._turns is not None:
-            decoding = [request for request in decoding if request in self._turns]
+            turns = take_turns(asks, self._max_rows, self._free_rows, prompts)
+            if turns is not None:
+                self._turns = turns
+                decoding = [request for request in decoding if request in turns]
         return decoding, min(self._max_rows - len(decoding), self._max_drafts)
 
     def schedule(self) -> Plan:
@@ -114,6 +120,10 @@ class Scheduler:
                 plan.paused.append(request)
                 continue
             drafts, parents = request.num_drafts, request.draft_parents
+            most = self.grammar_turns.most_drafts(request)
+            if most is not None and drafts > most:
+                drafts = most if parents is None else min(first_chain(parents), most)
+                parents = None
             if not self._has_pages(request, 1 + drafts):
                 drafts, parents = 0, None  # rather no drafts than another's preemption
             if self._make_room(request, 1):
@@ -127,6 +137,9 @@ class Scheduler:
                 # This step emits a token at least, and so will the one that verifies.
                 room = part.request.draft_room - 1
                 part.draft_limit = max(min(part.request.draft_limit, room), 0)
+                most = self.grammar_turns.most_drafts(part.request)
+                if most is not None:
+                    part.draft_limit = min(part.draft_limit, most)
         self._lend_pages_to_trees()
         self._lend_spare_pages()
         if self._prefix_finder is not None:

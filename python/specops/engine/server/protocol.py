@@ -47,6 +47,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "modalities": (["text"],),
@@ -447,9 +449,10 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         if name in NEUTRAL and name not in model.model_fields:
             value = values.pop(name)
             if value is not None and not _is_one_of(value, NEUTRAL[name]):
-                raise ApiError(
-                    400, f"{name} is not supported", param=name, code="unsupported_parameter"
-                )
+                message = f"{name} is not supported"
+                if name.startswith("guided_"):  # vLLM's older names
+                    message += f"; structured_outputs.{name.removeprefix('guided_')} is"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
         elif name not in model.model_fields:
             raise _unknown_field(name)
         elif values[name] is None:

@@ -2,6 +2,7 @@
 """The fields that constrain an output's form, OpenAI's and vLLM's, and their compilation."""
 
 import asyncio
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from specops.engine.structured import Grammar, StructuredOutput
 _NUM_THREADS = 2  # that compile; the others of a server have more urgent work
 _MAX_SECONDS = 10.0
 _MAX_WAITING = 64  # grammars that are not compiled yet
+# Where the engine names the schema, which vLLM's clients know as json.
+_SCHEMA = re.compile(r"^(structured_output: (?:\w+ needs )?)json_schema")
 
 
 class JsonSchema(Strict):
@@ -53,7 +56,8 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     json_object: bool | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 def wanted_output(
@@ -93,10 +97,22 @@ def _of_openai(given: ResponseFormat) -> StructuredOutput | None:
 
 def _of_vllm(given: StructuredOutputs) -> StructuredOutput:
     schema = given.json_
+    forms = {
+        "json": schema,
+        "json_object": given.json_object or None,
+        "regex": given.regex,
+        "choice": given.choice,
+        "grammar": given.grammar,
+        "structural_tag": given.structural_tag,
+    }
+    named = [name for name, form in forms.items() if form is not None]
+    if len(named) != 1:
+        message = (
+            f"structured_outputs must have exactly one of {', '.join(forms)}, got "
+            f"{' and '.join(named) or 'none of them'}"
+        )
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
     if given.json_object:
-        if schema is not None:
-            message = "structured_outputs must have json or json_object, got both"
-            raise ApiError(400, message, param="structured_outputs", code="invalid_value")
         schema = {"type": "object"}
     return _checked(
         "structured_outputs",
@@ -106,6 +122,7 @@ def _of_vllm(given: StructuredOutputs) -> StructuredOutput:
         choice=None if given.choice is None else tuple(given.choice),
         structural_tag=given.structural_tag,
         disable_any_whitespace=given.disable_any_whitespace,
+        whitespace_pattern=given.whitespace_pattern,
     )
 
 
@@ -117,8 +134,13 @@ def _checked(param: str, **fields: Any) -> StructuredOutput:
 
 
 def refusal(error: ValueError, param: str) -> ApiError:
-    """What the engine says about a form, under the name that the client knows."""
-    message = str(error).replace("structured_output", param, 1)
+    """What the engine says about a form, under the names that the client knows."""
+    message = str(error)
+    if param == "tools":  # the grammar of calls is ours
+        message = message.replace("structured_output: grammar", param, 1)
+    if param == "structured_outputs":
+        message = _SCHEMA.sub(r"\1json", message)
+    message = message.replace("structured_output", param, 1)
     return ApiError(400, message, param=param, code="invalid_value")
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from specops.engine.structured.matching import Grammar
+from specops.engine.structured.schemas import WHITESPACE, lark_with_options, with_options
 from specops.engine.structured.tags import grammar_of_tags
 from specops.engine.structured.vocabulary import Vocabulary
 from specops.engine.structured.wanted import StructuredOutput
@@ -43,10 +44,13 @@ class GrammarCompiler:
     Args:
         tokenizer: of the model.
         vocab_size: of the model.
+        whitespace: between JSON's tokens where a request says nothing: "bounded", "any" or "none".
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, *, whitespace: str = "bounded"
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._whitespace = tokenizer, vocab_size, whitespace
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
@@ -65,7 +69,7 @@ class GrammarCompiler:
                 vocabulary = self._vocabulary_of_model()
         if found is None:
             # Two threads may compile the same: neither waits for what a third one compiles.
-            found = _with_a_deep_stack(partial(_grammar, vocabulary, wanted))
+            found = _with_a_deep_stack(partial(_grammar, vocabulary, wanted, self._whitespace))
         with self._lock:
             found = self._used.setdefault(wanted, found)
             self._kept[wanted] = found
@@ -86,6 +90,7 @@ class GrammarCompiler:
         return self._vocabulary
 
 
+_EBNF = re.compile(r"^\s*<?[\w-]+>?\s*::=", re.MULTILINE)
 _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)  # of a rule
 _starting = threading.Lock()  # the size of the next thread's stack is the process's
 
@@ -114,14 +119,14 @@ def _with_a_deep_stack(work: Callable[[], Grammar]) -> Grammar:
     return done[0]
 
 
-def _grammar(vocabulary: Vocabulary, wanted: StructuredOutput) -> Grammar:
-    grammar = Grammar(_matcher(vocabulary, wanted), vocabulary)
+def _grammar(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) -> Grammar:
+    grammar = Grammar(_matcher(vocabulary, wanted, whitespace), vocabulary)
     if reason := grammar.why_unusable():
         raise _refused(wanted, reason)
     return grammar
 
 
-def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput) -> "LLMatcher":
+def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) -> "LLMatcher":
     """llguidance's matcher at the beginning of a text.
 
     Raises:
@@ -129,10 +134,11 @@ def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput) -> "LLMatcher":
     """
     from llguidance import LLMatcher, LLParserLimits
 
+    source = _source(wanted, whitespace)
     try:
         matcher = LLMatcher(
             vocabulary.matcher_tokenizer,
-            _source(wanted),
+            source,
             log_level=0,
             limits=LLParserLimits(
                 max_lexer_states=_MAX_LEXER_STATES,
@@ -148,27 +154,42 @@ def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput) -> "LLMatcher":
     return matcher
 
 
-def _source(wanted: StructuredOutput) -> str:
-    """What is asked for in llguidance's own terms."""
+def _source(wanted: StructuredOutput, whitespace: str) -> str:
+    """What is asked for in llguidance's own terms.
+
+    Raises:
+        ValueError: it has what llguidance would get wrong.
+    """
     from llguidance import LLMatcher
 
-    if isinstance(wanted.json_schema, str):
-        schema = json.loads(wanted.json_schema)
-        if not wanted.disable_any_whitespace:
-            return LLMatcher.grammar_from_json_schema(wanted.json_schema)
-        if schema is True:  # llguidance has options for objects alone
-            schema = {}
-        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    if wanted.whitespace_pattern is not None:
+        options = {"whitespace_pattern": wanted.whitespace_pattern}
+    elif wanted.disable_any_whitespace is not None:
+        options = WHITESPACE["none" if wanted.disable_any_whitespace else "any"]
+    else:
+        options = WHITESPACE[whitespace]
+    try:
+        if isinstance(wanted.json_schema, str):
+            schema = with_options(json.loads(wanted.json_schema), options)
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
+        if isinstance(wanted.structural_tag, str):
+            tags = grammar_of_tags(json.loads(wanted.structural_tag))
+            return LLMatcher.grammar_from_lark(lark_with_options(tags, options))
+        if wanted.grammar is not None:
+            if _EBNF.search(wanted.grammar):
+                raise ValueError(
+                    "it must be in llguidance's dialect of Lark, such as 'start: \"a\" b', and the "
+                    "first rule is 'start'; got EBNF with '::='"
+                )
+            if _TEMPERATURE.search(wanted.grammar):
+                raise ValueError("a rule's temperature is not supported: a request has one")
+            return LLMatcher.grammar_from_lark(lark_with_options(wanted.grammar, options))
+    except ValueError as error:
+        raise _refused(wanted, str(error)) from None
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
-    if wanted.choice is not None:
-        return LLMatcher.grammar_from_regex("|".join(map(_literally, wanted.choice)))
-    if isinstance(wanted.structural_tag, str):
-        return LLMatcher.grammar_from_lark(grammar_of_tags(json.loads(wanted.structural_tag)))
-    assert wanted.grammar is not None
-    if _TEMPERATURE.search(wanted.grammar):
-        raise _refused(wanted, "a rule's temperature is not supported: a request has one")
-    return LLMatcher.grammar_from_lark(wanted.grammar)
+    assert wanted.choice is not None
+    return LLMatcher.grammar_from_regex("|".join(map(_literally, wanted.choice)))
 
 
 def _literally(text: str) -> str:
@@ -180,4 +201,9 @@ def _literally(text: str) -> str:
 
 def _refused(wanted: StructuredOutput, reason: str) -> ValueError:
     told = " ".join(reason.partition("<state>")[0].split())  # behind it is the parser's inside
+    if told.startswith("NoExtension"):
+        told = (
+            "no text can begin it: what it starts with leads only back to itself (a rule or $ref "
+            "in a loop), or allows nothing"
+        )
     return ValueError(f"structured_output: {wanted.kind} cannot be used: {told}")

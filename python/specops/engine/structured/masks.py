@@ -5,18 +5,23 @@ A row behind a draft is masked as if the draft had been emitted. Behind a draft 
 and behind the end of a text, rows are never reached: their masks allow every text.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specops.engine.structured.matching import GrammarState
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 # A mask takes 20 us. So few are done before another thread is there, which beside other work on the
 # same cores may take milliseconds.
 _MANY_ROWS = 64
+_SLOW_SECONDS = 50e-6  # of a row: several at once take so long only where one of them takes longer
 
 
 @dataclass(slots=True)
@@ -57,6 +62,7 @@ class MaskFiller:
 
         self._num_threads = num_threads
         self._executor = LLExecutor(num_threads)
+        self._is_slow = False  # somebody is, and it is not known who
         self._rows: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
 
     def fill(self, wanted: Sequence[MaskRows], out: NDArray[np.int32]) -> None:
@@ -67,10 +73,12 @@ class MaskFiller:
             out: int32 [rows, ceil(vocab_size / 32)]; written.
         """
         rows = self._room(wanted[-1].last, wanted[0].state.vocabulary.size + 1)
-        roots: list[tuple[Any, int]] = []
-        chains: list[tuple[Any, int, list[int]]] = []
+        roots: list[tuple[GrammarState, int]] = []
+        chains: list[tuple[GrammarState, LLMatcher, int, list[int]]] = []
         trees = []
         for one in wanted:
+            one.state.settle()
+            one.state.has_limited_rows = False
             if one.parents is not None:
                 trees.append(one)
                 continue
@@ -79,36 +87,57 @@ class MaskFiller:
                 continue
             drafts = _readable(one.state, one.drafts[begin:])
             if drafts:
-                chains.append((one.state.matcher, one.first + begin, drafts))
+                chains.append((one.state, one.state.tried(), one.first + begin, drafts))
             else:
-                roots.append((one.state.matcher, one.first + begin))
+                roots.append((one.state, one.first + begin))
         self._compute(roots, chains, rows)
+        met = [state for state, matcher, *_ in chains if matcher.is_error()]
         for one in trees:
             _walk(one, rows)
         for one in wanted:
-            if one.state.matcher.is_error():
-                _fill_anew(one, rows)
+            if one.state.matcher.is_error() or one.state in met:
+                if one.drafts:
+                    _fill_anew(one, rows)
+                else:
+                    one.state.note_limit()
+                    rows[one.first].fill(0)
             _translate(one, rows, out)
 
     def _compute(
         self,
-        roots: list[tuple[Any, int]],
-        chains: list[tuple[Any, int, list[int]]],
+        roots: list[tuple[GrammarState, int]],
+        chains: list[tuple[GrammarState, "LLMatcher", int, list[int]]],
         rows: NDArray[np.int32],
     ) -> None:
-        """Fills the rows of single tokens and of chains: here if they are few, else by threads."""
+        """Fills the rows of single tokens and of chains: here if they are few, else by threads.
+
+        Threads do not say whose rows took how long. So where all of them together were slow, the
+        next ones are computed one by one.
+        """
         place = rows.ctypes.data, 4 * rows.shape[1], len(rows)
         executor = self._executor
-        if self._num_threads > 1 and len(rows) >= _MANY_ROWS:
+        if self._num_threads > 1 and len(rows) >= _MANY_ROWS and not self._is_slow:
+            begun = time.perf_counter()
             if roots:
-                executor.unsafe_compute_mask_ptr(roots, *place)
+                alone = [(state.matcher, row) for state, row in roots]
+                executor.unsafe_compute_mask_ptr(alone, *place)
             if chains:
-                executor.unsafe_compute_mask_ptr_with_draft_token(chains, *place)
+                executor.unsafe_compute_mask_ptr_with_draft_token(
+                    [one[1:] for one in chains], *place
+                )
+            self._is_slow = time.perf_counter() - begun > _SLOW_SECONDS * len(rows)
             return
-        for root in roots:  # a list of one is computed on the thread that asks
-            executor.unsafe_compute_mask_ptr([root], *place)
-        for chain in chains:
-            executor.unsafe_compute_mask_ptr_with_draft_token([chain], *place)
+        self._is_slow = False
+        for state, row in roots:
+            if state.ready is None:
+                state.compute_mask(rows[row])
+            else:
+                rows[row] = state.ready
+        for state, matcher, row, drafts in chains:
+            begun = time.thread_time()
+            chain = [(matcher, row, drafts)]  # which is computed on the thread that asks
+            executor.unsafe_compute_mask_ptr_with_draft_token(chain, *place)
+            state.seconds += time.thread_time() - begun
 
     def _room(self, count: int, vocab_size: int) -> NDArray[np.int32]:
         """Rows that allow everything."""
@@ -133,10 +162,6 @@ def _readable(state: GrammarState, drafts: Sequence[int]) -> list[int]:
     return list(drafts[:count])
 
 
-def _compute(state: GrammarState, row: NDArray[np.int32]) -> None:
-    state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-
-
 def _walk(one: MaskRows, rows: NDArray[np.int32]) -> None:
     """Fills the rows of a tree: in preorder, each node once, and back up to its parent."""
     assert one.parents is not None
@@ -145,7 +170,7 @@ def _walk(one: MaskRows, rows: NDArray[np.int32]) -> None:
     fits = [True]
     at = 0
     if one.opening < 0:
-        _compute(state, rows[one.first])
+        state.compute_mask(rows[one.first])
     for node, (token, parent) in enumerate(zip(one.drafts, one.parents, strict=True)):
         depth, is_reached = depths[parent + 1], fits[parent + 1]
         if depth < 0:
@@ -167,25 +192,29 @@ def _walk(one: MaskRows, rows: NDArray[np.int32]) -> None:
             if not fits[-1]:
                 continue
             at += 1
-        _compute(state, rows[one.first + 1 + node])
+        state.compute_mask(rows[one.first + 1 + node])
     state.go_back(at)
 
 
 def _fill_anew(one: MaskRows, rows: NDArray[np.int32]) -> None:
     """Fills each row from the beginning: a bound was met at one of them, whose mask is empty."""
     state = one.state
+    if state.matcher.is_error():
+        state.restart()
+    root = state.matcher
     for node in range(-1, len(one.drafts)):
         row = rows[one.first + 1 + node]
         row.fill(-1)
         path = _path(one, node)
         if path is None:
             continue
-        state.restart()
+        state.matcher = root.deep_copy()
         if all(map(state.advance, path)):
-            _compute(state, row)
+            state.compute_mask(row)
             if state.matcher.is_error():
                 row.fill(0)
-    state.restart()
+                state.has_limited_rows = True
+    state.matcher = root
 
 
 def _path(one: MaskRows, node: int) -> list[int] | None:

@@ -5,9 +5,13 @@ llguidance's matcher is fed by four rules. It takes the tokens that a request ha
 drafts only until they are taken back in the same call. Past its end it is fed nothing: a call that
 it refuses there would break it for good. No special token ever reaches it. And where a bound is met
 among drafts, it is made anew from the committed tokens.
+
+All work of a matcher is timed, in seconds of the thread that does it, since a step waits for it.
 """
 
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +21,11 @@ from specops.engine.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+
+# Of a row, of which most take 20 us. From here on bounds are met, and a matcher that has met one
+# must be made anew from all tokens, or be a copy, which takes some 40 us.
+_DEAR_SECONDS = 2e-3
 
 
 class Grammar:
@@ -56,6 +65,15 @@ class GrammarState:
         grammar: of its output.
         end_token_ids: the tokens that end its output; each may stand where the text may end.
         allowed_token_ids: the only tokens it may have beside; None: no others are excluded.
+
+    Attributes:
+        ready: the mask of what comes next, once `prepare` has computed it.
+        preparing: that computation, while it may be going on: nobody else may use the matcher then.
+        limit: which bound of llguidance the text itself met; empty while it has met none.
+        has_limited_rows: whether a bound left a row of the last step without a mask.
+        seconds: of work since the last step was noted.
+        step_seconds: of a step, of the last ones more than of those before.
+        row_seconds: likewise of a row.
     """
 
     def __init__(
@@ -68,6 +86,12 @@ class GrammarState:
         self.matcher = grammar.new_matcher()
         self._grammar = grammar
         self._taken: list[int] = []
+        self.ready: NDArray[np.int32] | None = None
+        self.preparing: Future[None] | None = None
+        self.limit = ""
+        self.has_limited_rows = False
+        self.seconds = self.step_seconds = self.row_seconds = 0.0
+        self._forced_seconds = 0.0  # that it took when it was last asked for forced tokens
         self._text, self._ends = vocabulary.text_mask, vocabulary.mask(end_token_ids)
         self._always: NDArray[np.int32] | None = None
         if allowed_token_ids is not None:
@@ -84,31 +108,59 @@ class GrammarState:
         """Whether the text is whole, and something may follow."""
         return not self.matcher.is_error() and self.matcher.is_accepting()
 
-    def take(self, token_id: int) -> bool:
-        """Takes the next token of the output; False where it does not fit, and nothing changes.
+    @property
+    def is_dear(self) -> bool:
+        """Whether rows take long."""
+        return self.row_seconds > _DEAR_SECONDS
 
-        That is so where nothing fits, or a bound was met: then a step has chosen any token.
+    def take(self, token_id: int) -> bool:
+        """Takes the next token of the output; False where it does not fit, which ends the output.
+
+        That is so where nothing fits, or a bound was met (`limit`): then a step has chosen any
+        token.
         """
-        if not self.advance(token_id):
-            if self.matcher.is_error():
-                self.restart()
+        if self._is_limited() or not self.advance(token_id):
+            self.note_limit()
             return False
         self._taken.append(token_id)
+        self.ready = None
         return True
 
     def fits_end(self, token_id: int) -> bool:
         """Whether a token that ends the output may stand here: at an end, or as part of a text."""
+        if self._is_limited():
+            return False
         if self.may_end:
             return True
         fits = self.advance(token_id)
+        if not fits:
+            self.note_limit()
         self.go_back(int(fits))
         return fits
+
+    def _is_limited(self) -> bool:
+        """Whether there is no mask for what comes next, since making it would exceed a bound."""
+        if self.has_limited_rows and not self.limit:
+            matcher, self.matcher = self.matcher, self.matcher.deep_copy()
+            self.compute_mask(np.empty(self.vocabulary.size // 32 + 1, dtype=np.int32))
+            self.note_limit()
+            self.matcher = matcher
+        return bool(self.limit)
+
+    def note_limit(self) -> None:
+        """Notes which bound the matcher has met at the end of the text, if it has met one."""
+        if self.matcher.is_error() and not self.limit:
+            told = self.matcher.get_error().partition("<state>")[0]  # behind it is its inside
+            self.limit = f"llguidance met a limit: {' '.join(told.split())}"
 
     def advance(self, token_id: int) -> bool:
         """Moves the matcher alone by a token, if it fits; `go_back` undoes it."""
         if self.matcher.is_stopped() or not self.vocabulary.is_text(token_id):
             return False
-        return self.matcher.try_consume_tokens([token_id]) == 1
+        begun = time.thread_time()
+        fits = self.matcher.try_consume_tokens([token_id]) == 1
+        self.seconds += time.thread_time() - begun
+        return fits
 
     def go_back(self, count: int) -> None:
         """Takes back the last moves of `advance`."""
@@ -117,8 +169,42 @@ class GrammarState:
 
     def restart(self) -> None:
         """Makes the matcher anew as it is after the tokens taken."""
+        begun = time.thread_time()
         self.matcher = self._grammar.new_matcher()
         self.matcher.consume_tokens(self._taken)
+        self.seconds += time.thread_time() - begun
+
+    def compute_mask(self, row: NDArray[np.int32]) -> None:
+        """Has the matcher write the mask of what comes next: a row of llguidance's vocabulary."""
+        begun = time.thread_time()
+        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.seconds += time.thread_time() - begun
+
+    def prepare(self) -> None:
+        """Computes the mask of what comes next ahead of time, on any thread while no other does."""
+        row = np.empty(self.vocabulary.size // 32 + 1, dtype=np.int32)
+        self.compute_mask(row)
+        if self.matcher.is_error():
+            self.note_limit()
+            row.fill(0)
+        self.ready = row
+
+    def settle(self) -> None:
+        """Waits until the matcher is free."""
+        if self.preparing is not None:
+            wait([self.preparing])
+            self.preparing = None
+
+    def tried(self) -> "LLMatcher":
+        """A matcher for what may meet a bound: a copy where that would be dear."""
+        return self.matcher.deep_copy() if self.is_dear else self.matcher
+
+    def note_step(self, num_rows: int) -> None:
+        """Notes what a step of so many rows took, now that its tokens are taken."""
+        # Half of what was: the first masks of a text take longer, since the lexer is made then.
+        self.step_seconds = (self.step_seconds + self.seconds) / 2
+        self.row_seconds = (self.row_seconds + self.seconds / num_rows) / 2
+        self.seconds = 0.0
 
     def allow(self, rows: NDArray[np.int32], out: NDArray[np.int32]) -> None:
         """Makes masks of what the matcher says.
@@ -137,11 +223,19 @@ class GrammarState:
         out[:] = -1 if self._always is None else self._always
 
     def forced(self) -> list[int]:
-        """The tokens of which the grammar leaves no choice, from here on."""
-        if self.matcher.is_stopped():
+        """The tokens of which the grammar leaves no choice, from here on.
+
+        A grammar that took long to say so is not asked again.
+        """
+        if self.matcher.is_stopped() or self._forced_seconds > _DEAR_SECONDS:
             return []
-        found = self.matcher.compute_ff_tokens()
-        if self.matcher.is_error():
-            self.restart()
+        begun = time.thread_time()
+        matcher = self.tried()
+        found = matcher.compute_ff_tokens()
+        self._forced_seconds = time.thread_time() - begun
+        self.seconds += self._forced_seconds
+        if matcher.is_error():
+            if matcher is self.matcher:
+                self.restart()
             return []
         return list(found)

@@ -5,6 +5,7 @@ The limits are far above what is sent in earnest, and below what takes a parser'
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ MAX_DEPTH = 64  # of nested values, and of nested brackets
 
 _KINDS = ("json_schema", "regex", "grammar", "choice", "structural_tag")
 _OPENING, _CLOSING = "([{", ")]}"
+_WHITE_SPACE = re.compile(
+    r"(?:[ \t\n\r]|\\(?:[tnr]|x20|x09|x0[aAdD])|\((?:\?:)?|[)|?*+\[\]]|\{[0-9]+(?:,[0-9]*)?\})*"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,10 @@ class StructuredOutput:
         structural_tag: any text in which whatever begins with one of `triggers` is one of
             `structures`, each with `begin`, JSON of `schema`, and `end`: an object, or its text.
             Kept as text.
-        disable_any_whitespace: of JSON: no space or line end between its values.
+        disable_any_whitespace: of JSON, in a grammar, too: True for no white space between its
+            tokens, False for any amount. None: the engine's `json_whitespace` says it.
+        whitespace_pattern: instead of it, a regular expression of the white space that may stand
+            between two tokens.
 
     Raises:
         ValueError: none is given, or two are, or one is of the wrong type, too large or too deep.
@@ -44,7 +51,8 @@ class StructuredOutput:
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
     structural_tag: Mapping[str, Any] | str | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None]
@@ -53,15 +61,7 @@ class StructuredOutput:
                 f"structured_output must have exactly one of {', '.join(_KINDS)}, got "
                 f"{' and '.join(given) or 'none of them'}"
             )
-        if not isinstance(self.disable_any_whitespace, bool):
-            raise ValueError(
-                "structured_output: disable_any_whitespace must be True or False, got "
-                f"{self.disable_any_whitespace!r}"
-            )
-        if self.disable_any_whitespace and self.json_schema is None:
-            raise ValueError(
-                f"structured_output: disable_any_whitespace needs json_schema, got {given[0]}"
-            )
+        self._check_whitespace()
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         elif self.choice is not None:
@@ -71,6 +71,33 @@ class StructuredOutput:
         else:
             name, most = ("regex", MAX_REGEX) if self.regex is not None else ("grammar", MAX_TEXT)
             _check_text(name, getattr(self, name), most)
+
+    def _check_whitespace(self) -> None:
+        disable, pattern = self.disable_any_whitespace, self.whitespace_pattern
+        if disable is not None and not isinstance(disable, bool):
+            raise ValueError(
+                f"structured_output: disable_any_whitespace must be True or False, got {disable!r}"
+            )
+        if pattern is not None:
+            _check_text("whitespace_pattern", pattern, MAX_REGEX)
+            if not _WHITE_SPACE.fullmatch(pattern):
+                raise ValueError(
+                    "structured_output: whitespace_pattern must be a regular expression of "
+                    r"spaces, \x20, \t, \n and \r in groups and sets, with |, ?, *, + and {m,n}, "
+                    f"got {pattern!r}"
+                )
+            if disable:
+                raise ValueError(
+                    "structured_output: whitespace_pattern must be absent where "
+                    "disable_any_whitespace is True"
+                )
+        # Clients send False with whatever they ask for.
+        name = "whitespace_pattern" if pattern is not None else "disable_any_whitespace"
+        if (disable or pattern is not None) and self.kind in ("regex", "choice"):
+            raise ValueError(
+                f"structured_output: {name} needs json_schema, structural_tag or grammar, got "
+                f"{self.kind}"
+            )
 
     @property
     def kind(self) -> str:

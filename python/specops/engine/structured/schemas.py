@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON Schemas for llguidance: white space is said, and what it would get wrong is refused.
+
+Schemas stand alone, or in a grammar behind `%json`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Between JSON's tokens, by the names that an engine's `json_whitespace` has, in llguidance's terms.
+# "bounded" is what printers of JSON write, compact ones and pretty ones: a space, or a line end and
+# indentation. Each place has it once. So a text whose strings and numbers are bounded has an end,
+# whatever the model prefers.
+WHITESPACE: dict[str, dict[str, Any]] = {
+    "bounded": {"whitespace_pattern": r"\x20|\r?\n[\x20\t]{0,32}"},
+    "any": {"whitespace_flexible": True},
+    "none": {"whitespace_flexible": False},
+}
+
+# llguidance reads numbers as 64-bit floats, and computes with bounds.
+_MAX_EXACT = 2**53
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_VALUES = ("const", "enum")  # they hold values, and no schemas
+_NOTES = ("default", "examples")  # they constrain nothing
+
+# In a Lark grammar: what may hold anything (texts, regular expressions, comments), or a schema.
+_PARTS = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|(?P<schema>%json\s*)'
+)
+
+
+def with_options(schema: Any, options: Mapping[str, Any]) -> Any:
+    """A schema with llguidance's options for it; those that it has itself stay.
+
+    Raises:
+        ValueError: it has a number that llguidance would take for another.
+    """
+    _check_numbers(schema)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        return schema
+    own = schema.get("x-guidance", {})
+    return {**schema, "x-guidance": {**options, **own} if isinstance(own, dict) else own}
+
+
+def lark_with_options(grammar: str, options: Mapping[str, Any]) -> str:
+    """A Lark grammar whose schemas have these options, as those of `with_options`.
+
+    Raises:
+        ValueError: as there.
+    """
+    return "".join(_lark_parts(grammar, options))
+
+
+def _lark_parts(grammar: str, options: Mapping[str, Any]) -> Iterator[str]:
+    decoder = json.JSONDecoder()
+    begin = at = 0
+    while (part := _PARTS.search(grammar, at)) is not None:
+        at = part.end()
+        if part["schema"] is None:
+            continue
+        try:
+            schema, end = decoder.raw_decode(grammar, at)
+        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+            continue
+        yield grammar[begin:at]
+        yield json.dumps(with_options(schema, options), ensure_ascii=False)
+        begin = at = end
+    yield grammar[begin:]
+
+
+def _check_numbers(schema: Any) -> None:
+    """Refuses bounds and values beyond what a 64-bit float tells apart."""
+    level = [schema]
+    while level:  # as many rounds as it is deep, which is bounded
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, list):
+                inner += one
+            elif isinstance(one, dict):
+                for name in _BOUNDS:
+                    _check_bound(name, one.get(name))
+                for name in _VALUES:
+                    _check_values(name, one.get(name))
+                inner += [value for name, value in one.items() if name not in _VALUES + _NOTES]
+        level = inner
+
+
+def _check_bound(name: str, value: Any) -> None:
+    if isinstance(value, (int, float)) and abs(value) > _MAX_EXACT:
+        raise ValueError(
+            f"{name} must be at most 2^53 in magnitude, where numbers are still exact, got {value}"
+        )
+
+
+def _check_values(name: str, value: Any) -> None:
+    level = [value]
+    while level:
+        for one in level:
+            if isinstance(one, int) and abs(one) > _MAX_EXACT:
+                raise ValueError(
+                    f"{name} must hold integers of at most 2^53 in magnitude, which are still "
+                    f"exact, got {one}"
+                )
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (list, dict))
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose masks take long sits out until its next one is there. No second is measured here."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from specops.engine import grammar_turns
+from specops.engine.grammar_turns import GrammarTurns
+from specops.engine.plan import Scheduled
+from specops.engine.request import Request
+from test_scheduler import make_request
+
+
+@dataclass
+class Grammar:
+    """A grammar's state that takes as long as it says, and is ready when it may be."""
+
+    takes: float
+    may_end: threading.Event = field(default_factory=threading.Event)
+    preparing: Future[None] | None = None
+    step_seconds: float = 0.0
+    row_seconds: float = 0.0
+    num_prepared: int = 0
+
+    def prepare(self) -> None:
+        assert self.may_end.wait(10)
+        self.num_prepared += 1
+
+    def note_step(self, num_rows: int) -> None:
+        self.step_seconds, self.row_seconds = self.takes, self.takes / num_rows
+        self.preparing = None  # as filling the step's masks has it
+
+
+class Steps:
+    """Steps of some requests, with a clock that stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *takes: float | None) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(grammar_turns.time, "monotonic", lambda: self.now)
+        self.turns = GrammarTurns()
+        self.requests: list[Request] = []
+        for index, seconds in enumerate(takes):
+            request = make_request(index, [1, 2], "naive", 50)
+            if seconds is not None:
+                request.grammar = Grammar(seconds)  # type: ignore[assignment]
+            self.requests.append(request)
+        self.note(range(len(takes)))
+        self.now += 1000
+
+    def grammar(self, index: int) -> Any:
+        return self.requests[index].grammar
+
+    def note(self, indices: Any, rest: float = 0.0) -> None:
+        parts = [Scheduled(self.requests[index], 1, 0, emits=True) for index in indices]
+        for part in parts:
+            part.request.last_step += 1
+        spent = sum(self.grammar(i).takes for i in indices if self.grammar(i) is not None)
+        self.turns.note(parts, spent + rest)
+
+    def out(self, *indices: int, has_prompts: bool = False) -> set[int]:
+        asked = [self.requests[index] for index in indices]
+        found = self.turns.sitting_out(asked, has_prompts)
+        return {self.requests.index(request) for request in found}
+
+    def finish(self, index: int) -> None:
+        """Lets a mask be computed, and waits for it."""
+        self.grammar(index).may_end.set()
+        self.grammar(index).preparing.result(10)
+
+
+@pytest.fixture
+def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[Steps] = []
+
+    def make(*takes: float | None) -> Steps:
+        made.append(Steps(monkeypatch, *takes))
+        return made[-1]
+
+    yield make
+    for steps in made:
+        for request in steps.requests:
+            if request.grammar is not None:
+                request.grammar.may_end.set()  # type: ignore[attr-defined]
+
+
+def test_quick_grammars_sit_nothing_out(stepping: Any) -> None:
+    steps = stepping(None, 1e-4, 1.9e-3)
+    assert steps.out(0, 1, 2) == steps.out(2) == set()
+    assert [steps.turns.most_drafts(request) for request in steps.requests] == [None] * 3
+    assert all(steps.grammar(i).num_prepared == 0 for i in (1, 2))
+
+
+def test_beside_others_one_at_a_time_in_a_tenth_of_the_time(stepping: Any) -> None:
+    steps = stepping(None, 0.02, 0.03)
+    assert steps.out(0, 1, 2) == {1, 2}
+    assert steps.grammar(1).preparing and not steps.grammar(2).preparing
+    assert steps.out(0, 1, 2) == {1, 2}, "its mask is not there yet"
+    steps.finish(1)
+    assert steps.out(0, 1, 2) == {2}
+    assert steps.turns.most_drafts(steps.requests[1]) == 0
+    steps.note([0, 1])  # it took 20 ms of the step
+    assert steps.out(0, 1, 2) == {1, 2}
+    assert not steps.grammar(1).preparing and not steps.grammar(2).preparing
+    steps.now += 0.17
+    assert steps.out(0, 1, 2) == {1, 2} and not steps.grammar(2).preparing
+    steps.now += 0.02
+    steps.out(0, 1, 2)
+    assert steps.grammar(2).preparing and not steps.grammar(1).preparing, "who waits longest"
+    steps.finish(2)
+    assert steps.out(0, 1, 2) == {1}
+    # Somebody's prompt is somebody else, too.
+    assert steps.out(1, has_prompts=True) == {1}
+
+
+def test_alone_they_wait_for_nobody_but_their_masks(stepping: Any) -> None:
+    steps = stepping(0.02, 0.03)
+    begun = time.perf_counter()
+    assert steps.out(0, 1) == {0, 1}
+    assert time.perf_counter() - begun < 5, "a step does not wait for a mask to the end"
+    assert steps.grammar(0).preparing and steps.grammar(1).preparing
+    steps.finish(0)
+    steps.finish(1)
+    assert steps.out(0, 1) == {1}, "nor is a step long: somebody may come"
+    assert steps.out(0, 1, has_prompts=True) == {1}
+    # There is no debt to a step that was nobody else's.
+    steps.note([0])
+    steps.out(0)
+    assert steps.grammar(0).preparing
+
+
+def test_a_grammar_is_slow_beside_the_rest_of_a_step(stepping: Any) -> None:
+    """With a large model a mask of some milliseconds keeps nobody."""
+    steps = stepping(None, 0.004)
+    assert steps.out(0, 1) == {1}
+    steps.note([0, 1], rest=0.05)
+    assert steps.out(0, 1) == set()
+    steps.note([0, 1], rest=0.03)
+    assert steps.out(0, 1) == {1}
+    assert steps.turns.most_drafts(steps.requests[1]) == 7, "as many as take the rest of a step"
+    small = stepping(0.003, 0.003, 0.003)
+    small.out(0, 1, 2)
+    for index in range(3):
+        small.finish(index)
+    assert small.out(0, 1, 2) == {2}
+    assert small.out(0, 1, 2, has_prompts=True) == {1, 2}
