@@ -168,7 +168,10 @@ def _run(
         for output in engine.step():
             steps.append(Step(time.perf_counter() - begin, output))
             show(output.text)
-    return Run(engine.completion(name), steps)
+    completion = engine.completion(name)
+    if completion.error is not None:
+        raise EngineError(f"the request failed: {completion.error}")
+    return Run(completion, steps)
 
 
 def _summary(speculative: SpeculativeConfig, run: Run) -> str:
