@@ -8,7 +8,7 @@ share their first tokens, and what each says when it is decoded alone and withou
 come engines with other limits, instruction sets and threads: few pages, small chunks, no shared
 prefixes, other defaults. There each request has a method of its own, chains or trees; they arrive
 at random, and others beside them are aborted. What differs is printed with all it takes to see it
-again, and the exit status is 1.
+again, and the exit status is 1. A drafter or a request that fails ends the campaign.
 """
 
 import argparse
@@ -51,6 +51,15 @@ def random_speculation(draw: random.Random) -> dict[str, Any]:
         hybrids = [] if asked["tree"] else ["with_ngram", "with_suffix"]
         asked["mtp_strategy"] = draw.choice(["default", *hybrids])
     return asked
+
+
+def random_budgets(draw: random.Random) -> dict[str, int]:
+    """What suffix decoding may keep of all requests; mostly all of it, or else next to nothing."""
+    budgets = {"requests": [0, 3], "tokens": [0, 300], "bytes": [0, 1 << 16]}
+    return {
+        f"suffix_decoding_max_cached_{name}": draw.choice([-1, -1, *few])
+        for name, few in budgets.items()
+    }
 
 
 def random_params(draw: random.Random, vocab: int, max_tokens: int) -> SamplingParams:
@@ -161,8 +170,11 @@ def run_at_random(
             engine.abort(others.pop())
         engine.step()
     engine._pool.check_integrity()
+    assert not engine._drafting.num_failures, "a drafter has failed: the log says how"
     assert engine.num_free_pages == engine.num_pages, "pages have leaked"
-    return [engine.completion(names[index]) for index in range(len(prompts))]
+    done = [engine.completion(names[index]) for index in range(len(prompts))]
+    assert all(one.error is None for one in done), "a request has failed: the log says how"
+    return done
 
 
 def run_round(number: int, seed: int, model: str | None, found: Counter[str]) -> None:
@@ -192,7 +204,7 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
     for _ in range(ENGINES):
         limits = random_limits(draw, longest + max_tokens + 1)
         speculations = [random_speculation(draw) for _ in prompts]
-        default = SpeculativeConfig(**random_speculation(draw))
+        default = SpeculativeConfig(**random_speculation(draw), **random_budgets(draw))
         if not default.selects_drafts:  # else the engine does not know what steps cost
             speculations = [{**one, "adaptive_verification": False} for one in speculations]
         engine = Engine(EngineConfig(speculative_config=default, **limits, **shared))

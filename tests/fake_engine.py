@@ -104,6 +104,7 @@ class FakeEngine:
         self.step_seconds = step_seconds
         self.most_accepted, self.flaw = most_accepted, flaw
         self.num_failures = 0  # steps to come that fail
+        self.keeps_failed = False  # what a step that fails has ended
         self.owners: set[tuple[str, ...]] = set()  # of all requests so far
         self._running: list[_Request] = []
         self._waiting: list[_Request] = []
@@ -190,15 +191,15 @@ class FakeEngine:
     def step(self) -> list[RequestOutput]:
         self._check_thread()
         time.sleep(self.step_seconds)
-        if self.num_failures:
-            self.num_failures -= 1
-            raise EngineError("a step failed: as the test wished")
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             request = self._waiting.pop(0)
             request.pages = math.ceil((len(request.prompt) + request.limit) / 16)
             key = tuple(request.prompt)
             request.cached = (len(key) - 1) // 16 * 16 if key in self._seen else 0
             self._running.append(request)
+        if self.num_failures:
+            self.num_failures -= 1
+            return self._fail()
         outputs = [self._advance(request) for request in self._running]
         for request in [one for one in self._running if one.reason is not None]:
             self._running.remove(request)
@@ -224,6 +225,16 @@ class FakeEngine:
             num_cached_tokens=request.cached,
             stats=request.stats,
             prompt_logprobs=_prompt_logprobs(request),
+        )
+
+    def _fail(self) -> list[RequestOutput]:
+        """Ends what runs, with a step that fails."""
+        message = "a step failed: as the test wished"
+        ids = [request.id for request in self._running]
+        if not self.keeps_failed:
+            self._running.clear()
+        raise EngineError(
+            message, [RequestOutput(name, [], "", [], "error", error=message) for name in ids]
         )
 
     def _advance(self, request: _Request) -> RequestOutput:

@@ -33,7 +33,14 @@ from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_model
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, serving, wait_for
-from specops.engine import Engine, EngineConfig, EngineError, SamplingParams, SpeculativeConfig
+from specops.engine import (
+    Engine,
+    EngineConfig,
+    EngineError,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeConfig,
+)
 from specops.engine.__main__ import _parser, main
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.config_file import arguments_of
@@ -896,27 +903,76 @@ def assert_failed(response: httpx.Response, message: str = STEP_FAILED) -> None:
 
 
 def test_a_failed_step_ends_its_requests_but_not_the_server(slow: Served) -> None:
-    chat = CHAT | STREAM | {"ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        answers = [
-            pool.submit(post, slow, "completions", LONG),
-            pool.submit(post, slow, "completions", LONG | STREAM),
-            pool.submit(post, slow, "chat/completions", chat | {"n": 2}),
+        running = pool.submit(post, slow, "completions", LONG | STREAM)
+        wait_for(lambda: slow.engine.num_running == 1)
+        others = [
+            pool.submit(post, slow, "completions", TEXT),
+            pool.submit(post, slow, "completions", TEXT | STREAM),
+            pool.submit(post, slow, "chat/completions", CHAT | {"n": 2, "max_tokens": 9}),
         ]
-        wait_for(lambda: slow.engine.num_running + slow.engine.num_waiting == 4)
+        wait_for(lambda: slow.engine.num_running + slow.engine.num_waiting == 5)
         slow.engine.num_failures = 1
-        for answer in answers:  # one runs, the others wait
-            assert_failed(answer.result())
+        assert_failed(running.result())
+        for answer in others:
+            assert answer.result().status_code == 200
+            assert '"error"' not in answer.result().text
     slow.wait_until_idle()
     assert slow.engine.num_uncollected == 0
     assert health(slow) == (200, "ok")
-    assert counters(slow)["specops:request_success_total"]["error"] == 4
+    assert counters(slow)["specops:request_success_total"]["error"] == 1
     assert counters(slow)["specops:request_success_total"]["abort"] == 0
-    assert post(slow, "completions", TEXT).status_code == 200
-    slow.wait_until_idle()
     slow.engine.num_failures = 1
     with connect(slow) as client, pytest.raises(openai.InternalServerError, match=STEP_FAILED):
         client.completions.create(model="fake", prompt="a")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), EngineError("of nobody")])
+def test_a_step_that_fails_without_a_word_ends_everything(slow: Served, error: Exception) -> None:
+    step, failures = slow.engine.step, [error]
+
+    def failing() -> Any:
+        if failures:
+            raise failures.pop()
+        return step()
+
+    slow.engine.step = failing
+    assert_failed(post(slow, "completions", TEXT))
+    slow.wait_until_idle()
+    assert post(slow, "completions", TEXT).status_code == 200
+    assert slow.engine.num_uncollected == 0
+
+
+def test_a_request_that_fails_ends_alone() -> None:
+    """With all its choices, since an answer has all of them or none."""
+
+    class Failing(FakeEngine):
+        def _advance(self, request: Any) -> RequestOutput:
+            if request.index == 1 and len(request.token_ids) >= 8:
+                request.reason = "error"
+                return RequestOutput(request.id, [], "", [], "error", error="as the test wished")
+            return super()._advance(request)
+
+    with serving(Failing(step_seconds=0.01)) as served:
+        body = {"prompt": "abc", "max_tokens": 100}
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            good = [pool.submit(post, served, "completions", body | more) for more in ({}, STREAM)]
+            bad = [
+                pool.submit(post, served, "completions", body | {"n": 2} | more)
+                for more in ({}, STREAM)
+            ]
+            for answer in bad:
+                assert_failed(
+                    answer.result(),
+                    "the request failed within the engine; the server's log says why",
+                )
+            assert good[0].result().json()["choices"][0]["text"] == ("abc" * 40)[:100]
+            pieces = [one["choices"] for one in events(good[1].result())]
+            assert "".join(one["text"] for each in pieces for one in each) == ("abc" * 40)[:100]
+        served.wait_until_idle()
+        assert served.engine.num_uncollected == 0
+        assert health(served) == (200, "ok")
+        assert counters(served)["specops:request_success_total"]["error"] == 4
 
 
 def test_steps_that_keep_failing_show_in_health(slow: Served) -> None:
@@ -930,25 +986,19 @@ def test_steps_that_keep_failing_show_in_health(slow: Served) -> None:
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_an_engine_that_drops_the_requests_of_a_failed_step_itself(drops: bool) -> None:
-    """Nor does it matter whether it does: the thread drops what is left."""
-
-    class Dropping(FakeEngine):
-        def step(self) -> Any:
-            try:
-                return super().step()
-            except EngineError:
-                if drops:
-                    self._running.clear()
-                raise
-
-    with serving(Dropping(step_seconds=0.05)) as served:
+    """Nor does it matter whether it does: the thread drops what is left, and the others go on."""
+    with serving(FakeEngine(step_seconds=0.02)) as served:
+        served.engine.keeps_failed = not drops
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             long = {"prompt": "abc", "max_tokens": 250}
             answers = [pool.submit(post, served, "completions", long) for _ in range(6)]
             wait_for(lambda: served.engine.num_running == 4 and served.engine.num_waiting == 2)
             served.engine.num_failures = 1
-            for answer in answers:
-                assert_failed(answer.result())
+            found = [answer.result() for answer in answers]
+            failed = [one for one in found if one.status_code != 200]
+            assert len(failed) == 4
+            for one in failed:
+                assert_failed(one)
         served.wait_until_idle()
         assert health(served) == (200, "ok")
         assert post(served, "completions", TEXT).status_code == 200
@@ -1010,6 +1060,7 @@ class LosesPages(FakeEngine):
 def test_an_engine_that_does_not_recover_is_reported(broken: type[FakeEngine]) -> None:
     with serving(broken()) as served:
         served.engine.num_failures = 1
+        served.engine.keeps_failed = True
         assert_failed(post(served, "completions", TEXT))
         wait_for(lambda: health(served) == (503, "failed"))
         assert_failed(post(served, "completions", TEXT), "the engine has stopped")
@@ -1192,6 +1243,27 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_si
 def tiny(model_dir: Path) -> Iterator[Served]:
     with serving(tiny_engine(model_dir, max_num_seqs=4, max_waiting=64)) as served:
         yield served
+
+
+def test_a_request_of_no_tokens_where_no_response_is_kept(model_dir: Path) -> None:
+    """It ends, and so do those beside it, with what they say alone."""
+    suffix = SpeculativeConfig(
+        method="suffix", num_speculative_tokens=4, suffix_decoding_max_cached_requests=0
+    )
+    long = {"prompt": "abcabc", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    scored = {"prompt": "abcabc", "max_tokens": 0, "echo": True, "logprobs": 0}
+    with serving(tiny_engine(model_dir, speculative_config=suffix, max_num_seqs=6)) as served:
+        alone = post(served, "completions", long).json()["choices"]
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            others = [pool.submit(post, served, "completions", long) for _ in range(4)]
+            several = [pool.submit(post, served, "completions", scored) for _ in range(4)]
+            for answer in several:
+                assert answer.result().json()["choices"][0]["finish_reason"] == "length"
+            for answer in others:
+                (choice,) = answer.result().json()["choices"]
+                assert choice["text"] == alone[0]["text"]
+        served.wait_until_idle()
+        assert served.engine._drafting.num_failures == 0
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])

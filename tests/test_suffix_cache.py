@@ -196,8 +196,23 @@ def test_evicting_a_running_request() -> None:
     assert cache.speculate("a", 2).token_ids == [3, 1]
     with pytest.raises(ValueError, match=r"evict: request_id must be that of a cached response"):
         cache.evict("a")
+    assert not cache.discard("a")
     cache.stop("a")
     assert cache.running_requests == []
+
+
+def test_a_response_is_discarded_once() -> None:
+    cache = SuffixCache(max_cached_requests=2)
+    cache.start("a", [1, 2])
+    cache.stop("a")
+    assert cache.discard("a") and not cache.discard("a")
+    for name in ("b", "c", "d"):  # the budget takes the first
+        cache.start(name, [1])
+        cache.extend(name, [5])
+        cache.stop(name)
+    assert [cache.discard(name) for name in ("b", "c", "d")] == [False, True, True]
+    assert cache.cached_requests == [] and cache.num_cached_tokens == 0
+    sound(cache)
     sound(cache)
 
 
@@ -618,6 +633,7 @@ def test_unknown_ids(request_id: Any) -> None:
         assert str(caught.value) == want
     with pytest.raises(ValueError, match=r"evict: request_id must be that of a cached"):
         cache.evict("no")
+    assert not cache.discard("no")
     assert contents(cache) == before
 
 
@@ -630,6 +646,7 @@ def test_ids_that_cannot_be_hashed(request_id: Any) -> None:
         lambda: cache.speculate(request_id, 1),
         lambda: cache.stop(request_id),
         lambda: cache.evict(request_id),
+        lambda: cache.discard(request_id),
         lambda: cache.add([1], request_id),
     ):
         with pytest.raises(ValueError, match="request_id must be hashable, got"):

@@ -345,6 +345,12 @@ class CacheForPython {
     }
   }
 
+  bool discard(const py::object& request_id) {
+    Checker check("SuffixCache.discard");
+    int64_t number = find(check, request_id.ptr());
+    return number >= 0 && evict_if_cached(number);
+  }
+
   void add(const py::object& token_ids, const py::object& request_id) {
     Checker check("SuffixCache.add");
     Tokens tokens(check, "token_ids", token_ids.ptr());
@@ -681,6 +687,7 @@ void register_suffix_cache(py::module_& m) {
       .def("step", &CacheForPython::step)
       .def("stop", &CacheForPython::stop)
       .def("evict", &CacheForPython::evict)
+      .def("discard", &CacheForPython::discard)
       .def("add", &CacheForPython::add)
       .def("reclaim", &CacheForPython::reclaim)
       .def("wait", &CacheForPython::wait)

@@ -265,6 +265,14 @@ class SuffixCache:
         """
         self._cache.evict(request_id)
 
+    def discard(self, request_id: Hashable) -> bool:
+        """Takes a response out of the shared tree if it is there: a budget may have been first.
+
+        Returns:
+            Whether it was there.
+        """
+        return self._cache.discard(request_id)
+
     def add(self, token_ids: TokenIds, request_id: Hashable | None = None) -> None:
         """Adds a response that no request wrote to the shared tree, such as a file of a corpus.
 

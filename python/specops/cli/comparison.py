@@ -8,6 +8,7 @@ from typing import Any
 
 from specops.cli.speed_up import SpeedUp, speed_up
 from specops.engine import Completion, Engine, RequestOutput, SamplingParams
+from specops.engine.errors import EngineError
 from specops.engine.exactness import first_difference, forget_responses
 
 _PLAIN = {"method": "naive"}
@@ -65,7 +66,11 @@ class Decoder:
     def run(
         self, *, plainly: bool = False, show: Callable[[RequestOutput], None] | None = None
     ) -> Run:
-        """Decodes, with drafts or without; `show` is called with what each step gave."""
+        """Decodes, with drafts or without; `show` is called with what each step gave.
+
+        Raises:
+            EngineError: the request failed.
+        """
         forget_responses(self.engine)  # the text must not be drafted from itself
         config = _PLAIN if plainly else self.speculative_config
         name = self.engine.add_request(self.prompt, self.params, speculative_config=config)
@@ -76,7 +81,10 @@ class Decoder:
                 steps.append(Step(time.perf_counter() - begin, output))
                 if show is not None:
                     show(output)
-        return Run(self.engine.completion(name), steps)
+        completion = self.engine.completion(name)
+        if completion.error is not None:
+            raise EngineError(f"the request failed: {completion.error}")
+        return Run(completion, steps)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import specops
 from specops.engine.config import EngineConfig
 from specops.engine.cost_table import STEP, CostTable, cost_path
 from specops.engine.drafting import Drafting
+from specops.engine.errors import ModelError
 from specops.engine.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
 from specops.engine.request import Request
@@ -57,6 +58,8 @@ def costs_of(
                 max_drafts=trial.max_drafts,
                 max_requests=len(trial.requests),
             )
+            if drafting.num_failures:  # measured without what has failed
+                raise ModelError(f"drafter {method} failed in a trial; the log says how")
         finally:
             trial.end()
         table.save(path)

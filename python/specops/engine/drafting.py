@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafters of an engine in their order, and the table of what they have proposed."""
+"""The drafters of an engine in their order, and the table of what they have proposed.
 
-from collections.abc import Hashable, Sequence
+An exception that a drafter raises ends here. No token depends on drafts, so the requests that it
+was raised for are decoded plainly from then on; its next ones have it again.
+"""
+
+import logging
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +24,7 @@ from specops.engine.drafters import (
     MethodUnavailable,
     Proposals,
     StepResults,
+    TargetStep,
 )
 from specops.engine.kv_cache import DraftKv
 from specops.engine.methods import COMPANIONS, NAIVE, drafting_order, module_of
@@ -25,6 +32,8 @@ from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 from specops.engine.step_memory import Layout
 from specops.engine.step_shape import StepShape
+
+logger = logging.getLogger(__name__)
 
 
 class Drafting:
@@ -37,6 +46,8 @@ class Drafting:
         drafters: by method, in the order in which they draft.
         missing: why methods are not among them, in words that name no path.
         proposals: for the next step, by slot.
+        num_failures: how often one has raised. Steps made before may not run again: a part of one
+            may be missing, or recorded by halves.
 
     Raises:
         ModelError: a method that the configuration asks for cannot run.
@@ -54,7 +65,11 @@ class Drafting:
                 if method in dict(wanted.draft_stages):
                     raise
                 self.missing[method] = error.reason
-        self._companions = [module_of(name).load(context) for name in COMPANIONS]
+        self._companions: list[Drafter] = [module_of(name).load(context) for name in COMPANIONS]
+        everyone = (*self.drafters.values(), *self._companions)
+        # Who has a slot and drafts by it.
+        self._requests: dict[Drafter, set[Request]] = {one: set() for one in everyone}
+        self.num_failures = 0
         self._selector: DraftSelector | None = None
         self._states: dict[Request, RequestState] = {}  # of those whose drafts are selected
         # Of the step to come: confidences of their drafts, and rows of the other requests. None:
@@ -96,10 +111,21 @@ class Drafting:
         assert len(found) <= 1, "two drafters draw drafts with numbers of their own"
         return found[0] if found else None
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether a drafter has something to save, as far as one can be asked."""
+        for drafter in self.drafters.values():
+            try:
+                if drafter.is_unsaved:
+                    return True
+            except Exception as error:
+                logger.error("is_unsaved of drafter %s failed", drafter.name, exc_info=error)
+        return False
+
     def draft_kv(self, request: Request) -> DraftKv | None:
         """What a request's drafters keep on its pages; at most one keeps anything."""
-        kept = [self.drafters[name].draft_kv(request) for name in request.draft_stages]
-        found = [one for one in kept if one is not None]
+        drafters = self._drafters_of(request)
+        found = [one for one in self._ask_each(drafters, "draft_kv", request) if one is not None]
         assert len(found) <= 1, "two drafters of one request keep keys and values on its pages"
         return found[0] if found else None
 
@@ -110,6 +136,8 @@ class Drafting:
 
     def start(self, request: Request) -> bool:
         """A request got its slot; returns whether memory has moved that steps use."""
+        if not request.draft_stages:
+            return False
         has_moved = request.speculative.num_speculative_tokens > self.width
         if has_moved:
             slots = len(self.proposals.counts)
@@ -120,20 +148,26 @@ class Drafting:
         if config.selects_drafts and self._selector is not None and request not in self._states:
             self._states[request] = self._selector.start(config.drafters_name)
             self._all_rest = False
-        moved = [drafter.start(request) for drafter in self._drafters_of(request)]
-        return any(moved) or has_moved
+        drafters = self._drafters_of(request)
+        for drafter in drafters:
+            self._requests[drafter].add(request)
+        return any(self._ask_each(drafters, "start", request)) or has_moved
 
     def stop(self, request: Request, slot: int) -> None:
         """A request gave its slot back."""
         self.proposals.counts[slot] = 0
-        for drafter in self._drafters_of(request):
-            drafter.stop(request, slot)
+        drafters = [one for one in self._drafters_of(request) if request in self._requests[one]]
+        for drafter in drafters:
+            self._requests[drafter].remove(request)
+        self._ask_each(drafters, "stop", request, slot)
 
     def leave(self, request: Request) -> None:
-        """A request is gone for good."""
+        """A request is gone for good, or is decoded plainly from here on."""
+        drafters = self._drafters_of(request)
+        request.draft_stages.clear()
+        request.draft_limit = 0
         self._states.pop(request, None)
-        for drafter in self._drafters_of(request):
-            drafter.leave(request)
+        self._ask_each(drafters, "leave", request)
 
     def forget(self) -> None:
         """Forgets the proposals, and how wide their table had to be."""
@@ -178,7 +212,12 @@ class Drafting:
         self._verified = {}
         if len(fixed) < len(requests):
             selected = [request for request in requests if request in states_of]
-            self._select(selected, room - (rows - len(fixed)), others=rows)
+            try:
+                self._select(selected, room - (rows - len(fixed)), others=rows)
+            except Exception as error:
+                for request in selected:
+                    request.num_drafts, request.draft_parents = 0, None
+                self._lose("the selection of drafts", error, selected)
 
     def _select(self, requests: Sequence[Request], room: int, others: int) -> None:
         """The same for those whose drafts are selected, beside so many rows of others."""
@@ -209,7 +248,7 @@ class Drafting:
 
     def num_rows_behind(self, request: Request) -> int:
         """How many rows of earlier steps its drafters run again when it wants drafts now."""
-        return sum(self.drafters[name].num_rows_behind(request) for name in request.draft_stages)
+        return sum(self._ask_each(self._drafters_of(request), "num_rows_behind", request))
 
     def observe(self, parts: Sequence[Scheduled], accepted: Sequence[Sequence[int]]) -> int:
         """Learns from a step whose drafts `select` has chosen.
@@ -234,14 +273,17 @@ class Drafting:
             return 0
         states, verified, paths, parents = [], [], [], []
         for part, path in zip(parts, accepted, strict=True):
-            confidences = self._verified.get(part.request)
-            if confidences is not None and part.emits:
-                states.append(states_of[part.request])
+            confidences, state = self._verified.get(part.request), states_of.get(part.request)
+            if confidences is not None and state is not None and part.emits:
+                states.append(state)
                 verified.append(confidences[: part.num_drafts] if confidences else confidences)
                 paths.append(path)
                 parents.append(part.draft_parents)
         num_suspended = sum(not state.drafts for state in states)
-        self._selector.observe(states, verified, paths, parents, others=self._others)
+        try:
+            self._selector.observe(states, verified, paths, parents, others=self._others)
+        except Exception as error:
+            self._lose("the selection of drafts", error, list(states_of))
         self._all_rest = not any(state.drafts for state in states_of.values())
         return num_suspended
 
@@ -280,27 +322,99 @@ class Drafting:
             return shape
         work: list[tuple[str, Hashable]] = []
         for name, drafter in self.drafters.items():
-            key = drafter.plan(parts, shape)
+            key = self._ask(drafter, "plan", parts, shape)
             if key is not None:
                 work.append((name, key))
         return shape._replace(drafters=tuple(work))
 
     def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> list[DrafterStep]:
         """Makes the drafters' parts of the steps of one shape, in their order."""
-        return [
-            self.drafters[name].new_step(key, shape, inputs, results)
-            for name, key in shape.drafters
-        ]
+        steps: list[DrafterStep] = []
+        for name, key in shape.drafters:
+            drafter = self.drafters[name]
+            made = self._ask(drafter, "new_step", key, shape, inputs, results)
+            if made is not None:
+                steps.append(_Watched(made, drafter, self))
+        return steps
 
     def finish(self, results: StepResults) -> None:
         """Has the drafters on the host go on, when all requests of a step have taken it over."""
-        for drafter in (*self.drafters.values(), *self._companions):
-            drafter.finish(results)
+        for drafter in self._requests:
+            self._ask(drafter, "finish", results)
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
         """A request's drafters in their order; none, if it does not speculate."""
         own = [self.drafters[name] for name in request.draft_stages]
         return own + self._companions if own else own
+
+    def _ask(self, drafter: Drafter, hook: str, *arguments: Any) -> Any:
+        """What a drafter says about a step; None if it has no request, or fails."""
+        if not self._requests[drafter]:
+            return None
+        try:
+            return getattr(drafter, hook)(*arguments)
+        except Exception as error:
+            self.lose_all_of(drafter, hook, error)
+            return None
+
+    def _ask_each(
+        self, drafters: Sequence[Drafter], hook: str, request: Request, *arguments: Any
+    ) -> list[Any]:
+        """What drafters say about a request; where one fails, it goes on without any."""
+        said, failures = [], []
+        for drafter in drafters:
+            try:
+                said.append(getattr(drafter, hook)(request, *arguments))
+            except Exception as error:
+                failures.append((drafter.name, error))
+        for name, failure in failures:  # now that all have been asked
+            self._lose(f"{hook} of drafter {name}", failure, [request])
+        return said
+
+    def lose_all_of(self, drafter: Drafter, hook: str, error: Exception) -> None:
+        """Goes on without the drafts of a drafter that has failed in what it does for a step."""
+        self._lose(f"{hook} of drafter {drafter.name}", error, self._requests[drafter])
+
+    def _lose(self, what: str, error: Exception, requests: Collection[Request]) -> None:
+        """Decodes some requests plainly from here on."""
+        logger.error("%s failed; without drafts: %d requests", what, len(requests), exc_info=error)
+        self.num_failures += 1
+        for request in list(requests):
+            if any(request in here for here in self._requests.values()):
+                self.stop(request, request.slot)
+            self.leave(request)
+
+
+class _Watched(DrafterStep):
+    """A drafter's part in the steps of one shape, as the steps see it: it does not raise."""
+
+    def __init__(self, step: DrafterStep, drafter: Drafter, drafting: Drafting) -> None:
+        self.num_rows, self.sums_size = step.num_rows, step.sums_size
+        self._step, self._drafter, self._drafting = step, drafter, drafting
+        self._error: Exception | None = None  # of a launch, while its results are on their way
+
+    def fill(self, parts: Sequence[Scheduled]) -> None:
+        self._error = None
+        try:
+            self._step.fill(parts)
+        except Exception as error:
+            self._drafting.lose_all_of(self._drafter, "fill", error)
+
+    def launch(self, target: TargetStep) -> None:
+        try:
+            self._step.launch(target)
+        except Exception as error:
+            self._error = error
+
+    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            self._drafting.lose_all_of(self._drafter, "launch", error)
+            return
+        try:
+            self._step.read(parts, proposals)
+        except Exception as wrong:
+            self._drafting.lose_all_of(self._drafter, "read", wrong)
 
 
 def share_out(wanted: Sequence[int], total: int) -> list[int]:

@@ -13,7 +13,7 @@ from specops.engine.config import EngineConfig
 from specops.engine.device import open_device
 from specops.engine.drafters import Drafter, DrafterContext
 from specops.engine.drafting import Drafting
-from specops.engine.errors import ModelError, QueueFull
+from specops.engine.errors import EngineError, ModelError, QueueFull
 from specops.engine.kv_cache import PagePool
 from specops.engine.models import Transformer, load_model
 from specops.engine.outputs import (
@@ -21,7 +21,7 @@ from specops.engine.outputs import (
     RequestOutput,
     SpeculativeStats,
 )
-from specops.engine.plan import Plan
+from specops.engine.plan import Plan, Scheduled, described
 from specops.engine.prefixes import PrefixFinder
 from specops.engine.request import Request
 from specops.engine.runner import Emitted, Runner
@@ -170,7 +170,7 @@ class Engine:
     @property
     def has_unsaved_drafters(self) -> bool:
         """Whether `save_drafters` would write something that is in no file."""
-        return any(drafter.is_unsaved for drafter in self.drafters.values())
+        return self._drafting.has_unsaved
 
     def save_drafters(self) -> None:
         """Writes what drafters learnt to the files that the configuration names for it.
@@ -299,8 +299,12 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Drafts, verifies, accepts and commits once; returns what it added to each request.
 
+        A request of which something fails, and nothing else, ends with `finish_reason` "error" and
+        a sentence in `RequestOutput.error`; a drafter that fails ends nothing. The log says more.
+
         Raises:
-            EngineError: the device failed. The requests of the step are gone then; others go on.
+            EngineError: the step failed, as on the device. Its requests are gone then; others go
+                on.
         """
         self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
         before = self._scheduler.num_preemptions
@@ -308,11 +312,17 @@ class Engine:
         self.stats.num_preemptions += self._scheduler.num_preemptions - before
         self._note_starts(plan)
         try:
-            return self._run(plan)
-        except BaseException:
-            for part in plan.parts:
-                self.abort(part.request.request_id)
-            raise
+            outputs = self._run(plan)
+        except BaseException as error:
+            self._scheduler.return_pages_of_trees()
+            plan.fail_all(error)
+            outputs = self._end_failed(plan, [])
+            for output in outputs:
+                del self._requests[output.request_id]
+            if not isinstance(error, Exception):
+                raise
+            raise EngineError(f"a step failed: {described(error)}", outputs) from error
+        return self._end_failed(plan, outputs)
 
     def _run(self, plan: Plan) -> list[RequestOutput]:
         # What grammars take is the time of this thread, which waits while a GPU works.
@@ -330,15 +340,12 @@ class Engine:
             self.stats.cascade_saved_bytes += saved * self._cascade_bytes_per_token
         outputs: list[RequestOutput] = []
         for part, result in zip(plan.parts, emitted, strict=True):
-            request = part.request
-            # What was accepted but not committed was computed from tokens that are not there.
-            kept_drafts = max(len(result.token_ids) - 1, 0)
-            request.num_computed += part.num_rows - part.num_drafts + kept_drafts
-            if part.emits:
-                self._count(request, part.num_drafts, len(result.accepted))
-                outputs.append(self._commit(request, result))
-            elif request.has_no_output and request.num_computed == request.prompt_len:
-                outputs.append(self._end_without_output(request))
+            if part.request.error is not None:
+                continue
+            try:
+                outputs += self._take_over(part, result)
+            except Exception as error:
+                plan.fail(part.request, error)
         if self._drafting.can_select:
             self.stats.num_suspended_steps += self._drafting.observe(
                 plan.parts, [one.accepted for one in emitted]
@@ -352,10 +359,26 @@ class Engine:
         self._scheduler.return_pages_of_trees()
         self._scheduler.grammar_turns.note(plan.parts, timer() - step_begun)
         for part in plan.parts:
-            self._scheduler.register_full_pages(part.request)
-            if part.request.finish_reason is not None:
-                self._leave(part.request)
+            request = part.request
+            try:
+                if request.error is None:
+                    self._scheduler.register_full_pages(request)
+            except Exception as error:
+                plan.fail(request, error)
+            if request.finish_reason is not None and request.error is None:
+                self._leave(request)
         return outputs
+
+    def _end_failed(self, plan: Plan, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Takes out the requests that a step has failed for; of each, the only output says so."""
+        if not plan.failed:
+            return outputs
+        failed = {request.request_id: request.error for request in plan.failed}
+        for request in plan.failed:
+            self._leave(request)
+        return [one for one in outputs if one.request_id not in failed] + [
+            RequestOutput(name, [], "", [], "error", error=error) for name, error in failed.items()
+        ]
 
     def _note_starts(self, plan: Plan) -> None:
         for request in plan.started:
@@ -385,6 +408,7 @@ class Engine:
             queue_seconds=request.queue_seconds,
             stop_reason=request.stop_reason,
             prompt_logprobs=request.prompt_logprobs,
+            error=request.error,
         )
 
     def generate(
@@ -403,6 +427,10 @@ class Engine:
 
         Returns:
             `n` completions per prompt, in the order of the prompts, then of the choices.
+
+        Raises:
+            EngineError: a step or one of the requests failed; none is left then.
+            ValueError: an argument is invalid.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts must be a list of texts or of token ids, got one text")
@@ -430,7 +458,24 @@ class Engine:
             for name in ids:
                 self.abort(name)
             raise
-        return [self.completion(name) for name in ids]
+        completions = [self.completion(name) for name in ids]
+        for done in completions:
+            if done.error is not None:
+                raise EngineError(f"a request failed: {done.error}")
+        return completions
+
+    def _take_over(self, part: Scheduled, result: Emitted) -> list[RequestOutput]:
+        """Takes over what a step has brought a request: one output, or none within its prompt."""
+        request = part.request
+        # What was accepted but not committed was computed from tokens that are not there.
+        kept_drafts = max(len(result.token_ids) - 1, 0)
+        request.num_computed += part.num_rows - part.num_drafts + kept_drafts
+        if part.emits:
+            self._count(request, part.num_drafts, len(result.accepted))
+            return [self._commit(request, result)]
+        if request.has_no_output and request.num_computed == request.prompt_len:
+            return [self._end_without_output(request)]
+        return []
 
     def _commit(self, request: Request, result: Emitted) -> RequestOutput:
         """Appends the committed tokens one by one, unless a stop string cuts the rest."""

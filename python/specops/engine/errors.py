@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The refusals a caller may want to tell apart; every other bad request is a plain ValueError."""
 
+from collections.abc import Sequence
+
+from specops.engine.outputs import RequestOutput
+
 
 class ContextOverflow(ValueError):
     """The prompt, or the prompt and max_tokens, do not fit the model's context."""
@@ -15,4 +19,12 @@ class ModelError(ValueError):
 
 
 class EngineError(RuntimeError):
-    """A step failed on the device. The requests that ran in it cannot go on."""
+    """A step failed as a whole, such as on the device. The requests that ran in it are gone.
+
+    Attributes:
+        outputs: the last output of each of them, with `finish_reason` "error".
+    """
+
+    def __init__(self, message: str, outputs: Sequence[RequestOutput] = ()) -> None:
+        super().__init__(message)
+        self.outputs = outputs

@@ -65,11 +65,12 @@ class RequestOutput:
     token_ids: list[int]  # emitted in this step, in order
     text: str  # newly released text; text that may yet become a stop string is held back
     logprobs: list[TokenLogprob]  # one per token when the request asked for them
-    finish_reason: str | None  # None, "stop", "length" or "abort"
+    finish_reason: str | None  # None, "stop", "length", "abort" or "error"
     drafts: StepDrafts | None = None  # when there were some, and the request asked for them
     # With its first output, when the request asked for them: one per token of the prompt, and None
     # for the first.
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    error: str | None = None  # what failed; of a step in which the request ends with "error"
 
     @property
     def sources(self) -> list[str]:
@@ -103,3 +104,4 @@ class Completion:
     stop_reason: int | str | tuple[int, ...] | None = None
     # When the request asked for them: one per token of the prompt, and None for the first.
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    error: str | None = None  # what failed, where it ended with "error": the text may lack its end

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step is to compute: the scheduler's answer, which drafters and runner take."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -8,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specops.engine.draft_trees import num_chains
+from specops.engine.errors import EngineError
 from specops.engine.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -58,3 +62,37 @@ class Plan:
     # In the order of what happened: a request that lost its slot may get one again.
     stopped: list[tuple[Request, int]] = field(default_factory=list)  # with the slot it had
     started: list[Request] = field(default_factory=list)
+    failed: list[Request] = field(default_factory=list)  # they end with an error, the others go on
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """Ends a request of the step with an error of its own; the others go on.
+
+        Whoever catches what one request has raised calls this. Before the step runs, the request is
+        taken out of it; later, what the step has computed for it is dropped.
+        """
+        if request.error is None:
+            logger.error("request %s ends with an error", request.request_id, exc_info=error)
+            self._end(request, error)
+
+    def fail_all(self, error: BaseException) -> None:
+        """Ends all requests of the step with the error of the step, which is raised on."""
+        for part in self.parts:
+            if part.request.error is None:
+                self._end(part.request, error)
+
+    def _end(self, request: Request, error: BaseException) -> None:
+        request.finish_reason, request.error = "error", described(error)
+        self.failed.append(request)
+
+    def drop_failed(self) -> None:
+        """Takes the requests that have failed so far out of the step."""
+        if self.failed:
+            self.parts[:] = [part for part in self.parts if part.request.error is None]
+            self.prefixes = None  # they are of all the parts; without them, nothing is shared
+
+
+def described(error: BaseException) -> str:
+    """An exception in words: the sentences of ops and of the engine say all, others lack a name."""
+    if isinstance(error, (EngineError, ValueError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

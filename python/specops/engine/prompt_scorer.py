@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import specops
 from specops import batching, sampling
 from specops.engine.device import Device, raise_reported
 from specops.engine.models import Transformer
-from specops.engine.plan import Scheduled
+from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.sampling import AcceptPolicy, VerifyStrategy
 
@@ -62,17 +63,16 @@ class PromptScorer:
         row_bytes = 4 * model.config.vocab_size
         self._max_rows = max(2, min(_MAX_ROWS, _MAX_LOGITS_BYTES // row_bytes))
 
-    def score(self, parts: Sequence[Scheduled]) -> None:
+    def score(self, plan: Plan) -> None:
         """Adds what a step's rows say of prompts; called when it has run, before the next one.
 
-        Args:
-            parts: of the step, whose states the model still has.
+        Where that cannot be computed, the requests that want it fail.
 
-        Raises:
-            ValueError: an op met wrong data.
+        Args:
+            plan: of the step, whose states the model still has.
         """
         first, pieces = 0, []
-        for part in parts:
+        for part in plan.parts:
             wanted = part.request.prompt_logprobs
             if wanted is not None and wanted.num_missing:
                 # After a preemption, rows of tokens that have theirs come again.
@@ -83,7 +83,19 @@ class PromptScorer:
                     pieces.append(_Piece(part.request, row, begin, end - begin))
             first += part.num_rows
         for tile in self._tiles(pieces):
-            self._score_tile(tile, first)
+            try:
+                scores = self._scores(tile, first)
+            except Exception as error:
+                for piece in tile:
+                    plan.fail(piece.request, error)
+                continue
+            for piece, own in zip(tile, scores, strict=True):
+                wanted = piece.request.prompt_logprobs
+                assert wanted is not None
+                try:
+                    wanted.add(*own)
+                except Exception as error:
+                    plan.fail(piece.request, error)
 
     def _tiles(self, pieces: Sequence[_Piece]) -> list[list[_Piece]]:
         """Cuts the pieces into groups of few enough rows; a piece needs one more than it has."""
@@ -100,8 +112,12 @@ class PromptScorer:
                 room -= now.count + 1
         return tiles
 
-    def _score_tile(self, tile: Sequence[_Piece], num_step_rows: int) -> None:
-        """Computes the logits of so many rows as are in memory at a time, and what they say."""
+    def _scores(self, tile: Sequence[_Piece], num_step_rows: int) -> list[list[NDArray[Any]]]:
+        """Computes the logits of so many rows as are in memory at a time.
+
+        Returns:
+            What `PromptLogprobs.add` takes, of each piece.
+        """
         rows, ends = [], [0]
         drafts = np.full((len(tile), max(piece.count for piece in tile)), -1, np.int32)
         for index, piece in enumerate(tile):
@@ -121,11 +137,12 @@ class PromptScorer:
         top_ids, top_logprobs = self._tops(tile, logits, chains)
         self._check()
         found = [one.cpu().numpy() for one in (logprobs, ranks, top_ids, top_logprobs)]
+        scores = []
         for index, piece in enumerate(tile):
-            wanted, count, first = piece.request.prompt_logprobs, piece.count, ends[index]
-            assert wanted is not None
-            of_tokens = (one[index, :count] for one in found[:2])
-            wanted.add(*of_tokens, *(one[first : first + count] for one in found[2:]))
+            tokens, rows_of = slice(piece.count), slice(ends[index], ends[index] + piece.count)
+            scores.append([*(one[index, tokens] for one in found[:2])])
+            scores[-1] += (one[rows_of] for one in found[2:])
+        return scores
 
     def _verify(
         self, tile: Sequence[_Piece], logits: Tensor, chains: dict[str, Any]

@@ -79,6 +79,7 @@ class Request:
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     finish_reason: str | None = None
     stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if one did
+    error: str | None = None  # what ended it, where that is a failure
 
     def __post_init__(self) -> None:
         self.draft_stages = dict(self.speculative.draft_stages)

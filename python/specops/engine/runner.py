@@ -13,7 +13,6 @@ from specops.batching import OutputMode
 from specops.engine.device import Device
 from specops.engine.drafters import Proposals, StepResults
 from specops.engine.drafting import Drafting
-from specops.engine.errors import EngineError
 from specops.engine.models import Transformer
 from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Plan, PrefixGroups, Scheduled
@@ -113,6 +112,7 @@ class Runner:
             processed_logprobs=processed_logprobs,
         )
         self._prompt_scorer = PromptScorer(model, device, processed_logprobs=processed_logprobs)
+        self._num_failures = 0  # of drafters, when the steps of `_memory` were made
         # The last step, if it chose tokens, and its requests' places, by slot.
         self._executed: tuple[Step, Plan] | None = None
         self._places: dict[int, int] = {}
@@ -175,25 +175,27 @@ class Runner:
     def execute(self, plan: Plan) -> list[Emitted]:
         """Computes the rows of a step and returns what each request emitted, in plan order.
 
+        Requests whose own part of the step cannot be made leave the plan; there may be none left.
+
         Raises:
-            EngineError: an op met wrong data, such as a page that does not exist.
+            ValueError: an op met wrong data, such as a page that does not exist.
         """
         for request, slot in plan.stopped:
             self.stop(request, slot)
         for request in plan.started:
-            self.start(request)
+            try:
+                self.start(request)
+            except Exception as error:
+                plan.fail(request, error)
+                self._memory.forget()  # tables may have moved
         self._executed = None
-        parts = plan.parts
-        if not parts:
+        step, num_pages = self._prepare(plan)
+        if step is None:
             return []
-        step = self._step_of(plan)
-        num_pages = self._fill(step, plan)
-        try:
-            step.run(num_pages)
-            if step.shape.rows != step.shape.outputs:  # there are chunks of prompts
-                self._prompt_scorer.score(parts)
-        except ValueError as error:
-            raise EngineError(f"a step failed: {error}") from error
+        step.run(num_pages)
+        parts = plan.parts
+        if step.shape.rows != step.shape.outputs:  # there are chunks of prompts
+            self._prompt_scorer.score(plan)
         self._take_proposals(step, plan)
         self._executed = step, plan
         if step.shape.outputs == 0:
@@ -213,7 +215,7 @@ class Runner:
 
     def finish(self) -> None:
         """Has the drafters go on when all requests of a step are committed."""
-        assert self._executed is not None
+        assert self._executed is not None, "the step has been run"
         if not self._drafting.width:  # nobody has ever drafted
             return
         step, plan = self._executed
@@ -228,6 +230,7 @@ class Runner:
                 lens_before=requests.positions,
                 lens=self._state[LENS],
                 proposals=self._drafting.proposals,
+                fail=plan.fail,
             )
         )
 
@@ -248,15 +251,33 @@ class Runner:
         if step.shape.drafters:
             proposals.token_ids[:] = step.arrays.proposed_token_ids.host
             proposals.counts[:] = step.arrays.num_proposed.host
-            for drafter in step.arrays.drafters:
-                drafter.read(plan.parts, proposals)
         else:
             proposals.counts.fill(0)
         if before is not None:
             proposals.put(kept, before)
+        for drafter in step.arrays.drafters:
+            drafter.read(plan.parts, proposals)
+
+    def _prepare(self, plan: Plan) -> tuple[Step | None, int]:
+        """The step of a plan, filled, and the pages in its lists; None: nobody is left.
+
+        What fails in this, a request or a drafter, has no part in the step: it is made once more.
+        """
+        plan.drop_failed()
+        while plan.parts:
+            failures = len(plan.failed), self._drafting.num_failures
+            step = self._step_of(plan)
+            num_pages = self._fill(step, plan)
+            if failures == (len(plan.failed), self._drafting.num_failures):
+                return step, num_pages
+            plan.drop_failed()
+        return None, 0
 
     def _step_of(self, plan: Plan) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
+        if self._num_failures != self._drafting.num_failures:
+            self._num_failures = self._drafting.num_failures
+            self._memory.forget()
         shape = self._shape_of(plan)
         step = self._memory.find(shape)
         if step is None:
@@ -280,6 +301,8 @@ class Runner:
                 wanted = part.request.params.logprobs
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
+        if features & Feature.DRAFT_PROBS and self._drafting.draft_probs is None:
+            features &= ~Feature.DRAFT_PROBS  # whoever would have written them has failed
         proposals = self._drafting.width
         if outputs:  # the same whatever was found, so that shapes come again
             width = max(width, proposals)
@@ -349,7 +372,7 @@ class Runner:
             lists = arrays.kv_indptr.host, arrays.kv_indices.host
             arrays.trees.fill(parts, lens.qo_lens, lens.kv_lens, *lists)
         if step.shape.features & (Feature.PROCESSORS | Feature.ACCEPT_RATES | Feature.DRAFT_PROBS):
-            self._fill_features(step, parts)
+            self._fill_features(step, plan)
         if step.shape.rows > row:  # rows of no request, with a token that there is
             token_ids[row:] = 0
         for drafter in arrays.drafters:
@@ -379,15 +402,15 @@ class Runner:
             arrays.sampling_ints.host[:, batch:] = 0
             arrays.kv_indptr.host[batch + 1 :] = page_ends[-1]
 
-    def _fill_features(self, step: Step, parts: Sequence[Scheduled]) -> None:
+    def _fill_features(self, step: Step, plan: Plan) -> None:
         """Writes what only some requests ask for."""
-        arrays = step.arrays
+        arrays, parts = step.arrays, plan.parts
         arrays.mask_indices.host.fill(-1)
         arrays.accept_rates.host.fill(0)
         arrays.draft_prob_rows.host.fill(-1)
         if step.shape.masks:
             masks, indices = arrays.token_masks.host, arrays.mask_indices.host
-            self._masks.fill(parts, self._drafting.drafts_of, masks, indices)
+            self._masks.fill(plan, self._drafting.drafts_of, masks, indices)
         row = 0  # with logits
         for index, part in enumerate(parts):
             if not part.emits:

@@ -33,6 +33,8 @@ _OFF: dict[str, float] = {
     "logit_bias": 0.0,
     "bad_words": -1,
     "allowed_token_mask": 0,
+    "counted_token_ids": -1,
+    "token_counts": 0,
 }
 _COUNTS = ("counted_token_ids", "token_counts")
 _ENDINGS = (
@@ -75,40 +77,64 @@ class SlotTables:
         # The row that was written last, by table and slot: writing it again is not needed.
         self._written: dict[tuple[str, int], bytes] = {}
         self._max_lens = [0] * slots
-        self._has_moved = False
         self.token_ids = torch.zeros((slots, max_len), dtype=torch.int32, device=device)
 
     def start(self, request: Request) -> bool:
         """Writes the rows of a request that got its slot, as they are after all its tokens so far.
 
+        Where that raises, no table is there without another that it goes with.
+
         Returns:
             Whether a table was made or moved.
         """
-        self._has_moved = False
-        params, slot = request.params, request.slot
+        slot = request.slot
         token_ids = torch.tensor(request.token_ids, dtype=torch.int32)
         self.token_ids[slot, : len(token_ids)] = token_ids
         self._max_lens[slot] = request.max_len
-        self._write("stop_token_ids", slot, request.stop_token_ids)
-        self._write("min_tokens", slot, params.min_tokens)
-        self._write("stop_sequences", slot, _rectangle(params.stop_token_sequences))
-        self._write("think_end_token_id", slot, request.think_end_token_id)
-        self._write("thinking_budget", slot, _or_off(params.reasoning_max_tokens))
-        self._write("reply_budget", slot, _or_off(params.response_max_tokens))
-        self._write("inject_token_ids", slot, request.inject_token_ids)
-        self._write("repetition_penalty", slot, params.repetition_penalty)
-        self._write("presence_penalty", slot, params.presence_penalty)
-        self._write("frequency_penalty", slot, params.frequency_penalty)
+        rows = self._rows_of(request)
+        grown = {name: self._grown(name, row.shape) for name, row in rows.items()}
+        if request.params.has_penalties or "token_counts" in self._tables:
+            # `commit` wants room for a step's tokens, but for the last of which it is not used.
+            room = (min(max(self._max_lens), self._vocab_size),)
+            grown |= {name: self._grown(name, room) for name in _COUNTS}
+        moved = {name: table for name, table in grown.items() if table is not None}
+        for name in moved:
+            for other in range(self._slots):
+                self._written.pop((name, other), None)
+        self._tables |= moved
+        for name, row in rows.items():
+            self._write(name, slot, row)
+        self._count(request, token_ids)
+        return bool(moved)
+
+    def _rows_of(self, request: Request) -> dict[str, NDArray[Any]]:
+        """What a request asks for, but for what there is no table of and that asks for nothing."""
+        params = request.params
         # One that is 0 asks for nothing, and would have no row in a table that is not there.
         biases = [(token_id, bias) for token_id, bias in params.bias() if np.float32(bias)]
-        self._write("logit_bias_token_ids", slot, [token_id for token_id, _ in biases])
-        self._write("logit_bias", slot, [bias for _, bias in biases])
-        self._write("bad_words", slot, _rectangle(request.bad_words))
+        asked: dict[str, Any] = {
+            "stop_token_ids": request.stop_token_ids,
+            "min_tokens": params.min_tokens,
+            "stop_sequences": _rectangle(params.stop_token_sequences),
+            "think_end_token_id": request.think_end_token_id,
+            "thinking_budget": _or_off(params.reasoning_max_tokens),
+            "reply_budget": _or_off(params.response_max_tokens),
+            "inject_token_ids": request.inject_token_ids,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "logit_bias_token_ids": [token_id for token_id, _ in biases],
+            "logit_bias": [bias for _, bias in biases],
+            "bad_words": _rectangle(request.bad_words),
+        }
         if params.allowed_token_ids is not None:
-            mask = token_mask(params.allowed_token_ids, self._vocab_size)
-            self._write("allowed_token_mask", slot, mask)
-        self._count(request, token_ids)
-        return self._has_moved
+            asked["allowed_token_mask"] = token_mask(params.allowed_token_ids, self._vocab_size)
+        rows = {name: np.asarray(row, dtype=_dtype_of(name)) for name, row in asked.items()}
+        return {
+            name: row
+            for name, row in rows.items()
+            if name in self._tables or not bool((row == _OFF[name]).all())
+        }
 
     def processors(
         self,
@@ -151,40 +177,29 @@ class SlotTables:
             names += _COUNTS
         return {name: self._tables[name] for name in names if name in self._tables}
 
-    def _write(self, name: str, slot: int, row: Any) -> None:
-        """Writes a row unless it is there already, or asks for nothing and there is no table."""
-        off = _OFF[name]
-        dtype: Any = np.float32 if isinstance(off, float) else np.int32
-        values: NDArray[Any] = np.asarray(row, dtype=dtype)
-        table = self._tables.get(name)
-        if table is None and bool((values == off).all()):
-            return
-        if table is None or any(
-            have < want for have, want in zip(table.shape[1:], values.shape, strict=True)
-        ):
-            table = self._grow(name, values.shape, off)
-        padded: NDArray[Any] = np.full(tuple(table.shape[1:]), off, dtype=dtype)
+    def _write(self, name: str, slot: int, values: NDArray[Any]) -> None:
+        """Writes a row unless it is there already."""
+        table = self._tables[name]
+        padded: NDArray[Any] = np.full(tuple(table.shape[1:]), _OFF[name], dtype=values.dtype)
         padded[tuple(slice(size) for size in values.shape)] = values
         content = padded.tobytes()
         if self._written.get((name, slot)) != content:
-            self._written[name, slot] = content
             table[slot] = torch.from_numpy(padded)
+            self._written[name, slot] = content
 
-    def _grow(self, name: str, shape: Sequence[int], off: float) -> Tensor:
-        """Makes a table, or one with longer rows, of lengths that leave room for the next."""
+    def _grown(self, name: str, shape: Sequence[int]) -> Tensor | None:
+        """A table that a row of some shape fits, with room for the next; None: it does already."""
         old = self._tables.get(name)
         have = [0] * len(shape) if old is None else list(old.shape[1:])
+        if old is not None and all(got >= want for got, want in zip(have, shape, strict=True)):
+            return None
         sizes = [max(got, _rung(want)) for got, want in zip(have, shape, strict=True)]
         if name == "allowed_token_mask":
             sizes = list(shape)
-        dtype = torch.float32 if isinstance(off, float) else torch.int32
-        table = torch.full((self._slots, *sizes), off, dtype=dtype, device=self._device)
+        dtype = torch.from_numpy(np.empty(0, _dtype_of(name))).dtype
+        table = torch.full((self._slots, *sizes), _OFF[name], dtype=dtype, device=self._device)
         if old is not None:
             table[(slice(None), *(slice(size) for size in have))] = old
-        for slot in range(self._slots):
-            self._written.pop((name, slot), None)
-        self._tables[name] = table
-        self._has_moved = True
         return table
 
     def _count(self, request: Request, token_ids: Tensor) -> None:
@@ -193,15 +208,9 @@ class SlotTables:
         While there are counts, `commit` keeps those of all requests: the rows of others begin
         empty, and have room.
         """
-        ids, counts = (self._tables.get(name) for name in _COUNTS)
-        if ids is None and not request.params.has_penalties:
+        if "token_counts" not in self._tables:
             return
-        # `commit` wants room for a whole step's tokens, but for the last of which it is not used.
-        room = min(max(self._max_lens), self._vocab_size)
-        if ids is None or ids.shape[1] < room:
-            ids = self._grow("counted_token_ids", [room], -1)
-            counts = self._grow("token_counts", [room], 0)
-        assert counts is not None
+        ids, counts = (self._tables[name] for name in _COUNTS)
         slot = request.slot
         known = token_ids if request.params.has_penalties else token_ids[:0]
         count_tokens(
@@ -217,6 +226,10 @@ def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _dtype_of(name: str) -> Any:
+    return np.float32 if isinstance(_OFF[name], float) else np.int32
 
 
 def _rung(size: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specops.engine.plan import Scheduled
+from specops.engine.plan import Plan, Scheduled
 from specops.engine.request import Request
 from specops.engine.slot_tables import token_mask
 from specops.engine.structured import MaskFiller, MaskRows
@@ -46,28 +46,28 @@ class StepMasks:
 
     def fill(
         self,
-        parts: Sequence[Scheduled],
+        plan: Plan,
         drafts_of: Drafts,
         masks: NDArray[np.int32],
         indices: NDArray[np.int32],
     ) -> None:
-        """Fills the masks of a step that has some.
+        """Fills the masks of a step that has some; a request whose own cannot be filled fails.
 
         Args:
-            parts: of the step.
+            plan: of the step.
             drafts_of: the drafts that a request verifies.
             masks: int32 [masks, ceil(vocab_size / 32)]; written.
             indices: int32 [rows with logits], -1; written where a row has a mask.
         """
-        wanted: list[MaskRows] = []
+        wanted: list[tuple[Request, MaskRows]] = []
         tables: list[tuple[int, Request]] = []
         row = count = 0
-        for part in parts:
+        for part in plan.parts:
             request, rows = part.request, 1 + part.num_drafts
             if not part.emits:
                 continue
             if request.grammar is not None:
-                wanted.append(_rows_of(part, count, drafts_of))
+                wanted.append((request, _rows_of(part, count, drafts_of)))
                 indices[row : row + rows] = range(count, count + rows)
                 count += rows
             elif request.params.allowed_token_ids is not None:
@@ -77,7 +77,15 @@ class StepMasks:
             row += rows
         if self._filler is None:
             self._filler = MaskFiller(self._num_threads)
-        self._filler.fill(wanted, masks)
+        try:
+            self._filler.fill([one for _, one in wanted], masks)
+        except Exception:  # whose? Each is looked at alone, from where its text stands
+            for request, one in wanted:
+                try:
+                    one.state.restart()
+                    self._filler.fill([one], masks)
+                except Exception as error:
+                    plan.fail(request, error)
         for place, request in tables:
             masks[place] = token_mask(request.params.allowed_token_ids or (), self._vocab_size)
 

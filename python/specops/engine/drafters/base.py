@@ -8,9 +8,12 @@ device, and on the host once the results are read. What it knows of a request is
 A request may have several drafters. They share one table of proposals, a row per slot: each
 continues what those before it have drafted. So a hybrid is a sequence of drafters, and no drafter
 knows of another. Proposals are only ever proposals: no drafter can change a token that is emitted.
+
+Nor can a drafter that raises end a request. Where it was asked about one request, that one goes on
+without drafts; where it was asked about a step, all do that it drafts for.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -133,6 +136,8 @@ class StepResults:
     lens_before: NDArray[np.int32]  # [batch], tokens of each request before the step
     lens: NDArray[np.int32]  # by slot, tokens of each request by now
     proposals: Proposals  # what the drafters on the device have drafted; to be continued
+    # Ends a request with an error, for a drafter that has found what it is constrained by broken.
+    fail: Callable[[Request, Exception], None]
 
 
 class DrafterStep:
@@ -191,7 +196,7 @@ class Drafter:
         """It gave its slot back: finished, aborted or preempted."""
 
     def leave(self, request: Request) -> None:
-        """It finished or was aborted, with a slot or without; it need not have been here."""
+        """It is gone, or goes on without drafts; it need not have been here."""
 
     def num_rows_behind(self, request: Request) -> int:
         """How many rows of earlier steps it runs again when the request wants drafts now.
@@ -202,6 +207,8 @@ class Drafter:
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
         """Says what it does behind a step: all of it that its arrays and launches depend on.
+
+        Asked again, with `new_step` and `fill`, where the step is made without what has failed.
 
         Args:
             parts: of the step.

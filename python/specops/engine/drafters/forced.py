@@ -46,7 +46,10 @@ class ForcedDrafter(Drafter):
             if request not in self._requests or not part.emits or request.finish_reason is not None:
                 continue
             if request.grammar is not None and request.has_grammar_begun:
-                self._complete(request, results.proposals)
+                try:
+                    self._complete(request, results.proposals)
+                except Exception as error:  # the grammar may stand anywhere now
+                    results.fail(request, error)
 
     def _complete(self, request: Request, proposals: Proposals) -> None:
         assert request.grammar is not None

@@ -74,15 +74,15 @@ class SuffixDrafter(Drafter):
     def stop(self, request: Request, slot: int) -> None:
         """The slot is free; the request's tree stays."""
         if self._requests.pop(slot, None) is not None:
-            self._tell(request, slot, len(request.token_ids))
             self._numbers[slot] = -1
+            self._tell(request, slot, len(request.token_ids))
 
     def leave(self, request: Request) -> None:
         """Drops the request's own tree; its response stays in the shared one."""
         if self._started.pop(request.arrival, None) is not None:
             self.cache.stop(self._name_of(request))
             if not request.output_token_ids:  # there is no response
-                self.cache.evict(self._name_of(request))
+                self.cache.discard(self._name_of(request))
 
     def finish(self, results: StepResults) -> None:
         """Appends what was emitted to the trees and continues the proposals, in one call."""

@@ -11,11 +11,12 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specops.engine.engine import Engine
-from specops.engine.errors import QueueFull
+from specops.engine.errors import EngineError, QueueFull
+from specops.engine.outputs import RequestOutput
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span, StepSeconds
 from specops.engine.server.metrics import Metrics
@@ -29,6 +30,7 @@ _SEED_BITS = 53
 # single request.
 _FAILING = 3
 _STEP_FAILED = "a step of the engine failed; the server's log says why"
+_REQUEST_FAILED = "the request failed within the engine; the server's log says why"
 _NOT_ADDED = "the engine could not take the request; the server's log says why"
 # Between two saves of the suffix cache, which wait for a moment without requests.
 _SAVE_SECONDS = 300.0
@@ -55,8 +57,9 @@ class _Choice:
 class EngineThread:
     """Runs an engine in a thread of its own.
 
-    A step that fails ends every request that the engine has; the thread goes on with the next ones,
-    unless the engine keeps a request or a page.
+    What fails in the engine ends the jobs that it says; the thread goes on with the others. Where
+    it says nothing, every job ends, and the thread goes on unless the engine keeps a request or a
+    page.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics, num_clients: int = 1) -> None:
@@ -133,7 +136,6 @@ class EngineThread:
                     break
                 if self._engine.has_unfinished():
                     self._step()
-                    self._num_failures = 0
             except Exception:
                 self._num_failures += 1
                 logger.exception("a step failed; every request ends with an error")
@@ -307,9 +309,7 @@ class EngineThread:
                 return
             except Exception:
                 logger.exception("a choice could not be added")
-                job = self._held[0].job
-                self._abort_job(job, "error")
-                self._events.append((job, JobFailed(_NOT_ADDED)))
+                self._fail_job(self._held[0].job, _NOT_ADDED)
                 return
             self._held.pop(0)
 
@@ -320,9 +320,24 @@ class EngineThread:
             del self._choices[request_id]
             self._metrics.finished(finish_reason)
 
+    def _fail_job(self, job: Job, message: str) -> None:
+        """Ends a job with an error: all of its choices, since an answer has all or none."""
+        self._abort_job(job, "error")
+        self._events.append((job, JobFailed(message)))
+
     def _step(self) -> None:
         num_rows = self._engine.stats.num_rows
-        outputs = self._engine.step()
+        outputs: Sequence[RequestOutput]
+        reason = _REQUEST_FAILED
+        try:
+            outputs = self._engine.step()
+            self._num_failures = 0
+        except EngineError as error:
+            if not error.outputs:
+                raise
+            self._num_failures += 1
+            logger.exception("a step failed; its requests end with an error")
+            outputs, reason = error.outputs, _STEP_FAILED
         now, stats = time.perf_counter(), self._engine.stats
         self._metrics.step(stats.num_rows - num_rows)
         steps = None
@@ -333,6 +348,9 @@ class EngineThread:
             if choice is None:
                 continue
             job = choice.job
+            if output.finish_reason == "error":
+                self._fail_job(job, reason)
+                continue
             if choice.siblings:
                 self._held += choice.siblings
                 choice.siblings = []
@@ -364,6 +382,8 @@ class EngineThread:
                 seconds = now - job.arrival
                 event = ChoiceOutput(choice.index, output, completion, choice.seed, seconds, span)
                 self._events.append((job, event))
+        if self._num_failures and not self._engine.has_unfinished() and not self._is_empty():
+            raise RuntimeError("a step that failed has left the engine fewer pages than it had")
 
     def _give_up(self, finish_reason: str, message: str) -> None:
         """Fails every job, and drops what the engine still knows of it."""

@@ -1,0 +1,695 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No exception in one request's bookkeeping ends another's request, or changes a bit of it.
+
+Exceptions are planted in every hook of the drafter protocol, and wherever the engine deals with one
+request: each has a time at which it raises, before or after what it is there for. A hook that is
+not in a table below fails the tests.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_config
+from specops.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineError,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeConfig,
+    StructuredOutput,
+)
+from specops.engine.draft_selection import DraftSelector
+from specops.engine.drafters import Drafter, DrafterStep
+from specops.engine.drafters.mtp import MtpStep
+from specops.engine.drafters.ngram import _NgramStep
+from specops.engine.drafters.suffix import SuffixDrafter
+from specops.engine.models import Transformer
+from specops.engine.prompt_logprobs import PromptLogprobs
+from specops.engine.prompt_scorer import PromptScorer
+from specops.engine.request import Request
+from specops.engine.runner import Runner
+from specops.engine.scheduler import Scheduler
+from specops.engine.slot_tables import SlotTables
+from specops.engine.structured import GrammarState, masks
+from specops.engine.tokenizer import TextStream
+from test_lossless import bits
+from twin_device import TwinDevice
+
+NO_DRAFTS: dict[str, Any] = {"method": "naive"}
+NAIVE = SpeculativeConfig(**NO_DRAFTS)
+VOCAB = 64
+NUM = 8
+VICTIM = 1  # who fails, where it is one request
+
+# Of the drafter protocol, by how often an engine asks.
+OF_A_REQUEST = {"draft_kv", "start", "stop", "leave", "num_rows_behind"}
+OF_A_STEP = {"plan", "new_step", "finish"}
+OF_A_LAUNCH = {"fill", "launch", "read"}  # a `DrafterStep`'s
+AT_REST = {"allocate", "is_unsaved", "save"}  # when an engine begins, and has nothing to do
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 6, "tree": True},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "target_match"},
+    "mtp+suffix": {
+        "method": "mtp",
+        "mtp_strategy": "with_suffix",
+        "num_model_steps": 2,
+        "num_speculative_tokens": 5,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(
+        tmp_path_factory.mktemp("model"),
+        num_hidden_layers=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=160,
+        num_nextn_predict_layers=1,
+    )
+
+
+def make(model_dir: Path, speculative: SpeculativeConfig, **config: Any) -> Engine:
+    limits = {"max_num_seqs": 4, "num_pages": 14, "max_num_batched_tokens": 64} | config
+    settings = {"device": "cpu", "model": str(model_dir), "load_format": "dummy"}
+    return Engine(EngineConfig(speculative_config=speculative, **settings, **limits))
+
+
+def prompt_of(index: int) -> list[int]:
+    return ([7 + index, 8, 9] * 7)[: 14 + index]
+
+
+def params_of(index: int) -> SamplingParams:
+    """Each asks for something else, and some of several things."""
+    asked: list[dict[str, Any]] = [
+        {"prompt_logprobs": 1},
+        {
+            "prompt_logprobs": 2,
+            "stop": ("zz", "qqq"),
+            "structured_output": StructuredOutput(regex="[0-9]{1,9}(-[0-9A-F]{2,20})*"),
+            "logit_bias": {5: 1.0},
+            "bad_words_token_ids": ((3,),),
+            "repetition_penalty": 1.1,
+        },
+        {"logit_bias": {9: -1.0}, "presence_penalty": 0.3},
+        {"structured_output": StructuredOutput(regex="[0-9]{4}(-[0-9]{3})*")},
+        {"stop": ("xyz",), "min_tokens": 3},
+    ]
+    return SamplingParams(
+        max_tokens=36 - 2 * index,
+        temperature=(0.0, 0.8, 0.0)[index % 3],
+        seed=index,
+        logprobs=(0, 1, 2)[index % 3],
+        ignore_eos=True,
+        **asked[index % len(asked)],
+    )
+
+
+@dataclass
+class Run:
+    """What became of the requests, by their number."""
+
+    done: list[Completion]
+    outputs: list[list[RequestOutput]]
+    failures: list[EngineError] = field(default_factory=list)  # of steps
+
+
+def run(engine: Engine, methods: Callable[[int], dict[str, Any]], *, forgets: bool = True) -> Run:
+    """Half of them come later, and one that comes with each is aborted some steps on.
+
+    At the end nothing is left of them; where drafters were kept from forgetting, but for what these
+    have kept themselves.
+    """
+    numbers: dict[str, int] = {}
+    found = Run([], [[] for _ in range(NUM)])
+    waiting, leaving, steps = list(range(NUM)), [], 0
+    while waiting or engine.has_unfinished():
+        if waiting and (steps % 3 == 0 or waiting[0] < NUM // 2):
+            index = waiting.pop(0)
+            own = {"speculative_config": methods(index)}
+            name = engine.add_request(prompt_of(index), params_of(index), **own)
+            numbers[name] = index
+            leaving.append((steps + 7, engine.add_request([9, 8, 7], params_of(0), **own)))
+        while leaving and leaving[0][0] <= steps:
+            engine.abort(leaving.pop(0)[1])
+        try:
+            outputs = engine.step()
+        except EngineError as error:
+            found.failures.append(error)
+            outputs = list(error.outputs)
+        for output in outputs:
+            if output.request_id in numbers:
+                found.outputs[numbers[output.request_id]].append(output)
+        steps += 1
+    for _, name in leaving:
+        engine.abort(name)
+    found.done = [engine.completion(name) for name in numbers if name in engine._requests]
+    assert_nothing_is_left(engine, forgets=forgets)
+    return found
+
+
+def assert_nothing_is_left(engine: Engine, *, forgets: bool = True) -> None:
+    assert not engine._requests and not engine.has_unfinished()
+    assert engine.num_free_pages == engine.num_pages and not engine._scheduler._borrowers
+    engine._pool.check_integrity()
+    assert sorted(engine._scheduler._free_slots) == list(range(engine.config.max_num_seqs))
+    drafting = engine._drafting
+    assert not any(drafting._requests.values()) and not drafting._states
+    assert not drafting.proposals.counts.any()
+    if not forgets:
+        return
+    suffix, mtp = drafting.drafters["suffix"], drafting.drafters["mtp"]
+    assert isinstance(suffix, SuffixDrafter) and not suffix._requests and not suffix._started
+    assert suffix.cache.running_requests == [] and (suffix._numbers == -1).all()
+    assert not suffix.cache.check_integrity()
+    assert not mtp._progress and not drafting._companions[0]._requests  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: Path) -> list[Completion]:
+    engine = make(model_dir, NAIVE, max_num_seqs=1, enable_prefix_caching=False)
+    return run(engine, lambda index: NO_DRAFTS).done
+
+
+class Planted:
+    """Raises in the place of a function, once or for ever, and counts.
+
+    Args:
+        function: whose place it takes, with `self` as its first argument.
+        when: whether a call is one that may raise.
+        at: which of these does first, counted from 0.
+        times: how many do.
+        after: only once the function has done its work.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        when: Callable[..., bool] = lambda *_, **__: True,
+        *,
+        at: int = 0,
+        times: int = 1,
+        after: bool = False,
+    ) -> None:
+        self.function, self.when, self.after = function, when, after
+        self.left, self.at, self.num_raised = times, at, 0
+
+    def __get__(self, owner: Any, _: type) -> Any:
+        return partial(self, owner)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if not self.left or not self.when(*args, **options):
+            return self.function(*args, **options)
+        if self.at:
+            self.at -= 1
+            return self.function(*args, **options)
+        self.left -= 1
+        self.num_raised += 1
+        if self.after:
+            self.function(*args, **options)
+        raise ZeroDivisionError("planted")
+
+
+def hooks_of(protocol: type) -> set[str]:
+    """What an engine may call, but for data."""
+    return {
+        name
+        for name, value in vars(protocol).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, property))
+    }
+
+
+def test_no_hook_of_the_protocol_is_forgotten() -> None:
+    assert hooks_of(Drafter) == OF_A_REQUEST | OF_A_STEP | AT_REST
+    assert hooks_of(DrafterStep) == OF_A_LAUNCH
+
+
+# ---- drafters ----
+
+
+def is_victim(_: Any, request: Request, *others: Any) -> bool:
+    return request.seed == VICTIM and request.arrival > 0
+
+
+def drafting_engine(model_dir: Path) -> Engine:
+    """Drafts are selected as well, and whoever drafts has rested before."""
+    engine = make(model_dir, NAIVE)
+    selector = engine._drafting._selector = DraftSelector(None)
+    select = selector.select
+
+    def waking(states: Any, *args: Any, **options: Any) -> Any:
+        for state in states:
+            state.wakes = True
+        return select(states, *args, **options)
+
+    selector.select = waking  # type: ignore[method-assign]
+    return engine
+
+
+def classes_with(hook: str, method: str) -> list[type]:
+    """Where the drafters of a method have a hook."""
+    steps = {"ngram": _NgramStep, "mtp": MtpStep}
+    names = method.split("+")
+    if hook in OF_A_LAUNCH:
+        return [steps[name] for name in names if name in steps]
+    if hook in {"plan", "new_step"}:
+        names = [name for name in names if name != "suffix"]  # it has no part on the device
+    return names  # type: ignore[return-value]
+
+
+def assert_equal(got: list[Completion], plain: list[Completion], but: tuple[int, ...] = ()) -> None:
+    left = [one for index, one in enumerate(plain) if index not in but]
+    assert [i for i, (a, b) in enumerate(zip(got, left, strict=True)) if bits(a) != bits(b)] == []
+    for a, b in zip(got, left, strict=True):
+        same = [None if p is None else list(p) for p in (a.prompt_logprobs, b.prompt_logprobs)]
+        assert same[0] == same[1]
+
+
+CASES = [
+    (hook, method)
+    for hook in sorted(OF_A_REQUEST | OF_A_STEP | OF_A_LAUNCH)
+    for method in METHODS
+    if classes_with(hook, method)
+]
+
+
+@pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
+def test_a_drafter_that_raises_ends_nothing(
+    model_dir: Path,
+    plain: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hook: str,
+    method: str,
+) -> None:
+    """Whoever it was raised for goes on without drafts, and later requests have some again."""
+    own = METHODS[method] | {"adaptive_verification": hook == "num_rows_behind"}
+    if own["adaptive_verification"]:
+        own["tree"] = False
+    for at, after in ((0, False), (2, False), (0, True), (2, True)):
+        on_twin = hook in OF_A_LAUNCH | OF_A_STEP and after
+        with monkeypatch.context() as patch:
+            if on_twin:
+                device = TwinDevice()
+                patch.setattr("specops.engine.engine.open_device", lambda *_, d=device, **__: d)
+            engine = drafting_engine(model_dir)
+            planted = []
+            for place in classes_with(hook, method):
+                kind = type(engine.drafters[place]) if isinstance(place, str) else place
+                when = is_victim if hook in OF_A_REQUEST else lambda *_: True
+                planted.append(Planted(getattr(kind, hook), when, at=at, after=after))
+                patch.setattr(kind, hook, planted[-1])
+            caplog.clear()
+            forgets = after or hook not in {"stop", "leave"}
+            found = run(engine, lambda i: own if i % 4 else NO_DRAFTS, forgets=forgets)
+            raised = sum(one.num_raised for one in planted)
+            told_once = hook in {"draft_kv", "leave", "start", "stop"} and at
+            assert raised or told_once, "nothing was planted where the engine goes"
+            assert_equal(found.done, plain)
+            said = [one.message for one in caplog.records if one.levelno == logging.ERROR]
+            assert len(said) == engine._drafting.num_failures
+            assert sum(f"{hook} of drafter" in one for one in said) == raised
+            assert len(said) == raised or not forgets  # slots that it has not let go of
+            before = engine.stats.speculative.num_draft_tokens
+            again = run(engine, lambda index: own, forgets=forgets)
+            assert_equal(again.done, plain)
+            assert engine.stats.speculative.num_draft_tokens > before + 20
+        if not raised:
+            break
+
+
+@pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
+def test_a_drafter_that_always_raises_ends_nothing(
+    model_dir: Path,
+    plain: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    hook: str,
+    method: str,
+) -> None:
+    engine = drafting_engine(model_dir)
+    own = METHODS[method] | {"tree": False, "adaptive_verification": True}
+    for place in classes_with(hook, method):
+        kind = type(engine.drafters[place]) if isinstance(place, str) else place
+        monkeypatch.setattr(kind, hook, Planted(getattr(kind, hook), times=10**9))
+    forgets = hook not in {"stop", "leave"}
+    assert_equal(run(engine, lambda index: own, forgets=forgets).done, plain)
+    assert engine._drafting.num_failures >= 1
+
+
+def test_what_outlives_an_engine_may_raise(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(model_dir, NAIVE)
+    kind = type(engine.drafters["ngram"])
+    monkeypatch.setattr(kind, "is_unsaved", property(Planted(lambda self: True, times=10**9)))
+    assert not engine.has_unsaved_drafters
+    assert "is_unsaved of drafter ngram failed" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "block"])
+def test_drafts_that_are_drawn_with_numbers_of_their_own(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Without a drafter nobody has written what they were drawn from."""
+    engine = make(model_dir, NAIVE)
+    kind = type(engine.drafters["mtp"])
+    monkeypatch.setattr(kind, "start", Planted(kind.start))
+    own = {"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": strategy}
+    found = run(engine, lambda index: own)
+    assert not found.failures and all(one.error is None for one in found.done)
+    assert engine.stats.speculative.num_draft_tokens > 50
+
+
+# ---- what deals with one request ----
+
+
+def of_victim(get: Callable[[Request], Any]) -> Callable[..., bool]:
+    """Whether a call is one on what the victim owns."""
+    mine: list[Any] = []
+
+    def when(owner: Any, *_: Any, **__: Any) -> bool:
+        return any(get(request) is owner for request in mine)
+
+    when.mine = mine  # type: ignore[attr-defined]
+    return when
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something of one request may raise."""
+
+    owner: type
+    name: str
+    get: Callable[[Request], Any] | None = None  # what the owner is to the request; None: no owner
+    at: int = 0
+
+
+def of_request(name: str) -> Callable[..., bool]:
+    def when(_: Any, *args: Any, **__: Any) -> bool:
+        request = getattr(args[0], "request", args[0])
+        return bool(is_victim(None, request))
+
+    return when
+
+
+PLACES = [
+    *(
+        Place(GrammarState, name, lambda r: r.grammar, at)
+        for name, at in (
+            ("take", 0),
+            ("take", 3),
+            ("advance", 2),
+            ("go_back", 1),
+            ("allow", 0),
+            ("allow", 4),
+            ("forced", 0),
+            ("forced", 2),
+        )
+    ),
+    *(Place(TextStream, name, lambda r: r.stream, at) for name, at in (("push", 3), ("take", 0))),
+    Place(TextStream, "finish", lambda r: r.stream),
+    Place(TextStream, "_add", lambda r: r.stream, 4),
+    Place(PromptLogprobs, "add", lambda r: r.prompt_logprobs),
+    Place(SlotTables, "start"),
+    Place(SlotTables, "_count"),
+    Place(Runner, "start"),
+    Place(Runner, "commit", at=2),
+    Place(Engine, "_commit", at=1),
+    Place(Engine, "_count", at=1),
+    Place(Scheduler, "register_full_pages", at=1),
+]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.name}-{place.at}")
+def test_what_fails_of_one_request_ends_that_one(
+    model_dir: Path,
+    plain: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: Place,
+    after: bool,
+) -> None:
+    engine = drafting_engine(model_dir)
+    if place.get is None:
+        when = of_request(place.name)
+    else:
+        when = of_victim(place.get)
+        made = engine._admission.make
+
+        def noting(*args: Any, **options: Any) -> Request:
+            request = made(*args, **options)
+            if is_victim(None, request):
+                when.mine.append(request)  # type: ignore[attr-defined]
+            return request
+
+        monkeypatch.setattr(engine._admission, "make", noting)
+    times = 2 if place.name == "allow" else 1  # what has failed once may have been another's fault
+    function = getattr(place.owner, place.name)
+    planted = Planted(function, when, at=place.at, times=times, after=after)
+    monkeypatch.setattr(place.owner, place.name, planted)
+    own = METHODS["suffix"]
+    found = run(engine, lambda i: own if i % 4 else NO_DRAFTS)
+    assert planted.num_raised == times and not found.failures
+    failed = found.done.pop(VICTIM)
+    assert_equal(found.done, plain, but=(VICTIM,))
+    assert failed.finish_reason == "error" and failed.error == "ZeroDivisionError: planted"
+    last = found.outputs[VICTIM][-1]
+    assert (last.finish_reason, last.error, last.token_ids) == ("error", failed.error, [])
+    assert [one.finish_reason for one in found.outputs[VICTIM][:-1]].count(None) == len(
+        found.outputs[VICTIM][:-1]
+    )
+    told = [token for one in found.outputs[VICTIM] for token in one.token_ids]
+    assert told == plain[VICTIM].token_ids[: len(told)]
+    said = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert len(said) == 1 and said[0].exc_info and "ends with an error" in said[0].message
+    assert_equal(run(engine, lambda index: own).done, plain)
+
+
+def test_what_a_grammar_may_be_asked_is_planted() -> None:
+    """But for what is asked only where something else has failed, or a text is at its end."""
+    rare = {"restart", "fits_end", "allow_all", "is_complete", "may_end"}
+    planted = {place.name for place in PLACES if place.owner is GrammarState}
+    assert hooks_of(GrammarState) == planted | rare
+
+
+def test_masks_of_a_whole_step(
+    model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all masks of a step are computed together and that raises, each is computed alone."""
+    engine = make(model_dir, NAIVE)
+    fill = Planted(masks.MaskFiller.fill, lambda _, wanted, out: len(wanted) > 1, times=10**9)
+    monkeypatch.setattr(masks.MaskFiller, "fill", fill)
+    assert_equal(run(engine, lambda index: METHODS["suffix"]).done, plain)
+    assert fill.num_raised > 0
+
+
+def test_scores_of_prompts_that_cannot_be_computed(
+    model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(model_dir, NAIVE)
+    scores = Planted(PromptScorer._scores, times=10**9)
+    monkeypatch.setattr(PromptScorer, "_scores", scores)
+    found = run(engine, lambda index: METHODS["ngram"])
+    wanted = [i for i in range(NUM) if params_of(i).prompt_logprobs is not None]
+    assert [i for i, one in enumerate(found.done) if one.error is not None] == wanted
+    rest = [one for i, one in enumerate(found.done) if i not in wanted]
+    assert_equal(rest, plain, but=tuple(wanted))
+
+
+def test_tables_that_moved_while_a_request_failed(
+    model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that have the old ones must not run again."""
+    engine = make(model_dir, NAIVE)
+    grow = Planted(SlotTables._grown, times=3, at=2, after=True)
+    monkeypatch.setattr(SlotTables, "_grown", grow)
+    found = run(engine, lambda index: NO_DRAFTS)
+    assert grow.num_raised == 3
+    failed = tuple(i for i, one in enumerate(found.done) if one.error is not None)
+    assert failed
+    assert_equal([one for one in found.done if one.error is None], plain, but=failed)
+    assert_equal(run(engine, lambda index: NO_DRAFTS).done, plain)
+
+
+# ---- what ends a step ----
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fault_of_the_device_ends_the_requests_of_its_step(
+    model_dir: Path,
+    plain: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    error: type[Exception],
+) -> None:
+    engine = make(model_dir, NAIVE)
+    forward, num_calls = Transformer.forward, 0
+    in_step: list[set[str]] = []
+    execute = engine._runner.execute
+
+    def executing(plan: Any) -> Any:
+        in_step.append({part.request.request_id for part in plan.parts})
+        return execute(plan)
+
+    def failing(self: Transformer, *args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 9:
+            raise error("the device is gone")
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(engine._runner, "execute", executing)
+    monkeypatch.setattr(Transformer, "forward", failing)
+    found = run(engine, lambda index: METHODS[method])
+    (failure,) = found.failures
+    assert "a step failed: " in str(failure) and "the device is gone" in str(failure)
+    assert isinstance(failure.__cause__, error)
+    ended = {one.request_id for one in failure.outputs}
+    assert ended in in_step and len(ended) > 1
+    assert {one.finish_reason for one in failure.outputs} == {"error"}
+    gone = tuple(i for i in range(NUM) if found.outputs[i][-1].finish_reason == "error")
+    assert 0 < len(gone) < NUM and len(found.done) == NUM - len(gone)
+    assert_equal(found.done, plain, but=gone)
+    assert_equal(run(engine, lambda index: METHODS[method]).done, plain)
+
+
+def test_an_interrupt_goes_on_and_leaves_the_engine_whole(
+    model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(model_dir, NAIVE)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for index in range(3):
+        engine.add_request(prompt_of(index), params_of(index))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Transformer, "forward", interrupted)
+        engine.step()
+    assert_nothing_is_left(engine)
+    assert_equal(run(engine, lambda index: METHODS["mtp"]).done, plain)
+
+
+def test_generate_says_what_failed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(model_dir, NAIVE)
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, "push", Planted(TextStream.push))
+        with pytest.raises(EngineError, match="a request failed: ZeroDivisionError: planted"):
+            engine.generate([prompt_of(0), prompt_of(2)], SamplingParams(max_tokens=4))
+    assert_nothing_is_left(engine)
+
+
+# ---- what a shared tree's budget has taken already ----
+
+
+@pytest.fixture
+def suffix_engine(model_dir: Path) -> Iterator[Callable[..., Engine]]:
+    def made(**budgets: int) -> Engine:
+        own = {f"suffix_decoding_max_cached_{name}": value for name, value in budgets.items()}
+        limits = {"num_pages": 40, "max_num_batched_tokens": 16}
+        return make(model_dir, SpeculativeConfig(**METHODS["suffix"], **own), **limits)
+
+    yield made
+
+
+@pytest.mark.parametrize("budget", ["requests", "tokens", "bytes"])
+def test_a_request_without_output_beside_others(
+    suffix_engine: Callable[..., Engine],
+    plain: list[Completion],
+    caplog: pytest.LogCaptureFixture,
+    budget: str,
+) -> None:
+    """With a budget of 0 its response was never in the tree."""
+    engine = suffix_engine(**{budget: 0})
+    names = [engine.add_request(prompt_of(i), params_of(i)) for i in (2, 3)]
+    engine.step()
+    only = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    names.append(engine.add_request(prompt_of(5), only))
+    while engine.has_unfinished():
+        engine.step()
+    done = [engine.completion(name) for name in names]
+    assert_equal(done[:2], [plain[2], plain[3]])
+    assert done[2].finish_reason == "length"
+    assert_nothing_is_left(engine)
+    assert not caplog.records and engine._drafting.num_failures == 0
+
+
+def test_an_abort_after_a_budget_has_taken_the_response(
+    suffix_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a long prompt of one client, while four requests of another come and go."""
+    engine = suffix_engine(requests=2)
+    long = engine.add_request([5, 6, 7] * 40, SamplingParams(max_tokens=4), owners=("a",))
+    short = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    engine._scheduler._free_rows = 1  # a few rows of it beside the others' steps
+    engine.step()
+    request = engine._requests[long]
+    for index in range(4):
+        name = engine.add_request(prompt_of(index)[:4], short, owners=("b",))
+        while engine._requests[name].finish_reason is None:
+            engine.step()
+        engine.completion(name)
+    cached = engine.drafters["suffix"].cache.cached_requests  # type: ignore[attr-defined]
+    assert not request.output_token_ids and request.slot >= 0
+    assert len(cached) == 2 and not any(str(name).endswith("-0") for name in cached)
+    assert engine.abort(long)
+    assert_nothing_is_left(engine)
+    assert not caplog.records and engine._drafting.num_failures == 0
+
+
+# ---- plans that compute nothing ----
+
+
+def test_drafters_hear_who_was_stopped_by_a_plan_of_nothing(
+    model_dir: Path, plain: list[Completion]
+) -> None:
+    """It preempts the only request whose turn it is, for a newcomer that has no room even so."""
+    every = {"max_spec_factor": 20.0, "min_token_prob": 0.0}  # any token drafts what follows it
+    own = {f"suffix_decoding_{name}": value for name, value in every.items()}
+    suffix = SpeculativeConfig(method="suffix", num_speculative_tokens=12, **own)
+    engine = make(model_dir, suffix, num_pages=16, max_num_batched_tokens=128)
+    text = [*range(VOCAB), *range(VOCAB), 1, 2]  # 8 pages that both share, and one of each's own
+    seeded = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)
+
+    def add(owners: tuple[str, ...], prompt: list[int], params: SamplingParams, **own: Any) -> str:
+        return engine.add_request(prompt, params, owners=owners, **own)
+
+    first = add(("a", "1"), text, seeded)
+    while not engine._requests[first].is_decoding:
+        engine.step()
+    second = add(("a", "2"), text, seeded)
+    while not engine._requests[second].is_decoding:
+        engine.step()
+    # A client beside them: now one is enough of the other's, and then it is the second one's turn.
+    add(("c", "1"), [9, 9, 9], SamplingParams(max_tokens=1), speculative_config={"method": "naive"})
+    engine.step()
+    stopped = engine._requests[second]
+    slot = stopped.slot
+    held = engine._pool.allocate(engine.num_free_pages)
+    assert held is not None
+    newcomer = add(("b", "1"), [4] * 17, seeded)  # two pages, and the second one's own is one
+    assert engine.step() == []
+    assert engine._scheduler.num_preemptions == 1 and stopped.slot == -1
+    drafter = engine.drafters["suffix"]
+    assert isinstance(drafter, SuffixDrafter) and slot not in drafter._requests
+    # Its slot goes to another, who drafts by nothing, and then it is told no more of.
+    engine.abort(second)
+    engine.abort(newcomer)
+    engine._pool.release(held)
+    other = add(("b", "2"), prompt_of(0), params_of(0), speculative_config={"method": "naive"})
+    while engine.has_unfinished():
+        engine.step()
+    assert engine._drafting.num_failures == 0
+    assert_equal([engine.completion(other)], plain[:1])
+    assert len(engine.completion(first).token_ids) == 20
