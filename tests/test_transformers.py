@@ -184,6 +184,20 @@ def test_a_static_cache_is_read_as_far_as_it_goes(model: Any) -> None:
     torch.testing.assert_close(logits["specops"], logits["eager"], atol=1e-4, rtol=1e-4)
 
 
+def test_a_compiled_model_with_a_static_cache() -> None:
+    """What `generate` does by itself on a GPU."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    compiled = transformers.generation.CompileConfig(backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    want = generated(model, "eager", padded([20]))
+    got = generated(
+        model, "specops", padded([20]), cache_implementation="static", compile_config=compiled
+    )
+    assert torch.equal(got.sequences, want.sequences)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_packed_sequences_do_not_see_each_other(model: Any, batch: int) -> None:
     """Where transformers keeps them apart: without a cache and without a mask."""

@@ -756,8 +756,8 @@ def tree_chains(
 
     Args:
         parents: [batch, nodes], int32, on the CPU as all arguments. Of node j the node that it
-            hangs on, or -1: the root. In preorder (`preorder`): the node before j, or one above that.
-            Not looked at from num_draft_tokens[b] on.
+            hangs on, or -1: the root. In preorder (see `preorder`): the node before j, or one above
+            that. Not looked at from num_draft_tokens[b] on.
         num_draft_tokens: [batch], int32. Nodes of each request. With 0 its rows are one chain.
         qo_lens: [batch], int32. Rows of each request in this step; the last ones are the root and
             the nodes. 0: no chain.

@@ -9,6 +9,10 @@
 
 Attention computes a row the same way in prefill, decoding and verification: its bits do not depend
 on the other rows of the call, the batch or the padding. The model's other layers are torch's.
+
+What a row sees is taken from transformers' masks, once a step: causal, with padding, a sliding
+window or packed sequences, in any cache. Everything else is refused by name: masks of another kind
+or of four dimensions, dropout, soft caps, position biases, and inputs that require gradients.
 """
 
 from collections.abc import Callable
@@ -36,7 +40,9 @@ _UNSUPPORTED = (
 
 def register() -> None:
     """Makes "specops" an `attn_implementation` of transformers."""
-    AttentionInterface.register("specops", attention)
+    # With a static cache `generate` compiles the model; its layers around attention, then.
+    uncompiled = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register("specops", uncompiled)
     AttentionMaskInterface.register("specops", make_mask)
 
 
