@@ -18,7 +18,7 @@ ON_ARM = platform.machine() in ("aarch64", "arm64")
 SETS = ["portable", *(["neon", "neon_bf16"] if ON_ARM else ["avx2", "avx512", "avx512_bf16"])]
 
 
-def configure(folder: Path, isas: str) -> subprocess.CompletedProcess[str]:
+def configure(folder: Path, isas: str, source: Path = ROOT) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])
     if shutil.which("cmake", path=path) is None or shutil.which("ninja", path=path) is None:
         pytest.skip("needs cmake and ninja")
@@ -27,7 +27,7 @@ def configure(folder: Path, isas: str) -> subprocess.CompletedProcess[str]:
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DSPECOPS_ISAS={isas}",
     ]
-    command = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), *options]
+    command = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), *options]
     env = {**os.environ, "PATH": path}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
@@ -66,7 +66,7 @@ def test_native_is_what_this_machine_runs_best_and_portable(tmp_path: Path) -> N
 
 def test_the_sets_of_this_kind_of_cpu() -> None:
     isas = specops.supported_isas()
-    assert isas == [isa for isa in SETS if isa in isas]
+    assert isas == [isa for isa in (*SETS, "amx") if isa in isas]
     for isa in {"avx2", "avx512", "neon", "neon_bf16"} - set(isas):
         with pytest.raises(ValueError, match=f"set_isa: isa must be one of .* got '{isa}'"):
             specops.set_isa(isa)
