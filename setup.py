@@ -27,6 +27,10 @@ import cuda_toolkit  # noqa: E402
 class CMakeBuild(build_ext):
     """Configure once, then let ninja decide what is out of date."""
 
+    def run(self) -> None:
+        self.werror = "ON" if self.inplace else "OFF"  # setuptools takes inplace back meanwhile
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         import pybind11
 
@@ -38,7 +42,7 @@ class CMakeBuild(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
             f"-DSPECOPS_ISAS={os.environ.get('SPECOPS_ISAS') or 'all'}",
-            f"-DSPECOPS_WERROR={'ON' if self.inplace else 'OFF'}",
+            f"-DSPECOPS_WERROR={self.werror}",
             *cuda_toolkit.cmake_options(),
             *os.environ.get("SPECOPS_CMAKE_ARGS", "").split(),
         ]

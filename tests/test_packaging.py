@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The source distribution builds the package; its dependencies are those of the ops."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -96,9 +97,24 @@ def test_it_can_be_configured(source: Path, tmp_path: Path) -> None:
     assert "_C.dir/csrc/bindings.cpp.o" in built and "_simt" not in built
 
 
-def test_warnings_are_errors_in_place_alone() -> None:
-    """Other compilers know other warnings."""
-    assert "'ON' if self.inplace else 'OFF'" in (ROOT / "setup.py").read_text()
+@pytest.mark.parametrize("place,strict", [("--inplace", "ON"), ("--build-lib=lib", "OFF")])
+def test_warnings_are_errors_in_place_alone(
+    source: Path, tmp_path: Path, place: str, strict: str
+) -> None:
+    """As `make` builds; whoever installs has a compiler with other warnings."""
+    (tmp_path / "cmake").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "cmake").chmod(0o755)
+    told = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SPECOPS_ISAS": "native"}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", place],
+        cwd=source,
+        env={**os.environ, **told, "SPECOPS_CUDA": "OFF"},
+        capture_output=True,
+        text=True,
+        check=False,  # nothing has been built, so that nothing can be copied into place
+    )
+    assert f" -DSPECOPS_WERROR={strict} " in done.stdout
+    assert " -DSPECOPS_ISAS=native " in done.stdout and "-DSPECOPS_CUDA=OFF" in done.stdout
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

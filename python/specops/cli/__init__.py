@@ -20,7 +20,7 @@ class Command:
         module: that has it.
         function: takes the arguments and the program's name; returns the exit code.
         summary: of what it does.
-        extra: of the package, which has what it needs.
+        extra: the package's extra with all that it needs.
     """
 
     module: str
