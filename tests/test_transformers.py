@@ -334,9 +334,13 @@ def causal() -> torch.nn.Module:
     [
         ({"dropout": 0.1}, "has no dropout, got 0.1"),
         ({"softcap": 50.0}, "has no softcap, got 50.0"),
-        ({"position_bias": [1.0]}, "has no position_bias, got"),
+        (
+            {"position_bias": torch.zeros(1, 4, 4)},
+            r"has no position_bias, got a tensor \[1, 4, 4\]",
+        ),
         ({"cache": object()}, "has no cache, got"),
-        ({"cu_seq_lens_q": [0, 4]}, r"has no cu_seq_lens_q, got \[0, 4\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4])}, r"has no cu_seq_lens_q, got a tensor \[2\]"),
+        ({"output_attentions": True}, "has no output_attentions, got True"),
         ({"is_causal": False}, "has no rows that see later ones"),
     ],
 )

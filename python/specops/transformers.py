@@ -281,8 +281,10 @@ def attention(
         ValueError: the model asks for what `append_attention` has not, or for gradients.
     """
     for name, asked in (("dropout", dropout), *options.items()):
-        if name in _UNSUPPORTED and asked is not None and asked is not False and asked != 0.0:
-            raise ValueError(f"attn_implementation 'specops' has no {name}, got {asked!r}")
+        is_off = asked is None or (isinstance(asked, (bool, int, float)) and not asked)
+        if name in _UNSUPPORTED and not is_off:
+            got = f"a tensor {list(asked.shape)}" if isinstance(asked, Tensor) else repr(asked)
+            raise ValueError(f"attn_implementation 'specops' has no {name}, got {got}")
     if not (module.is_causal if is_causal is None else is_causal):
         raise ValueError(
             "attn_implementation 'specops' has no rows that see later ones, got is_causal=False"
