@@ -15,7 +15,10 @@ import specops
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 ON_ARM = platform.machine() in ("aarch64", "arm64")
-SETS = ["portable", *(["neon", "neon_bf16"] if ON_ARM else ["avx2", "avx512", "avx512_bf16"])]
+SETS = [
+    "portable",
+    *(["neon", "neon_bf16"] if ON_ARM else ["avx2", "avx512", "avx512_bf16", "amx"]),
+]
 
 
 def configure(folder: Path, isas: str, source: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -42,7 +45,7 @@ def default_isa() -> str:
 
 
 def test_the_default_follows_from_what_the_cpu_says() -> None:
-    isas = [isa for isa in specops.supported_isas() if isa != "amx"]
+    isas = specops.supported_isas()
     cpu = Path("/proc/cpuinfo")
     if cpu.exists() and "GenuineIntel" in cpu.read_text():
         isas = [isa for isa in isas if isa != "avx512_bf16"]
@@ -55,18 +58,21 @@ def test_native_is_what_this_machine_runs_best_and_portable(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     best = default_isa()
     chosen = [best] if best == "portable" else [best, "portable"]
+    if best == "amx":  # lent by it: all but linear
+        chosen.insert(1, "avx512_bf16")
     assert f"-- Instruction sets: {';'.join(chosen)}\n" in done.stdout
     built = (tmp_path / "build.ninja").read_text()
     for isa in SETS:
-        assert (f"specops_{isa}.dir/csrc/dense/linear_cpu.cpp.o:" in built) == (isa in chosen)
-        compiled = isa.removesuffix("_bf16") in (best.removesuffix("_bf16"), "portable")
-        if not isa.endswith("_bf16"):  # what has no bf16 products, the set without them lends
+        linear = "linear_amx_cpu" if isa == "amx" else "linear_cpu"
+        assert (f"specops_{isa}.dir/csrc/dense/{linear}.cpp.o:" in built) == (isa in chosen)
+        compiled = isa in [one.removesuffix("_bf16") for one in chosen]
+        if isa != "amx" and not isa.endswith("_bf16"):  # what has no bf16 products is lent
             assert (f"specops_{isa}.dir/csrc/dense/embedding_cpu.cpp.o:" in built) == compiled
 
 
 def test_the_sets_of_this_kind_of_cpu() -> None:
     isas = specops.supported_isas()
-    assert isas == [isa for isa in (*SETS, "amx") if isa in isas]
+    assert isas == [isa for isa in SETS if isa in isas]
     for isa in {"avx2", "avx512", "neon", "neon_bf16"} - set(isas):
         with pytest.raises(ValueError, match=f"set_isa: isa must be one of .* got '{isa}'"):
             specops.set_isa(isa)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear on AMX tiles, over a model of their instructions (amx_model.h): no bit of a row depends on
-the other rows, on threads, strides or the place of an output, and each is what Intel's description
-of the instruction says. On a machine with AMX the tests of test_dense.py run the instructions.
+"""linear on AMX tiles: no bit of a row depends on the other rows, on threads, strides or the place
+of an output, and each is what Intel's description of the instruction says. Over a model of the
+instructions (amx_model.h) everywhere, and over the instructions where the CPU has them.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import specops
 import torch
 from specops import dense
 from torch import Tensor
@@ -43,10 +44,36 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-@pytest.fixture
-def linear(library: ctypes.CDLL) -> Iterator[Linear]:
-    """dense.linear on that library."""
+@pytest.fixture(params=["model", "instructions"])
+def linear(request: pytest.FixtureRequest) -> Iterator[Linear]:
+    """dense.linear over the model, and over the instructions."""
+    if request.param == "model":
+        yield from over_the_model(request.getfixturevalue("library"))
+    elif "amx" in specops.supported_isas():
+        yield from over_the_instructions()
+    else:
+        pytest.skip("this CPU has no AMX")
 
+
+def over_the_instructions() -> Iterator[Linear]:
+    def call(
+        x: Tensor,
+        weight: dense.PackedWeight,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype = torch.float32,
+        threads: int = 1,
+    ) -> Tensor:
+        specops.set_num_threads(threads)
+        return dense.linear(x, weight, bias, out_dtype=out_dtype)
+
+    isa, threads = specops.get_isa(), specops.get_num_threads()
+    specops.set_isa("amx")
+    yield call
+    specops.set_isa(isa)
+    specops.set_num_threads(threads)
+
+
+def over_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
     def call(
         x: Tensor,
         weight: dense.PackedWeight,

@@ -18,15 +18,20 @@ namespace {
 
 // A fixed function of what the CPU says of itself, never of a clock: bits are part of an instruction
 // set. Intel's CPUs issue dot products of bfloat16 pairs at half the rate of fused multiply-adds, so
-// there the kernels without them are as fast for a few rows, and faster for more. amx is never the
-// default: nobody has measured it.
+// where they have no tiles the kernels without these products are as fast for a few rows, and faster
+// for more.
 Isa best_isa() {
   bool is_intel = false;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   is_intel = __builtin_cpu_is("intel");
 #endif
-  for (Isa isa : {Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2, Isa::kNeonBf16, Isa::kNeon}) {
+  for (Isa isa : {Isa::kAmx,
+                  Isa::kAvx512Bf16,
+                  Isa::kAvx512,
+                  Isa::kAvx2,
+                  Isa::kNeonBf16,
+                  Isa::kNeon}) {
     if (isa == Isa::kAvx512Bf16 && is_intel && isa_supported(Isa::kAvx512)) continue;
     if (isa_supported(isa)) return isa;
   }

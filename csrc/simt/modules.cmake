@@ -89,6 +89,9 @@ set(drawing "csrc/sampling/(sample|verify)")
 
 # The laws run on the instruction set that is chosen here; none of these files is avx512_bf16's own.
 list(GET native_isas 0 isa)
+if(isa STREQUAL amx)
+  set(isa avx512)
+endif()
 string(REPLACE _bf16 "" isa ${isa})
 if(NOT isa IN_LIST compiled)
   set(isa portable)

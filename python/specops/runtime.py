@@ -50,8 +50,7 @@ def set_isa(isa: str) -> None:
     """Chooses the instruction set of the CPU kernels (tests and benches).
 
     The default is the last of `supported_isas()`, but "avx512" instead of "avx512_bf16" on CPUs by
-    Intel, whose dot products of bfloat16 pairs take twice as long, and never "amx", which nobody
-    has measured yet.
+    Intel without "amx", whose dot products of bfloat16 pairs take twice as long.
 
     Args:
         isa: one of `supported_isas()`: "portable"; on x86 "avx2", "avx512", "avx512_bf16" and
