@@ -289,7 +289,8 @@ def attention(
         raise ValueError(
             "attn_implementation 'specops' has no rows that see later ones, got is_causal=False"
         )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+    inputs = [x for x in (query, key, value, s_aux) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise ValueError(
             "attn_implementation 'specops' computes no gradients, got inputs that require them: "
             "use torch.no_grad(), or another implementation for training"
