@@ -222,7 +222,7 @@ def test_packed_sequences_do_not_see_each_other(model: Any, batch: int) -> None:
 def test_padding_anywhere(model: Any, cached: bool) -> None:
     """On the right, and between two turns; rows of text are compared."""
     if model.config.model_type in ("mistral", "gpt_oss"):
-        pytest.skip("a window counts the padding between turns, see below")
+        pytest.skip("a window counts the padding between turns, which is refused")
     mask = torch.ones(3, 30, dtype=torch.long)
     mask[0, 20:], mask[1, 5:9], mask[2, :4], mask[2, 28:] = 0, 0, 0, 0
     ids = torch.randint(1, 128, (3, 30), generator=torch.Generator().manual_seed(4))
