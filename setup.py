@@ -2,10 +2,12 @@
 """Hands the build of specops._C to CMake and ninja; CMakeLists.txt lists the sources.
 
 SPECOPS_CUDA=auto|ON|OFF says whether CUDA kernels are built (auto: if nvcc is there and the
-installed torch has CUDA), SPECOPS_CUDA_ARCHS for which GPUs (`80 90a`; default: those of this
-machine, else that list). SPECOPS_ISAS=all|native says which CPU kernels: those of every instruction
-set, as a wheel needs them, or what this machine runs (its best and the portable one).
-SPECOPS_TARGETS names what else to build (`all _simt`: the interpreter, for tests).
+installed torch has CUDA, which an isolated build cannot see), SPECOPS_CUDA_ARCHS for which GPUs
+(`80 90a`; default: those of this machine, else that list). SPECOPS_ISAS=all|native says which CPU
+kernels: those of every instruction set, as a wheel needs them, or what this machine runs (its best
+and the portable one). SPECOPS_TARGETS names what else to build (`all _simt`: the interpreter, for
+tests). Warnings are errors in place, as `make` builds, and nowhere else: who installs has other
+compilers.
 """
 
 import os
@@ -25,6 +27,10 @@ import cuda_toolkit  # noqa: E402
 class CMakeBuild(build_ext):
     """Configure once, then let ninja decide what is out of date."""
 
+    def run(self) -> None:
+        self.werror = "ON" if self.inplace else "OFF"  # setuptools takes inplace back meanwhile
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         import pybind11
 
@@ -36,6 +42,7 @@ class CMakeBuild(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
             f"-DSPECOPS_ISAS={os.environ.get('SPECOPS_ISAS') or 'all'}",
+            f"-DSPECOPS_WERROR={self.werror}",
             *cuda_toolkit.cmake_options(),
             *os.environ.get("SPECOPS_CMAKE_ARGS", "").split(),
         ]

@@ -304,6 +304,12 @@ def test_the_choice_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SPECOPS_CUDA", asked)
         wanted, why = cuda_toolkit.cuda_choice()
         assert wanted == expected and why
+    monkeypatch.setattr(cuda_toolkit.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("SPECOPS_CUDA", "auto")
+    wanted, why = cuda_toolkit.cuda_choice()
+    assert not wanted and "isolated builds have none; SPECOPS_CUDA=ON builds" in why
+    monkeypatch.setenv("SPECOPS_CUDA", "ON")
+    assert cuda_toolkit.cuda_choice()[0]
     monkeypatch.setattr(cuda_toolkit, "find_nvcc", lambda: None)
     with pytest.raises(SystemExit, match="SPECOPS_CUDA=ON, but nvcc is not"):
         cuda_toolkit.cuda_choice()

@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
 from specops import transformers as adapter  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -72,43 +81,185 @@ def padded(lens: list[int]) -> dict[str, Tensor]:
     return {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask.long()}
 
 
-@pytest.mark.parametrize("paged", [True, False], ids=["paged", "their cache"])
+@pytest.mark.parametrize("cache", ["paged", "dynamic", "static"])
 @pytest.mark.parametrize("lens", [[30], [50, 50], [7, 70, 33]], ids=str)
-def test_generates_what_eager_attention_does(model: Any, lens: list[int], paged: bool) -> None:
+def test_generates_what_eager_attention_does(model: Any, lens: list[int], cache: str) -> None:
     inputs = padded(lens)
     want = generated(model, "eager", inputs)
-    got = generated(
-        model, "specops", inputs, past_key_values=adapter.PagedCache() if paged else None
-    )
+    options: dict[str, Any] = {"cache_implementation": cache}
+    if cache == "paged":
+        options = {"past_key_values": adapter.PagedCache()}
+    got = generated(model, "specops", inputs, **options)
     assert torch.equal(got.sequences, want.sequences)
     for ours, theirs in zip(got.logits, want.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
-def test_beams_and_drafts(model: Any, options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"assistant": True}], ids=str
+)
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "dynamic"])
+def test_beams_and_drafts(model: Any, options: dict[str, Any], paged: bool) -> None:
     """Caches are reordered and cropped."""
     inputs = padded([40])
     inputs["input_ids"][:, 20:] = inputs["input_ids"][:, :20]
+    options = dict(options)
+    if options.pop("assistant", False):
+        options["assistant_model"] = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}),
+            attn_implementation="specops",
+        ).eval()
     want = generated(model, "eager", inputs, **options)
-    got = generated(model, "specops", inputs, past_key_values=adapter.PagedCache(), **options)
+    cache = adapter.PagedCache() if paged else None
+    got = generated(model, "specops", inputs, past_key_values=cache, **options)
     assert torch.equal(got.sequences, want.sequences)
 
 
 def test_the_cache_is_read_where_it_lies(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gathered(*_: Any) -> Tensor:
-        raise AssertionError("copied")
+    """A page of the cache given to the op is memory of the cache."""
+    cache, read = adapter.PagedCache(), []
 
-    monkeypatch.setattr(adapter, "_gathered", gathered)
-    generated(model, "specops", padded([30, 30]), past_key_values=adapter.PagedCache())
-    with pytest.raises(AssertionError, match="copied"):
-        generated(model, "specops", padded([30, 30]))
+    def recorded(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> Any:
+        read.append((k_cache.data_ptr(), v_cache.data_ptr()))
+        return append_attention(q, k_cache, v_cache, *args, **options)
+
+    append_attention = adapter.append_attention
+    monkeypatch.setattr(adapter, "append_attention", recorded)
+    generated(model, "specops", padded([30, 30]), past_key_values=cache)
+    layers = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+    assert read[-len(layers) :] == layers
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where a GPU would have to answer before the host goes on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        waits = name in ("nonzero", "_local_scalar_dense", "equal", "masked_select", "item")
+        if name.startswith("index") and len(args) > 1 and isinstance(args[1], (list, tuple)):
+            waits |= any(x is not None and x.dtype == torch.bool for x in args[1])
+        assert not waits, name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lens", [[30, 30], [7, 30]], ids=["whole", "padded"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_layers_share_indices_and_wait_for_nothing(
+    model: Any, monkeypatch: pytest.MonkeyPatch, lens: list[int], cache: str
+) -> None:
+    indices: list[tuple[Tensor, ...]] = []
+
+    def recorded(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> Any:
+        indices.append((*args, options["sliding_window"]))
+        return append_attention(q, k_cache, v_cache, *args, **options)
+
+    def watched(*args: Any, **options: Any) -> Any:
+        with NoWaiting():
+            return attend(*args, **options)
+
+    append_attention, attend = adapter.append_attention, adapter.attention
+    monkeypatch.setattr(adapter, "append_attention", recorded)
+    model.set_attn_implementation("specops")
+    transformers.AttentionInterface.register("specops", watched)
+    try:
+        generated(model, "specops", padded(lens), cache_implementation=cache)
+    finally:
+        adapter.register()
+    layers = SIZES["num_hidden_layers"]
+    assert len(indices) == 40 * layers
+    for step in range(0, len(indices), layers):
+        for window in (None, 24):
+            of_kind = [args for *args, of in indices[step : step + layers] if of == window]
+            assert len({tuple(map(id, args)) for args in of_kind}) <= 1
+
+
+def test_a_static_cache_is_read_as_far_as_it_goes(model: Any) -> None:
+    ids = padded([10])["input_ids"]
+    logits = {}
+    for attention in ("eager", "specops"):
+        model.set_attn_implementation(attention)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([6, 1, 3], 1)]
+        logits[attention] = torch.cat(parts, 1)
+    torch.testing.assert_close(logits["specops"], logits["eager"], atol=1e-4, rtol=1e-4)
+
+
+def test_a_compiled_model_with_a_static_cache() -> None:
+    """What `generate` does by itself on a GPU."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    compiled = transformers.generation.CompileConfig(backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    want = generated(model, "eager", padded([20]))
+    got = generated(
+        model, "specops", padded([20]), cache_implementation="static", compile_config=compiled
+    )
+    assert torch.equal(got.sequences, want.sequences)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_packed_sequences_do_not_see_each_other(model: Any, batch: int) -> None:
+    """Where transformers keeps them apart: without a cache and without a mask."""
+    lens = [[40, 3, 30], [1, 70, 2]][:batch]
+    ids = torch.randint(1, 128, (batch, 73), generator=torch.Generator().manual_seed(3))
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lens])
+    logits = {}
+    for attention in ("eager", "specops"):
+        model.set_attn_implementation(attention)
+        logits[attention] = model(ids, position_ids=position_ids, use_cache=False).logits
+    torch.testing.assert_close(logits["specops"], logits["eager"], atol=1e-4, rtol=1e-4)
+    if model.config.model_type == "gpt_oss":
+        return  # its own code makes no packed mask
+    alone = [
+        torch.cat([model(part[None], use_cache=False).logits[0] for part in row.split(parts)])
+        for row, parts in zip(ids, lens, strict=True)
+    ]
+    torch.testing.assert_close(logits["specops"], torch.stack(alone), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_padding_anywhere(model: Any, cached: bool) -> None:
+    """On the right, and between two turns; rows of text are compared."""
+    if model.config.model_type in ("mistral", "gpt_oss"):
+        pytest.skip("a window counts the padding between turns, which is refused")
+    mask = torch.ones(3, 30, dtype=torch.long)
+    mask[0, 20:], mask[1, 5:9], mask[2, :4], mask[2, 28:] = 0, 0, 0, 0
+    ids = torch.randint(1, 128, (3, 30), generator=torch.Generator().manual_seed(4))
+    logits = {}
+    for attention in ("eager", "specops"):
+        model.set_attn_implementation(attention)
+        cache, parts = transformers.DynamicCache(config=model.config), []
+        for begin, end in [(0, 12), (12, 30)] if cached else [(0, 30)]:
+            part = {"input_ids": ids[:, begin:end], "attention_mask": mask[:, :end]}
+            parts.append(model(**part, past_key_values=cache).logits)
+        logits[attention] = torch.cat(parts, 1)[mask.bool()]
+    torch.testing.assert_close(logits["specops"], logits["eager"], atol=1e-4, rtol=1e-4)
+
+
+def test_a_sequence_of_padding_alone(model: Any) -> None:
+    inputs = padded([10, 10])
+    inputs["attention_mask"][1] = 0
+    model.set_attn_implementation("specops")
+    got = model(**inputs).logits
+    torch.testing.assert_close(got[0], model(inputs["input_ids"][:1]).logits[0])
+    inputs["attention_mask"][0] = 0
+    assert model(**inputs).logits.isfinite().all()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    module = torch.nn.Module()
-    module.is_causal = True  # type: ignore[assignment]
-    return adapter.attention(module, q, k, v, mask, **options)[0]
+    batch, _, rows, _ = q.shape
+    window = options.get("sliding_window")
+    sees = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    step = adapter.make_mask(
+        batch,
+        rows,
+        k.shape[2],
+        q_offset=k.shape[2] - rows,
+        mask_function=sees,
+        attention_mask=mask,
+    )
+    return adapter.attention(causal(), q, k, v, step, **options)[0]
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -135,18 +286,105 @@ def test_rows_keep_their_bits(dtype: torch.dtype, window: int | None) -> None:
     assert not got[0, :60].any() and not got[1, :250].any()
 
 
+def test_chunks_are_packed_sequences_until_one_is_continued() -> None:
+    """Layers are not told of chunks, and see them in the mask alone."""
+    chunked = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+    mask = adapter.make_mask(1, 10, 10, mask_function=chunked)
+    assert mask.qo_indptr.tolist() == [0, 4, 8, 10] and mask.kv_lens.tolist() == [4, 4, 2]
+    assert adapter.make_mask(1, 1, 4, q_offset=3, mask_function=chunked).window is None
+    later = adapter.make_mask(1, 1, 11, q_offset=10, mask_function=chunked)
+    x = torch.zeros(1, 1, 11, 64)
+    with pytest.raises(ValueError, match="sliding_window of the layer=None, got a mask of 3"):
+        adapter.attention(causal(), x[:, :, :1], x, x, later)
+
+
+OF_ANOTHER_KIND = {
+    "later rows": or_masks(causal_mask_function, lambda b, h, q, kv: kv < 12),
+    "all rows": bidirectional_mask_function,
+    "every second": and_masks(causal_mask_function, lambda b, h, q, kv: (q - kv) % 2 == 0),
+    "two windows": and_masks(causal_mask_function, lambda b, h, q, kv: q - kv < 2 + q % 2),
+    "none": and_masks(causal_mask_function, lambda b, h, q, kv: q != kv),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_KIND)
+@pytest.mark.parametrize("offset", [0, 7])
+def test_masks_of_another_kind_are_refused(name: str, offset: int) -> None:
+    with pytest.raises(ValueError, match="packed sequences, got a mask of another kind"):
+        adapter.make_mask(1, 9, 9 + offset, q_offset=offset, mask_function=OF_ANOTHER_KIND[name])
+
+
+def test_a_window_over_padding_between_turns_is_refused() -> None:
+    """It counts the padding, too; `append_attention` has no padding to count."""
+    mask = torch.ones(1, 30, dtype=torch.bool)
+    mask[0, 12:15] = False
+    window = sliding_window_causal_mask_function(8)
+    with pytest.raises(ValueError, match="got a mask of another kind"):
+        adapter.make_mask(1, 30, 30, mask_function=window, attention_mask=mask)
+
+
+def causal() -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    return module
+
+
 @pytest.mark.parametrize(
     "options,said",
     [
         ({"dropout": 0.1}, "has no dropout, got 0.1"),
         ({"softcap": 50.0}, "has no softcap, got 50.0"),
+        (
+            {"position_bias": torch.zeros(1, 4, 4)},
+            r"has no position_bias, got a tensor \[1, 4, 4\]",
+        ),
+        ({"cache": object()}, "has no cache, got"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4])}, r"has no cu_seq_lens_q, got a tensor \[2\]"),
+        ({"output_attentions": True}, "has no output_attentions, got True"),
         ({"is_causal": False}, "has no rows that see later ones"),
     ],
 )
 def test_refusals(options: dict[str, Any], said: str) -> None:
     x = torch.zeros(1, 1, 4, 64)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match="^attn_implementation 'specops' " + said):
         attend(x, x, x, **options)
+    nothing = dict.fromkeys(options, None) | {"dropout": 0.0}
+    assert attend(x, x, x, **nothing).shape == (1, 4, 1, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_four_dimensions_is_refused(model: Any, dtype: torch.dtype) -> None:
+    model.set_attn_implementation("specops")
+    mask = torch.ones(1, 1, 5, 5).tril().to(dtype)
+    with pytest.raises(ValueError, match=r"an attention_mask \[batch, tokens\].*\[1, 1, 5, 5\]"):
+        model(torch.ones(1, 5, dtype=torch.int64), attention_mask=mask)
+
+
+def test_gradients_are_refused(model: Any) -> None:
+    """They would be missing behind attention, silently."""
+    model.set_attn_implementation("specops")
+    ids = torch.ones(1, 5, dtype=torch.int64)
+    with torch.enable_grad():
+        with pytest.raises(ValueError, match=r"computes no gradients, .*torch\.no_grad"):
+            model(ids, labels=ids)
+        with torch.inference_mode():
+            model(ids)
+        model.requires_grad_(False)
+        assert model(ids, labels=ids).loss > 0  # nothing needs them
+
+
+@pytest.mark.parametrize(
+    "name,more,said",
+    [
+        ("Gemma2Config", {}, "has no softcap, got 50.0"),
+        ("LlamaConfig", {"head_dim": 80}, "head_dim must be 64, 96, 128 or 256, got 80"),
+    ],
+)
+def test_models_that_need_more_are_refused(name: str, more: dict[str, int], said: str) -> None:
+    config = getattr(transformers, name)(**{**SIZES, **more})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="specops")
+    with pytest.raises(ValueError, match=said):
+        model.eval()(torch.ones(1, 5, dtype=torch.int64))
 
 
 def test_the_example_of_the_documentation() -> None:

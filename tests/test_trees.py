@@ -15,15 +15,9 @@ import torch
 from checkpoints import write_config
 from conftest import expect_fault
 from specops import attention, batching, reference
-from specops.batching import BatchIndices, TreeChains
+from specops.batching import BatchIndices, TreeChains, num_spare_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.draft_trees import (
-    first_chain,
-    in_preorder,
-    join_chains,
-    num_chains,
-    num_spare_pages,
-)
+from specops.engine.draft_trees import first_chain, join_chains, num_chains
 from specops.engine.drafters import Drafter, StepResults, stage_limit
 from torch import Tensor
 from twin_device import OP_MODULES, TwinDevice
@@ -42,7 +36,7 @@ def random_tree(draw: random.Random, nodes: int, reach: int | None = None) -> li
 
 
 def preorder(parents: list[int]) -> list[int]:
-    return in_preorder(parents, range(len(parents))).parents
+    return batching.preorder(parents).parents
 
 
 def depths(parents: list[int]) -> list[int]:
@@ -96,18 +90,36 @@ def test_random_chains_make_trees() -> None:
 
 
 def test_preorder_keeps_families_together() -> None:
-    tree = in_preorder([-1, -1, 0, 0, 2, 1], range(6))
+    tree = batching.preorder([-1, -1, 0, 0, 2, 1])
     assert tree.nodes == [0, 2, 4, 3, 1, 5] and tree.parents == [-1, 0, 1, 0, -1, 4]
-    tree = in_preorder([-1, -1, 0, 0, 2, 1], [0, 1, 3])
+    tree = batching.preorder([-1, -1, 0, 0, 2, 1], [0, 1, 3])
     assert tree.nodes == [0, 3, 1] and tree.parents == [-1, 0, -1]
-    assert in_preorder([], []).nodes == []
+    assert batching.preorder([]).nodes == []
+    assert batching.preorder([-1, -1, 0]) == ([0, 2, 1], [-1, 0, -1])  # as documented
+
+
+@pytest.mark.parametrize(
+    "parents,nodes,message",
+    [
+        ([-1, 1], None, r"parents\[1\] must be -1 or a node before it that is kept, got 1"),
+        ([-1, -2], None, r"parents\[1\] must be .*got -2"),
+        ([-1, 0, 1], [0, 2], r"parents\[2\] must be .*got 1"),
+        ([-1, 0], [1, 0], r"parents\[1\] must be .*got 0"),
+        ([-1, -1], [1, 1], r"nodes must be ascending .*got 1 after 1"),
+        ([-1, -1], [2], r"nodes must be .*below len\(parents\)=2, got 2 after -1"),
+    ],
+)
+def test_what_preorder_refuses(parents: list[int], nodes: list[int] | None, message: str) -> None:
+    with pytest.raises(ValueError, match="^preorder: " + message):
+        batching.preorder(parents, nodes)
 
 
 def test_preorder_of_random_trees() -> None:
     draw = random.Random(1)
     for _ in range(300):
         parents = random_tree(draw, draw.randrange(1, 40))
-        tree = in_preorder(parents, range(len(parents)))
+        tree = batching.preorder(parents)
+        assert tree == reference.preorder(parents)
         assert sorted(tree.nodes) == list(range(len(parents)))
         for place, node in enumerate(tree.nodes):
             above = tree.parents[place]
@@ -137,7 +149,8 @@ def tree_batch(
         kv_lens.append(text + 1 + len(tree))
         indptr.append(indptr[-1] + -(-kv_lens[-1] // page_size) + draw.randrange(2))
     spare = sum(
-        num_spare_pages(tree, text, page_size) for tree, text in zip(trees, texts, strict=True)
+        num_spare_pages(tree, text + 1 + len(tree), page_size)
+        for tree, text in zip(trees, texts, strict=True)
     )
     pages = draw.sample(range(indptr[-1] + spare + 3), indptr[-1] + spare)
     return {
@@ -192,6 +205,24 @@ def test_tree_chains(device: str, page_size: int) -> None:
                 (num_chains(tree) - 1) * (1 + -(-max(depths(tree), default=0) // page_size))
                 for tree in trees
             )
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_spare_pages_are_those_that_trees_take(page_size: int) -> None:
+    """All of them are written to, and without one of them there are too few."""
+    draw = random.Random(page_size)
+    for _ in range(200):
+        tree = preorder(random_tree(draw, draw.randrange(1, 30)))
+        case = tree_batch(draw, [tree], [draw.choice([0, 3, 14, 15, 16, 90])], page_size)
+        spare = case["spare_pages"]
+        used = batching.tree_chains(**case).to_slots
+        assert set((used[used >= 0] // page_size).tolist()) == set(spare.tolist())
+        if len(spare):
+            count = len(spare)
+            with pytest.raises(ValueError, match=f"spare_pages must be at least {count}, got"):
+                batching.tree_chains(**{**case, "spare_pages": spare[1:]})
+    with pytest.raises(ValueError, match=r"^num_spare_pages: parents\[1\] must be .*got 1"):
+        num_spare_pages([-1, 1], 5, page_size)
 
 
 def test_tree_chains_example_of_the_docstring() -> None:

@@ -136,9 +136,14 @@ def cuda_choice() -> tuple[bool, str]:
     if problem:
         return False, problem
     assert nvcc is not None
+    if importlib.util.find_spec("torch") is None:
+        return False, (
+            "no torch is installed where the build runs, as pip's isolated builds have none; "
+            "SPECOPS_CUDA=ON builds CUDA kernels with nvcc alone"
+        )
     torch = torch_cuda()
     if torch is None:
-        return False, "the installed torch has no CUDA, or cannot be seen from here"
+        return False, "the installed torch has no CUDA"
     if nvcc_version(nvcc)[0] > torch[0]:
         return False, (
             f"nvcc is of CUDA {nvcc_version(nvcc)[0]}, torch of CUDA {torch[0]}: "

@@ -5,8 +5,10 @@ Rows of all requests lie next to each other without padding. A kernel that think
 [batch, max_seq_len] matrix reads the offsets of that matrix from here; the matrix is never built.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,6 +194,18 @@ class DraftIndices:
             cache_slots=torch.empty(total_rows, dtype=torch.int64, device=device),
             source_rows=int32(total_rows),
         )
+
+
+class Preorder(NamedTuple):
+    """The nodes of one tree in preorder, made by `preorder`.
+
+    Attributes:
+        nodes: where each node stood before.
+        parents: of each, the node that it hangs on, by its new place; -1: the root.
+    """
+
+    nodes: list[int]
+    parents: list[int]
 
 
 @dataclass
@@ -622,6 +636,88 @@ def build_tree(
     return out
 
 
+def preorder(parents: Sequence[int], nodes: Sequence[int] | None = None) -> Preorder:
+    """Orders the nodes of one tree so that each is followed by all that hangs on it. On the host.
+
+    Same as `reference.preorder`. Drafters give the likeliest nodes first; `tree_chains` takes them
+    in preorder. Siblings stay in their order:
+
+        root ─┬─ 0 ── 2        parents [-1, -1, 0]       nodes    [0, 2, 1]
+              └─ 1                                       parents  [-1, 0, -1]
+
+    Token ids and whatever else there is of each node are reordered by `nodes`:
+    `token_ids = [token_ids[node] for node in nodes]`, or `token_ids[nodes]` of a tensor.
+
+    Args:
+        parents: of each node one before it, or -1: the root; as `SuffixCache` gives them.
+        nodes: those to keep, ascending, with each the one that it hangs on. None: all.
+
+    Returns:
+        The nodes in preorder, and their parents.
+
+    Raises:
+        ValueError: a parent is none of these, or the nodes are not ascending.
+    """
+    children: dict[int, list[int]] = {-1: []}
+    last = -1
+    for node in range(len(parents)) if nodes is None else nodes:
+        if not last < node < len(parents):
+            raise ValueError(
+                f"preorder: nodes must be ascending and below len(parents)={len(parents)}, "
+                f"got {node} after {last}"
+            )
+        last, above = node, children.get(parents[node])
+        if above is None:
+            raise ValueError(
+                f"preorder: parents[{node}] must be -1 or a node before it that is kept, "
+                f"got {parents[node]}"
+            )
+        above.append(node)
+        children[node] = []
+    order: list[int] = []
+    place_of = {-1: -1}
+    left = children[-1][::-1]
+    while left:
+        node = left.pop()
+        place_of[node] = len(order)
+        order.append(node)
+        left += reversed(children[node])
+    return Preorder(order, [place_of[parents[node]] for node in order])
+
+
+def num_spare_pages(parents: Sequence[int], kv_len: int, page_size: int) -> int:
+    """Counts the spare pages that `tree_chains` takes for one tree. On the host.
+
+    Args:
+        parents: of the nodes, in preorder.
+        kv_len: tokens of the request in the cache, its root and nodes included.
+        page_size: tokens of a page.
+
+    Returns:
+        The pages of all its chains but the first, which lies on the request's own pages. A chain
+        takes at most 1 + ceil(depth / page_size).
+
+    Raises:
+        ValueError: a parent is neither -1 nor a node before.
+    """
+    root = kv_len - len(parents) - 1
+    depths, in_place = [0], [0]  # of the root, then of each node: path, and its part in place
+    pages = 0
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(
+                f"num_spare_pages: parents[{node}] must be -1 or a node before it, got {parent}"
+            )
+        depth, above = depths[parent + 1] + 1, in_place[parent + 1]
+        depths.append(depth)
+        # Node j lies where a chain would have it if its path is 0, 1, .. j.
+        in_place.append(depth if node == depth - 1 else above)
+        ends_chain = node == len(parents) - 1 or parents[node + 1] != node
+        if ends_chain and in_place[-1] < depth:
+            pages += (root + depth) // page_size - (root + 1 + in_place[-1]) // page_size + 1
+    return pages
+
+
 def tree_chains(
     parents: Tensor,
     num_draft_tokens: Tensor,
@@ -660,16 +756,16 @@ def tree_chains(
 
     Args:
         parents: [batch, nodes], int32, on the CPU as all arguments. Of node j the node that it
-            hangs on, or -1: the root. In preorder: the node before j, or one above that. Not looked
-            at from num_draft_tokens[b] on.
+            hangs on, or -1: the root. In preorder (see `preorder`): the node before j, or one above
+            that. Not looked at from num_draft_tokens[b] on.
         num_draft_tokens: [batch], int32. Nodes of each request. With 0 its rows are one chain.
         qo_lens: [batch], int32. Rows of each request in this step; the last ones are the root and
             the nodes. 0: no chain.
         kv_lens: [batch], int32. Tokens in the cache, these rows included.
         kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
         kv_indices: [pages], int32. Page ids.
-        spare_pages: [spare], int32. Ids of pages that hold nothing; a chain that is not the first
-            takes at most 1 + ceil(depth / page_size).
+        spare_pages: [spare], int32. Ids of pages that hold nothing, as many as `num_spare_pages`
+            counts for the trees together, or more.
         page_size: tokens of a page.
         out: arrays to write into, at least as large as what is found. Allocated when absent, a
             little larger.

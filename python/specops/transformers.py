@@ -9,25 +9,41 @@
 
 Attention computes a row the same way in prefill, decoding and verification: its bits do not depend
 on the other rows of the call, the batch or the padding. The model's other layers are torch's.
+
+What a row sees is taken from transformers' masks, once a step: causal, with padding, a sliding
+window or packed sequences, in any cache. Everything else is refused by name: masks of another kind
+or of four dimensions, dropout, soft caps, position biases, and inputs that require gradients.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.masking_utils import flash_attention_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from specops.attention import append_attention
 
 PAGE_SIZE = 64
 
+# What models may ask of an attention implementation that `append_attention` does not have, by the
+# names of transformers.
+_UNSUPPORTED = (
+    *("dropout", "softcap", "position_bias", "output_attentions"),
+    *("cache", "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices"),
+)
+
 
 def register() -> None:
     """Makes "specops" an `attn_implementation` of transformers."""
-    AttentionInterface.register("specops", attention)
-    AttentionMaskInterface.register("specops", flash_attention_mask)
+    # With a static cache `generate` compiles the model; its layers around attention, then.
+    uncompiled = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register("specops", uncompiled)
+    AttentionMaskInterface.register("specops", make_mask)
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -56,7 +72,7 @@ def _appended(old: Tensor, new: Tensor) -> Tensor:
     before, size = old.shape[2], old.shape[2] + new.shape[2]
     room = _room(old)
     if room is None or room.shape[1] < size:
-        capacity = -(-max(size, 2 * before) // PAGE_SIZE) * PAGE_SIZE
+        capacity = _whole_pages(max(size, 2 * before))
         room = new.new_zeros(new.shape[0], capacity, new.shape[1], new.shape[3])
         room[:, :before] = old.transpose(1, 2)
     room[:, before:size] = new.transpose(1, 2)
@@ -74,77 +90,261 @@ def _room(x: Tensor) -> Tensor | None:
     return x.as_strided((batch, stride // token, heads, head_dim), (stride, token, head_dim, 1))
 
 
+def _whole_pages(num_tokens: int) -> int:
+    return -(-max(num_tokens, 1) // PAGE_SIZE) * PAGE_SIZE
+
+
+@dataclass
+class StepMask:
+    """What the rows of a step see, as `append_attention` takes it: made once for all layers.
+
+    transformers passes it on as it does a mask of four dimensions, which is ready.
+
+    Attributes:
+        qo_indptr: [sequences + 1], int32.
+        kv_lens: [sequences], int32.
+        rows: [rows], int64. Places among the batch's rows of those that see anything. None: all.
+        slots: [2, sequences, tokens], int64. For each slot of a sequence's pages the batch index
+            and the column of its key. None: every sequence is one of the batch, from column 0 on.
+        window: tokens that a row sees, if the mask hides earlier ones of its sequence.
+    """
+
+    qo_indptr: Tensor
+    kv_lens: Tensor
+    rows: Tensor | None = None
+    slots: Tensor | None = None
+    window: int | None = None
+
+    ndim = 4
+
+    def contiguous(self) -> "StepMask":
+        """Itself."""
+        return self
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | StepMask | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> StepMask:
+    """Makes the mask of a step, as transformers' interface has it.
+
+    Args:
+        batch_size: sequences of the batch.
+        q_length: rows of each.
+        kv_length: tokens of the keys; those of a static cache have room for more than there are.
+        q_offset: tokens before the rows.
+        kv_offset: tokens before the keys: those that a sliding cache has dropped.
+        mask_function: what a row sees: all before it, a window, or its own packed sequence.
+        attention_mask: bool [batch, tokens], False for padding; None: there is none.
+        device: where the layers run.
+        options: passed on to transformers' own masks.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ValueError: rows are to see something else.
+    """
+    if isinstance(attention_mask, StepMask):
+        return attention_mask
+    is_causal = mask_function is causal_mask_function
+    if is_causal and attention_mask is None:
+        return _causal(batch_size, q_length, q_offset - kv_offset + q_length, device)
+    end = int(q_offset) + q_length - kv_offset  # columns that there are, the rows' own included
+    text = torch.ones(batch_size, end, dtype=torch.bool, device=device)
+    if attention_mask is not None:
+        padding = attention_mask[:, kv_offset : kv_offset + end]
+        text[:, : padding.shape[1]] = padding
+        text[:, padding.shape[1] :] = False
+    if is_causal:
+        if bool(text.all()):
+            return _causal(batch_size, q_length, end, device)
+        begins = text.int().argmax(1, keepdim=True).expand(-1, q_length)
+        return _gathered(text, begins)
+    seen = sdpa_mask(
+        batch_size,
+        q_length,
+        end,
+        q_offset,
+        kv_offset,
+        mask_function,
+        allow_is_causal_skip=False,
+        device=device,
+        use_vmap=options.get("use_vmap", False),
+    )
+    return _read(seen[:, 0] & text[:, None], text)
+
+
+def _causal(batch: int, rows: int, kv_len: int | Tensor, device: torch.device | str) -> StepMask:
+    """Every row sees all before it. Nothing is read from the device."""
+    qo_indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
+    kv_lens = torch.zeros(batch, dtype=torch.int32, device=device) + kv_len
+    return StepMask(qo_indptr, kv_lens)
+
+
+def _read(seen: Tensor, text: Tensor) -> StepMask:
+    """The mask of rows [batch, q_length, columns] that see the end of their sequence each."""
+    q_length, end = seen.shape[1:]
+    columns = torch.arange(end, device=seen.device)
+    own = columns[end - q_length :]
+    firsts, text_begins = seen.byte().argmax(2), text.byte().argmax(1)
+    # A row that sees itself alone begins a sequence. The first row may be the cache's next.
+    begins = torch.where(firsts == own, own, text_begins[:, None])
+    begins[:, 0] = text_begins
+    begins = begins.cummax(1).values
+
+    wanted = text[:, own]
+    expected = (columns >= firsts[..., None]) & (columns <= own[:, None]) & text[:, None]
+    places = text.cumsum(1)
+    spans = places[:, own] - places.gather(1, firsts) + 1
+    windows = set(spans[wanted & (firsts > begins)].tolist())
+    is_known = bool(((seen == expected) | ~wanted[..., None]).all())
+    if not is_known or len(windows) > 1:
+        raise ValueError(
+            "attn_implementation 'specops' has causal masks, with padding, a window or packed "
+            "sequences, got a mask of another kind"
+        )
+    if bool(text.all()) and not bool(begins.any()):
+        mask = _causal(len(text), q_length, end, text.device)
+    else:
+        mask = _gathered(text, begins)
+    mask.window = windows.pop() if windows else None
+    return mask
+
+
+def _gathered(text: Tensor, begins: Tensor) -> StepMask:
+    """The mask of rows whose sequences begin at columns [batch, q_length]."""
+    device, (batch, end), q_length = text.device, text.shape, begins.shape[1]
+    text, begins = text.cpu(), begins.cpu()
+    rows = text[:, end - q_length :].flatten().nonzero()[:, 0]
+    # Columns of all the batch, one after another; their tokens likewise.
+    of_batch = torch.arange(batch)[:, None] * end
+    own = (of_batch + torch.arange(end - q_length, end)).flatten()[rows]
+    begins = (of_batch + begins).flatten()[rows]
+    firsts, lens = torch.unique_consecutive(begins, return_counts=True)
+    qo_indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    places = text.flatten().cumsum(0) - 1
+    begin, last = places[firsts][:, None], places[own[qo_indptr[1:] - 1]][:, None]
+    kv_lens = (last - begin + 1)[:, 0]
+    # Beyond its end nothing of a sequence is read: any key of its own will do.
+    slots = torch.arange(_whole_pages(max(kv_lens.tolist(), default=0)))
+    columns = text.flatten().nonzero()[:, 0][torch.minimum(begin + slots, last)]
+    return StepMask(
+        qo_indptr.int().to(device),
+        kv_lens.int().to(device),
+        rows.to(device),
+        torch.stack([columns // end, columns % end]).to(device),
+    )
+
+
 def attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: StepMask | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attends causally from the last rows of each sequence, as transformers' interface has it.
 
     Args:
-        module: the layer; causal.
+        module: the layer.
         query: [batch, num_qo_heads, rows, head_dim], of any dtype `append_attention` takes.
         key: [batch, num_kv_heads, tokens, head_dim]; pages are made of it unless it is one of
             `PagedCache`.
         value: as `key`.
-        attention_mask: bool [batch, tokens], False for padding; None: there is none.
+        attention_mask: of `make_mask`; None: every row sees all tokens before it.
         dropout: 0.
         scaling: of the scores. None: 1 / sqrt(head_dim).
         sliding_window: tokens a row sees. None: all.
+        is_causal: True. None: as the layer has it.
         s_aux: [num_qo_heads], the sinks of gpt-oss. None: none.
+        options: what other implementations take.
 
     Returns:
         [batch, rows, num_qo_heads, head_dim], zeros in rows of padding; and None, no weights.
 
     Raises:
-        ValueError: the model asks for what `append_attention` has not.
+        ValueError: the model asks for what `append_attention` has not, or for gradients.
     """
-    asked = {"dropout": dropout, "softcap": options.get("softcap")}
-    asked["rows that see later ones"] = options.get("is_causal", module.is_causal) is False
-    for name, wanted in asked.items():
-        if wanted is not None and wanted is not False and wanted != 0.0:
-            raise ValueError(f"attn_implementation 'specops' has no {name}, got {wanted!r}")
-    batch, rows, device = query.shape[0], query.shape[2], query.device
-    k_room, v_room = (None, None) if attention_mask is not None else (_room(key), _room(value))
-    if attention_mask is None:
-        attention_mask = torch.ones(batch, key.shape[2], dtype=torch.bool, device=device)
-    if k_room is None or v_room is None:
-        k_room, v_room = _gathered(key, attention_mask), _gathered(value, attention_mask)
-    pages = k_room.shape[1] // PAGE_SIZE
-    shape = (batch * pages, PAGE_SIZE, *k_room.shape[2:])
-    wanted = attention_mask[:, -rows:]
-    q = query.transpose(1, 2)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    rows_out = append_attention(
-        q[wanted],
-        k_room.view(shape),
-        v_room.view(shape),
-        torch.nn.functional.pad(wanted.sum(1).cumsum(0), (1, 0)).int(),
-        torch.arange(batch + 1, dtype=torch.int32, device=device) * pages,
-        torch.arange(batch * pages, dtype=torch.int32, device=device),
-        attention_mask.sum(1).int(),
+    for name, asked in (("dropout", dropout), *options.items()):
+        is_off = asked is None or (isinstance(asked, (bool, int, float)) and not asked)
+        if name in _UNSUPPORTED and not is_off:
+            got = f"a tensor {list(asked.shape)}" if isinstance(asked, Tensor) else repr(asked)
+            raise ValueError(f"attn_implementation 'specops' has no {name}, got {got}")
+    if not (module.is_causal if is_causal is None else is_causal):
+        raise ValueError(
+            "attn_implementation 'specops' has no rows that see later ones, got is_causal=False"
+        )
+    inputs = [x for x in (query, key, value, s_aux) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise ValueError(
+            "attn_implementation 'specops' computes no gradients, got inputs that require them: "
+            "use torch.no_grad(), or another implementation for training"
+        )
+    batch, num_heads, rows, head_dim = query.shape
+    mask = attention_mask
+    if mask is None:
+        mask = _causal(batch, rows, key.shape[2], query.device)
+    elif not isinstance(mask, StepMask):
+        raise ValueError(
+            "attn_implementation 'specops' takes an attention_mask [batch, tokens] given to the "
+            f"model, got one of shape {list(mask.shape)}"
+        )
+    if mask.window not in (None, sliding_window):
+        raise ValueError(
+            f"attn_implementation 'specops' has causal masks, with the sliding_window of the layer"
+            f"={sliding_window}, got a mask of {mask.window} tokens"
+        )
+    q = query.transpose(1, 2).contiguous().view(batch * rows, num_heads, head_dim)
+    k_cache, v_cache = _pages(key, mask.slots), _pages(value, mask.slots)
+    out = append_attention(
+        q if mask.rows is None else q[mask.rows],
+        k_cache,
+        v_cache,
+        mask.qo_indptr,
+        *_page_table(len(mask.kv_lens), len(k_cache), query.device),
+        mask.kv_lens,
         sm_scale=scaling,
         sliding_window=sliding_window,
         sinks=None if s_aux is None else s_aux.float(),
     )
-    assert isinstance(rows_out, Tensor)
-    out[wanted] = rows_out
-    return out, None
+    assert isinstance(out, Tensor)
+    if mask.rows is not None:
+        out = torch.zeros_like(q).index_copy_(0, mask.rows, out)
+    return out.view(batch, rows, num_heads, head_dim), None
 
 
-def _gathered(x: Tensor, mask: Tensor) -> Tensor:
-    """Whole pages [batch, tokens, heads, head_dim] with the tokens of a mask, one after another."""
-    batch, heads, _, head_dim = x.shape
-    capacity = -(-max(mask.shape[1], 1) // PAGE_SIZE) * PAGE_SIZE
-    room = x.new_zeros(batch, capacity, heads, head_dim)
-    there = torch.arange(capacity, device=x.device) < mask.sum(1, keepdim=True)
-    room[there] = x.transpose(1, 2)[:, : mask.shape[1]][mask]
-    return room
+def _pages(x: Tensor, slots: Tensor | None) -> Tensor:
+    """Keys or values as pages [pages, PAGE_SIZE, heads, head_dim]: copies, where they are none."""
+    batch, heads, tokens, head_dim = x.shape
+    if slots is not None:
+        batch_indices, columns = slots
+        room = x[batch_indices, :, columns]
+    elif (whole := _room(x)) is not None:
+        room = whole
+    else:
+        room = x.new_zeros(batch, _whole_pages(tokens), heads, head_dim)
+        room[:, :tokens] = x.transpose(1, 2)
+    return room.view(room.shape[0] * room.shape[1] // PAGE_SIZE, PAGE_SIZE, heads, head_dim)
+
+
+@lru_cache(maxsize=8)
+def _page_table(num_sequences: int, num_pages: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The pages of sequences that have equally many, one after another."""
+    kv_indices = torch.arange(num_pages, dtype=torch.int32, device=device)
+    kv_indptr = torch.arange(num_sequences + 1, dtype=torch.int32, device=device)
+    return kv_indptr * (num_pages // max(num_sequences, 1)), kv_indices

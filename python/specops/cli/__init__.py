@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-_EXTRA = {"aiohttp": "cli", "rich": "cli", "prometheus_client": "cli"}
+_OPTIONAL = {"aiohttp", "prometheus_client", "rich", "safetensors", "tokenizers"}
 _INTERRUPTED = 130  # as a shell says that a program ended by Ctrl-C
 
 
@@ -20,11 +20,13 @@ class Command:
         module: that has it.
         function: takes the arguments and the program's name; returns the exit code.
         summary: of what it does.
+        extra: the package's extra with all that it needs.
     """
 
     module: str
     function: str
     summary: str
+    extra: str
 
 
 COMMANDS = {
@@ -32,31 +34,37 @@ COMMANDS = {
         "specops.engine.__main__",
         "serve",
         "an OpenAI-compatible API and a page in the browser",
+        "server",
     ),
     "complete": Command(
         "specops.cli.complete",
         "main",
         "complete a text here, and see whether speculation changes it",
+        "engine",
     ),
     "verify-exactness": Command(
         "specops.engine.exactness",
         "main",
         "compare every token with and without speculation",
+        "engine",
     ),
     "contract": Command(
         "specops.engine.__main__",
         "contract",
         "print what the bits of outputs depend on, and a digest of it",
+        "engine",
     ),
     "bench": Command(
         "specops.cli.bench",
         "main",
         "put load on an OpenAI-compatible server, and measure it",
+        "cli",
     ),
     "plot": Command(
         "specops.cli.plot",
         "main",
         "draw the results of several benches side by side",
+        "cli",
     ),
 }
 
@@ -150,7 +158,7 @@ def _missing(name: str, error: ImportError) -> str:
     if error.name == "specops" and "_C" in str(error):
         return "the kernels are not compiled: run `make setup`, or install the package with pip"
     package = str(error.name).partition(".")[0]
-    extra = _EXTRA.get(package)
-    if extra is None:
+    if package not in _OPTIONAL:
         raise error
+    extra = COMMANDS[name].extra
     return f"{name} needs {package}, which is not installed: pip install 'specops[{extra}]'"

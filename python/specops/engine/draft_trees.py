@@ -1,50 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of drafts on the host: in which order their nodes are verified, and what that takes.
+"""Trees of drafts on the host: how two chains make one, and how many chains one is.
 
-Nodes are verified in preorder: each is followed by all that hangs on it. Then a tree is a few
-chains, one behind the other (`batching.tree_chains`), and its first nodes are a chain as well.
+Nodes are verified in preorder (`batching.preorder`). Then a tree is a few chains, one behind the
+other (`batching.tree_chains`), and its first nodes are a chain as well.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTree:
-    """The drafts that a request verifies, where they are no chain.
-
-    Attributes:
-        nodes: their places among the request's proposals, in preorder.
-        parents: of each, the node it hangs on by its place in `nodes`; -1: the last token.
-    """
-
-    nodes: list[int]
-    parents: list[int]
-
-
-def in_preorder(parents: Sequence[int], nodes: Sequence[int]) -> DraftTree:
-    """Orders nodes so that each is followed by all that hangs on it.
-
-    Args:
-        parents: of every proposal, the one before it that it hangs on, or -1.
-        nodes: places of those that count, ascending; with each the one that it hangs on.
-
-    Returns:
-        The nodes; those that hang on one stay in their order, the likeliest first.
-    """
-    children: dict[int, list[int]] = {-1: []}
-    for node in nodes:
-        children[node] = []
-        children[parents[node]].append(node)
-    order: list[int] = []
-    place_of = {-1: -1}
-    left = children[-1][::-1]
-    while left:
-        node = left.pop()
-        place_of[node] = len(order)
-        order.append(node)
-        left += reversed(children[node])
-    return DraftTree(order, [place_of[parents[node]] for node in order])
 
 
 def join_chains(
@@ -93,22 +54,3 @@ def num_chains(parents: Sequence[int]) -> int:
 def first_chain(parents: Sequence[int]) -> int:
     """How many of its first nodes are a chain."""
     return next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
-
-
-def num_spare_pages(parents: Sequence[int], root: int, page_size: int) -> int:
-    """The most pages that the chains of a tree in preorder take beside the request's own.
-
-    Args:
-        parents: of the nodes.
-        root: position of the last token.
-        page_size: tokens of a page.
-    """
-    first, last = (root + 1) // page_size, len(parents) - 1
-    depths: list[int] = []
-    ends = []  # of the chains
-    for node, parent in enumerate(parents):
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-        if node == last or parents[node + 1] != node:
-            ends.append(node)
-    # The first chain lies on the request's own pages.
-    return sum((root + depths[end]) // page_size - first + 1 for end in ends[1:])

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specops.batching import Preorder, preorder
 from specops.engine.cost_table import CostTable
 from specops.engine.draft_selection import DraftSelector, RequestState
-from specops.engine.draft_trees import DraftTree, in_preorder, num_chains
+from specops.engine.draft_trees import num_chains
 from specops.engine.drafters import (
     Drafter,
     DrafterContext,
@@ -76,7 +77,7 @@ class Drafting:
         # no drafter of theirs runs, and they have no drafts.
         self._verified: dict[Request, list[float]] | None = {}
         self._others = 0
-        self._trees: dict[Request, DraftTree] = {}  # of the step to come
+        self._trees: dict[Request, Preorder] = {}  # of the step to come
         self._all_rest = False  # nobody whose drafts are selected drafts in the step to come
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
@@ -295,9 +296,9 @@ class Drafting:
         """Whether a request's proposals are a tree."""
         return bool(self.proposals.are_trees[request.slot])
 
-    def _verify_tree(self, request: Request, nodes: Sequence[int]) -> DraftTree:
+    def _verify_tree(self, request: Request, nodes: Sequence[int]) -> Preorder:
         """Notes which of a request's proposals it verifies, in which order."""
-        tree = in_preorder(self.proposals.parents[request.slot].tolist(), nodes)
+        tree = preorder(self.proposals.parents[request.slot].tolist(), nodes)
         self._trees[request] = tree
         if num_chains(tree.parents) > 1:
             request.draft_parents = tree.parents

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Set
 from itertools import chain
 
-from specops.engine.draft_trees import first_chain, num_spare_pages
+from specops.batching import num_spare_pages
+from specops.engine.draft_trees import first_chain
 from specops.engine.fairness import Shares
 from specops.engine.grammar_turns import GrammarTurns
 from specops.engine.kv_cache import PagePool
@@ -332,8 +333,8 @@ class Scheduler:
             parents = part.draft_parents
             if parents is None:
                 continue
-            root = part.request.num_computed
-            count = num_spare_pages(parents, root, self.pool.page_size)
+            kv_len = part.request.num_computed + part.num_rows
+            count = num_spare_pages(parents, kv_len, self.pool.page_size)
             pages = self.pool.allocate(count) if may_be_trees else None
             if pages is None:
                 part.draft_parents, part.num_drafts = None, first_chain(parents)

@@ -172,6 +172,15 @@ def find_shared_prefixes(
     }
 
 
+def preorder(parents: list[int]) -> tuple[list[int], list[int]]:
+    """`batching.Preorder` of all nodes: paths from the root, sorted."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    nodes = [path[-1] for path in sorted(paths)]
+    return nodes, [nodes.index(parents[node]) if parents[node] >= 0 else -1 for node in nodes]
+
+
 def tree_chains(
     parents: Tensor,
     num_draft_tokens: Tensor,

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source distribution builds the package; its dependencies are those of the ops."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_build import configure
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = (
+    *("CHANGELOG.md", "CMakeLists.txt", "LICENSE", "MANIFEST.in", "README.md"),
+    *("pyproject.toml", "setup.py"),
+)
+OPTIONAL = (
+    *("aiohttp", "fastapi", "httptools", "jinja2", "llguidance", "msgspec", "prometheus_client"),
+    *("pydantic", "rich", "safetensors", "tokenizers", "transformers", "uvicorn", "uvloop", "yaml"),
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the source distribution of a copy of the tree unpacks to."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("sdist")
+    tree = folder / "tree"
+    tree.mkdir()
+    skip = shutil.ignore_patterns("*.egg-info", "__pycache__")
+    for name in ("csrc", "python", "tests", "tools"):
+        shutil.copytree(ROOT / name, tree / name, ignore=skip)
+    for name in PROJECT:
+        shutil.copy(ROOT / name, tree)
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=tree, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    shutil.rmtree(tree)
+    yield folder / archive.name.removesuffix(".tar.gz")
+    shutil.rmtree(folder)
+
+
+def files(folder: Path, *suffixes: str) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and (not suffixes or path.suffix in suffixes)
+    }
+
+
+def test_everything_that_builds_is_there_and_nothing_else(source: Path) -> None:
+    wanted = {name for name in files(ROOT / "csrc") if not name.startswith("simt/")}
+    assert files(source / "csrc") == wanted and len(wanted) > 200
+    tools = {"best_isa.cpp", "cuda_toolkit.py"}
+    assert files(source / "tools") == tools
+    for build_file in ("CMakeLists.txt", "setup.py"):
+        text = (source / build_file).read_text()
+        assert set(re.findall(r"tools/(\w+\.\w+)", text)) <= tools
+        for name in re.findall(r"csrc/[\w/]+(?:\.\w+)+", text):
+            assert (source / name).is_file() or name.startswith("csrc/simt/"), name
+    assert {path.name for path in source.iterdir()} == {
+        *PROJECT,
+        *("PKG-INFO", "csrc", "python", "setup.cfg", "tools"),
+    }
+
+
+def test_every_header_that_is_included_is_there(source: Path) -> None:
+    """Those of the interpreter and of a model of tiles stand behind macros that only tests set."""
+    for name in files(source / "csrc", ".h", ".cpp", ".cu", ".cuh"):
+        text = (source / "csrc" / name).read_text()
+        for included in re.findall(r'^\s*#include "([^"]+)"', text, re.MULTILINE):
+            of_tests = included.startswith("simt/") or included == "amx_model.h"
+            assert (source / "csrc" / included).is_file() or of_tests, included
+
+
+def test_the_package_and_its_data_are_whole(source: Path) -> None:
+    """Python files, types, the bundled model and the page; compiled modules are built."""
+    package = ROOT / "python" / "specops"
+    built = {name for name in files(package) if name.endswith(".so") or "__pycache__" in name}
+    assert files(source / "python" / "specops") == files(package) - built
+
+
+def test_it_can_be_configured(source: Path, tmp_path: Path) -> None:
+    """CMake looks for each source that it lists."""
+    done = configure(tmp_path, "native", source)
+    assert done.returncode == 0, done.stderr
+    built = (tmp_path / "build.ninja").read_text()
+    assert "_C.dir/csrc/bindings.cpp.o" in built and "_simt" not in built
+
+
+@pytest.mark.parametrize("place,strict", [("--inplace", "ON"), ("--build-lib=lib", "OFF")])
+def test_warnings_are_errors_in_place_alone(
+    source: Path, tmp_path: Path, place: str, strict: str
+) -> None:
+    """As `make` builds; whoever installs has a compiler with other warnings."""
+    (tmp_path / "cmake").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "cmake").chmod(0o755)
+    told = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SPECOPS_ISAS": "native"}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", place],
+        cwd=source,
+        env={**os.environ, **told, "SPECOPS_CUDA": "OFF"},
+        capture_output=True,
+        text=True,
+        check=False,  # nothing has been built, so that nothing can be copied into place
+    )
+    assert f" -DSPECOPS_WERROR={strict} " in done.stdout
+    assert " -DSPECOPS_ISAS=native " in done.stdout and "-DSPECOPS_CUDA=OFF" in done.stdout
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # imports fail now
+    return subprocess.run(
+        [sys.executable, "-c", blocked + code], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_ops_need_torch_alone() -> None:
+    done = python("""
+import torch, specops
+from specops import attention, batching, dense, ngram, runtime, sampling, suffix_tree
+print(sampling.sample(torch.eye(3), positions=torch.arange(3, dtype=torch.int32)).tolist())
+print(specops.SuffixCache().num_cached_requests)
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0, 1, 2]\n0\n"
+
+
+def test_commands_name_the_extra_that_they_need() -> None:
+    extras = {
+        "serve": "server",
+        "complete": "engine",
+        "verify-exactness": "engine",
+        "contract": "engine",
+        "bench": "cli",
+    }
+    done = python(f"""
+from specops.cli import main
+for command in {list(extras)}:
+    assert main([command]) == 2
+""")
+    assert done.returncode == 0, done.stderr
+    for said, (command, extra) in zip(done.stderr.splitlines(), extras.items(), strict=True):
+        sentence = rf"specops: {command} needs \w+, which is not installed: "
+        assert re.fullmatch(sentence + rf"pip install 'specops\[{extra}\]'", said)
