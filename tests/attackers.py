@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attacks of `make attacks`: what a client that misbehaves sends to the server.
 
-Attackers come from an address of their own, so that the server can tell them from its other clients.
+Attackers come from an address of their own: the server can tell them from its other clients.
 """
 
 import asyncio
@@ -176,6 +176,7 @@ async def huge_bodies(target: Target) -> None:
                 for _ in range(target.sizes.body // len(piece)):
                     writer.write(chunk)
                     await writer.drain()
+                writer.write(b"0\r\n\r\n")
             with contextlib.suppress(OSError):
                 target.outcomes[await status_of(reader)] += 1
 
@@ -284,5 +285,3 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
         *(connect_send_close, fresh_prompts, prompt_logprobs, forwarded_for, leaving_streams),
     )
 }
-
-
