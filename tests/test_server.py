@@ -38,6 +38,7 @@ from specops.engine.__main__ import _parser, main
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.config_file import arguments_of
 from specops.engine.models import Transformer
+from specops.engine.server import Access
 from specops.engine.server.answers import TextAnswer
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.engine_thread import EngineThread
@@ -856,7 +857,7 @@ def test_without_keys_addresses_are_clients() -> None:
     )
     body = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
     with (
-        serving(engine, forwarded_allow_ips=["127.0.0.0/8"]) as served,
+        serving(engine, access=Access(forwarded_allow_ips=["127.0.0.0/8"])) as served,
         concurrent.futures.ThreadPoolExecutor(32) as pool,
     ):
         assert post(served, "completions", TEXT | {"n": 8}, headers=greedy).status_code == 200

@@ -12,7 +12,7 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "h
 import httpx
 from fake_engine import FakeEngine
 from serving import serving
-from specops.engine.server import default_hosts
+from specops.engine.server import Access, default_hosts
 
 HTTP = httpx.Client(timeout=30)
 BODY = {"prompt": "abc", "max_tokens": 1}
@@ -23,7 +23,7 @@ def test_only_names_of_this_machine_where_everybody_on_it_may_ask() -> None:
     assert default_hosts("0.0.0.0", has_keys=False) is None
     assert default_hosts("127.0.0.1", has_keys=True) is None
     hosts = default_hosts("127.0.0.3", has_keys=False)
-    with serving(FakeEngine(), allowed_hosts=hosts) as served:
+    with serving(FakeEngine(), access=Access(allowed_hosts=hosts)) as served:
         for host in ("localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1:8000", "[::1]:8000"):
             answer = HTTP.get(f"{served.url}/v1/models", headers={"Host": host})
             assert answer.status_code == 200, host
@@ -35,7 +35,7 @@ def test_only_names_of_this_machine_where_everybody_on_it_may_ask() -> None:
                 assert answer.status_code == 400, (host, path)
                 assert answer.json()["error"]["code"] == "unknown_host"
                 assert "--allowed-hosts" in answer.json()["error"]["message"]
-    with serving(FakeEngine(), allowed_hosts=["*.Example.com", "api"]) as served:
+    with serving(FakeEngine(), access=Access(allowed_hosts=["*.Example.com", "api"])) as served:
         for host, status in (("a.example.com", 200), ("API:1", 200), ("example.com", 400)):
             answer = HTTP.get(f"{served.url}/health", headers={"Host": host})
             assert answer.status_code == status, host
@@ -54,7 +54,9 @@ def test_pages_of_other_origins() -> None:
         (["https://page.example", "https://b.example"], "https://page.example"),
         (["*"], "*"),
     ):
-        with serving(FakeEngine(), api_keys=["key"], allowed_origins=allowed) as served:
+        with serving(
+            FakeEngine(), api_keys=["key"], access=Access(allowed_origins=allowed)
+        ) as served:
             url = f"{served.url}/v1/completions"
             before = HTTP.options(url, headers=asks)  # comes without the key
             assert (before.status_code == 200) == (told is not None)
@@ -80,7 +82,7 @@ def test_only_trusted_proxies_say_where_a_request_comes_from(
         engine = FakeEngine()
         caplog.clear()
         with (
-            serving(engine, forwarded_allow_ips=trusted) as served,
+            serving(engine, access=Access(forwarded_allow_ips=trusted)) as served,
             caplog.at_level(logging.INFO, "uvicorn.access"),
         ):
             logging.getLogger("uvicorn.access").propagate = True

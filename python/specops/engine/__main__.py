@@ -174,7 +174,10 @@ def serve(given: Sequence[str], program: str) -> int:
         _check_limits(args)
         api_keys = _api_keys(args.api_key, args.api_key_file)
         listener, metrics_listener = _listeners(args)  # before the model, which takes longer
-        host = listener.getsockname()[0]
+        own = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
+        access = server.Access(
+            args.allowed_hosts or own, args.allowed_origins, args.forwarded_allow_ips
+        )
         engine = Engine(EngineConfig(**settings))
         app = server.make_app(
             engine,
@@ -183,9 +186,7 @@ def serve(given: Sequence[str], program: str) -> int:
             body_timeout=args.body_timeout,
             metrics_apart=metrics_listener is not None,
             tool_call_parser=args.tool_call_parser,
-            allowed_hosts=args.allowed_hosts or server.default_hosts(host, has_keys=bool(api_keys)),
-            allowed_origins=args.allowed_origins,
-            forwarded_allow_ips=args.forwarded_allow_ips,
+            access=access,
         )
     except ValueError as error:
         return _fail(str(error))

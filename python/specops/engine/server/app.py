@@ -32,13 +32,7 @@ from specops.engine.server.clients import Clients
 from specops.engine.server.connections import bounded_protocol
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
-from specops.engine.server.hosts import (
-    AllowedHosts,
-    Forwarded,
-    check_hosts,
-    check_origins,
-    check_proxies,
-)
+from specops.engine.server.hosts import Access, AllowedHosts, Forwarded
 from specops.engine.server.intake import Intake, Turns
 from specops.engine.server.metrics import Metrics
 from specops.engine.server.metrics_port import add_metrics, metrics_served
@@ -89,9 +83,7 @@ def make_app(
     body_timeout: float = 60.0,
     metrics_apart: bool = False,
     tool_call_parser: str | None = None,
-    allowed_hosts: Sequence[str] | None = None,
-    allowed_origins: Sequence[str] = (),
-    forwarded_allow_ips: Sequence[str] = (),
+    access: Access | None = None,
 ) -> FastAPI:
     """The application that serves an engine. The engine is the application's from now on.
 
@@ -107,19 +99,12 @@ def make_app(
         metrics_apart: there is no /metrics, since `serve` has another port for it.
         tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
             its chat template teaches it. Ignored when `chat_format` is given.
-        allowed_hosts: names and addresses that requests may have in their Host header, without a
-            port; "*.example.com" is all names below one, "*" any. None: any.
-        allowed_origins: origins of pages that may ask from a browser (CORS), or "*".
-        forwarded_allow_ips: addresses and networks of proxies whose X-Forwarded-For says where a
-            request comes from, or "*"; none: nobody's does.
+        access: by which names it is asked, from whose pages, and through which proxies; by default
+            by any, none and none.
 
     Raises:
-        ValueError: the model's chat template is broken, a key is empty, the parser is unknown, or
-            a host, an origin or a proxy is none.
+        ValueError: the model's chat template is broken, a key is empty, the parser is unknown.
     """
-    check_hosts(allowed_hosts or ())
-    check_origins(allowed_origins)
-    check_proxies(forwarded_allow_ips)
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
     if chat_format is None:
@@ -146,23 +131,27 @@ def make_app(
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app)
-    # Each is around those before it.
-    if allowed_hosts is not None:
-        app.add_middleware(AllowedHosts, hosts=allowed_hosts)
-    if allowed_origins:
+    _add_middleware(app, access or Access(), metrics, Clients(api_keys))
+    return app
+
+
+def _add_middleware(app: FastAPI, access: Access, metrics: Metrics, clients: Clients) -> None:
+    """What is around the routes; each is around those before it."""
+    if access.allowed_hosts is not None:
+        app.add_middleware(AllowedHosts, hosts=access.allowed_hosts)
+    if access.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=allowed_origins,
+            allow_origins=access.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
-    app.add_middleware(Intake, clients=Clients(api_keys), turns=Turns())
-    if forwarded_allow_ips:
-        app.add_middleware(Forwarded, proxies=forwarded_allow_ips)
-    return app
+    app.add_middleware(Intake, clients=clients, turns=Turns())
+    if access.forwarded_allow_ips:
+        app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
 
 
 def _chat_format(engine: Engine, tool_call_parser: str | None) -> ChatFormat:

@@ -7,6 +7,7 @@ rebinding): to the browser the answer is then the page's. The name still stands 
 
 import ipaddress
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
@@ -33,7 +34,32 @@ def default_hosts(host: str, *, has_keys: bool) -> list[str] | None:
     return ["localhost", "*.localhost", "127.0.0.1", "::1", host]
 
 
-def check_hosts(hosts: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class Access:
+    """Who may ask a server, beside those who have its keys.
+
+    Args:
+        allowed_hosts: names and addresses that requests may have in their Host header, without a
+            port; "*.example.com" is all names below one, "*" any. None: any.
+        allowed_origins: origins of pages that may ask from a browser (CORS), or "*".
+        forwarded_allow_ips: addresses and networks of proxies whose X-Forwarded-For says where a
+            request comes from, or "*"; none: nobody's does.
+
+    Raises:
+        ValueError: a host, an origin or a proxy is none.
+    """
+
+    allowed_hosts: Sequence[str] | None = None
+    allowed_origins: Sequence[str] = ()
+    forwarded_allow_ips: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _check_hosts(self.allowed_hosts or ())
+        _check_origins(self.allowed_origins)
+        _check_proxies(self.forwarded_allow_ips)
+
+
+def _check_hosts(hosts: Sequence[str]) -> None:
     """Refuses what is no name of a host.
 
     Raises:
@@ -47,7 +73,7 @@ def check_hosts(hosts: Sequence[str]) -> None:
             )
 
 
-def check_origins(origins: Sequence[str]) -> None:
+def _check_origins(origins: Sequence[str]) -> None:
     """Refuses what is no origin of a page.
 
     Raises:
@@ -61,7 +87,7 @@ def check_origins(origins: Sequence[str]) -> None:
             )
 
 
-def check_proxies(proxies: Sequence[str]) -> None:
+def _check_proxies(proxies: Sequence[str]) -> None:
     """Refuses what is neither an address nor a network.
 
     Raises:
