@@ -166,7 +166,8 @@ class FakeEngine:
                 stream=TextStream(self.tokenizer, params.stop),
             )
         )
-        self.stats.prompt_tokens += len(prompt)
+        if choice_index == 0:
+            self.stats.prompt_tokens += len(prompt)
         return request_id
 
     def require_room(self, count: int) -> None:

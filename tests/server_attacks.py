@@ -6,7 +6,7 @@
 A server runs as a process of its own. A normal client, another process, asks for short completions
 at a steady rate; the time of each counts from when it was due, so that a server that stalls cannot
 hide it. Its 99th percentile is taken while nothing else happens, and during each attack. Attackers
-have a key of their own, and the lowest priority, since theirs would be another machine.
+have an address of their own, and the lowest priority, since theirs would be another machine.
 
 The exit status is 1 if anything broke: an answer of 5xx, a refusal for the normal client, a
 traceback in the log, a page not given back, a server that does not end well. How much slower the
@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -28,176 +27,16 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-NORMAL, ATTACKER = "normal", "attacker"
-RATE = 20.0  # requests of the normal client a second
+from attackers import ATTACKS, Sizes, Target, connected, request, status_of
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much of everything; a test has less."""
-
-    words: int = 300_000
-    ids: int = 600_000
-    choices: int = 128
-    sockets: int = 600
-    streams: int = 256
-    body: int = 64 << 20
-    tokens: int = 200
-
-
-@dataclass
-class Target:
-    """A server under attack, for as long as it is."""
-
-    port: int
-    until: float
-    sizes: Sizes
-    outcomes: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def goes_on(self) -> bool:
-        return time.monotonic() < self.until
-
-
-def request(body: bytes, key: str, *, length: int | None = None) -> bytes:
-    """A POST of completions; `length` tells of more body than there is."""
-    size = len(body) if length is None else length
-    lines = ["POST /v1/completions HTTP/1.1", "Host: server", "Connection: close"]
-    lines += [f"Authorization: Bearer {key}", "Content-Type: application/json"]
-    return "\r\n".join([*lines, f"Content-Length: {size}", "", ""]).encode() + body
-
-
-@contextlib.asynccontextmanager
-async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-
-
-async def status_of(reader: asyncio.StreamReader) -> str:
-    line = await reader.readline()
-    return line.split()[1].decode() if line else "closed"
-
-
-async def answered(target: Target, body: dict[str, Any]) -> None:
-    """Asks, and reads the answer to its end."""
-    async with connected(target.port) as (reader, writer):
-        writer.write(request(json.dumps(body).encode(), ATTACKER))
-        target.outcomes[await status_of(reader)] += 1
-        await reader.read()
-
-
-async def bad_words(target: Target) -> None:
-    """Bodies full of forbidden words."""
-    body = {"prompt": "a", "bad_words": [f"w{i}" for i in range(target.sizes.words)]}
-    while target.goes_on:
-        await answered(target, body)
-
-
-async def long_ids(target: Target) -> None:
-    """Prompts of far more token ids than fit."""
-    body = {"prompt": [i % 1000 for i in range(target.sizes.ids)]}
-    while target.goes_on:
-        await answered(target, body)
-
-
-async def many_choices(target: Target) -> None:
-    """Calls of as many choices as there may be."""
-    n, tokens = target.sizes.choices, target.sizes.tokens
-    while target.goes_on:
-        await answered(target, {"prompt": "def f(", "n": n, "max_tokens": tokens})
-
-
-async def trickling(target: Target) -> None:
-    """Connections that send a letter a second, and never end their headers."""
-
-    async def one() -> None:
-        while target.goes_on:
-            with contextlib.suppress(OSError):
-                async with connected(target.port) as (reader, writer):
-                    writer.write(b"GET /health HTTP/1.1\r\nHost: server\r\nX-Long: ")
-                    while target.goes_on and not reader.at_eof():
-                        writer.write(b"a")
-                        await writer.drain()
-                        with contextlib.suppress(asyncio.TimeoutError):
-                            await asyncio.wait_for(reader.read(1), min(1.0, target.until / 10))
-                    target.outcomes["closed" if reader.at_eof() else "open"] += 1
-
-    await asyncio.gather(*(one() for _ in range(target.sizes.sockets)))
-
-
-async def broken_uploads(target: Target) -> None:
-    """Clients that leave in the middle of their body."""
-    half = b'{"prompt": "' + b"a" * (1 << 18)
-    while target.goes_on:
-        async with connected(target.port) as (_, writer):
-            writer.write(request(half, ATTACKER, length=2 * len(half)))
-            with contextlib.suppress(OSError):
-                await writer.drain()
-        target.outcomes["left"] += 1
-        await asyncio.sleep(0.01)
-
-
-async def huge_bodies(target: Target) -> None:
-    """Bodies beyond every limit."""
-    piece = b" " * (1 << 18)
-    while target.goes_on:
-        async with connected(target.port) as (reader, writer):
-            writer.write(request(b"", ATTACKER, length=target.sizes.body))
-            with contextlib.suppress(OSError):
-                for _ in range(target.sizes.body // len(piece)):
-                    writer.write(piece)
-                    await writer.drain()
-            with contextlib.suppress(OSError):
-                target.outcomes[await status_of(reader)] += 1
-
-
-async def leaving_streams(target: Target) -> None:
-    """Many streams at once, most of which are hung up on somewhere."""
-    draw = random.Random(0)
-
-    async def one() -> None:
-        while target.goes_on:
-            body = {"prompt": f"def f{draw.random()}(", "stream": True, "ignore_eos": True}
-            body["max_tokens"] = target.sizes.tokens
-            async with connected(target.port) as (reader, writer):
-                writer.write(request(json.dumps(body).encode(), ATTACKER))
-                status = await status_of(reader)
-                target.outcomes[status] += 1
-                patience = draw.randrange(2 * target.sizes.tokens)
-                while target.goes_on and patience and await reader.readline():
-                    patience -= 1
-                target.outcomes["left" if not patience else "read"] += status == "200"
-            if status == "429":
-                await asyncio.sleep(1.0)  # what Retry-After says
-
-    await asyncio.gather(*(one() for _ in range(target.sizes.streams)))
-
-
-async def ambiguous_grammars(target: Target) -> None:
-    """One connection, whose texts can be read in ever more ways."""
-    body = {"prompt": "x x", "max_tokens": target.sizes.tokens}
-    while target.goes_on:
-        for rule in ("a a | a a a", "a a", "a a a a"):
-            form = {"grammar": f'start: a\na: "x" | {rule}'}
-            await answered(target, body | {"structured_outputs": form})
-
-
-ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
-    one.__name__: one
-    for one in (
-        *(bad_words, long_ids, many_choices, trickling),
-        *(broken_uploads, huge_bodies, leaving_streams, ambiguous_grammars),
-    )
-}
+ADDRESS = "127.0.0.1"  # of the normal client
+RATE = 20.0  # of its requests a second
 
 
 async def normal_client(port: int, seconds: float) -> dict[str, Any]:
@@ -208,10 +47,11 @@ async def normal_client(port: int, seconds: float) -> dict[str, Any]:
     async def one(number: int, due: float) -> None:
         await asyncio.sleep(due - time.monotonic())
         body = {"prompt": f"# {number}\ndef f(", "max_tokens": 8, "temperature": 0}
-        async with connected(port) as (reader, writer):
-            writer.write(request(json.dumps(body).encode(), NORMAL))
+        async with connected(port, ADDRESS) as (reader, writer):
+            writer.write(request(json.dumps(body).encode()))
             statuses[await status_of(reader)] += 1
-            await reader.read()
+            with contextlib.suppress(OSError):
+                await reader.read()
         took.append(time.monotonic() - due)
 
     begun = time.monotonic()
@@ -226,8 +66,7 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.log = folder / "log"
-        keys = ["--api-key", NORMAL, "--api-key", ATTACKER]
-        command = [sys.executable, "-m", "specops.engine", "--port", str(self.port), *keys]
+        command = [sys.executable, "-m", "specops.engine", "--port", str(self.port)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
         end = time.monotonic() + 60

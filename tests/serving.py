@@ -11,6 +11,7 @@ import uvicorn
 from fake_engine import CHAT, FakeEngine
 from specops.engine.server import make_app
 from specops.engine.server.chat import ChatFormat
+from specops.engine.server.connections import bounded_protocol
 
 
 class Served:
@@ -41,7 +42,15 @@ def serving(engine: Any, *, drain_timeout: int = 5, **options: Any) -> Iterator[
     if isinstance(engine, FakeEngine):
         options.setdefault("chat_format", ChatFormat(CHAT))
     app = make_app(engine, **options)
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
+    config = uvicorn.Config(
+        app,
+        port=0,
+        http=bounded_protocol(max_connections=1024, header_timeout=20.0),
+        log_level="warning",
+        lifespan="on",
+        ws="none",
+        proxy_headers=False,
+    )
     config.timeout_graceful_shutdown = drain_timeout
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

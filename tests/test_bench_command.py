@@ -228,7 +228,11 @@ def test_specops_own_server(tmp_path: Path) -> None:
         (["--body", "[]"], "--body must be a JSON object, got []"),
         (["--prompt-file", "/nowhere"], "No such file"),
         (["--json", "/nowhere/a"], "--json must be a file to write, got /nowhere/a"),
-        (["--url", "http://127.0.0.1:1"], "--url must be an OpenAI-compatible server, got http"),
+        (
+            ["--url", "http://127.0.0.1:1"],
+            "--url must be an OpenAI-compatible server, got http://127.0.0.1:1: cannot connect: "
+            "Connection refused",
+        ),
     ],
 )
 def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

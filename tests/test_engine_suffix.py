@@ -450,13 +450,30 @@ def empty(file: Path) -> None:
     file.write_bytes(b"")
 
 
-@pytest.mark.parametrize("change", [damaged, truncated, foreign, empty])
-def test_files_that_are_refused(model_dir: Path, tmp_path: Path, change: Any) -> None:
+@pytest.mark.parametrize("change", [damaged, truncated, empty])
+def test_a_damaged_file_is_set_aside(
+    model_dir: Path, tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "cache.suffix"
     engine = make(model_dir, suffix_cache=str(file))
     engine.generate([PROMPT], GREEDY)
     engine.save_drafters()
     change(file)
+    before = file.read_bytes()
+    engine = make(model_dir, suffix_cache=str(file))
+    aside = tmp_path / "cache.suffix.damaged"
+    assert not file.exists() and aside.read_bytes() == before
+    assert f"suffix cache begins empty, {aside} is kept" in caplog.text
+    assert engine.drafters["suffix"].cache.num_cached_requests == 0
+    engine.generate([PROMPT], GREEDY)
+    engine.save_drafters()
+    again = make(model_dir, suffix_cache=str(file))
+    assert again.drafters["suffix"].cache.num_cached_requests == 1
+
+
+def test_a_file_of_somebody_else_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cache.suffix"
+    foreign(file)
     before = file.read_bytes()
     with pytest.raises(ValueError, match=r"^suffix_cache cannot be read: .*cache\.suffix"):
         make(model_dir, suffix_cache=str(file))

@@ -11,7 +11,13 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
     pytest.importorskip(name)
 
 from specops.engine.server.clients import Clients
-from specops.engine.server.intake import Intake, Turn, Turns
+from specops.engine.server.intake import (
+    _MOST_PAUSE_SECONDS,
+    _PAUSE_SECONDS,
+    Intake,
+    Turn,
+    Turns,
+)
 from specops.engine.server.outbox import _AT_ONCE, Outbox
 from starlette.requests import HTTPConnection
 
@@ -127,3 +133,44 @@ def test_results_are_handed_out_a_few_at_a_time() -> None:
 
     asyncio.run(run())
     assert [event for client, event in order if client == "greedy"] == list(range(30))
+
+
+def test_who_leaves_before_its_turn_is_dropped_and_who_leaves_in_its_middle_pauses() -> None:
+    """Requests of a client that asks and leaves do not come at the rate at which it makes them."""
+    seen: list[str] = []
+
+    async def run() -> None:
+        loop, turns, gone = asyncio.get_running_loop(), Turns(), set[str]()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            seen.append(scope["name"])
+            if scope["name"].startswith("leaves"):
+                await asyncio.sleep(0)
+                gone.add(scope["name"])
+
+        async def ask(name: str, host: str = "10.0.0.1") -> None:
+            state = {"is_gone": lambda: name in gone}
+            await intake(scope(host=host) | {"name": name, "state": state}, None, None)  # type: ignore[arg-type]
+
+        intake = Intake(app, Clients([]), turns)
+        gone.add("left")
+        begun = loop.time()
+        await asyncio.gather(ask("left"), ask("stays"), ask("left"))
+        assert seen == ["stays"] and len(turns) == 0
+        await asyncio.gather(*(ask(f"leaves {i}") for i in range(5)), ask("late"))
+        assert seen[1:] == [*(f"leaves {i}" for i in range(5)), "late"]
+        assert loop.time() - begun >= 5 * _PAUSE_SECONDS, "one after each that has left"
+        # However many have left at once, the client's next request comes before long.
+        for _ in range(1000):
+            turns.pause("from 10.0.0.1")
+        await asyncio.wait_for(ask("another", "10.0.0.2"), _PAUSE_SECONDS)
+        waiting = asyncio.ensure_future(ask("next"))
+        await asyncio.sleep(2 * _PAUSE_SECONDS)
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.wait_for(ask("last"), _MOST_PAUSE_SECONDS + 1)
+        await asyncio.sleep(_PAUSE_SECONDS)
+        assert len(turns) == 0, "a client that is gone is forgotten, once its pause is over"
+
+    asyncio.run(run())

@@ -45,9 +45,12 @@ from specops.engine.__main__ import _parser, main
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.config_file import arguments_of
 from specops.engine.models import Transformer
+from specops.engine.server import Access
+from specops.engine.server.answers import TextAnswer
 from specops.engine.server.chat import ChatFormat
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.jobs import Job
+from specops.engine.server.metrics import Metrics
 from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest, parse
 
 TESTS = Path(__file__).parent
@@ -164,6 +167,31 @@ def test_stop_strings_cut_the_text(fake: Served, stream: bool) -> None:
     )
     assert "".join(choice["text"] for choice in choices) == "hello "
     assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_long_answers_of_a_client_are_spelt_one_at_a_time(
+    fake: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them would have the interpreter's lock for as long as all of them together."""
+    at_once, most = 0, 0
+    render = TextAnswer._render
+
+    def watched(*args: Any) -> bytes:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.02)
+        at_once -= 1
+        return render(*args)
+
+    monkeypatch.setattr(TextAnswer, "_render", watched)
+    body = {"prompt": "a" * 200, "max_tokens": 1, "prompt_logprobs": 100}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(post, fake, "completions", body) for _ in range(4)]
+        for answer in answers:
+            (choice,) = answer.result().json()["choices"]
+            assert len(choice["prompt_logprobs"]) == 200
+    assert most == 1
 
 
 def test_seeds_are_told_and_exact_in_javascript(client: openai.OpenAI) -> None:
@@ -537,6 +565,12 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"reasoning_max_tokens": -1}, 400, "reasoning_max_tokens", "at least 0"),
     (TEXT | {"response_max_tokens": 0}, 400, "response_max_tokens", "at least 1"),
     (TEXT | {"think_inject_token_ids": [1]}, 400, "think_inject_token_ids", "must come with"),
+    (
+        TEXT | {"stop": ["a", "b\udc00"]},
+        400,
+        "stop",
+        r"valid Unicode, got half a pair in 'b\udc00'",
+    ),
     # what is not there
     (TEXT | {"best_of": 2}, 400, "best_of", "not supported"),
     (TEXT | {"suffix": "x"}, 400, "suffix", "not supported"),
@@ -608,6 +642,8 @@ def test_refusals(
         assert message in error["message"]
         if param is not None:
             assert error["param"] == param
+        if message == "not supported":
+            assert error["code"] == "unsupported_parameter"
     fake.wait_until_idle()
 
 
@@ -688,6 +724,43 @@ def test_bodies_over_the_limit() -> None:
             raise_for_status = send(served, iter([b" " * 100_000] * 100))
             raise httpx.TransportError(raise_for_status.text)
         assert send(served, fits).status_code == 200
+
+
+def test_bodies_that_say_that_they_are_too_long() -> None:
+    """They are refused before they come."""
+    with serving(FakeEngine(), max_body_bytes=1000) as served:
+        for length, more in ((1001, []), (20_000, []), (1001, ["Expect: 100-continue"])):
+            answer = told(
+                served, [f"Content-Length: {length}", *more], b"", until=b"body_too_large"
+            )
+            assert answer.startswith(b"HTTP/1.1 413")
+            # It may be sent all the same, if it is not much longer, and nobody has to be asked.
+            assert (b"connection: close" in answer.lower()) == (length > 16_000 or bool(more))
+
+
+def test_a_body_in_a_coding_that_nobody_decodes(fake: Served) -> None:
+    body = json.dumps(TEXT).encode()
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    for coding, status in (("chunked", 200), ("Chunked", 200), ("gzip, chunked", 400)):
+        answer = told(fake, [f"Transfer-Encoding: {coding}"], chunked, until=b"}")
+        assert answer.startswith(b"HTTP/1.1 %d" % status)
+        assert (b"Transfer-Encoding must be chunked, got gzip, chunked" in answer) == (
+            status == 400
+        )
+
+
+def told(served: Served, headers: list[str], body: bytes, *, until: bytes) -> bytes:
+    """What is answered to a request for completions in one piece, up to a mark."""
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    address = ("127.0.0.1", int(served.url.rpartition(":")[2]))
+    with socket.create_connection(address, timeout=5) as asked:
+        asked.sendall("\r\n".join([*head, "", ""]).encode() + body)
+        answer = b""
+        while until not in answer:
+            got = asked.recv(65536)
+            assert got, answer
+            answer += got
+    return answer
 
 
 def send(served: Served, content: Any) -> httpx.Response:
@@ -776,7 +849,7 @@ def test_a_greedy_key_leaves_room_for_others() -> None:
 
 
 def test_without_keys_addresses_are_clients() -> None:
-    """A proxy on this machine says where a request comes from; until two have come one has all."""
+    """A trusted proxy says where a request comes from; until two have come one has all."""
     config = EngineConfig(
         served_model_name="fake", max_num_seqs=1, max_waiting=8, max_model_len=256
     )
@@ -791,7 +864,7 @@ def test_without_keys_addresses_are_clients() -> None:
     )
     body = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
     with (
-        serving(engine) as served,
+        serving(engine, access=Access(forwarded_allow_ips=["127.0.0.0/8"])) as served,
         concurrent.futures.ThreadPoolExecutor(32) as pool,
     ):
         assert post(served, "completions", TEXT | {"n": 8}, headers=greedy).status_code == 200
@@ -1135,6 +1208,29 @@ def test_metrics() -> None:
         assert post(served, "completions", body | SHORT).status_code == 200
         per_pos = counters(served)["specops:spec_decode_num_draft_tokens_per_pos_total"]
         assert per_pos == {"0": 14, "1": 9, "2": 9}, "five steps more, of one draft each"
+
+
+def test_prompt_tokens_are_counted_as_usage_counts_them() -> None:
+    with serving(FakeEngine()) as served:
+        body = {"prompt": ["abc", "defgh"], "n": 3, "max_tokens": 4}
+        usage = post(served, "completions", body).json()["usage"]
+        counted = counters(served)["specops:prompt_tokens_total"]
+        assert counted == {"": usage["prompt_tokens"]} == {"": 8}
+
+
+def test_metrics_are_not_spelt_more_often_than_ten_times_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    metrics = Metrics(FakeEngine())  # type: ignore[arg-type]
+    texts = []
+    for _ in range(12):
+        metrics.answer("GET", "/", 200)
+        texts.append(metrics.render())
+    assert len(set(texts)) == 10 and texts[9] == texts[10] == texts[11]
+    now += 1.0
+    assert b'status="200"} 12.0' in metrics.render()
 
 
 def test_the_dashboard_asks_for_what_there_is() -> None:
@@ -1560,14 +1656,32 @@ def test_connections_that_ask_nothing_are_closed() -> None:
         def connection() -> socket.socket:
             return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
 
-        # More than may be open at a time: those that came too late end at once.
+        # More than may be open at a time: of the address with most the oldest ones end at once,
+        # another address gets in, and what has been asked is answered.
+        asked = connection()
+        body = json.dumps({"prompt": "abc", "max_tokens": 150}).encode()
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        ask = f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body
+        asked.sendall(ask)
+        time.sleep(0.2)
         crowd = [connection() for _ in range(60)]
         begun = time.monotonic()
-        for one in crowd[50:]:
+        # Forty may be open, and the one that has asked is one of them.
+        for one in crowd[:21]:
             assert one.recv(1) == b""
+        other = stack.enter_context(
+            socket.create_connection(("127.0.0.1", port), 10, source_address=("127.0.0.2", 0))
+        )
+        other.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert other.recv(65536).startswith(b"HTTP/1.1 200")
+        assert crowd[21].recv(1) == b""
         assert time.monotonic() - begun < 1.5
-        for one in crowd[:50]:
+        for one in crowd[22:]:
+            one.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                one.recv(1)
             one.close()
+        answer_to(asked)
         # A byte now and then keeps nothing open.
         slow = connection()
         begun = time.monotonic()
@@ -1582,22 +1696,35 @@ def test_connections_that_ask_nothing_are_closed() -> None:
             with contextlib.suppress(OSError):  # it may have ended meanwhile
                 head = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " if endless else b"GET /"
                 fast.sendall(head + (endless or b"a") * (1 << 17))
-            answer = b"HTTP/1.1 400"  # which is lost where the system ends it for what is not read
+            answer = b"HTTP/1.1 400"  # it is lost where the system ends it for what is not read
             with contextlib.suppress(ConnectionResetError):
                 answer = fast.recv(65536)
             assert answer.startswith(b"HTTP/1.1 400")
-        # One that has asked may wait for its answer, and ask again.
-        body = json.dumps({"prompt": "abc", "max_tokens": 150}).encode()
-        asked = connection()
-        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        for _ in range(2):
-            asked.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body)
+        # Nor whether they end, in one piece with the body or behind another request.
+        long = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n"
+        for before in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+            fast = connection()
+            fast.sendall(before + long)
             answer = b""
-            while b'"usage"' not in answer:
-                got = asked.recv(65536)
-                assert got, answer
-                answer += got
-            assert answer.startswith(b"HTTP/1.1 200")
+            with contextlib.suppress(ConnectionResetError):
+                while got := fast.recv(65536):
+                    answer += got
+            assert b"HTTP/1.1 400" in answer and b"The headers exceed 65536 bytes" in answer
+        # One that has asked may wait for its answer, and ask again.
+        asked = connection()
+        for _ in range(2):
+            asked.sendall(ask)
+            answer_to(asked)
+
+
+def answer_to(asked: socket.socket) -> None:
+    """Reads the answer to a request of completions."""
+    answer = b""
+    while b'"usage"' not in answer:
+        got = asked.recv(65536)
+        assert got, answer
+        answer += got
+    assert answer.startswith(b"HTTP/1.1 200")
 
 
 def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1663,6 +1790,9 @@ def test_sigterm_drains() -> None:
         (["--metrics-port", "99999"], "metrics_port must be in [0, 65535], got 99999"),
         (["--metrics-port", "8000"], "metrics_port must be another than port, got 8000 twice"),
         (["--host", "no.such.host.invalid"], "host and port must be an address to listen on"),
+        (["--allowed-hosts", "a:8000"], "allowed_hosts must be names or addresses without a port"),
+        (["--allowed-origins", '["*"]'], "allowed_origins must be such as https://example.com"),
+        (["--forwarded-allow-ips", "proxy"], "forwarded_allow_ips must be addresses, networks"),
         (["--api-key", ""], "--api-key must hold a key of at least one character"),
         (["--api-key-file", "/dev/null"], "--api-key-file must hold a key of at least one"),
         (["--api-key-file", "/no/such/file"], "--api-key-file must be a text file"),

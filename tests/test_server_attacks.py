@@ -8,18 +8,36 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
     pytest.importorskip(name)
 
 import server_attacks
-from server_attacks import ATTACKS, Sizes
+from attackers import ATTACKS, Sizes
 from specops.engine.config import BUNDLED_MODEL
 
-SMALL = Sizes(words=3000, ids=6000, choices=16, sockets=20, streams=12, body=5 << 20, tokens=16)
+SMALL = Sizes(
+    words=3000,
+    ids=6000,
+    choices=16,
+    sockets=20,
+    half_open=100,
+    streams=12,
+    clients=2,
+    body=5 << 20,
+    tokens=16,
+    prompt=100,
+)
 # What attackers are told, or do.
 EXPECTED = {
     "bad_words": {"400"},
     "long_ids": {"400"},
     "many_choices": {"200"},
     "trickling": {"open"},
+    "half_open": {"closed", "open"},
+    "big_heads": {"400", "closed"},  # it is lost where the system ends it for what is not read
     "broken_uploads": {"left"},
     "huge_bodies": {"413"},
+    "announced_bodies": {"413"},
+    "connect_send_close": {"left"},
+    "fresh_prompts": {"200"},
+    "prompt_logprobs": {"200"},
+    "forwarded_for": {"200"},
     "leaving_streams": {"200", "left", "read"},
     "ambiguous_grammars": {"200"},
 }
@@ -35,7 +53,7 @@ def test_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
         rounds=1,
         names=list(ATTACKS),
         sizes=SMALL,
-        options=["--num-threads", "1"],
+        options=["--num-threads", "1", "--max-connections", "80"],
     )
     out = capsys.readouterr().out
     assert wrong == [], out

@@ -210,17 +210,18 @@ def test_prompts_have_a_bounded_number_of_rows_beside_others() -> None:
     scheduler.waiting.append(owned(0, "normal", "one"))
     run(scheduler, 2)
     scheduler.waiting.append(owned(1, "other", "one", tokens=300))
-    plans = run(scheduler, 11)
-    assert [rows_of(plan, "other") for plan in plans] == [8 * FREE] * 9 + [300 - 72 * FREE, 1]
-    assert [rows_of(plan, "normal") for plan in plans] == [1] * 11
+    plans = run(scheduler, 20)
+    assert [rows_of(plan, "other") for plan in plans] == [4 * FREE] * 18 + [300 - 72 * FREE, 1]
+    assert [rows_of(plan, "normal") for plan in plans] == [1] * 20
 
 
-def test_prompts_beside_calls_of_the_same_client_have_what_is_left() -> None:
+def test_prompts_beside_calls_of_the_same_client_have_all_rows_of_prompts() -> None:
     scheduler = slots(4)
     scheduler.waiting.append(owned(0, "normal", "one"))
     run(scheduler, 2)
     scheduler.waiting.append(owned(1, "normal", "two", tokens=300))
-    assert [rows_of(plan, "normal") for plan in run(scheduler, 3)] == [256, 46, 2]
+    rows = [rows_of(plan, "normal") for plan in run(scheduler, 4)]
+    assert rows == [1 + 32 * FREE, 1 + 32 * FREE, 1 + 300 - 64 * FREE, 2]
 
 
 def test_short_prompts_are_not_behind_long_ones() -> None:
@@ -228,16 +229,29 @@ def test_short_prompts_are_not_behind_long_ones() -> None:
     scheduler = slots(8)
     scheduler.waiting += [owned(i, "greedy", f"call {i}", tokens=400) for i in range(4)]
     (alone,) = run(scheduler, 1)
-    assert rows_of(alone, "greedy") == 256
-    scheduler.waiting += [owned(4, "normal", "one", tokens=7), owned(5, "third", "one", tokens=90)]
+    assert rows_of(alone, "greedy") == 32 * FREE, "whoever comes now waits for no longer step"
+    scheduler.waiting += [owned(4, "normal", "one", tokens=7), owned(5, "third", "one", tokens=30)]
     plans = run(scheduler, 2)
-    assert {client: rows_of(plans[0], client) for client in ("normal", "third", "greedy")} == {
-        "normal": 7,
-        "third": 90,
-        "greedy": 159,
-    }
+    expected = {"normal": 7, "third": 30, "greedy": 4 * FREE}
+    assert {client: rows_of(plans[0], client) for client in expected} == expected
     # Now the two decode.
-    assert rows_of(plans[1], "greedy") == 1 + 8 * FREE  # one of them decodes, too
+    assert {client: rows_of(plans[1], client) for client in expected} == {
+        "normal": 1,
+        "third": 1,
+        "greedy": 4 * FREE,
+    }
+
+
+def test_long_prompts_of_several_clients_share_the_rows_of_prompts() -> None:
+    scheduler = slots(8)
+    scheduler.waiting += [owned(i, client, "one", tokens=400) for i, client in enumerate("ab")]
+    (plan,) = run(scheduler, 1)
+    assert [rows_of(plan, client) for client in "ab"] == [16 * FREE, 16 * FREE]
+    # Both end in one step: nobody's end is put off for the other's.
+    both = slots(8)
+    both.waiting += [owned(i, client, "one", tokens=40) for i, client in enumerate("ab")]
+    (plan,) = run(both, 1)
+    assert [rows_of(plan, client) for client in "ab"] == [40, 40]
 
 
 def test_a_greedy_client_cannot_make_the_first_step_long() -> None:
@@ -264,8 +278,8 @@ def test_newcomers_of_others_come_a_few_at_a_time() -> None:
     run(scheduler, 2)
     scheduler.waiting += [owned(i, "greedy", "many") for i in range(1, 60)]
     plans = run(scheduler, 3)
-    assert [len(plan.started) for plan in plans] == [11, 11, 9]  # of three tokens
-    assert all(rows_of(plan, "greedy") <= 8 * FREE + FREE + 1 for plan in plans)
+    assert [len(plan.started) for plan in plans] == [6, 5, 5]  # of three tokens
+    assert all(rows_of(plan, "greedy") <= 4 * FREE + FREE + 1 for plan in plans)
 
 
 def test_a_newcomer_is_let_in_beside_one_with_many_drafts() -> None:

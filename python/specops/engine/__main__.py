@@ -84,6 +84,29 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="how the model writes calls of tools (default: as its chat template teaches it)",
     )
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
+    add(
+        "--allowed-hosts",
+        metavar="NAME",
+        action="append",
+        help="names in the Host header that are answered, several times for several, * for any "
+        "(default: without keys and on a loopback address those of this machine, else any)",
+    )
+    add(
+        "--allowed-origins",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="whose pages may ask from a browser, such as https://example.com, several times for "
+        "several, * for any (default: only the server's own)",
+    )
+    add(
+        "--forwarded-allow-ips",
+        metavar="ADDRESS",
+        action="append",
+        default=[],
+        help="a proxy, or a network of them, whose X-Forwarded-For says where requests come from, "
+        "several times for several, * for any (default: none)",
+    )
     _add_limits(parser)
     add(
         "--log-level",
@@ -159,6 +182,10 @@ def serve(given: Sequence[str], program: str) -> int:
         _check_limits(args)
         api_keys = _api_keys(args.api_key, args.api_key_file)
         listener, metrics_listener = _listeners(args)  # before the model, which takes longer
+        own = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
+        access = server.Access(
+            args.allowed_hosts or own, args.allowed_origins, args.forwarded_allow_ips
+        )
         engine = Engine(EngineConfig(**settings))
         app = server.make_app(
             engine,
@@ -167,6 +194,7 @@ def serve(given: Sequence[str], program: str) -> int:
             body_timeout=args.body_timeout,
             metrics_apart=metrics_listener is not None,
             tool_call_parser=args.tool_call_parser,
+            access=access,
         )
     except ValueError as error:
         return _fail(str(error))

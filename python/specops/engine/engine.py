@@ -55,7 +55,7 @@ class EngineStats:
     num_steps: int = 0
     num_rows: int = 0  # of all steps: tokens of prompts, decoding and drafts
     num_preemptions: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # of accepted prompts, each once, however many choices it has
     generation_tokens: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of these, found
@@ -257,7 +257,8 @@ class Engine:
         )
         self._requests[request.request_id] = request
         self._scheduler.waiting.append(request)
-        self.stats.prompt_tokens += request.prompt_len
+        if choice_index == 0:
+            self.stats.prompt_tokens += request.prompt_len
         return request.request_id
 
     def require_room(self, count: int) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many rows each client's prompts have in a step.
 
-Whoever is alone has all that is left of a step. Several clients with prompts have equal parts of
-it, so that a short prompt is not behind all of somebody's long ones. Beside decoding requests of
-another client, prompts have a bounded number of rows: those wait for the end of the step. The bound
-is far above what decoding requests get of each other's steps (turns.py), since a step with few rows
-of a prompt costs nearly as much as one with many, and a long prompt would never end.
+Whoever is alone has all of them. Several clients with prompts have equal parts, so that a short
+prompt is not behind all of somebody's long ones. Beside another client's decoding requests, prompts
+have fewer: those wait for the end of the step. So have long prompts beside another client's whose
+equal part is enough for its end. They still have far more than decoding requests get of each
+other's steps (turns.py), or a long prompt would never end.
 None of this can change a token: it only decides when.
 """
 
@@ -21,8 +21,8 @@ class PromptShares:
     Args:
         prompts: requests that are to have such rows, in the order of their turn.
         decoding: clients of whom requests decode in the step.
-        max_rows: that the step has left.
-        max_beside: that prompts may have beside decoding requests of another client; None: all.
+        max_rows: that prompts may have in the step.
+        max_beside: that they may have beside a client who gets tokens from it; None: all.
     """
 
     def __init__(
@@ -36,9 +36,10 @@ class PromptShares:
         wanted: Counter[str] = Counter()
         for request in prompts:
             wanted[client_of(request)] += len(request.token_ids) - request.num_computed
-        beside = [client for client in wanted if decoding - {client}]
-        others = {client: rows for client, rows in wanted.items() if client not in beside}
         bound = max_rows if max_beside is None else min(max_beside, max_rows)
+        ending = {one for one, rows in wanted.items() if rows <= max_rows // len(wanted)}
+        beside = [one for one in wanted if decoding - {one} or (ending and one not in ending)]
+        others = {client: rows for client, rows in wanted.items() if client not in beside}
         self._left = _shared(bound, {client: wanted[client] for client in beside})
         self._left |= _shared(max_rows - sum(self._left.values()), others)
 

@@ -167,6 +167,9 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
                 raise ValueError(f"{name} must hold non-empty strings, got {getattr(self, name)!r}")
+            for text in getattr(self, name):
+                if any("\ud800" <= letter <= "\udfff" for letter in text):
+                    raise ValueError(f"{name} must hold valid Unicode, got half a pair in {text!r}")
         for name in ("stop_token_ids", "allowed_token_ids", "think_inject_token_ids"):
             _check_token_ids(name, getattr(self, name) or ())
         for name in ("bad_words_token_ids", "stop_token_sequences"):

@@ -21,10 +21,13 @@ from specops.engine.prompt_shares import PromptShares, client_of
 from specops.engine.request import Request
 from specops.engine.turns import Ask, take_turns
 
-# Rows that prompts have beside decoding requests of other clients, over those that a step computes
-# in the time that it takes anyway: such a step takes a few times as long as without them, and a
-# prompt some one and a half times as long as if it had all rows.
-_PROMPT_ROWS = 8
+# Rows that prompts have, over those that a step computes in the time that it takes anyway. Beside
+# decoding requests of other clients: such a step takes about three times as long as without them,
+# and a prompt one and a half times as long as if it had all rows.
+_PROMPT_ROWS_BESIDE = 4
+# And at most: whoever comes next waits for the end of the step. A prompt is computed as fast in
+# steps of so many rows as in longer ones.
+_MAX_PROMPT_ROWS = 32
 
 
 class Scheduler:
@@ -196,11 +199,12 @@ class Scheduler:
         may_start = bool(self.waiting) and not self._is_settled
         if budget <= 0 or not (prompts or may_start):
             return
+        free_rows = self._free_rows
         rows = PromptShares(
             chain(prompts, self.waiting if may_start else ()),
             decoding={client_of(part.request) for part in self._plan.parts},
-            max_rows=budget,
-            max_beside=None if self._free_rows is None else _PROMPT_ROWS * self._free_rows,
+            max_rows=budget if free_rows is None else min(budget, _MAX_PROMPT_ROWS * free_rows),
+            max_beside=None if free_rows is None else _PROMPT_ROWS_BESIDE * free_rows,
         )
         for request in prompts:
             if request.slot >= 0 and budget > 0:

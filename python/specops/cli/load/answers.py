@@ -2,6 +2,7 @@
 """One request to an OpenAI-compatible server, its answer streamed, and when what of it came."""
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,11 +87,19 @@ async def ask(
             else:
                 answer.error = f"{response.status}: {error_message(await response.text())}"
     except (aiohttp.ClientError, TimeoutError) as error:
-        answer.error = f"{type(error).__name__}: {error}".rstrip(": ")
+        answer.error = reason(error)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         answer.error = f"the stream is not OpenAI's: {error!r}"
     answer.end = answer.end or clock()
     return answer
+
+
+def reason(error: Exception) -> str:
+    """Why a server was not reached, or did not go on, in the system's words where it has some."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno
+        return f"cannot connect: {os.strerror(number)}" if number else "cannot connect"
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def error_message(text: str) -> str:

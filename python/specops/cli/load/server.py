@@ -6,7 +6,7 @@ import json
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from specops.cli.load.answers import error_message
+from specops.cli.load.answers import error_message, reason
 from specops.cli.load.figures import DraftCounts
 
 # As vLLM calls them, behind a prefix such as vllm: or specops:.
@@ -28,7 +28,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
         async with session.get(f"{url}/v1/models") as response:
             text = await response.text()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ValueError(wrong + (str(error) or type(error).__name__)) from None
+        raise ValueError(wrong + reason(error)) from None
     if response.status != 200:
         raise ValueError(f"{wrong}{response.status}: {error_message(text)}")
     try:

@@ -80,7 +80,10 @@ class SuffixStore:
         logger.info("suffix cache saved: %s in %s", self._told(), self._path)
 
     def _load(self, path: Path) -> None:
-        """Reads the file, if it is there; one that could not be replaced is refused as well."""
+        """Reads the file, if it is there; one that could not be replaced is refused as well.
+
+        One that is damaged is worth nothing, and no reason not to start: it gets another name.
+        """
         folder = path.parent
         if not folder.is_dir():
             raise ValueError(f"suffix_cache: the folder {folder} does not exist")
@@ -95,6 +98,11 @@ class SuffixStore:
             names = self._read_label(path)
             self.cache.load(str(path))
         except (OSError, ValueError) as error:
+            if _is_damaged(path, error):
+                aside = path.with_name(f"{path.name}.damaged")
+                path.replace(aside)
+                logger.warning("suffix cache begins empty, %s is kept: %s", aside, error)
+                return
             raise ValueError(
                 f"suffix_cache cannot be read: {error}; name another file, or move this one away"
             ) from None
@@ -186,6 +194,12 @@ class SuffixStore:
     def _told(self) -> str:
         responses, tokens = self._size()
         return f"{responses} responses of {tokens} tokens"
+
+
+def _is_damaged(path: Path, error: Exception) -> bool:
+    """Whether a file that could not be loaded was whole once, and is ours as far as it goes."""
+    fault = str(error).partition(f"{path}' ")[2]
+    return fault.startswith(("is damaged", "is cut short")) or not path.stat().st_size
 
 
 def _texts_below(path: Path) -> list[Path]:

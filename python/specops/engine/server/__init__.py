@@ -2,5 +2,6 @@
 """The engine behind HTTP: an OpenAI-compatible API, metrics, and a page for the browser."""
 
 from specops.engine.server.app import listen, make_app, serve
+from specops.engine.server.hosts import Access, default_hosts
 
-__all__ = ["listen", "make_app", "serve"]
+__all__ = ["Access", "default_hosts", "listen", "make_app", "serve"]

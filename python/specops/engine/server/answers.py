@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from specops.engine.outputs import Completion, SpeculativeStats, TokenLogprob
 from specops.engine.server.api_error import server_error
 from specops.engine.server.call_forms import CallForm, CallReader
+from specops.engine.server.intake import Turn
 from specops.engine.server.jobs import ChoiceOutput, Job, JobFailed, Span
 from specops.engine.server.logprobs import (
     LegacyLogprobs,
@@ -27,7 +28,7 @@ from specops.engine.server.protocol import (
     StreamOptions,
 )
 from specops.engine.server.steps import step_report
-from specops.engine.server.streaming import dumped, event
+from specops.engine.server.streaming import dumped, event, with_members
 from specops.engine.server.tools import NamedTool
 from specops.engine.server.usage import add_stats, metrics, timings, usage
 from specops.engine.tokenizer import Tokenizer
@@ -71,8 +72,13 @@ class Answer(Generic[R]):
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._spans: list[Span] = []
 
-    async def whole(self) -> bytes:
-        """Waits for all choices: the answer that is not streamed, in JSON."""
+    async def whole(self, turn: Turn) -> bytes:
+        """Waits for all choices: the answer that is not streamed, in JSON.
+
+        Args:
+            turn: of the client, needed to spell a long one: one of its requests at a time has the
+                interpreter's lock for so long.
+        """
         outputs: dict[int, ChoiceOutput] = {}
         while self.job.num_unfinished:
             for output in await self.job.next_outputs():
@@ -81,22 +87,22 @@ class Answer(Generic[R]):
                     outputs[output.index] = output
         if self._num_logprobs() < _MANY_LOGPROBS:
             return self._render(outputs)
-        return await asyncio.to_thread(self._render, outputs)
+        await turn.begin()
+        try:
+            return await asyncio.to_thread(self._render, outputs)
+        finally:
+            turn.end()
 
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         choices = []
         for index in sorted(outputs):
             completion = outputs[index].completion
             assert completion is not None
-            choices.append(self.choice(outputs[index], completion))
-        body = {
-            **self._frame,
-            "object": self.object_name,
-            "choices": choices,
-            **self.extras(),
-            **self._totals(),
-        }
-        return dumped(body)
+            choice = dumped(self.choice(outputs[index], completion))
+            choices.append(with_members(choice, self.choice_extras(index)))
+        body = {**self._frame, "object": self.object_name, **self._totals()}
+        members = {"choices": b"[%b]" % b",".join(choices), **self.extras()}
+        return with_members(dumped(body), members)
 
     def _num_logprobs(self) -> int:
         """How many numbers the answer has beside its text, with the alternatives'."""
@@ -174,16 +180,20 @@ class Answer(Generic[R]):
         """A finished choice as a whole."""
         raise NotImplementedError
 
-    def extras(self) -> dict[str, Any]:
-        """What stands beside the choices, where something was asked for."""
+    def extras(self) -> dict[str, bytes]:
+        """What stands beside the choices, where something was asked for, in JSON."""
+        return {}
+
+    def choice_extras(self, index: int) -> dict[str, bytes]:
+        """What stands in a choice beside the rest, where something was asked for, in JSON."""
         return {}
 
     def prompt_of(self, index: int) -> int:
         """Which prompt a choice is of."""
         return index // self.job.params.n
 
-    def vllm_prompt_logprobs(self, prompt: int) -> dict[str, Any]:
-        """A prompt's log-probabilities in vLLM's field, if they were asked for there."""
+    def vllm_prompt_logprobs(self, prompt: int) -> dict[str, bytes]:
+        """A prompt's log-probabilities in vLLM's field, in JSON, if they were asked for there."""
         wanted = self.request.prompt_logprobs
         if wanted is None:
             return {}
@@ -271,7 +281,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             return "tool_calls"
         return completion.finish_reason
 
-    def extras(self) -> dict[str, Any]:
+    def extras(self) -> dict[str, bytes]:
         return self.vllm_prompt_logprobs(0)
 
     def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
@@ -358,8 +368,10 @@ class TextAnswer(Answer[CompletionRequest]):
             logprobs = joined(echoed, builder.build(completion.logprobs))
         text = self._echo(output.index) + completion.text
         choice = self._spell(output.index, text, logprobs, completion.finish_reason)
-        choice |= self.vllm_prompt_logprobs(self.prompt_of(output.index))
         return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
+
+    def choice_extras(self, index: int) -> dict[str, bytes]:
+        return self.vllm_prompt_logprobs(self.prompt_of(index))
 
     def _builder(self, index: int) -> LegacyLogprobs:
         return self._logprobs.setdefault(index, LegacyLogprobs(self.tokenizer))

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import specops
@@ -31,6 +32,7 @@ from specops.engine.server.clients import Clients
 from specops.engine.server.connections import bounded_protocol
 from specops.engine.server.engine_thread import EngineThread
 from specops.engine.server.generation import Generation
+from specops.engine.server.hosts import Access, AllowedHosts, Forwarded
 from specops.engine.server.intake import Intake, Turns
 from specops.engine.server.metrics import Metrics
 from specops.engine.server.metrics_port import add_metrics, metrics_served
@@ -62,6 +64,11 @@ _SWITCH_SECONDS = 0.0005
 # stopped for 0.7 s of 14, everybody with them, three times for 50 ms at once.
 _GARBAGE_THRESHOLDS = 5_000, 20, 50
 
+# Connections taken in a round of the event loop. libuv takes one from each listener, and a round
+# lasts a millisecond while the engine's thread runs: of somebody who makes more of them, thousands
+# would be before everybody else's.
+_ACCEPTED_AT_ONCE = 8
+
 _READ = ["GET", "HEAD"]
 _HEALTH: dict[str, Any] = reads(Health)
 _HEALTH["responses"][503] = {"model": Health, "description": "the engine fails, or has stopped"}
@@ -76,6 +83,7 @@ def make_app(
     body_timeout: float = 60.0,
     metrics_apart: bool = False,
     tool_call_parser: str | None = None,
+    access: Access | None = None,
 ) -> FastAPI:
     """The application that serves an engine. The engine is the application's from now on.
 
@@ -90,10 +98,12 @@ def make_app(
         body_timeout: seconds that a client may take over its body.
         metrics_apart: there is no /metrics, since `serve` has another port for it.
         tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
-            its chat template teaches it. Of a `chat_format` that is given it is that one's affair.
+            its chat template teaches it. Ignored when `chat_format` is given.
+        access: by which names it is asked, from whose pages, and through which proxies; by default
+            by any, none and none.
 
     Raises:
-        ValueError: the model's chat template is broken, a key is empty, or the parser is unknown.
+        ValueError: the model's chat template is broken, a key is empty, the parser is unknown.
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
@@ -121,10 +131,27 @@ def make_app(
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app)
+    _add_middleware(app, access or Access(), metrics, Clients(api_keys))
+    return app
+
+
+def _add_middleware(app: FastAPI, access: Access, metrics: Metrics, clients: Clients) -> None:
+    """What is around the routes; each is around those before it."""
+    if access.allowed_hosts is not None:
+        app.add_middleware(AllowedHosts, hosts=access.allowed_hosts)
+    if access.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
-    app.add_middleware(Intake, clients=Clients(api_keys), turns=Turns())  # around all others
-    return app
+    app.add_middleware(Intake, clients=clients, turns=Turns())
+    if access.forwarded_allow_ips:
+        app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
 
 
 def _chat_format(engine: Engine, tool_call_parser: str | None) -> ChatFormat:
@@ -280,7 +307,8 @@ def serve(
         listener: from `listen`.
         drain_timeout: seconds.
         log_level: of uvicorn.
-        max_connections: open at a time; further ones are closed at once.
+        max_connections: open at a time. For one more, the address that has most of them loses the
+            one that has asked for nothing for longest.
         header_timeout: seconds that a client may take over the headers of a request.
         metrics_listener: from `listen`, for an application with `metrics_apart`.
     """
@@ -298,6 +326,7 @@ def serve(
         log_level=log_level,
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,
+        proxy_headers=False,  # make_app knows whom to believe
         lifespan="on",
         ws="none",
     )
@@ -305,4 +334,5 @@ def serve(
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         if metrics_listener is not None:
             stack.enter_context(metrics_served(app.state.metrics, metrics_listener))
-        uvicorn.Server(config).run(sockets=[listener])
+        listeners = [listener, *(listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
+        uvicorn.Server(config).run(sockets=listeners)

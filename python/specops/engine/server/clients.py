@@ -25,15 +25,16 @@ class Clients:
         same = [hmac.compare_digest(sent, one) for one in self._expected]
         if any(same):
             return f"key-{same.index(True)}", True
-        return _address(connection), not same
+        host = connection.client.host if connection.client else ""
+        return f"from {network_of(host)}", not same
 
 
-def _address(connection: HTTPConnection) -> str:
-    """Where a request comes from; of IPv6 the network, in which a client may choose addresses."""
+def network_of(host: str) -> str:
+    """An address; of IPv6 its network, in which a client may choose addresses."""
     try:
-        address = ipaddress.ip_address(connection.client.host if connection.client else "")
+        address = ipaddress.ip_address(host)
     except ValueError:  # a socket of this machine
-        return ""
+        return "here"
     if address.version == 6:
-        return f"from {ipaddress.ip_network((address, 64), strict=False)}"
-    return f"from {address}"
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)

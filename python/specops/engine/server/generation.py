@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
@@ -49,6 +50,10 @@ B = TypeVar("B", bound=Strict)
 
 # Longer bodies are parsed beside the event loop.
 _SHORT_BODY = 1 << 15
+
+# A client may send a body to its end before it reads an answer, and would miss one that comes with
+# the end of the connection. So much of a body is read, over what it may have.
+_READ_ON = 16
 
 # Jobs of one client that the engine's thread may not have looked at yet.
 _SUBMITTED = 8
@@ -136,6 +141,8 @@ class Generation:
                 grammar = await until_gone(compiling, http.receive)
             except ClientGone:
                 return Response(status_code=499)  # for the access log: nobody reads it
+        if http.state.is_gone():  # before the engine has work with it
+            raise ClientDisconnect
         job = Job(
             prompts,
             params,
@@ -157,7 +164,7 @@ class Generation:
             await until_gone(self._submit(job, http.state.turn), http.receive)
             if request.stream:
                 return EventStream(answer.chunks(), lambda: self._thread.abort(job))
-            whole = await until_gone(answer.whole(), http.receive)
+            whole = await until_gone(answer.whole(http.state.turn), http.receive)
             return Response(whole, media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # for the access log: nobody reads it
@@ -260,21 +267,39 @@ class Generation:
         if kind != "application/json":
             # Browsers let pages of other origins send the other types without asking the server.
             raise ApiError(415, f"Content-Type must be application/json, got {kind or 'none'}")
+        codings = http.headers.getlist("transfer-encoding")
+        if any(coding.strip().lower() != "chunked" for coding in codings):
+            got = ", ".join(codings)
+            raise ApiError(400, f"Transfer-Encoding must be chunked, got {got}")
+        self._check_announced(http)
         chunks: list[bytes] = []
         size = 0
         async for chunk in http.stream():
             size += len(chunk)
             if size <= self._max_body_bytes:
                 chunks.append(chunk)
-            elif size > 16 * self._max_body_bytes:
-                break  # a client that goes on sending may miss the answer
+            elif size > _READ_ON * self._max_body_bytes:
+                break
         if size > self._max_body_bytes:
-            raise ApiError(
-                413,
-                f"the body must be at most {self._max_body_bytes} bytes long",
-                code="body_too_large",
-            )
+            raise self._too_large()
         return b"".join(chunks)
+
+    def _check_announced(self, http: Request) -> None:
+        """Refuses a body that says itself that it is too long, before it comes."""
+        length = int(http.headers.get("content-length", 0))
+        if length > self._max_body_bytes:
+            # What comes all the same is dropped, so that the client gets to read the answer. One
+            # that has waited to be asked need not send it, so nobody knows where it would end.
+            waits = "expect" in http.headers
+            raise self._too_large(closes=waits or length > _READ_ON * self._max_body_bytes)
+
+    def _too_large(self, *, closes: bool = False) -> ApiError:
+        return ApiError(
+            413,
+            f"the body must be at most {self._max_body_bytes} bytes long",
+            code="body_too_large",
+            headers={"Connection": "close"} if closes else None,
+        )
 
     def _check_lengths(self, request: CompletionRequest | ChatCompletionRequest) -> None:
         """Refuses lists of more token ids than fit, before anybody looks at the ids."""

@@ -8,10 +8,13 @@ from typing import Any
 from specops.engine.outputs import TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.server.api_error import ApiError
+from specops.engine.server.streaming import dumped
 from specops.engine.tokenizer import Tokenizer
 
 # Of prompts, in one answer, with the alternatives': some 20 MB of JSON.
 MAX_PROMPT_LOGPROBS = 1 << 18
+
+_ENTRY = '"%d":{"logprob":%r,"rank":%d,"decoded_token":%s}'
 
 
 def num_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
@@ -125,20 +128,36 @@ def joined(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, An
     return second if first is None else {name: first[name] + second[name] for name in second}
 
 
+class _SpeltTokens(dict[int, str]):
+    """Tokens in JSON, each spelt once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text = token_text(self._tokenizer.token_bytes(token_id))
+        self[token_id] = spelt = dumped(text).decode()
+        return spelt
+
+
 def vllm_prompt_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None], num_alternatives: int
-) -> list[dict[str, dict[str, Any]] | None]:
-    """A prompt's log-probabilities in vLLM's shape: by token id, the prompt's own token first."""
+) -> bytes:
+    """A prompt's log-probabilities in vLLM's shape: by token id, the prompt's own token first.
 
-    def entries(one: TokenLogprob) -> dict[str, dict[str, Any]]:
-        top = one.alternatives[:num_alternatives]
-        found = [(one.token_id, one.logprob, one.rank)]
-        found += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(top, 1)]
-        by_id: dict[str, dict[str, Any]] = {}
-        for token_id, logprob, rank in found:
-            text = token_text(tokenizer.token_bytes(token_id))
-            entry = {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
-            by_id.setdefault(str(token_id), entry)
-        return by_id
+    In JSON, since there may be a hundred thousand: to spell one is less work than to make a dict of
+    it, and an encoder would not let go of the interpreter's lock before the last one.
+    """
+    texts = _SpeltTokens(tokenizer)
 
-    return [None if one is None else entries(one) for one in logprobs]
+    def spelt(one: TokenLogprob) -> str:
+        own = one.token_id
+        found = [(own, _finite(one.logprob), one.rank, texts[own])]
+        for rank, (token_id, logprob) in enumerate(one.alternatives[:num_alternatives], 1):
+            if token_id != own:
+                found.append((token_id, _finite(logprob), rank, texts[token_id]))
+        return f"{{{','.join([_ENTRY % entry for entry in found])}}}"
+
+    rows = ["null" if one is None else spelt(one) for one in logprobs]
+    return f"[{','.join(rows)}]".encode()

@@ -5,6 +5,8 @@ Counters are read from the engine's own at every scrape, so that there is one tr
 scrape cannot read back, the distributions of times and lengths, is observed as it happens.
 """
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -49,6 +51,7 @@ _SECONDS = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 _LABELS = ("model_name",)
+_MAX_RENDERED = 10  # times in a second
 
 
 class Metrics:
@@ -60,6 +63,8 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self._model = engine.model_name
+        self._text = b""  # as it was spelt last
+        self._rendered: deque[float] = deque(maxlen=_MAX_RENDERED)  # when, the oldest first
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
@@ -168,8 +173,16 @@ class Metrics:
         self._answers.labels(self._model, method, route, str(status)).inc()
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        """All metrics in Prometheus' text format.
+
+        Who asks for them in a loop gets the last ones again, until a second is over: to spell them
+        takes milliseconds, in which no answer goes on.
+        """
+        now = time.monotonic()
+        if len(self._rendered) < _MAX_RENDERED or now - self._rendered[0] >= 1.0:
+            self._rendered.append(now)
+            self._text = generate_latest(self._registry)
+        return self._text
 
 
 class _EngineCollector(Collector):
@@ -224,7 +237,7 @@ class _EngineCollector(Collector):
                 "Choices that lost their pages and began anew",
                 stats.num_preemptions,
             ),
-            ("prompt_tokens", "Prompt tokens of accepted choices", stats.prompt_tokens),
+            ("prompt_tokens", "Prompt tokens, those of n choices once", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found", stats.prefix_cache_hits),

@@ -45,6 +45,7 @@ def metrics_served(metrics: Metrics, listener: socket.socket) -> Iterator[None]:
         log_level="warning",  # of the scrapes nobody wants a line each
         timeout_graceful_shutdown=1,
         server_header=False,
+        proxy_headers=False,
         lifespan="off",
         ws="none",
     )

@@ -268,7 +268,9 @@ class CompletionRequest(_Request):
     def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
         """As for any request; refuses what only completions have."""
         if self.best_of is not None and self.best_of != self.n:
-            raise ApiError(400, "best_of is not supported", param="best_of")
+            raise ApiError(
+                400, "best_of is not supported", param="best_of", code="unsupported_parameter"
+            )
         return super().sampling_params(call_form)
 
     @property

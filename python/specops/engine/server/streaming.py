@@ -4,7 +4,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -47,9 +47,16 @@ async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def dumped(body: dict[str, Any]) -> bytes:
-    """An answer in JSON."""
+def dumped(body: Any) -> bytes:
+    """An answer, or a part of one, in JSON."""
     return _ENCODER.encode(body).encode()
+
+
+def with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
+    """A JSON object, which is not empty, and further members, whose values are in JSON."""
+    return (
+        b",".join([body[:-1], *(b'"%b":%b' % (k.encode(), v) for k, v in members.items())]) + b"}"
+    )
 
 
 def event(body: dict[str, Any]) -> bytes:
