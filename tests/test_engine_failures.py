@@ -413,6 +413,10 @@ PLACES = [
             ("allow", 4),
             ("forced", 0),
             ("forced", 2),
+            ("compute_mask", 1),
+            ("tried", 1),
+            ("settle", 1),
+            ("note_step", 1),
         )
     ),
     *(Place(TextStream, name, lambda r: r.stream, at) for name, at in (("push", 3), ("take", 0))),
@@ -453,7 +457,8 @@ def test_what_fails_of_one_request_ends_that_one(
             return request
 
         monkeypatch.setattr(engine._admission, "make", noting)
-    times = 2 if place.name == "allow" else 1  # what has failed once may have been another's fault
+    # What has failed once among others' masks may have been another's fault.
+    times = 2 if place.name in {"allow", "compute_mask", "settle"} else 1
     function = getattr(place.owner, place.name)
     planted = Planted(function, when, at=place.at, times=times, after=after)
     monkeypatch.setattr(place.owner, place.name, planted)
@@ -476,8 +481,11 @@ def test_what_fails_of_one_request_ends_that_one(
 
 
 def test_what_a_grammar_may_be_asked_is_planted() -> None:
-    """But for what is asked only where something else has failed, or a text is at its end."""
-    rare = {"restart", "fits_end", "allow_all", "is_complete", "may_end"}
+    """But for what is asked only where something else has failed, or a text is at its end, and for
+    what is done beside the steps, whose results they do without.
+    """
+    rare = {"restart", "fits_end", "allow_all", "is_complete", "may_end", "note_limit", "is_dear"}
+    rare.add("prepare")
     planted = {place.name for place in PLACES if place.owner is GrammarState}
     assert hooks_of(GrammarState) == planted | rare
 

@@ -358,7 +358,7 @@ class Engine:
             self.stats.verify_seconds += executed - within
             self.stats.draft_seconds += time.perf_counter() - begun + within
         self._scheduler.return_pages_of_trees()
-        self._scheduler.grammar_turns.note(plan.parts, timer() - step_begun)
+        self._scheduler.grammar_turns.note(plan, timer() - step_begun)
         for part in plan.parts:
             request = part.request
             try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from specops.engine.plan import Scheduled
+from specops.engine.plan import Plan
 from specops.engine.request import Request
 
 # Of a step, where it is more than a tenth of the rest of it: the request is slow then.
@@ -58,22 +58,26 @@ class GrammarTurns:
             return None
         return int(max(_DRAFTS_SECONDS, self._rest_seconds) / request.grammar.row_seconds)
 
-    def note(self, parts: Sequence[Scheduled], seconds: float) -> None:
+    def note(self, plan: Plan, seconds: float) -> None:
         """Notes what a step has taken.
 
         Args:
-            parts: of the step; their tokens are committed.
+            plan: of the step; its tokens are committed.
             seconds: of the step as a whole.
         """
         total = slow = 0.0
-        for part in parts:
+        for part in plan.parts:
             request = part.request
-            if request.grammar is not None and part.emits:
+            if request.grammar is None or not part.emits:
+                continue
+            try:
                 request.grammar.note_step(1 + part.num_drafts)
-                total += _seconds(request)
-                slow += _seconds(request) if self._is_slow(request) else 0.0
+            except Exception as error:
+                plan.fail(request, error)
+            total += _seconds(request)
+            slow += _seconds(request) if self._is_slow(request) else 0.0
         self._rest_seconds = max(seconds - total, 0.0)
-        if slow and len(parts) > 1:
+        if slow and len(plan.parts) > 1:
             self._next_at = time.monotonic() + slow * (1 / _SHARE - 1)
 
     def _is_slow(self, request: Request) -> bool:

@@ -82,6 +82,7 @@ class StepMasks:
         except Exception:  # whose? Each is looked at alone, from where its text stands
             for request, one in wanted:
                 try:
+                    one.state.settle()
                     one.state.restart()
                     self._filler.fill([one], masks)
                 except Exception as error:
