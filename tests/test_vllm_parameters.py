@@ -5,9 +5,10 @@ Without vLLM: `Params` has the fields and defaults of its SamplingParams. The op
 are compared with plain torch edits of the logits, in vLLM's order.
 """
 
-from dataclasses import dataclass, field
+import copy
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from specops import sampling
@@ -18,9 +19,8 @@ from specops.vllm.step_requests import Row
 VOCAB = 50
 
 
-@dataclass
-class Params:
-    """vLLM's SamplingParams, as far as sampling reads them."""
+class Params(msgspec.Struct):
+    """vLLM's SamplingParams, as far as sampling reads them, and more."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -31,11 +31,24 @@ class Params:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    bad_words_token_ids: list[list[int]] | None = None
+    _bad_words_token_ids: list[list[int]] | None = None
     allowed_token_ids: list[int] | None = None
     min_tokens: int = 0
-    all_stop_token_ids: set[int] = field(default_factory=set)
+    _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
     extra_args: dict[str, Any] | None = None
+    max_tokens: int | None = 16
+    logprob_token_ids: list[int] | None = None
+    new_in_vllm: float = 1.5
+
+    @property
+    def bad_words_token_ids(self) -> list[list[int]] | None:
+        """As vLLM calls it."""
+        return self._bad_words_token_ids
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """As vLLM calls it."""
+        return self._all_stop_token_ids
 
 
 TEXTS = torch.tensor([[3, 4, 5, 5, 6, 0], [9, 8, 7, 7, 7, 1], [1, 2, 0, 0, 0, 0]]).int()
@@ -120,13 +133,24 @@ def test_filters_that_nobody_has_are_left_out() -> None:
     assert mixed.processors is None
 
 
-@pytest.mark.parametrize("name", ["thinking_token_budget", "logprob_token_ids"])
-def test_what_cannot_be_carried_out_is_refused_by_name(name: str) -> None:
-    params = Params()
-    assert refused(params) is None
-    setattr(params, name, [5])
-    with pytest.raises(ValueError, match=f"sampling cannot carry out {name}"):
+@pytest.mark.parametrize(
+    "params, names",
+    [
+        (Params(max_tokens=3, temperature=0.5, extra_args={"a": 1}, _all_stop_token_ids={1}), None),
+        (Params(logprob_token_ids=[5]), "logprob_token_ids"),
+        (Params(new_in_vllm=1.5), None),
+        (Params(new_in_vllm=2), "new_in_vllm"),
+        (Params(logprob_token_ids=[], new_in_vllm=0.0), "logprob_token_ids, new_in_vllm"),
+    ],
+)
+def test_what_nobody_knows_is_refused_by_name(params: Params, names: str | None) -> None:
+    """Unless it has its default."""
+    assert refused(params) == names
+    if names is None:
         of(params)
+    else:
+        with pytest.raises(ValueError, match=f"sampling cannot carry out {names}"):
+            of(params)
 
 
 def edited(logits: torch.Tensor, row: int, params: Params) -> torch.Tensor:
@@ -161,20 +185,20 @@ CASES = {
     ],
     "bias": [Params(logit_bias={3: 40.0, 1: -2.0}), Params(), Params(logit_bias={49: 40.0})],
     "bad words": [
-        Params(bad_words_token_ids=[[5, 6, 9], [11]]),
-        Params(bad_words_token_ids=[[7, 1, 2]]),
+        Params(_bad_words_token_ids=[[5, 6, 9], [11]]),
+        Params(_bad_words_token_ids=[[7, 1, 2]]),
         Params(),
     ],
     "minimum": [
-        Params(min_tokens=9, all_stop_token_ids={4, 2}),
-        Params(min_tokens=4, all_stop_token_ids={5}),
-        Params(min_tokens=1, all_stop_token_ids=set()),
+        Params(min_tokens=9, _all_stop_token_ids={4, 2}),
+        Params(min_tokens=4, _all_stop_token_ids={5}),
+        Params(min_tokens=1, _all_stop_token_ids=set()),
     ],
     "allowed": [Params(), Params(allowed_token_ids=[0, 31, 32, 49]), Params()],
     "mixed": [
         Params(allowed_token_ids=list(range(0, 50, 2)), repetition_penalty=0.7),
-        Params(logit_bias={8: 3.0}, bad_words_token_ids=[[1, 4]], presence_penalty=-1.0),
-        Params(min_tokens=3, all_stop_token_ids={1}, frequency_penalty=2.0, min_p=0.1, top_k=9),
+        Params(logit_bias={8: 3.0}, _bad_words_token_ids=[[1, 4]], presence_penalty=-1.0),
+        Params(min_tokens=3, _all_stop_token_ids={1}, frequency_penalty=2.0, min_p=0.1, top_k=9),
     ],
 }
 
@@ -183,7 +207,7 @@ CASES = {
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_sampling_sees_what_vllm_would_edit(name: str, temperature: float) -> None:
     """Over many logits, since one draw need not show an edit."""
-    every = [Params(**vars(params)) for params in CASES[name]]
+    every = [copy.copy(params) for params in CASES[name]]
     for params in every:
         params.temperature = temperature
     rows, batch = rows_of(*every), of(*every)

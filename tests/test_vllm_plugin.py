@@ -6,12 +6,13 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from specops.vllm import compiled, exactness, support, threads
+from specops.vllm import compiled, exactness, plugin, support, threads
 from specops.vllm.decoding import Decoded, Job
 from specops.vllm.exactness import compare
 from specops.vllm.graph_check import GraphCheck
@@ -36,7 +37,10 @@ def config(**changed: Any) -> Any:
             pipeline_parallel_size=1, decode_context_parallel_size=1
         ),
         "model_config": SimpleNamespace(
-            logprobs_mode="raw_logprobs", logits_processors=None, enable_prompt_embeds=False
+            runner_type="generate",
+            logprobs_mode="raw_logprobs",
+            logits_processors=None,
+            enable_prompt_embeds=False,
         ),
     }
     for name, value in changed.items():
@@ -57,6 +61,7 @@ def config(**changed: Any) -> Any:
         ({"watermark_config": object()}, "watermarking"),
         ({"scheduler_config__async_scheduling": True}, "asynchronous scheduling"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
+        ({"model_config__runner_type": "pooling"}, "the runner pooling"),
         ({"model_config__logprobs_mode": "raw_logits"}, "logprobs_mode raw_logits"),
         ({"model_config__logits_processors": ["a"]}, "custom logits processors"),
         ({"model_config__enable_prompt_embeds": True}, "prompt embeddings"),
@@ -164,9 +169,10 @@ def test_a_graph_that_computes_is_refused(function: Callable[..., Any], name: st
 
 
 LAYERS = "vllm.model_executor.layers"
+LINEAR, EMBEDDING = f"{LAYERS}.linear", f"{LAYERS}.vocab_parallel_embedding"
 
 
-def layer(name: str, module: str = f"{LAYERS}.some", **fields: Any) -> Any:
+def layer(name: str, module: str, **fields: Any) -> Any:
     """An object of a class of that name."""
     made = type(name, (), {"__module__": module})()
     for field, value in fields.items():
@@ -178,6 +184,27 @@ def method(name: str) -> Any:
     return type(name, (), {})()
 
 
+def linear(
+    name: str = "RowParallelLinear",
+    module: str = LINEAR,
+    quant_method: str = "UnquantizedLinearMethod",
+    product: str = "specops.vllm.packed_linear:PackedLinear",
+) -> Any:
+    of_product, _, product = product.partition(":")
+    return layer(
+        name,
+        module,
+        quant_method=layer(quant_method, module),
+        cpu_linear=layer(product, of_product),
+    )
+
+
+def attention(impl: str) -> Any:
+    return layer(
+        "Attention", f"{LAYERS}.attention.attention", impl=layer(impl, "specops.vllm.attention")
+    )
+
+
 @pytest.mark.parametrize(
     "one, fault",
     [
@@ -185,23 +212,74 @@ def method(name: str) -> Any:
         (layer("ModuleList", "torch.nn.modules.container"), None),
         (layer("LayerNorm", "torch.nn.modules.normalization"), "torch.nn.LayerNorm, which"),
         (layer("SpecopsRMSNorm", "specops.vllm.layers"), None),
-        (layer("RMSNorm"), "RMSNorm of vLLM in place of specops'"),
-        (layer("GeluAndMul"), "GeluAndMul, which is not known to be row-identical"),
-        (layer("FusedMoE"), "FusedMoE, which is not known"),
-        (layer("RotaryEmbedding"), None),
-        (layer("RowParallelLinear", quant_method=method("UnquantizedLinearMethod")), None),
-        (layer("RowParallelLinear", quant_method=method("Fp8")), "RowParallelLinear with Fp8"),
-        (layer("Attention", impl=method("SpecopsAttentionImpl")), None),
-        (layer("Attention", impl=method("Other")), "attention by Other"),
+        (layer("RMSNorm", f"{LAYERS}.layernorm"), "RMSNorm of vLLM in place of specops'"),
+        (layer("GeluAndMul", f"{LAYERS}.activation"), "GeluAndMul, which is not known to be row"),
+        (layer("FusedMoE", f"{LAYERS}.fused_moe.layer"), "FusedMoE, which is not known"),
+        (layer("MambaMixer", f"{LAYERS}.mamba.mamba_mixer"), "MambaMixer, a state-space layer"),
+        (layer("RotaryEmbedding", f"{LAYERS}.rotary_embedding.base"), None),
+        (layer("RotaryEmbedding", f"{LAYERS}.rotary_embedding.new"), "RotaryEmbedding, which is"),
+        (linear(), None),
+        (linear("ParallelLMHead", EMBEDDING, "UnquantizedEmbeddingMethod"), None),
+        (linear(quant_method="Fp8"), "RowParallelLinear with Fp8"),
+        (linear(product="torch:F"), "RowParallelLinear whose product is not specops'"),
+        (attention("SpecopsAttentionImpl"), None),
+        (attention("Other"), "attention by Other"),
     ],
     ids=lambda one: type(one).__name__ if not isinstance(one, str) else "",
 )
 def test_layers(one: Any, fault: str | None) -> None:
     model = SimpleNamespace(named_modules=lambda: [("a.b", one), ("a.c", one)])
-    found = support.faults_of_model(model, PARTS)
+    found = support.faults_of_layers(model, PARTS, {})
     assert len(found) == (fault is not None)
     if fault is not None:
         assert found[0].startswith(fault) and "(first: a.b)" in found[0]
+
+
+def test_what_layers_compute_themselves_is_said_beside_what_they_are() -> None:
+    of_model = layer("Gate", "vllm.model_executor.models.own")
+    gelu, helper = layer("GeluAndMul", f"{LAYERS}.activation"), layer("Helper", "own")
+    model = SimpleNamespace(named_modules=lambda: [("", of_model), ("act", gelu), ("b", of_model)])
+    ops = ["aten::silu", "aten::softplus"]
+    computed = {type(of_model): ops, type(gelu): ops[:1], type(helper): ops[:1], None: ops[1:]}
+    assert support.faults_of_layers(model, PARTS, computed) == [
+        "Gate, which computes aten::silu, aten::softplus itself (first: the model)",
+        "GeluAndMul, which is not known to be row-identical (first: act)",
+        "Helper, which computes aten::silu itself",
+        "a function, which computes aten::softplus itself",
+    ]
+
+
+def test_what_the_ops_cannot_compute_is_said_once() -> None:
+    impl = SimpleNamespace(specops_faults=["attention with sinks", "attention with ALiBi slopes"])
+    product = SimpleNamespace(specops_faults=["a weight"])
+    modules = [SimpleNamespace(impl=impl), SimpleNamespace(impl=impl), SimpleNamespace()]
+    modules.append(SimpleNamespace(cpu_linear=product, specops_faults=["a norm"]))
+    assert support.faults_of_ops(SimpleNamespace(modules=lambda: modules)) == [
+        "attention with sinks",
+        "attention with ALiBi slopes",
+        "a norm",
+        "a weight",
+    ]
+
+
+@pytest.mark.parametrize("parts", ["exact", "norm"])
+def test_where_vllm_does_not_compute_on_a_cpu_nothing_is_switched_on(
+    parts: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform = layer("CudaPlatform", "vllm.platforms.cuda", is_cpu=lambda: False)
+    platforms = types.ModuleType("vllm.platforms")
+    platforms.current_platform = platform  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setenv("SPECOPS_VLLM", parts)
+    sentence = "SPECOPS_VLLM works where vLLM computes on a CPU, got CudaPlatform"
+    if parts == "exact":
+        with pytest.raises(support.NotExactError, match=sentence):
+            plugin.register()
+    else:
+        plugin.register()
+        assert [sentence in message for message in caplog.messages] == [True]
+    assert plugin.switched_on() == frozenset()
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, **contents: Any) -> None:
@@ -214,7 +292,17 @@ def stub(monkeypatch: pytest.MonkeyPatch, **contents: Any) -> None:
 def test_hooks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     def good(self: Any, x: int) -> None: ...
 
-    stub(monkeypatch, good=good, Kept=type("Kept", (), {"__dataclass_fields__": {"a": 0}}))
+    class Kept:
+        a: int
+
+        def __init__(self) -> None:
+            self.made = 1
+
+        @property
+        def asked(self) -> int:
+            return 1
+
+    stub(monkeypatch, good=good, Kept=Kept)
 
     def fault(target: str, *names: str) -> str | None:
         return fault_of(Hook("linear", f"stub_of_vllm:{target}", "replaced", names))
@@ -223,9 +311,14 @@ def test_hooks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault("good", "self", "y") == (
         "specops.vllm: stub_of_vllm:good must take (self, y), got (self, x)"
     )
-    assert fault("Kept", "a") is None
+    assert fault("Kept", "a", "made", "asked") is None
     assert fault("Kept", "a", "b", "c") == "specops.vllm: stub_of_vllm:Kept has no b, c"
     assert "vLLM has no stub_of_vllm:gone" in str(fault("gone"))
+    called = Hook("linear", "stub_of_vllm:good", "called", ("x",))
+    assert fault_of(called) is None
+    assert fault_of(replace(called, names=("x", "y"))) == (
+        "specops.vllm: stub_of_vllm:good does not take y"
+    )
     with pytest.raises(HookError, match="no_such_module_of_vllm"):
         check([Hook("", "no_such_module_of_vllm:a", "read", ())])
 
@@ -252,18 +345,28 @@ def test_the_cpus_that_vllm_binds(environment: dict[str, str], cpus: set[int]) -
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
 def test_threads_do_not_inherit_a_narrow_mask() -> None:
-    """As in a process of vLLM, whose main thread has one CPU when the pool starts."""
+    """As in a process of vLLM, whose main thread has one CPU when the pool starts.
+
+    A worker leaves its caller's CPU, so it may have one CPU less than the process; never the
+    caller's alone.
+    """
     code = """
-import os, threading
+import os, time
+import torch
+from specops import dense
 from specops.vllm import threads
 threads.remember_mask()
 whole = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(whole)})
 before = set(os.listdir("/proc/self/task"))
 threads.start()
-made = set(os.listdir("/proc/self/task")) - before
+made = [int(thread) for thread in set(os.listdir("/proc/self/task")) - before]
 assert made
-assert all(os.sched_getaffinity(int(thread)) == whole for thread in made)
+x, weight = torch.zeros(64, 1024), dense.pack_weight(torch.zeros(1024, 1024))
+deadline = time.monotonic() + 60
+while any(os.sched_getaffinity(thread) == {min(whole)} for thread in made):
+    assert time.monotonic() < deadline
+    dense.linear(x, weight)
 assert os.sched_getaffinity(0) == {min(whole)}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -356,6 +459,13 @@ def fake_decode(guilty: str, jobs: list[Job]) -> Any:
     return decode
 
 
+def test_the_engines_caches_can_be_told_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(exactness, "decode", fake_decode("linear", jobs))
+    assert exactness.main(["--model", "m", "--kv-cache-gib", "0.5", "--kernels", "specops"]) == 0
+    assert {job.engine["kv_cache_memory_bytes"] for job in jobs} == {1 << 29}
+
+
 def test_verify_exactness_tells_specops_from_vllm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -382,6 +492,7 @@ def test_verify_exactness_tells_specops_from_vllm(
     assert "With specops 0 of 18 outputs differ." in shown
     assert [job.parts for job in jobs] == ["", "", "exact", "exact"]
     assert jobs[1].engine["speculative_config"]["num_speculative_tokens"] == 4
+    assert [job.engine["kv_cache_memory_bytes"] for job in jobs] == [1 << 30] * 4
     assert [(run.params[0]["temperature"], run.batch) for run in jobs[0].runs] == [
         (0.0, 1),
         (0.8, 1),

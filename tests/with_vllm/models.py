@@ -13,11 +13,11 @@ ASSETS = Path(__file__).resolve().parents[2] / "python" / "specops" / "assets"
 VOCAB = 4096
 # Wide enough that vLLM's own product of one row is not that of many.
 _HIDDEN, _INTERMEDIATE = 512, 3072
+_LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 3, 8, 2, 64
 
 
 def write_bundled(folder: Path) -> str:
     """The bundled model; vLLM refuses the tensors of its MTP module, so they are left out."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((ASSETS / "config.json").read_text())
     config.pop("num_nextn_predict_layers")
     module = f"model.layers.{config['num_hidden_layers']}."
@@ -33,29 +33,8 @@ def write_random(folder: Path, family: str, seed: int = 0) -> str:
     Of a family: "llama" (head of its own), "qwen2" (biases, tied head), or "granite" (as llama, and
     the model multiplies and adds between its layers).
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    heads, kv_heads, head_dim, layers = 8, 2, 64, 3
-    config: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INTERMEDIATE,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": 1024,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": family == "qwen2",
-        "model_type": family,
-        "architectures": [f"{family.title()}ForCausalLM"],
-    }
-    if family == "granite":
-        config |= {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}
-        config |= {"attention_multiplier": 0.125, "logits_scaling": 2.0}
+    config = _config_of(family)
+    heads, kv_heads, head_dim = _HEADS, _KV_HEADS, _HEAD_DIM
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -68,7 +47,7 @@ def write_random(folder: Path, family: str, seed: int = 0) -> str:
     }
     if family != "qwen2":
         tensors["lm_head.weight"] = random(VOCAB, _HIDDEN, scale=_HIDDEN**-0.5)
-    for layer in range(layers):
+    for layer in range(_LAYERS):
         name = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{name}{norm}.weight"] = 1 + random(_HIDDEN, scale=0.1)
@@ -83,9 +62,46 @@ def write_random(folder: Path, family: str, seed: int = 0) -> str:
     return _write(folder, config, tensors)
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+def write_config(folder: Path, family: str) -> str:
+    """A model without weights, for vLLM's `load_format="dummy"`.
+
+    Of a family of `write_random`'s; "laguna", whose model file computes gates itself; or "mamba".
+    """
+    return _write(folder, _config_of(family), None)
+
+
+def _config_of(family: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INTERMEDIATE,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "hidden_act": "silu",
+        "max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": family == "qwen2",
+        "model_type": family,
+        "architectures": [f"{family.title()}ForCausalLM"],
+    }
+    if family == "granite":
+        config |= {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}
+        config |= {"attention_multiplier": 0.125, "logits_scaling": 2.0}
+    if family == "laguna":
+        config |= {"head_dim": _HEAD_DIM, "num_experts": 0, "mlp_layer_types": ["dense"] * _LAYERS}
+    return config
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor] | None) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if tensors is not None:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name in (
         "generation_config.json",
         "special_tokens_map.json",

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole engines: what specops keeps equal, what vLLM's own kernels do not, and what is refused."""
 
+import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from campaign import METHODS, joined, params_of, prompts_of, runs_of
-from models import write_random
+from models import write_config, write_random
 from specops.vllm.decoding import Decoded, DecodingError, Job, Run, decode
 from specops.vllm.exactness import compare
 from specops.vllm.settings import EXACT, PARTS
@@ -199,12 +202,105 @@ def test_predictions_are_accepted(bundled: str) -> None:
     assert whole.steps < plain.steps / 3
 
 
-def test_a_request_without_a_seed_gets_one(bundled: str) -> None:
+def test_a_request_without_a_seed_gets_one_of_its_id_and_the_engine_s(bundled: str) -> None:
+    """The same in every engine, though vLLM makes ids of its own of them."""
     prompts, _ = small(6)
     params: list[dict[str, Any]] = [{"temperature": 1.0, "max_tokens": 16}] * 6
     runs = [Run([prompts[0]] * 6, params, 6)]
-    first = decode(Job(engine(bundled), runs, EXACT))[0]
-    assert len({tuple(text) for text in first.token_ids}) > 1  # one of their own each
+    first, again, other = (
+        decode(Job(engine(bundled, seed=seed), runs, EXACT))[0].token_ids for seed in (3, 3, 4)
+    )
+    assert len({tuple(text) for text in first}) > 1  # one of their own each
+    assert again == first != other
+
+
+RELOADED = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+engine, path, prompts = json.loads(sys.argv[1])
+llm = LLM(**engine)
+params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3)
+given = [{"prompt_token_ids": prompt} for prompt in prompts]
+
+def said():
+    outputs = [one.outputs[0] for one in llm.generate(given, params)]
+    steps = [step for one in outputs for step in one.logprobs]
+    return [sorted((token, one.logprob) for token, one in step.items()) for step in steps]
+
+said_by_both = [said()]
+llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+said_by_both.append(said())
+try:
+    llm.collective_rpc("reload_weights", kwargs={"is_checkpoint_format": False})
+except ValueError as error:
+    print("SAID", json.dumps([*said_by_both, str(error)]))
+"""
+
+
+def reloaded(how: dict[str, Any], path: str) -> tuple[Any, Any, str]:
+    """What an engine says, what it says with the weights of another model, and then a refusal."""
+    prompts, _ = small(4)
+    command = [sys.executable, "-c", RELOADED, json.dumps([how, path, prompts])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+    before, after, refusal = json.loads(lines[0].removeprefix("SAID "))
+    return before, after, refusal
+
+
+@pytest.mark.parametrize("family, is_eager", [("qwen2", True), ("llama", False)])
+def test_weights_that_are_loaded_again_are_those_that_compute(
+    family: str, is_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tied head, of which the checkpoint says nothing; and a compiled graph, which holds them."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPECOPS_VLLM", EXACT)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    one, other = (write_random(tmp_path / str(seed), family, seed) for seed in (0, 1))
+    before, after, refusal = reloaded(engine(one, enforce_eager=is_eager), other)
+    fresh, again, _ = reloaded(engine(other), other)
+    assert after == fresh == again != before
+    assert "weights can be loaded again in the checkpoint's format" in refusal
+
+
+@pytest.mark.parametrize(
+    "family, more, faults",
+    [
+        (
+            "laguna",
+            {"dtype": "float32"},
+            [
+                "LagunaAttention, which computes aten::softplus itself (first: model.layers.0",
+                "LagunaMLP, which computes aten::silu itself (first: model.layers.0.mlp)",
+            ],
+        ),
+        (
+            "laguna",
+            {"enforce_eager": False},
+            ["LagunaAttention, which computes aten::softplus itself"],
+        ),
+        (
+            "llama",
+            {"model_impl": "transformers"},
+            ["RMSNorm, which computes aten::pow", "RotaryEmbedding, which computes aten::cos"],
+        ),
+        ("mamba", {}, ["MambaMixer, a state-space layer", "with a weight of 3 dimensions"]),
+    ],
+)
+def test_what_a_model_computes_itself_is_refused_by_name(
+    family: str, more: dict[str, Any], faults: list[str], tmp_path: Path
+) -> None:
+    model = write_config(tmp_path / family, family)
+    runs = [Run([[1, 2]], [{"max_tokens": 2}], 1)]
+    with pytest.raises(DecodingError) as error:
+        decode(Job(engine(model, load_format="dummy", **more), runs, EXACT))
+    refusals = [
+        line for line in str(error.value).splitlines() if "specops.vllm: cannot be exact" in line
+    ]
+    for fault in faults:
+        assert any(fault in line for line in refusals), str(error.value)
+    assert "enforce-eager" not in str(refusals)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +315,8 @@ def test_a_request_without_a_seed_gets_one(bundled: str) -> None:
             "cannot be exact with compilation with custom op -rotary_embedding",
         ),
         ({"logprobs_mode": "raw_logits"}, "cannot be exact with logprobs_mode raw_logits"),
-        ({"dtype": "float16"}, "linear takes a matrix of bfloat16 or float32"),
-        ({"kv_cache_dtype": "fp8"}, "attention does not have a cache dtype fp8"),
+        ({"dtype": "float16"}, "linear takes 2 of bfloat16 or float32 on cpu); RowParallelLinear"),
+        ({"kv_cache_dtype": "fp8"}, "attention with the cache dtype fp8"),
         ({"enable_lora": True}, "LoRA"),
     ],
 )

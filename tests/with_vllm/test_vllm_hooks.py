@@ -63,7 +63,7 @@ def test_with_it_all_parts_are_specops() -> None:
         "specops.vllm.attention",
         "['RMSNorm',",
         "'SiluAndMul']",
-        "specops.vllm.layers",
+        "specops.vllm.packed_linear",
         "specops.vllm.sample_step",
     ], done.stderr
 
@@ -72,9 +72,22 @@ def test_a_list_switches_on_what_it_names() -> None:
     assert in_vllm(WHO, "linear,norm").stdout.split() == [
         "vllm.v1.attention.backends.cpu_attn",
         "['RMSNorm']",
-        "specops.vllm.layers",
+        "specops.vllm.packed_linear",
         "vllm.v1.worker.gpu_model_runner",
     ]
+
+
+ELSEWHERE = """
+import vllm.platforms
+from vllm.platforms.interface import UnspecifiedPlatform
+vllm.platforms._current_platform = UnspecifiedPlatform()
+"""
+
+
+def test_where_vllm_does_not_compute_on_a_cpu_exact_is_refused() -> None:
+    done = in_vllm(WHO, "exact", before=ELSEWHERE)
+    assert done.returncode != 0
+    assert "works where vLLM computes on a CPU, got UnspecifiedPlatform" in done.stderr
 
 
 def test_an_unknown_part_stops_vllm() -> None:

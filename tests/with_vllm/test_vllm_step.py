@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from specops.vllm.hooks import HOOKS
 from torch import Tensor
 
 VOCAB, LENGTH = 60, 12
@@ -32,6 +33,18 @@ def runner(texts: list[list[int]], every: list[Any], mode: str, wanted: int | No
         sampler=SimpleNamespace(logprobs_mode=mode),
         model_config=SimpleNamespace(seed=0),
     )
+
+
+def test_every_field_that_is_read_is_one_of_the_hooks() -> None:
+    """The runner here has what the step reads, and no more."""
+    given = runner([[1]], [None], "raw_logprobs", None)
+    names = {hook.target.partition(":")[2]: set(hook.names) for hook in HOOKS}
+    assert vars(given).keys() <= names["GPUModelRunner"]
+    assert vars(given.input_batch).keys() == names["InputBatch"]
+    assert vars(given.input_batch.sampling_metadata).keys() == names["SamplingMetadata"]
+    assert vars(given.requests["r0"]).keys() == names["CachedRequestState"]
+    assert vars(given.sampler).keys() == names["Sampler"]
+    assert "seed" in names["ModelConfig"]
 
 
 def params() -> list[Any]:

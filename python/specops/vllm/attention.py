@@ -149,8 +149,8 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
 class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
     """The attention of one layer.
 
-    Raises:
-        ValueError: the layer asks for what the op has not.
+    Attributes:
+        specops_faults: what the layer asks for and the op has not. Nobody calls it then.
     """
 
     def __init__(
@@ -167,17 +167,17 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        if head_size not in HEAD_DIMS:
-            raise ValueError(f"specops.vllm: attention takes heads of {HEAD_DIMS}, got {head_size}")
-        for name, value, off in (
-            ("ALiBi slopes", alibi_slopes, None),
-            ("a soft cap", logits_soft_cap or None, None),
-            ("sinks", sinks, None),
-            ("the type", attn_type, AttentionType.DECODER),
-            ("a cache dtype", kv_cache_dtype, "auto"),
-        ):
-            if value is not off and value != off:
-                raise ValueError(f"specops.vllm: attention does not have {name} {value}")
+        wanted = {
+            f"heads of {head_size} (it takes {HEAD_DIMS})": head_size not in HEAD_DIMS,
+            "ALiBi slopes": alibi_slopes is not None,
+            f"a soft cap of {logits_soft_cap}": bool(logits_soft_cap),
+            "sinks": sinks is not None,
+            f"the type {attn_type}": attn_type != AttentionType.DECODER,
+            f"the cache dtype {kv_cache_dtype}": kv_cache_dtype != "auto",
+        }
+        self.specops_faults = [
+            f"attention with {name}" for name, is_wanted in wanted.items() if is_wanted
+        ]
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", default="auto")
     add("--compiled", action="store_true", help="by torch, as vLLM is by default (default: eager)")
     add("--max-model-len", type=int, default=1024, metavar="N")
+    add("--kv-cache-gib", type=float, default=1.0, metavar="G", help="of every engine (default: 1)")
     add(
         "--bisect",
         action="store_true",
@@ -221,6 +222,8 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
         "max_model_len": args.max_model_len,
         "max_num_seqs": max(args.batch),
         "enforce_eager": not args.compiled,
+        # vLLM's own choice is nearly all memory of the machine, or an error where it is in use.
+        "kv_cache_memory_bytes": int(args.kv_cache_gib * (1 << 30)),
         # A prompt's second computation must not find the first one's.
         "enable_prefix_caching": False,
     }

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of what the plug-in touches in vLLM, and the check that it is where it was.
 
-vLLM's inner functions move between versions. Before anything is changed, each is looked up and its
-parameters are compared with those that the plug-in was written for. What has moved is an error.
+vLLM's inner functions, fields and classes move between versions. Before anything is changed, each
+is looked up and compared with what the plug-in was written for. What has moved is an error.
 """
 
+import dis
 import importlib
 import inspect
 from collections.abc import Collection, Sequence
@@ -23,8 +24,10 @@ class Hook:
         part: of SPECOPS_VLLM; "" is all of them.
         target: module:name.
         how: "registered" with a function that vLLM offers for it; "subclassed", by a class that is
-            registered; "replaced"; "wrapped": called, with a check before or after it; "read".
-        names: of its parameters, in order; or of fields that must be among a class's.
+            registered; "replaced"; "wrapped": called, with a check before or after it; "called";
+            "read".
+        names: of its parameters, in order; of those that are given, if it is called; of fields and
+            methods, if it is a class.
     """
 
     part: str
@@ -41,6 +44,39 @@ _BACKEND = "vllm.v1.attention.backend"
 _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
 _LAYERS = "vllm.model_executor.layers"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+
+def _layers(names: str) -> tuple[str, ...]:
+    return tuple(f"{_LAYERS}.{name}" for name in names.split())
+
+
+# The layers that a model may have. These compute nothing, or elements of tokens one by one, copies
+# of rows, or rows that are identical by test (rotary embedding).
+EXACT_LAYERS = _layers(
+    "logits_processor:LogitsProcessor "
+    "rotary_embedding.base:RotaryEmbedding "
+    "rotary_embedding.common:ApplyRotaryEmb "
+    "rotary_embedding.linear_scaling_rope:LinearScalingRotaryEmbedding "
+    "rotary_embedding.llama3_rope:Llama3RotaryEmbedding "
+    "rotary_embedding.yarn_scaling_rope:YaRNScalingRotaryEmbedding"
+)
+LINEAR_LAYERS = _layers(
+    "linear:ColumnParallelLinear "
+    "linear:MergedColumnParallelLinear "
+    "linear:QKVParallelLinear "
+    "linear:ReplicatedLinear "
+    "linear:RowParallelLinear "
+    "vocab_parallel_embedding:ParallelLMHead "
+    "vocab_parallel_embedding:VocabParallelEmbedding"
+)
+QUANT_METHODS = _layers(
+    "linear:UnquantizedLinearMethod vocab_parallel_embedding:UnquantizedEmbeddingMethod"
+)
+(ATTENTION_LAYER,) = _layers("attention.attention:Attention")
+# Whose place ours take, by the part.
+REPLACED_LAYERS = dict(
+    zip(_layers("layernorm:RMSNorm activation:SiluAndMul"), ("norm", "activation"), strict=True)
+)
 
 HOOKS = (
     _hook(
@@ -112,6 +148,18 @@ HOOKS = (
     _hook(
         "sampling",
         "read",
+        f"{_RUNNER}:GPUModelRunner",
+        "requests input_batch sampler model_config",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.v1.worker.gpu_input_batch:InputBatch",
+        "req_ids generators num_tokens_no_spec_cpu_tensor token_ids_cpu_tensor sampling_metadata",
+    ),
+    _hook(
+        "sampling",
+        "read",
         "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
         "draft_token_ids num_draft_tokens cu_num_sampled_tokens",
     ),
@@ -119,8 +167,9 @@ HOOKS = (
         "sampling",
         "read",
         "vllm.v1.worker.gpu_input_batch:CachedRequestState",
-        "req_id sampling_params output_token_ids",
+        "num_prompt_tokens sampling_params",
     ),
+    _hook("sampling", "read", "vllm.v1.sample.sampler:Sampler", "logprobs_mode"),
     _hook(
         "sampling",
         "read",
@@ -130,8 +179,21 @@ HOOKS = (
     _hook(
         "sampling",
         "read",
+        "vllm.v1.outputs:SamplerOutput",
+        "sampled_token_ids logprobs_tensors",
+    ),
+    _hook(
+        "sampling",
+        "read",
         "vllm.v1.outputs:LogprobsTensors",
         "logprob_token_ids logprobs selected_token_ranks",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.sampling_params:SamplingParams",
+        "temperature top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty "
+        "logit_bias bad_words_token_ids allowed_token_ids min_tokens all_stop_token_ids extra_args",
     ),
     _hook(
         "sampling",
@@ -140,18 +202,67 @@ HOOKS = (
         "self model_config speculative_config structured_outputs_config tokenizer",
     ),
     _hook(
+        "sampling",
+        "wrapped",
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        "self request_id prompt params supported_tasks arrival_time lora_request "
+        "tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id "
+        "kv_hints",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.v1.engine.input_processor:InputProcessor",
+        "model_config",
+    ),
+    _hook("sampling", "read", "vllm.v1.engine:EngineCoreRequest", "request_id sampling_params"),
+    _hook("", "read", "vllm.platforms.interface:Platform", "is_cpu"),
+    _hook(
         "",
         "read",
         "vllm.config.compilation:CompilationConfig",
         "mode backend custom_ops inductor_compile_config",
     ),
-    _hook("", "read", "vllm.config.vllm:VllmConfig", "compilation_config additional_config"),
+    _hook(
+        "",
+        "read",
+        "vllm.config.vllm:VllmConfig",
+        "compilation_config additional_config lora_config scheduler_config parallel_config "
+        "model_config watermark_config speculative_config",
+    ),
+    _hook("", "read", "vllm.config.scheduler:SchedulerConfig", "async_scheduling"),
+    _hook(
+        "",
+        "read",
+        "vllm.config.parallel:ParallelConfig",
+        "pipeline_parallel_size decode_context_parallel_size",
+    ),
+    _hook(
+        "",
+        "read",
+        "vllm.config.model:ModelConfig",
+        "runner_type seed logprobs_mode logits_processors enable_prompt_embeds",
+    ),
+    _hook("", "read", "vllm.config.speculative:SpeculativeConfig", "rejection_sample_method"),
+    _hook(
+        "",
+        "read",
+        "vllm.distributed.parallel_state:GroupCoordinator",
+        "world_size device_communicator",
+    ),
+    _hook(
+        "",
+        "read",
+        "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
+        "dist_module",
+    ),
     _hook(
         "",
         "read",
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.__init__",
         "self communicator",
     ),
+    _hook("", "read", "vllm.v1.worker.cpu_worker:CPUWorker", "use_v2_model_runner"),
     _hook("", "wrapped", "vllm.v1.worker.cpu_worker:CPUWorker.init_device", "self"),
     _hook(
         "",
@@ -159,6 +270,24 @@ HOOKS = (
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model",
         "self load_dummy_weights",
     ),
+    _hook(
+        "",
+        "read",
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
+        "vllm_config get_model max_num_tokens",
+    ),
+    _hook("", "called", f"{_RUNNER}:GPUModelRunner._dummy_run", "self num_tokens is_profile"),
+    _hook(
+        "linear",
+        "wrapped",
+        f"{_RUNNER}:GPUModelRunner.reload_weights",
+        "self weights_iterator weights_path is_checkpoint_format",
+    ),
+    _hook("linear", "wrapped", "vllm.v1.worker.gpu_worker:Worker.finish_weight_update", "self"),
+    *(_hook("", "read", layer, "") for layer in (*EXACT_LAYERS, *QUANT_METHODS)),
+    *(_hook("", "read", layer, "quant_method") for layer in LINEAR_LAYERS),
+    _hook("", "read", ATTENTION_LAYER, "impl"),
+    *(_hook(part, "read", layer, "") for layer, part in REPLACED_LAYERS.items()),
 )
 
 
@@ -194,15 +323,32 @@ def fault_of(hook: Hook) -> str | None:
     except HookError as error:
         return str(error)
     if inspect.isclass(found):
-        named_tuple: Any = getattr(found, "_fields", None)
-        fields: Any = named_tuple or getattr(found, "__dataclass_fields__", ())
+        fields = _fields_of(found)
         missing = [name for name in hook.names if name not in fields]
         return f"specops.vllm: {hook.target} has no {', '.join(missing)}" if missing else None
     got = list(inspect.signature(found).parameters)
+    if hook.how == "called":
+        missing = [name for name in hook.names if name not in got]
+        return (
+            f"specops.vllm: {hook.target} does not take {', '.join(missing)}" if missing else None
+        )
     if got == list(hook.names):
         return None
     expected = ", ".join(hook.names)
     return f"specops.vllm: {hook.target} must take ({expected}), got ({', '.join(got)})"
+
+
+def _fields_of(kind: type) -> set[str]:
+    """What an object of a class has: declared, defined, or assigned to while it is made."""
+    fields = set(dir(kind))
+    for one in kind.__mro__:
+        fields.update(inspect.get_annotations(one))
+        for name in ("__init__", "__post_init__"):
+            made_by = one.__dict__.get(name)
+            if inspect.isfunction(made_by):
+                steps = dis.get_instructions(inspect.unwrap(made_by))
+                fields.update(step.argval for step in steps if step.opname == "STORE_ATTR")
+    return fields
 
 
 def check(hooks: Sequence[Hook]) -> None:

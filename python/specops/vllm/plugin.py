@@ -11,11 +11,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from specops.vllm import compiled, hooks, support, threads
+from specops.vllm import hooks, model_check, packed_linear, threads
 from specops.vllm.settings import EXACT, PARTS, VARIABLE, parts_of, strategy_of
+from specops.vllm.support import NotExactError
 
-# vLLM's choice between its two model runners. The plug-in knows the first one.
-_SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _logger = logging.getLogger("vllm.specops")
 _registered: frozenset[str] | None = None
 
@@ -28,8 +27,11 @@ def switched_on() -> frozenset[str]:
 def register() -> None:
     """Switches the parts of SPECOPS_VLLM on; without it, does nothing.
 
+    Where vLLM does not compute on a CPU it switches nothing on, and says so.
+
     Raises:
         ValueError: SPECOPS_VLLM or SPECOPS_VLLM_VERIFY has an unknown word.
+        NotExactError: all parts are asked for where vLLM does not compute on a CPU.
         HookError: vLLM is not as the plug-in knows it. Nothing has been changed then.
     """
     global _registered
@@ -37,11 +39,21 @@ def register() -> None:
     if not parts or _registered is not None:
         return
     strategy = strategy_of()
+    import vllm
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        sentence = (
+            f"specops.vllm: {VARIABLE} works where vLLM computes on a CPU, got "
+            f"{type(current_platform).__name__}; without it the drafters work"
+        )
+        if len(parts) == len(PARTS):
+            raise NotExactError(sentence)
+        _logger.warning("%s.", sentence)
+        return
     threads.remember_mask()
     threads.rest_numba()
-    os.environ.setdefault(_SECOND_RUNNER, "0")
-    import vllm
-
+    os.environ.setdefault(model_check.SECOND_RUNNER, "0")
     hooks.check(hooks.of_parts(parts))
     if not vllm.__version__.startswith(hooks.TESTED):
         _logger.warning(
@@ -52,7 +64,7 @@ def register() -> None:
     for part, switch_on in _SWITCHES.items():
         if part in parts:
             switch_on()
-    _check_models(parts)
+    model_check.switch_on(parts)
     _registered = parts
     _logger.info(
         "specops computes: %s%s%s.",
@@ -88,22 +100,47 @@ def _switch_activation() -> None:
 
 def _switch_linear() -> None:
     import vllm.model_executor.layers.utils as utils
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
-    from specops.vllm.layers import use_packed_linear
+    utils.dispatch_cpu_unquantized_gemm = packed_linear.use_packed_linear
+    reload_weights, finish_update = GPUModelRunner.reload_weights, Worker.finish_weight_update
 
-    utils.dispatch_cpu_unquantized_gemm = use_packed_linear
+    @functools.wraps(reload_weights)
+    def reloaded(
+        self: Any,
+        weights_iterator: Any = None,
+        weights_path: Any = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        if not is_checkpoint_format:
+            raise ValueError(
+                "specops.vllm: weights can be loaded again in the checkpoint's format, not with "
+                "is_checkpoint_format=False: linear has packed them"
+            )
+        reload_weights(self, weights_iterator, weights_path, is_checkpoint_format)
+        packed_linear.pack_again(self.get_model().modules())
+
+    @functools.wraps(finish_update)
+    def finished(self: Any) -> None:
+        finish_update(self)
+        packed_linear.pack_again(self.model_runner.get_model().modules())
+
+    GPUModelRunner.reload_weights = reloaded
+    Worker.finish_weight_update = finished
 
 
 def _switch_sampling() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from specops.vllm.request_parameters import refused
+    from specops.vllm.request_parameters import refused, seed_of
     from specops.vllm.sample_step import sample_step
 
     GPUModelRunner._sample = sample_step
-    verify = SamplingParams.verify
+    verify, process_inputs = SamplingParams.verify, InputProcessor.process_inputs
 
     @functools.wraps(verify)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +149,17 @@ def _switch_sampling() -> None:
         if wrong is not None:
             raise VLLMValidationError(f"specops.vllm: sampling cannot carry out {wrong}")
 
+    @functools.wraps(process_inputs)
+    def seeded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        params = request.sampling_params
+        if params is not None:
+            # Before vLLM adds random characters to the id.
+            params.seed = seed_of(request.request_id, params, self.model_config.seed or 0)
+        return request
+
     SamplingParams.verify = checked
+    InputProcessor.process_inputs = seeded
 
 
 _SWITCHES: dict[str, Callable[[], None]] = {
@@ -122,42 +169,3 @@ _SWITCHES: dict[str, Callable[[], None]] = {
     "attention": _switch_attention,
     "sampling": _switch_sampling,
 }
-
-
-def _check_models(parts: frozenset[str]) -> None:
-    """Has every model looked at when it is loaded, if all parts are on: it must be exact then."""
-    from vllm.distributed import get_tp_group
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    init_device = CPUWorker.init_device
-
-    @functools.wraps(init_device)
-    def checked_runner(self: Any) -> None:
-        if self.use_v2_model_runner:
-            raise support.NotExactError(
-                "specops.vllm: cannot be exact with vLLM's second model runner, which "
-                f"{_SECOND_RUNNER}=1, watermarking and HiSparse choose"
-            )
-        init_device(self)
-
-    CPUWorker.init_device = checked_runner
-    load_model = CPUModelRunner.load_model
-
-    @functools.wraps(load_model)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        faults = support.faults_of_config(self.vllm_config, parts)
-        faults += compiled.faults_of(self.vllm_config)
-        if not faults or len(parts) < len(PARTS):
-            compiled.prepare(self.vllm_config, parts)
-            load_model(self, *args, **kwargs)
-            faults += support.faults_of_model(self.model, parts)
-            faults += support.faults_of_ranks(get_tp_group())
-        if faults and len(parts) == len(PARTS):
-            raise support.NotExactError(f"specops.vllm: cannot be exact with {'; '.join(faults)}")
-        for fault in faults:
-            _logger.warning("specops.vllm: not exact: %s.", fault)
-        if len(parts) == len(PARTS):
-            threads.rest_openmp()
-
-    CPUModelRunner.load_model = checked

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's sampling parameters as the arrays and tables that specops' sampling ops take."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,21 @@ _GREEDY_BELOW = 1e-5
 # What changes logits, by the parameter's name and the value that leaves it out.
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _WORD_BITS = 32
-# What vLLM's sampler does beside choosing and counting.
-_REFUSED = ("thinking_token_budget", "logprob_token_ids", "trace_decode_token_ids")
+# What the ops carry out, and what vLLM's processor, scheduler and front end do without the sampler.
+# Another parameter must have its default: nobody would see to it.
+_OF_THE_OPS = (
+    "temperature top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty "
+    "logit_bias bad_words _bad_words_token_ids allowed_token_ids min_tokens stop_token_ids "
+    "_all_stop_token_ids logprobs"
+)
+_OF_VLLM = (
+    "n stop ignore_eos _eos_token_id max_tokens repetition_detection structured_outputs "
+    "prompt_logprobs flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens "
+    "include_stop_str_in_output output_kind stream_interval output_text_buffer_length skip_clone "
+    "extra_args skip_reading_prefix_cache watermarking _watermarking_skipped "
+    "routed_experts_prompt_start"
+)
+_KNOWN = frozenset(f"{_OF_THE_OPS} {_OF_VLLM}".split())
 
 
 def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
@@ -33,8 +47,27 @@ def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
 
 
 def refused(params: Any) -> str | None:
-    """What of a request's parameters the ops cannot carry out, or None."""
-    return next((name for name in _REFUSED if getattr(params, name, None) is not None), None)
+    """Names the request's parameters that nobody here knows and that are not at their default.
+
+    Args:
+        params: vLLM's SamplingParams.
+    """
+    kind: Any = type(params)
+    defaults = _unknown_of(kind)
+    found = [name for name, off in defaults.items() if not _is_same(getattr(params, name), off)]
+    return ", ".join(found) or None
+
+
+@functools.cache
+def _unknown_of(kind: type) -> dict[str, Any]:
+    """The parameters that are neither the ops' nor vLLM's own business, with their defaults."""
+    defaults: Any = kind()
+    unknown = [name for name in defaults.__struct_fields__ if name not in _KNOWN]
+    return {name: getattr(defaults, name) for name in unknown}
+
+
+def _is_same(value: Any, off: Any) -> bool:
+    return value is off or (type(value) is type(off) and bool(value == off))
 
 
 @dataclass

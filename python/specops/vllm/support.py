@@ -1,48 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a vLLM engine cannot be exact: refused, in a sentence, before it serves.
 
-A model is looked at layer by layer. Only layers that are known to be row-identical are let through;
-what nobody has looked at is refused by its name.
+A model is looked at layer by layer. Only layers of vLLM's that are known to be row-identical are
+let through, and of a model's own only those whose ops are (`op_check`). The rest is refused by its
+name.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from specops.vllm.hooks import (
+    ATTENTION_LAYER,
+    EXACT_LAYERS,
+    LINEAR_LAYERS,
+    QUANT_METHODS,
+    REPLACED_LAYERS,
+)
 from specops.vllm.settings import VERIFY_VARIABLE
 
-# Layers that compute nothing, or whose own computation is elementwise on tokens, copies of rows, or
-# row-identical by test (rotary embedding).
-_EXACT = frozenset(
-    {
-        "ApplyRotaryEmb",
-        "LogitsProcessor",
-        "RotaryEmbedding",
-        "LinearScalingRotaryEmbedding",
-        "Llama3RotaryEmbedding",
-        "YaRNScalingRotaryEmbedding",
-    }
-)
-_LINEAR = frozenset(
-    {
-        "ColumnParallelLinear",
-        "MergedColumnParallelLinear",
-        "ParallelLMHead",
-        "QKVParallelLinear",
-        "ReplicatedLinear",
-        "RowParallelLinear",
-        "VocabParallelEmbedding",
-    }
-)
-# By the part that computes them: vLLM's class, and ours in its place.
-_REPLACED = {
-    "RMSNorm": ("norm", "SpecopsRMSNorm"),
-    "SiluAndMul": ("activation", "SpecopsSiluAndMul"),
-}
-_UNQUANTISED = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 _SHARED_MEMORY = "_CPUSHMDistributed"
 _LAYER_PACKAGE = "vllm.model_executor.layers"
+_OUR_ATTENTION = "specops.vllm.attention:SpecopsAttentionImpl"
+_OUR_LINEAR = "specops.vllm.packed_linear:PackedLinear"
 _PLAIN_TORCH = frozenset({"Identity", "ModuleList", "ModuleDict", "Sequential"})
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+_STATE_SPACE_PACKAGE = f"{_LAYER_PACKAGE}.mamba"
 
 
 class NotExactError(RuntimeError):
@@ -61,6 +43,8 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
         if getattr(parallel, name) > 1:
             found.append(f"{name} {getattr(parallel, name)}")
     model = config.model_config
+    if model.runner_type != "generate":
+        found.append(f"the runner {model.runner_type}")
     if "sampling" in parts:
         if model.logprobs_mode not in _LOGPROBS_MODES:
             found.append(f"logprobs_mode {model.logprobs_mode}")
@@ -92,37 +76,75 @@ def faults_of_ranks(group: Any) -> list[str]:
     return [f"tensor_parallel_size {group.world_size} over gloo (shared memory or 2 ranks are)"]
 
 
-def faults_of_model(model: Any, parts: Collection[str]) -> list[str]:
-    """What of a model's layers cannot be exact, each kind once."""
+def faults_of_ops(model: Any) -> list[str]:
+    """What specops' own layers in a model cannot compute, each fault once."""
     found: dict[str, None] = {}
+    for module in model.modules():
+        for one in (module, getattr(module, "impl", None), getattr(module, "cpu_linear", None)):
+            found.update(dict.fromkeys(getattr(one, "specops_faults", ())))
+    return list(found)
+
+
+def faults_of_layers(
+    model: Any, parts: Collection[str], computed: Mapping[type | None, Sequence[str]]
+) -> list[str]:
+    """What of a model's layers cannot be exact, each kind once.
+
+    Args:
+        model: that was loaded.
+        parts: of SPECOPS_VLLM.
+        computed: the torch ops that a layer calls itself and must not, by its class.
+    """
+    found: dict[str, str] = {}
+    rest = dict(computed)
     for name, module in model.named_modules():
+        ops = rest.pop(type(module), None)
         fault = _fault_of_layer(module, parts)
+        if fault is None and ops is not None:
+            fault = _computes(type(module).__name__, ops)
         if fault is not None:
-            found.setdefault(f"{fault} (first: {name or 'the model'})")
-    kinds: dict[str, str] = {}
-    for sentence in found:
-        kinds.setdefault(sentence.partition(" (first")[0], sentence)
-    return list(kinds.values())
+            found.setdefault(fault, f"{fault} (first: {name or 'the model'})")
+    others = [_computes(kind.__name__ if kind else "a function", ops) for kind, ops in rest.items()]
+    return [*found.values(), *others]
+
+
+def _computes(name: str, ops: Sequence[str]) -> str:
+    return f"{name}, which computes {', '.join(ops)} itself"
 
 
 def _fault_of_layer(module: Any, parts: Collection[str]) -> str | None:
     kind = type(module)
-    name = kind.__name__
+    name, full_name = kind.__name__, _full_name(module)
     if kind.__module__.startswith("torch.nn"):
         if name in _PLAIN_TORCH:
             return None
         return f"torch.nn.{name}, which is not known to be row-identical"
-    if name in _REPLACED:
-        part, _ = _REPLACED[name]
-        return f"{name} of vLLM in place of specops'" if part in parts else None
     if not kind.__module__.startswith(_LAYER_PACKAGE):
-        return None  # a container, or ours
-    if name in _LINEAR:
-        method = type(getattr(module, "quant_method", None)).__name__
-        return None if method in _UNQUANTISED else f"{name} with {method}"
-    if name == "Attention":
-        impl = type(module.impl).__name__
-        if "attention" in parts and impl != "SpecopsAttentionImpl":
-            return f"attention by {impl}"
+        return None  # a model's own, whose ops are looked at, or ours
+    if full_name in REPLACED_LAYERS:
+        is_wrong = REPLACED_LAYERS[full_name] in parts
+        return f"{name} of vLLM in place of specops'" if is_wrong else None
+    if full_name in LINEAR_LAYERS:
+        return _fault_of_linear(module, parts)
+    if full_name == ATTENTION_LAYER:
+        is_ours = "attention" not in parts or _full_name(module.impl) == _OUR_ATTENTION
+        return None if is_ours else f"attention by {type(module.impl).__name__}"
+    if full_name in EXACT_LAYERS:
         return None
-    return None if name in _EXACT else f"{name}, which is not known to be row-identical"
+    if kind.__module__.startswith(_STATE_SPACE_PACKAGE):
+        return f"{name}, a state-space layer"
+    return f"{name}, which is not known to be row-identical"
+
+
+def _fault_of_linear(module: Any, parts: Collection[str]) -> str | None:
+    name, method = type(module).__name__, getattr(module, "quant_method", None)
+    if _full_name(method) not in QUANT_METHODS:
+        return f"{name} with {type(method).__name__}"
+    product = getattr(module, "cpu_linear", None)
+    if "linear" in parts and _full_name(product) != _OUR_LINEAR:
+        return f"{name} whose product is not specops'"
+    return None
+
+
+def _full_name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"

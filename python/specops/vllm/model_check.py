@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has vLLM's CPU worker look at every model that it loads: with all parts on, it must be exact."""
+
+import functools
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from specops.vllm import compiled, support, threads
+from specops.vllm.op_check import OpCheck, look_at
+from specops.vllm.settings import PARTS
+
+# vLLM's choice between its two model runners. The plug-in knows the first one.
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_logger = logging.getLogger("vllm.specops")
+
+
+def switch_on(parts: Collection[str]) -> None:
+    """Wraps what makes vLLM's model runner, and what loads its model.
+
+    Args:
+        parts: of SPECOPS_VLLM. Without all of them, what is not exact is a warning.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    init_device, load_model = CPUWorker.init_device, CPUModelRunner.load_model
+
+    @functools.wraps(init_device)
+    def with_first_runner(self: Any) -> None:
+        if self.use_v2_model_runner:
+            raise support.NotExactError(
+                "specops.vllm: cannot be exact with vLLM's second model runner, which "
+                f"{SECOND_RUNNER}=1, watermarking and HiSparse choose"
+            )
+        init_device(self)
+
+    @functools.wraps(load_model)
+    def looked_at(self: Any, *args: Any, **kwargs: Any) -> None:
+        is_exact = len(parts) == len(PARTS)
+        config = self.vllm_config
+        _refuse(support.faults_of_config(config, parts) + compiled.faults_of(config), is_exact)
+        compiled.prepare(config, parts)
+        load_model(self, *args, **kwargs)
+        unable = support.faults_of_ops(self.get_model())
+        _refuse(unable + _faults_of_model(self, parts, not unable), is_exact or bool(unable))
+        if is_exact:
+            threads.rest_openmp()
+
+    CPUWorker.init_device = with_first_runner
+    CPUModelRunner.load_model = looked_at
+
+
+def _refuse(faults: Sequence[str], is_error: bool) -> None:
+    if faults and is_error:
+        raise support.NotExactError(f"specops.vllm: cannot be exact with {'; '.join(faults)}")
+    for fault in faults:
+        _logger.warning("specops.vllm: not exact: %s.", fault)
+
+
+def _faults_of_model(runner: Any, parts: Collection[str], runs: bool) -> list[str]:
+    """What of a loaded model cannot be exact.
+
+    Args:
+        runner: vLLM's.
+        parts: of SPECOPS_VLLM.
+        runs: whether the model can compute at all.
+    """
+    from vllm.distributed import get_tp_group
+
+    check, error = OpCheck(), None
+    if runs and len(parts) == len(PARTS):
+        try:
+            look_at(runner, check)
+        except Exception as raised:  # of a layer that is refused below, as it has no cache yet
+            error = raised
+    faults = support.faults_of_layers(runner.get_model(), parts, check.found)
+    if error is not None and not faults:
+        raise error
+    return faults + support.faults_of_ranks(get_tp_group())

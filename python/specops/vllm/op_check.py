@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which torch ops a model may call: those whose every output row is the same in any batch.
+
+A model's file may compute what it likes between vLLM's layers. `OpCheck` looks at one forward pass
+of it, op by op; `graph_check` at what a compiler is about to compile, by the same lists.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Ops of vLLM's that are row-identical by test, or ours inside of them; and what ranks say to each
+# other, of whose order `support.faults_of_ranks` judges.
+_OPAQUE = _names(
+    "_C::rotary_embedding vllm::unified_attention_with_output vllm::unified_kv_cache_update "
+    "vllm::all_reduce vllm::all_gather _C::shm_allreduce _C::shm_gather _C::shm_all_gather "
+    "c10d::allreduce_ c10d::gather_ c10d::allgather_ c10d::_allgather_base_"
+)
+# Ops that move numbers, make constants, or change a type; in place, too.
+_MOVES = _names(
+    "_reshape_alias _to_copy _unsafe_view alias arange as_strided cat clone constant_pad_nd "
+    "contiguous convert_element_type copy detach embedding empty empty_like empty_strided "
+    "expand fill full full_like gather index index_select iota lift_fresh lift_fresh_copy "
+    "masked_fill new_empty new_empty_strided new_full new_ones new_zeros ones ones_like permute "
+    "reshape scalar_tensor select slice slice_scatter split split_with_sizes squeeze stack "
+    "sym_size t transpose unbind unsqueeze view where zero zeros zeros_like"
+)
+# One operation per element, rounded once and correctly: any instruction gives the same bits. A
+# compiler may put two of them together and round once for both, so these are for eager mode.
+_ROUNDED = _names("abs add clamp clamp_max clamp_min div maximum minimum mul neg relu rsub sub")
+_TORCH = frozenset({"aten", "prims"})
+_TOKENS = 4  # of the pass that is looked at
+
+
+def is_allowed(
+    op: torch._ops.OpOverload, outputs: Sequence[Any], alpha: Any = 1, *, is_compiled: bool
+) -> bool:
+    """Whether an op may be called by a model that must be exact.
+
+    Args:
+        op: that is called.
+        outputs: of the call. Tokens, positions, masks and sizes may be computed in any way.
+        alpha: by which `add` and `sub` multiply first.
+        is_compiled: whether a compiler makes the kernel.
+    """
+    name = op._schema.name
+    namespace, _, short = name.partition("::")
+    if namespace == "specops" or name in _OPAQUE:
+        return True
+    if namespace in _TORCH:
+        short = short.removesuffix("_")
+        if short in _MOVES:
+            return True
+        is_complex = any(isinstance(one, torch.Tensor) and one.is_complex() for one in outputs)
+        if short in _ROUNDED and not is_compiled and not is_complex and alpha in (1, -1):
+            return True
+    return bool(outputs) and not any(map(_is_of_model, outputs))
+
+
+def _is_of_model(value: Any) -> bool:
+    """Whether an output may hold numbers of the model."""
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return not isinstance(value, torch.SymInt | torch.SymBool | int)
+
+
+class OpCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, notes which ops may not be called, and by which module.
+
+    Attributes:
+        found: names of ops by the class of the module that called them; None: outside of any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[type | None, list[str]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls the op and looks at it, or at those that it is made of."""
+        kwargs = kwargs or {}
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result = func(*args, **kwargs)
+        outputs = result if isinstance(result, tuple | list) else [result]
+        if not is_allowed(func, outputs, kwargs.get("alpha", 1), is_compiled=False):
+            names = self.found.setdefault(_caller(), [])
+            if func._schema.name not in names:
+                names.append(func._schema.name)
+        return result
+
+
+def look_at(runner: Any, check: OpCheck) -> None:
+    """Has a loaded model compute a few tokens under a check, eagerly, and their logits.
+
+    Args:
+        runner: vLLM's GPUModelRunner, whose model has no cache yet.
+        check: that is entered while the model computes.
+    """
+    model = runner.get_model()
+    with _looked_at(model, check):
+        _, hidden = runner._dummy_run(min(_TOKENS, runner.max_num_tokens), is_profile=True)
+    with torch.inference_mode(), check:
+        model.compute_logits(hidden)
+
+
+@contextmanager
+def _looked_at(model: nn.Module, check: OpCheck) -> Iterator[None]:
+    """Has a model's forward run eagerly and under the check; its drafter's does not."""
+    forward = model.forward
+    compiled: list[Any] = [
+        module for module in model.modules() if getattr(module, "do_not_compile", None) is False
+    ]
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        with check:
+            return forward(*args, **kwargs)
+
+    model.forward = checked
+    for module in compiled:
+        module.do_not_compile = True
+    try:
+        yield
+    finally:
+        del model.forward
+        for module in compiled:
+            module.do_not_compile = False
+
+
+def _caller() -> type | None:
+    """The class of the innermost module whose method is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return type(owner)
+        frame = frame.f_back
+    return None
