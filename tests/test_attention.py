@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention family against its reference, and row identity."""
 
+import inspect
 import random
+import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -433,6 +435,42 @@ def test_append_attention_window_pages_may_be_gone(device: str, isa: str) -> Non
     assert torch.equal(attention.append_attention(*batch.tensors(), sliding_window=100), expected)
 
 
+def test_append_attention_refuses_heads(device: str) -> None:
+    """No query heads at all, and a cache whose heads come before its slots."""
+    batch = random_batch([40, 50], [2, 1], torch.bfloat16)
+    none = replace(batch, q=batch.q[:, :0].contiguous())
+    for workspace in (None, torch.zeros(1 << 20)):
+        with pytest.raises(ValueError, match=r"num_qo_heads must be 1 to 64 times .*, got 0"):
+            attention.append_attention(*none.tensors(), workspace=workspace)
+    none = replace(batch, q=batch.q[..., :0].contiguous())
+    with pytest.raises(ValueError, match=r"^append_attention: k_cache must be .*head_dim=0.*"):
+        attention.append_attention(*none.tensors())
+    swapped = {name: getattr(batch, name).transpose(1, 2).contiguous() for name in CACHES}
+    with pytest.raises(ValueError, match=r"page_size must be 16, 32 or 64 .*second dim.*got"):
+        attention.append_attention(*replace(batch, **swapped).tensors())
+
+
+def test_attention_workspace_size_refuses(device: str) -> None:
+    def refused(message: str, *changes: Any) -> None:
+        good = [(3, 4, 64), (9, 16, 2, 64), 9, 2, "cpu"]
+        for place, value in zip(changes[::2], changes[1::2], strict=True):
+            good[place] = value
+        with pytest.raises(ValueError, match=f"^attention_workspace_size: {message}"):
+            attention.attention_workspace_size(*good)
+
+    refused("num_kv_heads must be an int in 1 .. 4096, got 0", 1, (9, 16, 0, 64))
+    refused("num_qo_heads must be an int in 1 .. 4096, got 0", 0, (3, 0, 64))
+    refused("rows must be .*, got -1", 0, (-1, 4, 64))
+    refused(r"q_shape must be 3 sizes, got tuple", 0, (3, 4))
+    refused("cache_shape must be 4 sizes, got None", 1, None)
+    refused("num_pages must be .*, got 9.5", 2, 9.5)
+    refused("batch must be .*, got -1", 3, -1)
+    refused("device must be a torch.device, got 'elsewhere'", 4, "elsewhere")
+
+
+CACHES = ("k_cache", "v_cache")
+
+
 def test_append_attention_refuses(device: str, on_cuda: bool) -> None:
     batch = random_batch([40, 50], [2, 1], torch.bfloat16)
 
@@ -482,7 +520,7 @@ def test_append_attention_refuses(device: str, on_cuda: bool) -> None:
     )
     refused("k_cache must be float32", q=batch.q.float())
     refused("q must be float32|bfloat16|float16", q=batch.q.double())
-    refused("sliding_window must be at least 1", window=0)
+    refused("sliding_window must be an int of at least 1", window=0)
     refused("num_qo_heads must be 1 to 64 times num_kv_heads=2, got 3", q=batch.q[:, :3].clone())
     if on_cuda:  # the row at fault is zero, the others are as ever
         got, lse = attention.append_attention(
@@ -974,6 +1012,20 @@ def test_rope_append_kv_does_not_depend_on_where_things_lie(
             assert torch.equal(as_bits(kv), as_bits(many_kv[:, rows]))
 
 
+@pytest.mark.parametrize("heads,kv_heads,head_dim", [(0, 0, 64), (4, 2, 0), (0, 2, 64), (4, 0, 64)])
+def test_rope_append_kv_of_nothing(device: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Without heads or elements there is nothing to do; without one kind of heads the other's."""
+    q, k = torch.randn(2, heads, head_dim), torch.randn(2, kv_heads, head_dim)
+    cache = torch.zeros(2, 16, kv_heads, head_dim)
+    slots, positions = torch.tensor([3, 4]), torch.tensor([0, 1], dtype=torch.int32)
+    table = attention.rope_cos_sin(8, 64, 1e4) if head_dim else torch.zeros(8, 0)
+    out = attention.rope_append_kv(q, k, k, cache, cache.clone(), slots, positions, table)
+    assert out.shape == q.shape
+    want = cache.clone().zero_()
+    reference.rope_append_kv(q, k, k, want, want.clone(), slots, positions, table)
+    torch.testing.assert_close(cache, want)
+
+
 def test_rope_append_kv_refuses_before_writing(device: str, on_cuda: bool) -> None:
     q, k = torch.randn(2, 4, 64), torch.randn(2, 2, 64)
     cos_sin = attention.rope_cos_sin(8, 64, 1e4)
@@ -1029,8 +1081,42 @@ def test_rope_cos_sin_refuses(device: str) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             attention.rope_cos_sin(4, 64, 1e4, scaling)
-    with pytest.raises(ValueError, match="rotary_dim must be even"):
-        attention.rope_cos_sin(4, 63, 1e4)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"rotary_dim": 63}, "rotary_dim must be even and at most 256, got 63"),
+        ({"rotary_dim": 258}, "rotary_dim must be even and at most 256, got 258"),
+        ({"rotary_dim": 2**31}, "rotary_dim must be an int32 of at least 2, got 2147483648"),
+        ({"rotary_dim": 64.0}, "rotary_dim must be an int32 of at least 2, got 64.0"),
+        ({"max_positions": -1}, "max_positions must be an int32 of at least 0, got -1"),
+        ({"max_positions": 2**31}, "max_positions must be an int32 of at least 0, got 2147483648"),
+        ({"theta": 0.0}, "theta must be a finite number above 0, got 0.0"),
+        ({"theta": torch.nan, "scaling": {"rope_theta": 1e4}}, "theta must be .*, got nan"),
+        ({"theta": "1"}, "theta must be a finite number above 0, got '1'"),
+        ({"scaling": 3}, "scaling must be a mapping, or None, got 3"),
+        ({"scaling": {"rope_type": "linear", "factor": 0}}, "factor must be a finite number above"),
+        ({"scaling": {"rope_type": "linear", "factor": "2"}}, "factor must be .*, got '2'"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=f"^rope_cos_sin: {message}"):
+            attention.rope_cos_sin(
+                **{"max_positions": 4, "rotary_dim": 64, "theta": 1e4, **arguments}
+            )
+
+
+@pytest.mark.skipif(not hasattr(typing, "get_overloads"), reason="Python 3.10 keeps no overloads")
+def test_what_append_attention_returns_has_a_type() -> None:
+    """One tensor where no lse is asked for; the options are those of the function."""
+    returns = {
+        (str(s.parameters["lse"].annotation), str(s.parameters["return_lse"].annotation)): str(
+            s.return_annotation
+        )
+        for s in map(inspect.signature, typing.get_overloads(attention.append_attention))
+    }
+    assert returns["None", "typing.Literal[False]"] == str(Tensor)
+    assert len(returns) == 4
+    options = set(inspect.signature(attention.append_attention).parameters)
+    first = inspect.signature(typing.get_overloads(attention.append_attention)[0])
+    named = set(attention._AttentionOptions.__annotations__) | set(first.parameters) - {"options"}
+    assert named == options
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

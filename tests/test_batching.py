@@ -215,7 +215,7 @@ GOOD: dict[str, Any] = {
             {"max_seq_len": 2},
             r"max_seq_len must be at least the 3 output rows .* request 0, got 2",
         ),
-        ({"max_seq_len": 0}, r"max_seq_len must be at least 1, got 0"),
+        ({"max_seq_len": 0}, r"max_seq_len must be an int of at least 1, got 0"),
         ({"max_seq_len": 2**31 - 1}, r"max_seq_len must be small enough .*got 2147483647"),
         ({"page_size": 0}, r"page_size must be an int32 of at least 1, got 0"),
     ],

@@ -114,10 +114,10 @@ def test_in_a_compiled_step() -> None:
 @pytest.mark.parametrize(
     "table,message",
     [
-        (torch.zeros(2, 3, dtype=torch.int64), r"int32 \[batch, max_pages\], got torch.int64 \[2"),
-        (torch.zeros(6, dtype=torch.int32), r"got torch.int32 \[6\]"),
+        (torch.zeros(2, 3, dtype=torch.int64), r"int32 \[batch, max_pages\], got int64 \[2"),
+        (torch.zeros(6, dtype=torch.int32), r"got int32 \[6\]"),
         (torch.zeros(2, 6, dtype=torch.int32)[:, :3], r"contiguous, got strides \[6, 1\]"),
-        ([[1, 2]], r"got \[\[1, 2\]\]"),
+        ([[1, 2]], "got list"),
     ],
 )
 def test_refuses(table: Tensor, message: str) -> None:

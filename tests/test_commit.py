@@ -539,7 +539,7 @@ def test_count_tokens(device: str) -> None:
     )
     assert ids.tolist() == [2, 5, 7, -1, -1, -1] and counts.tolist() == [5, 1, 2, 0, 0, 0]
     with pytest.raises(
-        ValueError, match=r"count_tokens: counted_token_ids must .*room for 7.*got 6"
+        ValueError, match=r"count_tokens: counted_token_ids must .* at least 7 elements.*got 6"
     ):
         sampling.count_tokens(
             torch.arange(7).int().to(device), 0, counted_token_ids=ids, token_counts=counts
@@ -552,6 +552,39 @@ def test_count_tokens(device: str) -> None:
         )
     sampling.count_tokens(ints([]).to(device), 0, counted_token_ids=ids, token_counts=counts)
     assert ids.tolist() == [-1] * 6 and not counts.any()
+
+
+def test_count_tokens_refuses_before_writing(device: str) -> None:
+    good = {
+        "token_ids": ints([5, 2, 5]).to(device),
+        "prompt_len": 1,
+        "counted_token_ids": ints([9] * 6).to(device),
+        "token_counts": ints([9] * 6).to(device),
+    }
+    rows = ("token_ids", "counted_token_ids", "token_counts")
+    cases: list[tuple[str, Any, str]] = [
+        *(
+            (name, good[name].to(t), rf"int32 \[\w\], got {str(t)[6:]} \[")
+            for name in rows
+            for t in TYPES
+        ),
+        *((name, good[name][None], r"int32 \[\w\], got int32 \[1, ") for name in rows),
+        *((name, good[name].tolist(), r"int32 \[\w\], got list") for name in rows),
+        *((name, good[name].repeat(2)[::2], r"contiguous, got strides \[2\]") for name in rows),
+        ("token_counts", ints([9] * 5).to(device), r"int32 \[m=6\], got int32 \[5\]"),
+        ("token_counts", ints([9] * 6).to("meta"), "on .* like token_ids, got on meta"),
+        ("token_ids", ints([5, -1, 2]).to(device), "of ids of at least 0, got -1"),
+        ("prompt_len", 4, r"within \[0, 3\], got 4"),
+        *(("prompt_len", wrong, "an int32 of at least 0, got") for wrong in (-1, 1.0, True, "1")),
+    ]
+    for name, wrong, message in cases:
+        with pytest.raises(ValueError, match=f"^count_tokens: {name} must be {message}"):
+            sampling.count_tokens(**{**good, name: wrong})
+        for table in ("counted_token_ids", "token_counts"):
+            assert good[table].tolist() == [9] * 6
+
+
+TYPES = (torch.float32, torch.int64, torch.uint8, torch.bool)
 
 
 # ---- wrong data ----

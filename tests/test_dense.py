@@ -311,7 +311,7 @@ def test_linear_kernels_refuse(
 ) -> None:
     x, weight, _ = make_linear(device, 17, 32, 8, torch.bfloat16)
     packed = dense.pack_weight(weight)
-    words = f"kernel must be one of {', '.join(dense.linear_kernels(1))} or None, got x"
+    words = f"kernel must be one of {', '.join(dense.linear_kernels(1))} or None, got 'x'"
     with pytest.raises(ValueError, match=f"set_linear_kernel: {words}"):
         force_linear("x")
     whole = dense.linear(x, packed)
@@ -442,7 +442,7 @@ def test_linear_refuses(device: str, on_cuda: bool) -> None:
         (lambda: dense.linear(x[:, :7], packed), "linear: x must be .*num_inputs=8"),
         (lambda: dense.linear(x, packed, bias[:3]), "linear: bias must be .*num_outputs=4"),
         (lambda: dense.linear(x, packed, bias.float()), "linear: bias must be bfloat16"),
-        (lambda: dense.linear(x, packed, out_dtype=torch.float16), "linear: out must be"),
+        (lambda: dense.linear(x, packed, out_dtype=torch.float16), "linear: out_dtype must be"),
         (lambda: dense.linear(x, packed, out=x), "linear: out must be"),
         (
             lambda: dense.linear(x, packed, out=bias[None], out_dtype=torch.float32),
@@ -601,7 +601,7 @@ def test_linear_gate_up_refuses(device: str) -> None:
         (lambda: dense.pack_weight(weight[:5], gate_up=True), "pack_weight: weight must be .* 5"),
         (
             lambda: dense.linear(x, packed, out_dtype=torch.float32),
-            "linear: out must be bfloat16",
+            "linear: out_dtype must be bfloat16",
         ),
         (lambda: dense.linear(x, packed, out=x[:, :6].contiguous()), "linear: out must be .*6"),
         (lambda: dense.linear(x, packed, bias[:3]), "linear: bias must be .*num_outputs=6"),
@@ -680,7 +680,10 @@ def test_rms_norm_refuses(device: str) -> None:
     for call, words in [
         (lambda: dense.rms_norm(x, weight[:7], 1e-6), "rms_norm: weight must be"),
         (lambda: dense.rms_norm(x, weight.half(), 1e-6), "rms_norm: weight must be float32"),
-        (lambda: dense.rms_norm(x, weight, -1.0), "rms_norm: eps must be at least 0"),
+        (
+            lambda: dense.rms_norm(x, weight, -1.0),
+            "rms_norm: eps must be a finite number of at least 0",
+        ),
         (lambda: dense.rms_norm(x, weight, 1e-6, residual=x[:1]), "rms_norm: residual must be"),
         (lambda: dense.rms_norm(x, weight, 1e-6, residual=x, out=x), "rms_norm: out must be"),
     ]:

@@ -8,15 +8,20 @@ from _C.pyi. A new op needs its good call in GOOD_CALLS and nothing else.
 import ast
 import inspect
 import re
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import specops
 import torch
-from specops import _C, attention, batching, dense, ngram, reference, runtime, sampling
+from specops import _C, attention, batching, dense, ngram, reference, runtime, sampling, torch_ops
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 STUB = Path(specops.__file__).with_name("_C.pyi")
 FAMILIES = (attention, batching, dense, ngram, runtime, sampling)
@@ -33,6 +38,8 @@ CLASSES = {"SuffixCache"}  # with tests of errors of their own
 TENSOR_OPS = {name: args for name, args in OPS.items() if "Tensor" in str(args.values())}
 # The fields of a LogitsProcessors, which have a test of their own.
 FIELDS = "tuple[Tensor | None, ...]"
+
+OPS_OF_TORCH = torch_ops.OPS
 
 # Where the message speaks of another name than _C.pyi: the one the user knows.
 PUBLIC_NAMES = {("linear", "packed"): "weight"}
@@ -219,7 +226,7 @@ def append_attention() -> dict[str, Any]:
         "kv_indices": ints(0, 2, 1),
         "kv_lens": ints(5, 20),
         "sm_scale": 0.125,
-        "sliding_window": 0,
+        "sliding_window": None,
         "is_causal": True,
         "sinks": torch.zeros(4),
         "mask": ints(1, 1, 3).view(3, 1),
@@ -405,6 +412,7 @@ def verify() -> dict[str, Any]:
 def top_logprobs() -> dict[str, Any]:
     return {
         "logits": torch.zeros(5, 9),
+        "n": 3,
         "processed_logprobs": True,
         "output_indptr": ints(0, 3, 5),
         "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
@@ -721,9 +729,15 @@ def test_wrong_sizes_before_allocation() -> None:
         )
     refused("total_rows must be an int32 of at least 0, got -1", "prepare_batch", total_rows=-1)
     refused("num_output_rows must be.*got -1", "prepare_batch", num_output_rows=-1)
-    refused("top_logprobs: n must be at least 0, got -1", "top_logprobs", n=-1)
+    for size in (-1, 2**70, 1.5, True, "3", float("nan")):
+        refused(
+            f"top_logprobs: n must be an int32 of at least 0, got {size!r}", "top_logprobs", n=size
+        )
+    refused(r"top_logprobs: n must be an int in 0 \.\. 9, got 10", "top_logprobs", n=10)
     refused(
-        r"linear: weight must be a PackedWeight.*got Tensor", "linear", weight=torch.zeros(5, 4)
+        r"linear: weight must be a PackedWeight.*got float32 \[5, 4\]",
+        "linear",
+        weight=torch.zeros(5, 4),
     )
     refused(
         r"silu_mul: gate_up must be \[rows, 2 \* width\], got 7",
@@ -742,3 +756,167 @@ def test_rms_norm_refuses_memory_it_would_read_after_writing() -> None:
     with pytest.raises(ValueError, match="rms_norm: out must be another tensor than residual"):
         dense.rms_norm(**good, residual=x[3:], out=x[3:])
     dense.rms_norm(**good, residual=x[3:], out=x[:3])
+
+
+# ---- what is no argument's fault, and gradients ----
+
+# Functions that make nothing when the caller leaves outputs out.
+ALLOCATE_NOTHING = {"advance_draft_batch", "commit", "compact_kv", "copy_kv", "keep_hidden_rows"}
+ALLOCATE_NOTHING |= {"take_error"}
+
+
+@pytest.mark.parametrize("name", sorted(set(GOOD_CALLS) - ALLOCATE_NOTHING))
+def test_out_of_memory_is_told_as_such(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an output finds no room, torch's own error comes out and no argument is blamed."""
+    function, good = public_call(name)
+
+    def no_room(*args: Any, **kwargs: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "empty", no_room)
+    monkeypatch.setattr(Tensor, "new_empty", no_room)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        function(**good)
+
+
+def test_out_of_memory_by_the_system() -> None:
+    """An output beyond what the address space may hold."""
+    program = """if True:
+        import resource
+        import torch
+        from specops import dense
+        x, weight = torch.zeros(200_000, 4), dense.pack_weight(torch.zeros(4096, 4))
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+        try:
+            dense.linear(x, weight)
+        except RuntimeError as error:
+            assert not isinstance(error, ValueError)
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "can't allocate memory" in done.stdout, done.stdout + done.stderr
+
+
+REAL_CASES = [
+    (name, argument)
+    for name, good in GOOD_CALLS.items()
+    for argument, value in good().items()
+    if isinstance(value, Tensor) and value.is_floating_point()
+]
+NO_GRADIENT = "must be a tensor that needs no gradient.*no_grad.*, got requires_grad=True$"
+
+
+@pytest.mark.parametrize("name,argument", REAL_CASES)
+def test_a_gradient_is_refused(name: str, argument: str) -> None:
+    """Not silently dropped: in eager mode, by torch.ops and by what traces a graph."""
+    arguments = GOOD_CALLS[name]()
+    arguments[argument].requires_grad_()
+    public = PUBLIC_NAMES.get((name, argument), argument)
+    by_torch = OPS_OF_TORCH[name]
+    for call, called in ((getattr(_C, name), public), (by_torch, public)):
+        with pytest.raises(ValueError, match=f"^{name}: {called} {NO_GRADIENT}"):
+            call(*arguments.values())
+        with torch.no_grad():
+            call(*arguments.values())
+    with FakeTensorMode() as mode:
+        fake = {
+            key: mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for key, value in arguments.items()
+        }
+        fake.update({key: () for key, kind in OPS[name].items() if kind == FIELDS})
+        with pytest.raises(ValueError, match=f"^{name}: {argument} {NO_GRADIENT}"):
+            by_torch(*fake.values())
+        with torch.no_grad():
+            by_torch(*fake.values())
+
+
+def test_a_gradient_of_a_table_is_refused() -> None:
+    arguments = verify()
+    arguments["processors"].logit_bias.requires_grad_()
+    with pytest.raises(ValueError, match=rf"^verify: processors\.logit_bias {NO_GRADIENT}"):
+        _C.verify(*arguments.values())
+
+
+def test_a_compiled_function_refuses_a_gradient() -> None:
+    weight = torch.ones(8)
+    compiled = torch.compile(
+        lambda x: dense.rms_norm(x, weight, 1e-6), backend="aot_eager", fullgraph=True
+    )
+    x = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(Exception, match="rms_norm: x must be a tensor that needs no gradient"):
+        compiled(x)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), dense.rms_norm(x, weight, 1e-6))
+
+
+def test_the_packing_of_a_parameter() -> None:
+    """What a module holds needs a gradient; packed, it no longer does."""
+    layer = torch.nn.Linear(4, 5)
+    with pytest.raises(ValueError, match=f"^pack_weight: weight {NO_GRADIENT}"):
+        dense.pack_weight(layer.weight)
+    with torch.no_grad():
+        packed = dense.pack_weight(layer.weight)
+    assert not packed.data.requires_grad
+    assert not dense.linear(torch.zeros(3, 4), packed).requires_grad
+
+
+# ---- one rule for one kind of number ----
+
+
+@pytest.mark.parametrize("value", [-1.0, -1e-9, float("nan"), float("inf"), 1e39, True, "1", None])
+@pytest.mark.parametrize(
+    "name,argument",
+    [
+        ("rms_norm", "eps"),
+        ("mtp_input", "eps"),
+        ("rope_append_kv", "norm_eps"),
+        ("rope_append_latent", "norm_eps"),
+        ("append_attention", "sm_scale"),
+    ],
+)
+def test_scales_and_epsilons(name: str, argument: str, value: Any) -> None:
+    arguments = GOOD_CALLS[name]()
+    getattr(_C, name)(*{**arguments, argument: 0}.values())
+    if value is None and argument == "sm_scale":
+        return
+    with pytest.raises(
+        ValueError, match=f"^{name}: {argument} must be a finite number of at least"
+    ):
+        getattr(_C, name)(*{**arguments, argument: value}.values())
+
+
+def test_the_size_that_is_wrong_is_named() -> None:
+    """Not another argument, or an output that follows from it."""
+
+    def refused(message: str, name: str, **changes: Any) -> None:
+        function, good = public_call(name)
+        with pytest.raises(ValueError, match=f"^{name}: {message}"):
+            function(**{**good, **changes})
+
+    refused("total_rows must be .* got True", "prepare_batch", total_rows=True)
+    refused("max_levels must be .* got 2147483648", "find_shared_prefixes", max_levels=2**31)
+    refused("kv_indptr must be int32 .* got list", "find_shared_prefixes", kv_indptr=[0, 2])
+    refused("page_size must be .* got 2147483648", "tree_chains", page_size=2**31)
+    refused("out_dtype must be .* got 'x'", "linear", out_dtype="x")
+    refused("out_dtype must be .* got float64", "linear", out_dtype=torch.float64)
+    refused("n must be an int in 0 .. 9, got 999999", "top_logprobs", n=999999)
+    given = {"token_ids": ints(0, 0).repeat(5, 1), "logprobs": torch.zeros(5, 2)}
+    for n in (7, 999999, 2**70, 1.5, float("nan")):
+        refused(r"(n|token_ids) must be .*, got", "top_logprobs", n=n, **given)
+    for sizes in ({"num_outputs": -5}, {"num_inputs": -4}, {"num_inputs": 2**70}):
+        weight = replace(dense.pack_weight(torch.zeros(5, 4)), **sizes)
+        refused(f"weight.{next(iter(sizes))} must be", "linear", weight=weight)
+    with pytest.raises(ValueError, match=r"^linear_workspace_size: weight must be a PackedW"):
+        dense.linear_workspace_size(3, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^sampling_workspace: logits must be"):
+        sampling.sampling_workspace(3)  # type: ignore[arg-type]
+
+
+def test_a_fake_tensor_is_told_the_way() -> None:
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's own, about the memory that it has not
+        x, weight = torch.zeros(3, 4), torch.ones(4)
+        with pytest.raises(
+            ValueError, match=r"got FakeTensor .*strict=True.*specops\.torch_ops.*OPS"
+        ):
+            dense.rms_norm(x, weight, 1e-6)

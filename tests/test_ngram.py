@@ -454,12 +454,24 @@ def test_a_match_at_every_distance_from_a_block(
         ({"max_ngram_size": [2, 1]}, r"max_ngram_size\[1\] must be at least .* = 2, got 1"),
         ({"max_ngram_size": [2]}, r"max_ngram_size must be int32 \[batch=2\], got int32 \[1\]"),
         ({"min_ngram_size": None}, r"min_ngram_size must be an int or int32 \[batch\], got None"),
-        ({"max_ngram_size": 2.5}, r"max_ngram_size must be an int or int32 \[batch\], got float"),
+        ({"max_ngram_size": 2.5}, r"max_ngram_size must be an int or int32 \[batch=\d\], got 2\.5"),
         ({"leftmost": 2}, r"leftmost must be 0 or 1, got 2"),
         ({"leftmost": [0, -1]}, r"leftmost\[1\] must be 0 or 1, got -1"),
         ({"num_given_drafts": [0, 4]}, r"num_given_drafts\[1\] must be in 0 \.\. k = 3, got 4"),
         ({"num_given_drafts": [0, -1]}, r"num_given_drafts\[1\] must be in 0 \.\. k = 3, got -1"),
-        ({"max_total_draft_tokens": -2}, r"max_total_draft_tokens must be at least 0, .* got -2"),
+        *(
+            (
+                {"max_total_draft_tokens": total},
+                f"max_total_draft_tokens must be an int.*, got {total}",
+            )
+            for total in (-1, -2, 2.0, True)
+        ),
+        *(
+            ({"index": {size: value}}, f"index.{size} must be an int of at least 0, got {value}")
+            for size in ("scan_tokens", "index_tokens")
+            for value in (-1, -(2**31), 0.5)
+        ),
+        ({"index": 3}, "index must be a NgramIndex, or None, got 3"),
     ],
 )
 def test_refusals_leave_out_untouched(
@@ -482,6 +494,8 @@ def test_refusals_leave_out_untouched(
     out = torch.full((2, 3), 77, dtype=torch.int32, device=device)
     counts = torch.full((2,), 77, dtype=torch.int32, device=device)
     token_ids = torch.zeros(2, 8, dtype=torch.int32, device=device)
+    if isinstance(change.get("index"), dict):
+        tensors["index"] = ngram.NgramIndex.empty(2, 8, device=device, **change["index"])
     reported = on_cuda and "\\[" in message.split()[0]
     if reported:  # the sentence of a code: the argument without its index
         message = message.split()[0].partition("\\[")[0] + " must be "

@@ -133,9 +133,9 @@ def test_find_shared_prefixes_example_of_the_docstring() -> None:
         ({"kv_indptr": [0, 2, 1]}, r"kv_indptr\[2\] must be in 2 .. 3, got 1"),
         ({"kv_indptr": [0, 2, 4]}, r"kv_indptr\[2\] must be in 2 .. 3, got 4"),
         ({"kv_indptr": [-1, 2, 3]}, r"kv_indptr\[0\] must be in 0 .. 3, got -1"),
-        ({"page_size": 0}, "page_size must be positive, got 0"),
-        ({"leaf_tokens": 24}, "leaf_tokens must be a positive multiple of page_size, 16, got 24"),
-        ({"max_levels": -1}, "max_levels must be at least 0, got -1"),
+        ({"page_size": 0}, "page_size must be an int32 of at least 1, got 0"),
+        ({"leaf_tokens": 24}, "leaf_tokens must be a multiple of page_size=16, got 24"),
+        ({"max_levels": -1}, "max_levels must be an int32 of at least 0, got -1"),
     ],
 )
 def test_find_shared_prefixes_faults(change: dict[str, Any], message: str) -> None:

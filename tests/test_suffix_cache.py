@@ -537,21 +537,27 @@ WRONG_OPTIONS = [
     ({"max_tree_depth": -3}, "max_tree_depth must be an int in 1 .. 32767, got -3"),
     ({"max_tree_depth": 32768}, "max_tree_depth must be an int in 1 .. 32767, got 32768"),
     ({"max_tree_depth": 10**30}, "max_tree_depth must be an int in 1 .. 32767, got 1000"),
-    ({"max_tree_depth": 2.0}, "max_tree_depth must be an int in 1 .. 32767, got float"),
-    ({"max_tree_depth": True}, "max_tree_depth must be an int in 1 .. 32767, got bool"),
-    ({"max_cached_requests": -2}, "max_cached_requests must be an int, at least -1, got -2"),
-    ({"max_cached_tokens": -2}, "max_cached_tokens must be an int, at least -1, got -2"),
-    ({"max_cached_bytes": -5}, "max_cached_bytes must be an int, at least -1, got -5"),
-    ({"max_cached_bytes": None}, "max_cached_bytes must be an int, at least -1, got None"),
-    ({"max_spec_factor": -0.5}, "max_spec_factor must be a number, at least 0, got -0.5"),
-    ({"max_spec_factor": float("nan")}, "max_spec_factor must be a number, at least 0, got nan"),
-    ({"max_spec_factor": float("inf")}, "max_spec_factor must be a number, at least 0, got inf"),
-    ({"max_spec_factor": "1"}, "max_spec_factor must be a number, at least 0, got str"),
+    ({"max_tree_depth": 2.0}, "max_tree_depth must be an int in 1 .. 32767, got 2.0"),
+    ({"max_tree_depth": True}, "max_tree_depth must be an int in 1 .. 32767, got True"),
+    ({"max_cached_requests": -2}, "max_cached_requests must be an int of at least -1, got -2"),
+    ({"max_cached_tokens": -2}, "max_cached_tokens must be an int of at least -1, got -2"),
+    ({"max_cached_bytes": -5}, "max_cached_bytes must be an int of at least -1, got -5"),
+    ({"max_cached_bytes": None}, "max_cached_bytes must be an int of at least -1, got None"),
+    ({"max_spec_factor": -0.5}, "max_spec_factor must be a finite number of at least 0, got -0.5"),
+    (
+        {"max_spec_factor": float("nan")},
+        "max_spec_factor must be a finite number of at least 0, got nan",
+    ),
+    (
+        {"max_spec_factor": float("inf")},
+        "max_spec_factor must be a finite number of at least 0, got inf",
+    ),
+    ({"max_spec_factor": "1"}, "max_spec_factor must be a finite number of at least 0, got '1'"),
     ({"min_token_prob": 1.5}, "min_token_prob must be a number in 0 .. 1, got 1.5"),
     ({"min_token_prob": -0.1}, "min_token_prob must be a number in 0 .. 1, got -0.1"),
-    ({"read_on": 1}, "read_on must be a bool, got int"),
+    ({"read_on": 1}, "read_on must be a bool, got 1"),
     ({"background_tokens": 0}, "background_tokens must be -1, or at least 1, got 0"),
-    ({"background_tokens": -2}, "background_tokens must be an int, at least -1, got -2"),
+    ({"background_tokens": -2}, "background_tokens must be an int of at least -1, got -2"),
 ]
 
 
@@ -563,15 +569,15 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 LIST = "must be a list of ints, or a contiguous int32 [n] array or tensor"
 WRONG_TOKENS: list[tuple[Any, str]] = [
-    ([1, -2], r"\[1\] must be an int in 0 \.\. 2147483647, got -2"),
-    ([1, 2**31], r"\[1\] must be an int in 0 \.\. 2147483647, got 2147483648"),
-    ([1, 2**70], r"\[1\] must be an int in 0 \.\. 2147483647, got 1180591620717411303424"),
-    ([1.0], r"\[0\] must be an int in 0 \.\. 2147483647, got float"),
-    (["1"], r"\[0\] must be an int in 0 \.\. 2147483647, got str"),
-    ([True], r"\[0\] must be an int in 0 \.\. 2147483647, got bool"),
+    ([1, -2], r"\[1\] must be an int32 of at least 0, got -2"),
+    ([1, 2**31], r"\[1\] must be an int32 of at least 0, got 2147483648"),
+    ([1, 2**70], r"\[1\] must be an int32 of at least 0, got 1180591620717411303424"),
+    ([1.0], r"\[0\] must be an int32 of at least 0, got 1.0"),
+    (["1"], r"\[0\] must be an int32 of at least 0, got '1'"),
+    ([True], r"\[0\] must be an int32 of at least 0, got True"),
     (None, f"{LIST}, got None"),
-    (7, f"{LIST}, got int"),
-    ("12", f"{LIST}, got str"),
+    (7, f"{LIST}, got 7"),
+    ("12", f"{LIST}, got '12'"),
     ({1, 2}, f"{LIST}, got set"),
     (b"1234", f"{LIST}, got bytes"),
     (range(3), f"{LIST}, got range"),
@@ -669,11 +675,11 @@ def test_a_running_id_cannot_be_started_again() -> None:
     [
         ({"max_draft_tokens": -1}, "max_draft_tokens must be an int in 0 .. 65536, got -1"),
         ({"max_draft_tokens": 65537}, "max_draft_tokens must be an int in 0 .. 65536, got 65537"),
-        ({"max_draft_tokens": 1.0}, "max_draft_tokens must be an int in 0 .. 65536, got float"),
-        ({"use_tree": 1}, "use_tree must be a bool, got int"),
-        ({"max_spec_factor": -1}, "max_spec_factor must be a number, at least 0, got -1"),
+        ({"max_draft_tokens": 1.0}, "max_draft_tokens must be an int in 0 .. 65536, got 1.0"),
+        ({"use_tree": 1}, "use_tree must be a bool, got 1"),
+        ({"max_spec_factor": -1}, "max_spec_factor must be a finite number of at least 0, got -1"),
         ({"min_token_prob": 2}, "min_token_prob must be a number in 0 .. 1, got 2"),
-        ({"min_token_prob": "x"}, "min_token_prob must be a number in 0 .. 1, got str"),
+        ({"min_token_prob": "x"}, "min_token_prob must be a number in 0 .. 1, got 'x'"),
     ],
 )
 def test_wrong_arguments_of_speculate(arguments: dict[str, Any], message: str) -> None:
@@ -1174,15 +1180,22 @@ def test_as_vllm_drives_it(compatible: SuffixDecodingCache) -> None:
 
 
 def test_the_compatible_class_refuses_as_the_other(compatible: SuffixDecodingCache) -> None:
+    """In words of its own names alone."""
     compatible.start_request("a", [1])
-    for call in (
-        lambda: compatible.start_request("a", [1]),
-        lambda: compatible.stop_request("b"),
-        lambda: compatible.add_active_response("b", [1]),
-        lambda: compatible.evict_cached_response("b"),
-        lambda: compatible.speculate("b", [1]),
-        lambda: compatible.add_active_response("a", np.zeros((2, 2), np.int32)),
-        lambda: compatible.speculate("a", [1], max_spec_tokens=-1),
-    ):
-        with pytest.raises(ValueError):
+    wide = np.zeros((2, 2), np.int32)
+    for message, call in {
+        "start_request: req_id must": lambda: compatible.start_request("a", [1]),
+        "start_request: prompt_token_ids must": lambda: compatible.start_request("c", wide),
+        "stop_request: req_id must": lambda: compatible.stop_request("b"),
+        "add_active_response: req_id must": lambda: compatible.add_active_response("b", [1]),
+        "add_active_response: token_ids must": lambda: compatible.add_active_response("a", wide),
+        "evict_cached_response: req_id must": lambda: compatible.evict_cached_response("b"),
+        "speculate: req_id must": lambda: compatible.speculate("b", [1]),
+        "speculate: context must": lambda: compatible.speculate("a", wide),
+        "speculate: max_spec_tokens must": lambda: compatible.speculate("a", [1], -1),
+        "speculate: use_tree_spec must": lambda: compatible.speculate("a", [1], use_tree_spec=1),  # type: ignore[arg-type]
+    }.items():
+        with pytest.raises(ValueError, match=rf"^SuffixDecodingCache\.{message} .*, got "):
             call()
+    with pytest.raises(ValueError, match=r"^SuffixDecodingCache: max_tree_depth must be"):
+        SuffixDecodingCache(max_tree_depth=0)

@@ -291,7 +291,7 @@ def test_tree_chains_faults(
         ({"chains": 2}, "chain_qo_lens must be of at least 3 elements, got 2"),
         ({"pages": 2}, "chain_kv_indices must be of at least 3 elements, got 2"),
         ({"copies": 3}, "from_slots must be of at least 32 elements, got 3"),
-        ({"page_size": 0}, "page_size must be positive, got 0"),
+        ({"page_size": 0}, "page_size must be an int32 of at least 1, got 0"),
     ],
 )
 def test_tree_chains_says_what_is_too_small(change: dict[str, Any], message: str) -> None:

@@ -50,11 +50,11 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
   sizes.leaf = ceil_div(most, 2) * 2 * (value_dim + 2);
   int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
   int64_t row_heads = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * shape.num_qo_heads;
-  // Twice: shared prefixes have theirs as well.
-  int64_t floats = 2 * chunks * (row_heads + shape.num_kv_heads) * (value_dim + 2) +
-                   4 * shape.batch * kGroupFloats + kListFloats;
+  // Twice: shared prefixes have theirs as well. A double, since shapes need not be those of a batch.
+  double floats = 2.0 * chunks * (row_heads + shape.num_kv_heads) * (value_dim + 2) +
+                  4.0 * shape.batch * kGroupFloats + kListFloats;
   floats = floats > kMinStateFloats ? floats : kMinStateFloats;
-  sizes.chunk_states = floats < kMaxStateFloats ? floats : kMaxStateFloats;
+  sizes.chunk_states = static_cast<int64_t>(floats < kMaxStateFloats ? floats : kMaxStateFloats);
   return sizes;
 }
 

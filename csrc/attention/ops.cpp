@@ -3,7 +3,7 @@
 #include "attention/ops.h"
 
 #include <algorithm>
-#include <limits>
+#include <cmath>
 #include <mutex>
 #include <utility>
 
@@ -17,7 +17,7 @@
 namespace specops {
 namespace {
 
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxInt32 = Checker::kMaxInt32;
 constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 constexpr auto kSlots = {
     DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8, DType::kFloat8E4M3};
@@ -82,10 +82,10 @@ void rope_append_kv(const TensorView& q,
                     const TensorView& cache_slots,
                     const TensorView& positions,
                     const TensorView& cos_sin,
-                    bool interleaved,
+                    Argument interleaved,
                     const TensorView& q_norm_weight,
                     const TensorView& k_norm_weight,
-                    double norm_eps,
+                    Argument norm_eps,
                     const TensorView& q_out) {
   Checker check("rope_append_kv");
   Dim rows{"rows"}, qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, head_dim{"head_dim"};
@@ -107,13 +107,15 @@ void rope_append_kv(const TensorView& q,
   check.tensor("cos_sin", cos_sin, {DType::kFloat32}, {&max_positions, &rotary_dim});
   check.optional("q_norm_weight", q_norm_weight, {dtype}, {&head_dim});
   check.optional("k_norm_weight", k_norm_weight, {dtype}, {&head_dim});
+  bool are_pairs_neighbours = check.flag("interleaved", interleaved);
+  float eps = check.number("norm_eps", norm_eps);
   check.tensor("q_out", q_out, {dtype}, {&rows, &qo_heads, &head_dim});
   check.that(head_dim <= 256, "head_dim", "at most 256", head_dim.value);
   check.that(rotary_dim % 2 == 0 && rotary_dim <= head_dim,
              "rotary_dim",
              "even and at most head_dim=" + std::to_string(head_dim),
              rotary_dim.value);
-  if (rows == 0) return;
+  if (rows * (qo_heads + kv_heads) * head_dim == 0) return;
   RopeAppendKvParams params{
       .q = q.raw(),
       .k = k.raw(),
@@ -136,8 +138,8 @@ void rope_append_kv(const TensorView& q,
       .q_stride = q.stride(0),
       .k_stride = k.stride(0),
       .v_stride = v.stride(0),
-      .norm_eps = static_cast<float>(norm_eps),
-      .interleaved = interleaved,
+      .norm_eps = eps,
+      .interleaved = are_pairs_neighbours,
       .dtype = dtype,
       .cache_dtype = cache_dtype,
       .error = check.error_flag(),
@@ -169,7 +171,8 @@ void check_heads(const Checker& check,
   if (!is_latent) {
     bool known = head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256;
     if (!known) check.fail("head_dim", "64, 96, 128 or 256", std::to_string(head_dim));
-    if (kv_heads > 0 && qo_heads % kv_heads == 0 && qo_heads / kv_heads <= 64) return;
+    int64_t group = kv_heads > 0 && qo_heads % kv_heads == 0 ? qo_heads / kv_heads : 0;
+    if (group >= 1 && group <= 64) return;
     check.fail("num_qo_heads",
                "1 to 64 times num_kv_heads=" + std::to_string(kv_heads),
                std::to_string(qo_heads));
@@ -337,9 +340,9 @@ void append_attention(const TensorView& q,
                       const TensorView& kv_indptr,
                       const TensorView& kv_indices,
                       const TensorView& kv_lens,
-                      double sm_scale,
-                      int64_t sliding_window,
-                      bool is_causal,
+                      Argument sm_scale,
+                      Argument sliding_window,
+                      Argument is_causal,
                       const TensorView& sinks,
                       const TensorView& mask,
                       const TensorView& mask_starts,
@@ -362,7 +365,21 @@ void append_attention(const TensorView& q,
                                    k_scales,
                                    v_scales,
                                    {num_pages, page_size, kv_heads, head_dim});
+  // Before the heads: of a cache whose heads come before its slots this is what is wrong.
+  check.that(page_size == 16 || page_size == 32 || page_size == 64,
+             "page_size",
+             "16, 32 or 64 (it is the second dimension of k_cache)",
+             page_size.value);
   check_heads(check, is_latent, cache_dtype, head_dim, qo_heads, kv_heads);
+  auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_dim)));
+  if (sm_scale.defined()) {
+    scale = check.number("sm_scale", sm_scale);
+  } else if (is_latent) {
+    check.fail("sm_scale", "given where v_cache is None", "None");
+  }
+  int64_t window = 0;
+  if (sliding_window.defined()) window = check.integer("sliding_window", sliding_window, 1);
+  bool sees_no_later = check.flag("is_causal", is_causal);
   Dim value_dim{is_latent ? "latent_dim" : "head_dim", value_dim_of(head_dim)};
   check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
   batch_plus_1.value = batch + 1;
@@ -382,11 +399,6 @@ void append_attention(const TensorView& q,
   check.tensor("out", out, {dtype}, {&rows, &qo_heads, &value_dim});
   check.optional("lse", lse, {DType::kFloat32}, {&rows, &qo_heads});
   check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
-  check.that(page_size == 16 || page_size == 32 || page_size == 64,
-             "page_size",
-             "16, 32 or 64",
-             page_size.value);
-  check.that(sliding_window >= 0, "sliding_window", "at least 1, or None", sliding_window);
   AppendAttentionParams params{
       .q = q.raw(),
       .k_cache = k_cache.raw(),
@@ -417,9 +429,9 @@ void append_attention(const TensorView& q,
       .head_dim = head_dim,
       .page_size = page_size,
       .q_stride = q.stride(0),
-      .sliding_window = sliding_window,
-      .is_causal = is_causal,
-      .sm_scale = static_cast<float>(sm_scale),
+      .sliding_window = window,
+      .is_causal = sees_no_later,
+      .sm_scale = scale,
       .dtype = dtype,
       .cache_dtype = cache_dtype,
       .error = check.error_flag(),
@@ -450,15 +462,26 @@ void append_attention(const TensorView& q,
 
 // (floats, zeros): a size of workspace with which append_attention splits as it likes, and how much
 // of its head must be zero at first. device: -1 for cpu, else the index of the CUDA device.
-std::pair<int64_t, int64_t> attention_workspace_size(int64_t rows,
-                                                     int64_t num_qo_heads,
-                                                     int64_t head_dim,
-                                                     int64_t num_kv_heads,
-                                                     int64_t tokens,
-                                                     int64_t batch,
-                                                     int device) {
+std::pair<int64_t, int64_t> attention_workspace_size(Argument rows_given,
+                                                     Argument qo_heads_given,
+                                                     Argument head_dim_given,
+                                                     Argument kv_heads_given,
+                                                     Argument pages_given,
+                                                     Argument page_size_given,
+                                                     Argument batch_given,
+                                                     Argument device_given) {
+  constexpr int64_t kMost = kMaxInt32, kMostHeads = 4096;  // sizes stay within 64 bits
+  Checker check("attention_workspace_size");
+  int64_t rows = check.integer("rows", rows_given, 0, kMost);
+  int64_t num_qo_heads = check.integer("num_qo_heads", qo_heads_given, 1, kMostHeads);
+  int64_t head_dim = check.integer("head_dim", head_dim_given, 1, kLatentKeyDim);
+  int64_t num_kv_heads = check.integer("num_kv_heads", kv_heads_given, 1, kMostHeads);
+  int64_t tokens = check.integer("num_pages", pages_given, 0, kMost) *
+                   check.integer("page_size", page_size_given, 1, 64);
+  int64_t batch = check.integer("batch", batch_given, 0, kMost);
+  int device = static_cast<int>(check.integer("device", device_given, -1, kMost));
   int64_t floats = 0, zeros = 0;
-  if (Checker("attention_workspace_size").on_cuda() || device >= 0) {
+  if (check.on_cuda() || device >= 0) {
     attention_workspace_size_cuda(
         {
             .rows = rows,
@@ -489,6 +512,7 @@ void merge_states(const TensorView& outs,
   Checker check("merge_states");
   Dim states{"states"}, rows{"rows"}, heads{"num_heads"}, head_dim{"head_dim"};
   check.tensor("outs", outs, kFloats, {&states, &rows, &heads, &head_dim});
+  check.that(head_dim >= 1, "head_dim", "at least 1", head_dim.value);
   check.tensor("lses", lses, {DType::kFloat32}, {&states, &rows, &heads});
   check.tensor("out", out, {outs.dtype()}, {&rows, &heads, &head_dim});
   check.tensor("lse", lse, {DType::kFloat32}, {&rows, &heads});

@@ -27,9 +27,9 @@ void rope_append_latent(const TensorView& q,
                         const TensorView& cache_slots,
                         const TensorView& positions,
                         const TensorView& cos_sin,
-                        bool interleaved,
+                        Argument interleaved,
                         const TensorView& norm_weight,
-                        double norm_eps,
+                        Argument norm_eps,
                         const TensorView& q_out) {
   Checker check("rope_append_latent");
   Dim rows{"rows"}, heads{"num_qo_heads"}, num_pages{"num_pages"}, page_size{"page_size"};
@@ -44,6 +44,8 @@ void rope_append_latent(const TensorView& q,
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
   check.tensor("cos_sin", cos_sin, {DType::kFloat32}, {&max_positions, &rotary_dim});
   check.optional("norm_weight", norm_weight, {dtype}, {&latent_dim});
+  bool are_pairs_neighbours = check.flag("interleaved", interleaved);
+  float eps = check.number("norm_eps", norm_eps);
   check.tensor("q_out", q_out, {dtype}, {&rows, &heads, &key_dim});
   if (rows == 0) return;
   RopeAppendLatentParams params{
@@ -61,8 +63,8 @@ void rope_append_latent(const TensorView& q,
       .max_positions = max_positions,
       .q_stride = q.stride(0),
       .kv_stride = kv.stride(0),
-      .norm_eps = static_cast<float>(norm_eps),
-      .interleaved = interleaved,
+      .norm_eps = eps,
+      .interleaved = are_pairs_neighbours,
       .dtype = dtype,
       .error = check.error_flag(),
   };

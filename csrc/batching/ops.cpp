@@ -2,10 +2,6 @@
 // Argument checks and registration of the batching family.
 #include "batching/ops.h"
 
-#include <pybind11/stl.h>
-
-#include <limits>
-#include <optional>
 #include <string>
 
 #include "batching/advance_draft_batch.h"
@@ -20,7 +16,7 @@
 namespace specops {
 namespace {
 
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxInt32 = Checker::kMaxInt32;
 
 // Entries begin .. end of kv_indices, in which rows lie. One reduction instead of a branch per
 // page; the page at fault is looked up afterwards.
@@ -61,10 +57,10 @@ void prepare_batch(const TensorView& qo_lens,
                    const TensorView& output_modes,
                    const TensorView& kv_indptr,
                    const TensorView& kv_indices,
-                   std::optional<int64_t> page_size,
-                   int64_t total_rows,
-                   int64_t num_output_rows,
-                   std::optional<int64_t> max_seq_len,
+                   Argument page_size_given,
+                   Argument total_rows_given,
+                   Argument num_output_rows_given,
+                   Argument max_seq_len_given,
                    const TensorView& qo_indptr,
                    const TensorView& row_to_request,
                    const TensorView& positions,
@@ -75,21 +71,16 @@ void prepare_batch(const TensorView& qo_lens,
                    const TensorView& output_padding_offset,
                    const TensorView& output_cum_offsets) {
   Checker check("prepare_batch");
-  bool paged = kv_indptr.defined() || kv_indices.defined() || page_size;
-  check.that(
-      !paged || page_size, "page_size", "given together with kv_indptr and kv_indices", "None");
-  check.that(!paged || (*page_size >= 1 && *page_size <= kMaxInt32),
-             "page_size",
-             "an int32 of at least 1",
-             page_size.value_or(0));
-  check.that(total_rows >= 0 && total_rows <= kMaxInt32,
-             "total_rows",
-             "an int32 of at least 0",
-             total_rows);
-  check.that(num_output_rows >= 0 && num_output_rows <= kMaxInt32,
-             "num_output_rows",
-             "an int32 of at least 0",
-             num_output_rows);
+  bool paged = kv_indptr.defined() || kv_indices.defined() || page_size_given.defined();
+  int64_t page_size = 0;
+  if (paged) {
+    if (!page_size_given.defined()) {
+      check.fail("page_size", "given together with kv_indptr and kv_indices", "None");
+    }
+    page_size = check.integer("page_size", page_size_given, 1, kMaxInt32);
+  }
+  int64_t total_rows = check.integer("total_rows", total_rows_given, 0, kMaxInt32);
+  int64_t num_output_rows = check.integer("num_output_rows", num_output_rows_given, 0, kMaxInt32);
   Dim batch{"batch"}, batch_plus_1{"batch + 1"}, pages{"pages"};
   Dim rows{"total_rows", total_rows}, outputs{"num_output_rows", num_output_rows};
   check.tensor("qo_lens", qo_lens, {DType::kInt32}, {&batch});
@@ -107,13 +98,15 @@ void prepare_batch(const TensorView& qo_lens,
   check.tensor("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("output_rows", output_rows, {DType::kInt32}, {&outputs});
   check.tensor("output_row_to_request", output_row_to_request, {DType::kInt32}, {&outputs});
-  if (max_seq_len) {
-    check.that(*max_seq_len >= 1, "max_seq_len", "at least 1", *max_seq_len);
+  bool is_padded = max_seq_len_given.defined();
+  int64_t max_seq_len = 0;
+  if (is_padded) {
+    max_seq_len = check.integer("max_seq_len", max_seq_len_given, 1);
     check.that(
-        *max_seq_len <= kMaxInt32 / (batch > 0 ? batch : 1),
+        max_seq_len <= kMaxInt32 / (batch > 0 ? batch : 1),
         "max_seq_len",
         "small enough that batch * max_seq_len fits int32, with batch = " + std::to_string(batch),
-        *max_seq_len);
+        max_seq_len);
     check.tensor("output_padding_offset", output_padding_offset, {DType::kInt32}, {&outputs});
     check.tensor("output_cum_offsets", output_cum_offsets, {DType::kInt32}, {&batch});
   } else if (output_padding_offset.defined() || output_cum_offsets.defined()) {
@@ -133,14 +126,14 @@ void prepare_batch(const TensorView& qo_lens,
       .output_indptr = output_indptr.data<int32_t>(),
       .output_rows = output_rows.data<int32_t>(),
       .output_row_to_request = output_row_to_request.data<int32_t>(),
-      .output_padding_offset = max_seq_len ? output_padding_offset.data<int32_t>() : nullptr,
-      .output_cum_offsets = max_seq_len ? output_cum_offsets.data<int32_t>() : nullptr,
+      .output_padding_offset = is_padded ? output_padding_offset.data<int32_t>() : nullptr,
+      .output_cum_offsets = is_padded ? output_cum_offsets.data<int32_t>() : nullptr,
       .batch = batch,
       .num_indices = paged ? pages.value : 0,
       .total_rows = total_rows,
       .num_output_rows = num_output_rows,
-      .page_size = page_size.value_or(0),
-      .max_seq_len = max_seq_len.value_or(0),
+      .page_size = page_size,
+      .max_seq_len = max_seq_len,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return prepare_batch_cuda(params, check.stream());
@@ -293,9 +286,9 @@ void prepare_draft_batch(const TensorView& slots,
                          const TensorView& kv_indices,
                          const TensorView& lens,
                          const TensorView& max_draft_tokens,
-                         int64_t page_size,
-                         int64_t window,
-                         int64_t total_rows,
+                         Argument page_size_given,
+                         Argument window_given,
+                         Argument total_rows_given,
                          const TensorView& draft_qo_indptr,
                          const TensorView& draft_kv_lens,
                          const TensorView& last_rows,
@@ -305,12 +298,9 @@ void prepare_draft_batch(const TensorView& slots,
                          const TensorView& cache_slots,
                          const TensorView& source_rows) {
   Checker check("prepare_draft_batch");
-  check.that(
-      page_size >= 1 && page_size <= kMaxInt32, "page_size", "an int32 of at least 1", page_size);
-  check.that(total_rows >= 0 && total_rows <= kMaxInt32,
-             "total_rows",
-             "an int32 of at least 0",
-             total_rows);
+  int64_t page_size = check.integer("page_size", page_size_given, 1, kMaxInt32);
+  int64_t window = check.integer("window", window_given, 0);
+  int64_t total_rows = check.integer("total_rows", total_rows_given, 0, kMaxInt32);
   Dim batch{"batch"}, batch_plus_1{"batch + 1"}, pages{"pages"}, num_slots{"num_slots"};
   Dim rows{"total_rows", total_rows};
   check.tensor("slots", slots, {DType::kInt32}, {&batch});
@@ -331,9 +321,9 @@ void prepare_draft_batch(const TensorView& slots,
   check.tensor("cache_slots", cache_slots, {DType::kInt64}, {&rows});
   check.tensor("source_rows", source_rows, {DType::kInt32}, {&rows});
   // Kept rows are named by int32.
-  check.that(window >= 0 && window <= (kMaxInt32 - 2) / (num_slots > 0 ? num_slots : 1),
+  check.that(window <= (kMaxInt32 - 2) / (num_slots > 0 ? num_slots : 1),
              "window",
-             "at least 0, and small enough that num_slots * window fits int32",
+             "small enough that num_slots * window fits int32",
              window);
   PrepareDraftBatchParams params{
       .slots = slots.data<int32_t>(),
@@ -372,9 +362,9 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
                          const TensorView& kv_indices,
                          const TensorView& lens,
                          const TensorView& max_draft_tokens,
-                         int64_t page_size,
-                         int64_t step,
-                         int64_t ahead,
+                         Argument page_size_given,
+                         Argument step_given,
+                         Argument ahead_given,
                          const TensorView& draft_token_ids,
                          const TensorView& num_draft_tokens,
                          const TensorView& draft_qo_indptr,
@@ -386,9 +376,9 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
                          const TensorView& cache_slots,
                          const TensorView& source_rows) {
   Checker check("advance_draft_batch");
-  check.that(
-      page_size >= 1 && page_size <= kMaxInt32, "page_size", "an int32 of at least 1", page_size);
-  check.that(ahead >= 1 && ahead <= kMaxInt32, "ahead", "an int32 of at least 1", ahead);
+  int64_t page_size = check.integer("page_size", page_size_given, 1, kMaxInt32);
+  int64_t step = check.integer("step", step_given, 0);
+  int64_t ahead = check.integer("ahead", ahead_given, 1, kMaxInt32);
   Dim batch{"batch"}, batch_plus_1{"batch + 1"}, pages{"pages"}, num_slots{"num_slots"};
   Dim capacity{"k"};
   check.tensor("sampled_token_ids", sampled_token_ids, {DType::kInt32}, {&batch});
@@ -401,10 +391,7 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
   check.tensor("max_draft_tokens", max_draft_tokens, {DType::kInt32}, {&num_slots});
   check.tensor("draft_token_ids", draft_token_ids, {DType::kInt32}, {&num_slots, &capacity});
   check.tensor("num_draft_tokens", num_draft_tokens, {DType::kInt32}, {&num_slots});
-  check.that(step >= 0 && step < capacity,
-             "step",
-             "at least 0 and below k = " + std::to_string(capacity),
-             step);
+  check.that(step < capacity, "step", "below k = " + std::to_string(capacity), step);
   bool has_rows = draft_qo_indptr.defined();
   auto next = [&](const char* name, const TensorView& view, DType dtype, Dim* size) {
     if (view.defined() != has_rows) {

@@ -22,30 +22,30 @@ void check_indptr(const Checker& check, const int32_t* indptr, int64_t batch, in
 // counts: of levels, and of tokens that need not be read for every request.
 void find_prefixes(const TensorView& kv_indptr,
                    const TensorView& kv_indices,
-                   int64_t page_size,
-                   int64_t leaf_tokens,
-                   int64_t max_levels,
+                   Argument page_size_given,
+                   Argument leaf_tokens_given,
+                   Argument max_levels_given,
                    const TensorView& order,
                    const TensorView& prefix_leaders,
                    const TensorView& prefix_lens,
                    const TensorView& counts) {
   Checker check("find_shared_prefixes");
   Dim batch{"batch"}, batch_plus_1{"batch + 1"}, pages{"pages"}, levels{"max_levels"};
-  Dim two{"2"};
-  check.that(max_levels >= 0, "max_levels", "at least 0", max_levels);
-  levels.value = max_levels;
-  check.tensor("order", order, {DType::kInt32}, {&batch});
-  batch_plus_1.value = batch + 1;
+  Dim two{"2", 2};
+  levels.value = check.integer("max_levels", max_levels_given, 0, Checker::kMaxInt32);
   check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.that(batch_plus_1 >= 1, "kv_indptr", "at least 1 long", batch_plus_1.value);
+  batch.value = batch_plus_1 - 1;
   check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&pages});
-  check.that(page_size > 0, "page_size", "positive", page_size);
-  check.that(leaf_tokens > 0 && leaf_tokens % page_size == 0,
+  int64_t page_size = check.integer("page_size", page_size_given, 1, Checker::kMaxInt32);
+  int64_t leaf_tokens = check.integer("leaf_tokens", leaf_tokens_given, 1, Checker::kMaxInt32);
+  check.that(leaf_tokens % page_size == 0,
              "leaf_tokens",
-             "a positive multiple of page_size, " + std::to_string(page_size),
+             "a multiple of page_size=" + std::to_string(page_size),
              leaf_tokens);
+  check.tensor("order", order, {DType::kInt32}, {&batch});
   check.tensor("prefix_leaders", prefix_leaders, {DType::kInt32}, {&levels, &batch});
   check.tensor("prefix_lens", prefix_lens, {DType::kInt32}, {&levels, &batch});
-  two.value = 2;
   check.tensor("counts", counts, {DType::kInt64}, {&two});
   bool is_on_host = order.dl.device.device_type == kDLCPU;
   check.that(is_on_host, "kv_indptr", "on cpu, as all arguments", "another device");

@@ -33,7 +33,7 @@ void tree_chains(const TensorView& parents,
                  const TensorView& kv_indptr,
                  const TensorView& kv_indices,
                  const TensorView& spare_pages,
-                 int64_t page_size,
+                 Argument page_size_given,
                  const TensorView& chain_indptr,
                  const TensorView& chain_qo_lens,
                  const TensorView& chain_kv_lens,
@@ -52,7 +52,7 @@ void tree_chains(const TensorView& parents,
   check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&pages});
   check.tensor("spare_pages", spare_pages, {DType::kInt32}, {&spare});
-  check.that(page_size > 0, "page_size", "positive", page_size);
+  int64_t page_size = check.integer("page_size", page_size_given, 1, Checker::kMaxInt32);
   check.tensor("chain_indptr", chain_indptr, {DType::kInt32}, {&batch_plus_1});
   check.tensor("chain_qo_lens", chain_qo_lens, {DType::kInt32}, {&chains});
   chains_plus_1.value = chains + 1;

@@ -4,5 +4,5 @@
 #include <pybind11/pybind11.h>
 
 namespace specops {
-void register_errors(pybind11::module_& m);
+void register_runtime(pybind11::module_& m);
 }

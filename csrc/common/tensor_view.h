@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstring>
 #include <initializer_list>
 #include <limits>
 #include <stdexcept>
@@ -68,6 +69,13 @@ struct TensorView {
   }
 };
 
+// A borrowed argument that is no tensor. Any Python object loads here as well.
+struct Argument {
+  PyObject* object = nullptr;
+
+  bool defined() const { return object != nullptr && object != Py_None; }
+};
+
 // torch's table, as the last tensor borrowed had it.
 inline const DLPackExchangeAPI* exchange_api = nullptr;
 
@@ -82,6 +90,11 @@ inline bool overlap(const TensorView& a, const TensorView& b) {
   return a.raw() <= last_byte(b) && b.raw() <= last_byte(a);
 }
 
+// A tensor of torch's that stands for one which a graph will compute; it has no memory.
+inline bool is_fake(PyObject* object) {
+  return std::strcmp(Py_TYPE(object)->tp_name, "FakeTensor") == 0;
+}
+
 // Fills the view from a torch tensor; leaves is_tensor false for anything else, and for tensors
 // without plain memory: meta, fake, sparse, nested or quantized ones.
 inline void borrow_tensor(PyObject* object, TensorView& view) {
@@ -91,6 +104,8 @@ inline void borrow_tensor(PyObject* object, TensorView& view) {
   PyTypeObject* type = Py_TYPE(object);
   const DLPackExchangeAPI* api = type == cached_type ? cached_api : nullptr;
   if (api == nullptr) {
+    // Asked for its memory, a fake tensor warns before it refuses.
+    if (PyLong_Check(object) || PyFloat_Check(object) || is_fake(object)) return;
     PyObject* capsule =
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
     if (capsule == nullptr) {
@@ -121,6 +136,41 @@ inline void borrow_tensor(PyObject* object, TensorView& view) {
   view.is_tensor = false;
 }
 
+// What a tensor must be while torch records what is computed.
+constexpr const char* kNoGradient =
+    "a tensor that needs no gradient, since the ops have no backward (detach it, or use "
+    "torch.no_grad())";
+
+// Answers of torch's that are True or False.
+inline bool is_true(PyObject* answer) {
+  if (answer == nullptr) throw pybind11::error_already_set();
+  Py_DECREF(answer);
+  return answer == Py_True;
+}
+
+// Whether torch records what this thread computes, to compute gradients.
+inline bool is_grad_enabled() {
+  // No initialiser that C++ would lock: an import may let another thread in here.
+  static PyObject* function = nullptr;
+  if (function == nullptr) {
+    pybind11::object found = pybind11::module_::import("torch").attr("is_grad_enabled");
+    function = found.release().ptr();
+  }
+  return is_true(PyObject_CallNoArgs(function));
+}
+
+// Whether it would of this tensor: by the descriptor that Tensor.requires_grad stands for, without the
+// look-up of its name.
+inline bool requires_grad(PyObject* tensor) {
+  static PyObject* descriptor = nullptr;
+  if (descriptor == nullptr) {
+    pybind11::object type = pybind11::module_::import("torch._C").attr("TensorBase");
+    pybind11::object found = type.attr("requires_grad");
+    descriptor = found.release().ptr();
+  }
+  return is_true(Py_TYPE(descriptor)->tp_descr_get(descriptor, tensor, nullptr));
+}
+
 // A dimension with a name. Unset ones take the first size they meet and must agree after that.
 struct Dim {
   const char* name;
@@ -135,6 +185,10 @@ enum class Layout {
 
 class Checker {
  public:
+  static constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
+  static constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+  static constexpr double kMaxFloat = std::numeric_limits<float>::max();
+
   explicit Checker(const char* op) : op_(op) {}
 
   // Checks one tensor and returns it. `dims` are Dim objects, bound on first use.
@@ -169,6 +223,10 @@ class Checker {
                list(view.dl.shape, view.ndim()));
     }
     check_device(name, view.dl.device);
+    bool is_real = view.dl.dtype.code == kDLFloat || view.dl.dtype.code == kDLBfloat;
+    if (is_real && records_gradients() && requires_grad(view.object)) {
+      fail(name, kNoGradient, "requires_grad=True");
+    }
     return view;
   }
 
@@ -182,9 +240,13 @@ class Checker {
     return view;
   }
 
-  // A number for all rows, or a tensor with one each; None is `absent`.
+  // A number for all rows, or a tensor with one each; None is `absent`. one_of: what an int is called.
   template <typename T>
-  PerRow<T> per_row(const char* name, const TensorView& view, Dim& count, T absent) {
+  PerRow<T> per_row(const char* name,
+                    const TensorView& view,
+                    Dim& count,
+                    T absent,
+                    const char* one_of = "an int") {
     constexpr bool kIsReal = std::is_floating_point_v<T>;
     constexpr DType kDType = kIsReal ? DType::kFloat32 : DType::kInt32;
     if (!view.defined()) return {nullptr, absent};
@@ -192,24 +254,51 @@ class Checker {
       tensor(name, view, {kDType}, {&count});
       return {view.data<T>(), absent};
     }
-    bool is_number = PyLong_Check(view.object) || (kIsReal && PyFloat_Check(view.object));
-    if (!is_number || PyBool_Check(view.object)) {
-      fail(name,
-           (kIsReal ? "a number or " : "an int or ") + expected({kDType}, {&count}),
-           describe_object(view.object));
-    }
-    if constexpr (kIsReal) {
-      double value = PyFloat_AsDouble(view.object);
-      if (PyErr_Occurred()) throw pybind11::error_already_set();
-      return {nullptr, static_cast<T>(value)};
-    } else {
-      int overflow = 0;
-      long long value = PyLong_AsLongLongAndOverflow(view.object, &overflow);
-      bool fits = overflow == 0 && value >= std::numeric_limits<T>::min() &&
-                  value <= std::numeric_limits<T>::max();
-      if (!fits) fail(name, "an int32", std::string(pybind11::str(view.object)));
-      return {nullptr, static_cast<T>(value)};
-    }
+    T value{};
+    if (read_number(view.object, value)) return {nullptr, value};
+    bool is_int = !kIsReal && PyLong_Check(view.object) && !PyBool_Check(view.object);
+    std::string number = kIsReal ? "a number" : one_of;
+    fail(name,
+         is_int ? "an int32" : number + " or " + expected({kDType}, {&count}),
+         describe_object(view.object));
+  }
+
+  // An int from `low` to `high`. Never a bool, a tensor, or anything that would be rounded.
+  int64_t integer(const char* name, Argument got, int64_t low, int64_t high = kMaxInt64) const {
+    int64_t value = 0;
+    if (as_int64(got.object, value) && value >= low && value <= high) return value;
+    std::string from = std::to_string(low);
+    fail(name,
+         high == kMaxInt64   ? "an int of at least " + from
+         : high == kMaxInt32 ? "an int32 of at least " + from
+                             : "an int in " + from + " .. " + std::to_string(high),
+         describe_object(got.object));
+  }
+
+  // A number from `low` to `high`, which `expected` says in words; finite as a float32.
+  float number(const char* name,
+               Argument got,
+               double low = 0,
+               double high = kMaxFloat,
+               const char* expected = "a finite number of at least 0") const {
+    double value = 0;
+    bool fits = as_double(got.object, value) && value >= low && value <= high;
+    if (!fits) fail(name, expected, describe_object(got.object));
+    return static_cast<float>(value);
+  }
+
+  bool flag(const char* name, Argument got) const {
+    if (!PyBool_Check(got.object)) fail(name, "a bool", describe_object(got.object));
+    return got.object == Py_True;
+  }
+
+  std::string text(const char* name, Argument got, const std::string& expected) const {
+    Py_ssize_t size = 0;
+    const char* bytes = nullptr;
+    if (PyUnicode_Check(got.object)) bytes = PyUnicode_AsUTF8AndSize(got.object, &size);
+    if (bytes != nullptr) return {bytes, static_cast<size_t>(size)};
+    if (PyErr_Occurred()) clear_error();  // a half of a surrogate pair
+    fail(name, expected, describe_object(got.object));
   }
 
   // A condition on a value: check.that(k >= 0, "k", "at least 0", k).
@@ -262,18 +351,100 @@ class Checker {
     return on_cuda() ? specops::error_flag(device_.device_id) : ErrorFlag{};
   }
 
-  // Something that is no tensor, or a tensor without plain memory.
+  // Something that is no tensor, or a tensor without plain memory. Numbers and text as they are.
   static std::string describe_object(PyObject* object) {
     if (object == nullptr || object == Py_None) return "None";
+    if (PyLong_Check(object) || PyFloat_Check(object) || PyUnicode_Check(object)) {
+      return repr(object);
+    }
     std::string out = Py_TYPE(object)->tp_name;
     for (const char* name : {"dtype", "layout", "device"}) {
       pybind11::object value = pybind11::getattr(object, name, pybind11::none());
       if (!value.is_none()) out += " " + torch_name(value);
     }
+    if (is_fake(object)) {
+      out +=
+          " (for torch.compile and torch.export, which needs strict=True, import specops.torch_ops;"
+          " other tracers call the ops in its OPS)";
+    }
     return out;
   }
 
+  static std::string repr(PyObject* object) {
+    auto text = pybind11::reinterpret_steal<pybind11::object>(PyObject_Repr(object));
+    if (!text) {  // an int of too many digits, or an object that cannot say
+      clear_error();
+      return Py_TYPE(object)->tp_name;
+    }
+    std::string out = pybind11::str(text);
+    size_t most = 80;
+    if (out.size() <= most) return out;
+    while ((out[most] & 0xc0) == 0x80) --most;  // not within a character
+    return out.substr(0, most) + "...";
+  }
+
  private:
+  // Asked for once, by the first tensor that could need a gradient.
+  bool records_gradients() {
+    if (!knows_gradients_) records_gradients_ = is_grad_enabled();
+    knows_gradients_ = true;
+    return records_gradients_;
+  }
+
+  // Of an exception that only says that an object is of another kind.
+  static void clear_error() {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw pybind11::error_already_set();
+    PyErr_Clear();
+  }
+
+  // Numbers are Python's and numpy's; a tensor or an array is none, even of one element.
+  static bool may_be_number(PyObject* object) {
+    return !PyBool_Check(object) && !PyObject_HasAttrString(object, "__dlpack__");
+  }
+
+  static bool as_int64(PyObject* object, int64_t& value) {
+    pybind11::object index;
+    if (!PyLong_Check(object) || PyBool_Check(object)) {
+      if (!may_be_number(object) || !PyIndex_Check(object)) return false;
+      index = pybind11::reinterpret_steal<pybind11::object>(PyNumber_Index(object));
+      if (!index) {
+        clear_error();
+        return false;
+      }
+      object = index.ptr();
+    }
+    int overflow = 0;
+    value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    return overflow == 0;
+  }
+
+  static bool as_double(PyObject* object, double& value) {
+    if (!PyFloat_Check(object)) {
+      const PyNumberMethods* methods = Py_TYPE(object)->tp_as_number;
+      bool has_value = methods != nullptr && (methods->nb_float || methods->nb_index);
+      bool is_int = PyLong_Check(object) && !PyBool_Check(object);
+      if (!has_value || (!is_int && !may_be_number(object))) return false;
+    }
+    value = PyFloat_AsDouble(object);
+    if (value != -1.0 || !PyErr_Occurred()) return true;
+    clear_error();
+    return false;
+  }
+
+  static bool read_number(PyObject* object, float& value) {
+    double wide = 0;
+    if (!as_double(object, wide)) return false;
+    value = static_cast<float>(wide);
+    return true;
+  }
+
+  static bool read_number(PyObject* object, int32_t& value) {
+    int64_t wide = 0;
+    if (!as_int64(object, wide)) return false;
+    value = static_cast<int32_t>(wide);
+    return value == wide;
+  }
+
   // By value: a loop keeps in registers what it checks.
   [[noreturn, gnu::noinline]] static void raise(Fault fault) {
     throw std::invalid_argument(error_sentence(fault));
@@ -354,6 +525,8 @@ class Checker {
   const char* op_;
   const char* first_ = nullptr;  // name of the first tensor checked
   DLDevice device_{kDLCPU, 0};   // and its device
+  bool knows_gradients_ = false;
+  bool records_gradients_ = false;
 };
 
 }  // namespace specops
@@ -367,6 +540,16 @@ struct type_caster<specops::TensorView> {
   bool load(handle source, bool /*convert*/) {
     value.object = source.ptr();
     if (source.ptr() != Py_None) specops::borrow_tensor(source.ptr(), value);
+    return true;
+  }
+};
+
+template <>
+struct type_caster<specops::Argument> {
+  PYBIND11_TYPE_CASTER(specops::Argument, const_name("object"));
+
+  bool load(handle source, bool /*convert*/) {
+    value.object = source.ptr();
     return true;
   }
 };

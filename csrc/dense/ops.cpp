@@ -20,6 +20,9 @@
 namespace specops {
 namespace {
 
+// Of a weight, and the most outputs: sizes made of them stay far within 64 bits.
+constexpr int64_t kMostInputs = int64_t{1} << 40;
+
 // Lets other Python threads run while an op takes long enough (about 50 us) for it to pay.
 class ReleaseGil {
  public:
@@ -100,13 +103,19 @@ void check_weight(Checker& check,
 
 // (blocks, steps, word, leaves, max_split_rows): the shape `packed` must have on a device, of how
 // many leaves the sums are made there (cpu: one chain), and up to how many rows a workspace helps.
-std::array<int64_t, 5> packed_weight_layout(const std::string& device,
-                                            int64_t element_bytes,
-                                            int64_t num_outputs,
-                                            int64_t num_inputs,
-                                            bool gate_up) {
-  bool on_cuda = interprets_cuda() || device == "cuda";
-  DType dtype = element_bytes == 2 ? DType::kBFloat16 : DType::kFloat32;
+std::array<int64_t, 5> packed_weight_layout(Argument device,
+                                            Argument element_bytes,
+                                            Argument outputs,
+                                            Argument inputs,
+                                            Argument has_gates) {
+  Checker check("pack_weight");
+  bool on_cuda =
+      check.text("device", device, "the type of a device") == "cuda" || interprets_cuda();
+  bool is_narrow = check.integer("element_bytes", element_bytes, 1, 16) == 2;
+  DType dtype = is_narrow ? DType::kBFloat16 : DType::kFloat32;
+  int64_t num_outputs = check.integer("num_outputs", outputs, 0, kMostInputs);
+  int64_t num_inputs = check.integer("num_inputs", inputs, 0, kMostInputs);
+  bool gate_up = check.flag("gate_up", has_gates);
   PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, gate_up);
   int64_t leaves = 1, split_rows = 0;
   if (on_cuda) {
@@ -121,9 +130,10 @@ void check_halves(Checker& check, const char* argument, int64_t num_outputs, boo
   check.that(!gate_up || num_outputs % 2 == 0, argument, "gates and as many ups", num_outputs);
 }
 
-void pack_weight(const TensorView& weight, const TensorView& packed, bool gate_up) {
+void pack_weight(const TensorView& weight, const TensorView& packed, Argument has_gates) {
   Checker check("pack_weight");
   Dim num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
+  bool gate_up = check.flag("gate_up", has_gates);
   check_weight(check, weight, {&num_outputs, &num_inputs}, Layout::kRows);
   check_halves(check, "weight", num_outputs, gate_up);
   DType dtype = weight.dtype();
@@ -149,7 +159,8 @@ void pack_weight(const TensorView& weight, const TensorView& packed, bool gate_u
 std::atomic<LinearKernel> linear_kernel{LinearKernel::kByShape};
 
 // The names of those that take so many rows.
-std::vector<std::string> linear_kernels(int64_t rows) {
+std::vector<std::string> linear_kernels(Argument num_rows) {
+  int64_t rows = Checker("linear_kernels").integer("num_rows", num_rows, 0);
   std::vector<std::string> names;
   for (const LinearKernelName& one : kLinearKernels) {
     if (rows <= one.max_rows) names.emplace_back(one.name);
@@ -157,18 +168,21 @@ std::vector<std::string> linear_kernels(int64_t rows) {
   return names;
 }
 
-void set_linear_kernel(const std::optional<std::string>& kernel) {
+void set_linear_kernel(Argument kernel) {
   LinearKernel chosen = LinearKernel::kByShape;
   std::string names;
   for (const LinearKernelName& one : kLinearKernels) {
-    if (kernel == one.name) chosen = one.kernel;
     names += std::string(names.empty() ? "" : ", ") + one.name;
   }
+  std::string expected = "one of " + names + " or None";
   Checker check("set_linear_kernel");
-  check.that(!kernel || chosen != LinearKernel::kByShape,
-             "kernel",
-             "one of " + names + " or None",
-             kernel.value_or(""));
+  if (kernel.defined()) {
+    std::string name = check.text("kernel", kernel, expected);
+    for (const LinearKernelName& one : kLinearKernels) {
+      if (name == one.name) chosen = one.kernel;
+    }
+    check.that(chosen != LinearKernel::kByShape, "kernel", expected, "'" + name + "'");
+  }
   linear_kernel.store(chosen, std::memory_order_relaxed);
 }
 
@@ -185,16 +199,19 @@ LinearKernel kernel_for(Checker& check, int64_t rows) {
 
 void linear(const TensorView& x,
             const TensorView& packed,
-            int64_t packed_outputs,
-            int64_t packed_inputs,
-            bool gate_up,
+            Argument packed_outputs,
+            Argument packed_inputs,
+            Argument has_gates,
             const TensorView& bias,
             const TensorView& out,
             const TensorView& workspace) {
   Checker check("linear");
-  Dim rows{"rows"}, num_outputs{"num_outputs", packed_outputs};
-  Dim num_inputs{"num_inputs", packed_inputs}, workspace_size{"floats"};
-  Dim width{"num_outputs / 2", packed_outputs / 2};
+  Dim rows{"rows"}, num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
+  Dim width{"num_outputs / 2"}, workspace_size{"floats"};
+  num_outputs.value = check.integer("weight.num_outputs", packed_outputs, 0, kMostInputs);
+  num_inputs.value = check.integer("weight.num_inputs", packed_inputs, 0, kMostInputs);
+  bool gate_up = check.flag("weight.gate_up", has_gates);
+  width.value = num_outputs / 2;
   check_halves(check, "num_outputs", num_outputs, gate_up);
   DType dtype = packed.dtype();
   PackedDims dims = packed_dims(wants_cuda(packed), dtype, num_outputs, num_inputs, gate_up);
@@ -242,7 +259,7 @@ void linear(const TensorView& x,
 
 void rms_norm(const TensorView& x,
               const TensorView& weight,
-              double eps,
+              Argument eps_given,
               const TensorView& residual,
               const TensorView& out) {
   Checker check("rms_norm");
@@ -251,7 +268,7 @@ void rms_norm(const TensorView& x,
       "x", x, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}, {&rows, &width}, Layout::kRows);
   DType dtype = x.dtype();
   check.tensor("weight", weight, {dtype}, {&width});
-  check.that(eps >= 0.0, "eps", "at least 0", eps);
+  float eps = check.number("eps", eps_given);
   check.optional("residual", residual, {dtype}, {&rows, &width});
   check.tensor("out", out, {dtype}, {&rows, &width});
   if (rows == 0 || width == 0) return;
@@ -269,7 +286,7 @@ void rms_norm(const TensorView& x,
       .rows = rows,
       .width = width,
       .x_stride = x.stride(0),
-      .eps = static_cast<float>(eps),
+      .eps = eps,
       .dtype = dtype,
   };
   if (check.on_cuda()) return rms_norm_cuda(params, check.stream());
@@ -312,10 +329,10 @@ void mtp_input(const TensorView& row_to_request,
                const TensorView& hidden_norm,
                const TensorView& hidden,
                const TensorView& kept,
-               double eps,
-               int64_t ahead,
-               bool hidden_first,
-               bool mask_first_position,
+               Argument eps_given,
+               Argument ahead_given,
+               Argument hidden_first,
+               Argument mask_first_position,
                const TensorView& out) {
   Checker check("mtp_input");
   Dim rows{"rows"}, batch{"batch"}, num_slots{"num_slots"}, max_len{"max_len"}, capacity{"k"};
@@ -337,8 +354,10 @@ void mtp_input(const TensorView& row_to_request,
   check.tensor("hidden_norm", hidden_norm, {dtype}, {&width});
   check.tensor("hidden", hidden, {dtype}, {&hidden_rows, &width}, Layout::kRows);
   check.optional("kept", kept, {dtype}, {&num_slots, &window, &width});
-  check.that(eps >= 0.0, "eps", "at least 0", eps);
-  check.that(ahead >= 1 && ahead <= (1 << 20), "ahead", "at least 1 and at most 1,048,576", ahead);
+  float eps = check.number("eps", eps_given);
+  int64_t ahead = check.integer("ahead", ahead_given, 1, 1 << 20);
+  bool is_hidden_first = check.flag("hidden_first", hidden_first);
+  bool masks_first = check.flag("mask_first_position", mask_first_position);
   twice.value = 2 * width;
   check.tensor("out", out, {dtype}, {&rows, &twice});
   MtpInputParams params{
@@ -367,9 +386,9 @@ void mtp_input(const TensorView& row_to_request,
       .hidden_stride = hidden.stride(0),
       .kept_rows = kept.defined() ? num_slots * window : 0,
       .ahead = static_cast<int32_t>(ahead),
-      .eps = static_cast<float>(eps),
-      .hidden_first = hidden_first,
-      .mask_first_position = mask_first_position,
+      .eps = eps,
+      .hidden_first = is_hidden_first,
+      .mask_first_position = masks_first,
       .dtype = dtype,
       .error = check.error_flag(),
   };

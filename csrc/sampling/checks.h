@@ -2,10 +2,8 @@
 // Argument checks that the ops of the sampling family share; rules about values are in value_rule.h.
 #pragma once
 
-#include <pybind11/stl.h>
-
+#include <array>
 #include <optional>
-#include <vector>
 
 #include "common/tensor_view.h"
 #include "sampling/filters.h"
@@ -48,14 +46,9 @@ void check_streams(Checker& check,
                    const TensorView& choice_index,
                    Dim& count);
 
-// The fields of specops.sampling.LogitsProcessors in their order; none at all where it is None.
-using ProcessorViews = std::vector<TensorView>;
-
-// Checks shapes, and that what needs another field has it. batch: requests.
-LogitsProcessors check_processors(Checker& check,
-                                  const ProcessorViews& views,
-                                  Dim& batch,
-                                  Dim& output_rows,
-                                  const Dim& vocab_size);
+// Checks shapes, and that what needs another field has it. processors: the fields of
+// specops.sampling.LogitsProcessors in their order, or none at all. batch: requests.
+LogitsProcessors check_processors(
+    Checker& check, Argument processors, Dim& batch, Dim& output_rows, const Dim& vocab_size);
 
 }  // namespace specops

@@ -73,16 +73,37 @@ void check_streams(Checker& check,
   filters.choice_index = check.per_row("choice_index", choice_index, count, int32_t{0});
 }
 
-LogitsProcessors check_processors(Checker& check,
-                                  const ProcessorViews& views,
-                                  Dim& batch,
-                                  Dim& output_rows,
-                                  const Dim& vocab_size) {
-  constexpr size_t kNumFields = 15;
-  if (views.empty()) return {};
-  if (views.size() != kNumFields) {
-    check.fail("processors", "a LogitsProcessors", std::to_string(views.size()) + " values");
+namespace {
+
+constexpr size_t kNumProcessorFields = 15;
+
+// The fields that a tuple or a list holds; false: it is empty.
+bool processor_fields(const Checker& check,
+                      Argument processors,
+                      std::array<TensorView, kNumProcessorFields>& views) {
+  PyObject* object = processors.object;
+  bool is_sequence = PyTuple_Check(object) || PyList_Check(object);
+  Py_ssize_t size = is_sequence ? PySequence_Fast_GET_SIZE(object) : -1;
+  if (size == 0) return false;
+  if (size != static_cast<Py_ssize_t>(views.size())) {
+    check.fail("processors",
+               "a LogitsProcessors",
+               is_sequence ? std::to_string(size) + " values" : Checker::describe_object(object));
   }
+  for (size_t i = 0; i < views.size(); ++i) {
+    PyObject* field = PySequence_Fast_GET_ITEM(object, static_cast<Py_ssize_t>(i));
+    views[i].object = field;
+    if (field != Py_None) borrow_tensor(field, views[i]);
+  }
+  return true;
+}
+
+}  // namespace
+
+LogitsProcessors check_processors(
+    Checker& check, Argument processors, Dim& batch, Dim& output_rows, const Dim& vocab_size) {
+  std::array<TensorView, kNumProcessorFields> views;
+  if (!processor_fields(check, processors, views)) return {};
   size_t field = 0;
   const TensorView &slots = views[field++], &token_ids = views[field++],
                    &prompt_lens = views[field++], &counted = views[field++],
@@ -160,17 +181,30 @@ LogitsProcessors check_processors(Checker& check,
 namespace {
 
 // What a call on the device needs; device_index as torch gives it, -1 for cpu.
-int64_t sampling_workspace_bytes(
-    int64_t rows, int64_t vocab_size, int64_t element_bytes, int64_t batch, int device_index) {
-  if (device_index < 0 && !interprets_cuda()) return 0;
+int64_t sampling_workspace_bytes(Argument rows_given,
+                                 Argument vocab_size_given,
+                                 Argument element_bytes_given,
+                                 Argument batch_given,
+                                 Argument device_given) {
+  Checker check("sampling_workspace");
+  int64_t rows = check.integer("rows", rows_given, 0);
+  int64_t vocab_size = check.integer("vocab_size", vocab_size_given, 0);
+  int64_t element_bytes = check.integer("element_bytes", element_bytes_given, 0);
+  int64_t batch = check.integer("batch", batch_given, 0, Checker::kMaxInt32);
+  int64_t device = check.integer("device_index", device_given, -1, Checker::kMaxInt32);
+  if (device < 0 && !interprets_cuda()) return 0;
   int64_t num_bytes = 0;
-  if (vocab_size < 1 || element_bytes < 1) return 0;  // the op refuses it
+  // The op refuses other logits.
+  if (rows > Checker::kMaxInt32 || vocab_size < 1 || vocab_size > Checker::kMaxInt32 ||
+      element_bytes < 1 || element_bytes > 16) {
+    return 0;
+  }
   sampling_workspace_cuda({.num_bytes = &num_bytes,
                            .rows = rows,
                            .vocab_size = vocab_size,
                            .element_bytes = element_bytes,
                            .batch = batch},
-                          {.device = device_index});
+                          {.device = static_cast<int>(device)});
   return num_bytes;
 }
 

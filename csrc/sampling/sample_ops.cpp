@@ -16,10 +16,10 @@ void sample(const TensorView& logits,
             const TensorView& typical_p,
             const TensorView& seeds,
             const TensorView& choice_index,
-            const ProcessorViews& processor_views,
-            int64_t purpose,
+            Argument processor_fields,
+            Argument purpose_given,
             const TensorView& anchors,
-            bool processed_logprobs,
+            Argument processed_logprobs,
             const TensorView& logprobs,
             const TensorView& ranks,
             const TensorView& probs,
@@ -33,10 +33,13 @@ void sample(const TensorView& logits,
   FilterArrays filters = check_filters(
       check, SamplingOp::kSample, {temperature, top_k, top_p, min_p, typical_p}, rows);
   check_streams(check, filters, seeds, choice_index, rows);
-  LogitsProcessors processors = check_processors(check, processor_views, rows, rows, vocab_size);
-  bool purpose_ok = purpose == static_cast<int64_t>(Purpose::kTarget) ||
-                    purpose == static_cast<int64_t>(Purpose::kDraft);
-  check.that(purpose_ok, "purpose", "0 (DRAFT) or 3 (TARGET)", purpose);
+  LogitsProcessors processors = check_processors(check, processor_fields, rows, rows, vocab_size);
+  constexpr int64_t kDraft = static_cast<int64_t>(Purpose::kDraft);
+  constexpr int64_t kTarget = static_cast<int64_t>(Purpose::kTarget);
+  int64_t purpose = check.integer("purpose", purpose_given, kDraft, kTarget);
+  check.that(
+      purpose == kDraft || purpose == kTarget, "purpose", "0 (DRAFT) or 3 (TARGET)", purpose);
+  bool of_processed = check.flag("processed_logprobs", processed_logprobs);
   check.optional("anchors", anchors, {DType::kInt32}, {&rows});
   check.optional("logprobs", logprobs, {DType::kFloat32}, {&rows});
   check.optional("ranks", ranks, {DType::kInt32}, {&rows});
@@ -56,7 +59,7 @@ void sample(const TensorView& logits,
       .ranks = ranks.data<int32_t>(),
       .probs = probs.data<float>(),
       .token_ids = out.data<int32_t>(),
-      .processed_logprobs = processed_logprobs,
+      .processed_logprobs = of_processed,
       .rows = rows,
       .vocab_size = vocab_size,
       .probs_stride = probs.defined() ? probs.stride(0) : 0,

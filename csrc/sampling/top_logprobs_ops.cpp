@@ -8,7 +8,8 @@ namespace specops {
 namespace {
 
 void top_logprobs(const TensorView& logits,
-                  bool processed_logprobs,
+                  Argument n_given,
+                  Argument processed_logprobs_given,
                   const TensorView& output_indptr,
                   const TensorView& draft_token_ids,
                   const TensorView& parents,
@@ -18,7 +19,7 @@ void top_logprobs(const TensorView& logits,
                   const TensorView& top_p,
                   const TensorView& min_p,
                   const TensorView& typical_p,
-                  const ProcessorViews& processor_views,
+                  Argument processor_fields,
                   const TensorView& token_ids,
                   const TensorView& logprobs,
                   const TensorView& ranks,
@@ -29,6 +30,8 @@ void top_logprobs(const TensorView& logits,
   Dim batch_plus_one{"batch + 1"};
   check.tensor(
       "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
+  n.value = check.integer("n", n_given, 0, vocab_size);
+  bool processed_logprobs = check.flag("processed_logprobs", processed_logprobs_given);
   check.tensor("token_ids", token_ids, {DType::kInt32}, {&rows, &n});
   check.tensor("logprobs", logprobs, {DType::kFloat32}, {&rows, &n});
   check.optional("ranks", ranks, {DType::kInt32}, {&rows, &n});
@@ -42,15 +45,13 @@ void top_logprobs(const TensorView& logits,
   check.optional("positions", positions, {DType::kInt32}, {&batch});
   FilterArrays filters = check_filters(
       check, SamplingOp::kTopLogprobs, {temperature, top_k, top_p, min_p, typical_p}, batch);
-  LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
+  LogitsProcessors processors = check_processors(check, processor_fields, batch, rows, vocab_size);
   bool placed = positions.defined() || !has_processors(processors);
   check.that(placed, "positions", "given with processors", "None");
   bool useful = processed_logprobs || (!temperature.defined() && !has_processors(processors));
   check.that(useful, "processed_logprobs", "True with filters or processors", "False");
   if (rows == 0) return;
   check_vocab(check, vocab_size);
-  check.that(
-      n <= vocab_size, "n", "at most vocab_size = " + std::to_string(vocab_size.value), n.value);
   Workspace space = check_workspace(check, workspace, logits, 0);
   TopLogprobsParams params{
       .logits = logits.raw(),

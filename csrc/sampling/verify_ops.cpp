@@ -40,12 +40,12 @@ void verify(const TensorView& logits,
             const TensorView& typical_p,
             const TensorView& seeds,
             const TensorView& choice_index,
-            const ProcessorViews& processor_views,
+            Argument processor_fields,
             const TensorView& draft_probs,
             const TensorView& draft_prob_token_ids,
             const TensorView& draft_prob_rows,
             const TensorView& accept_rates,
-            bool processed_logprobs,
+            Argument processed_logprobs,
             const TensorView& logprobs,
             const TensorView& ranks,
             const TensorView& output_token_ids,
@@ -68,14 +68,17 @@ void verify(const TensorView& logits,
              "of at most " + std::to_string(kMaxTreeDrafts) + " drafts a request where parents are",
              drafts.value);
   check.tensor("positions", positions, {DType::kInt32}, {&batch});
-  auto strategies = check.per_row(
-      "strategy", strategy, batch, static_cast<int32_t>(VerifyStrategy::kTargetMatch));
-  auto policies =
-      check.per_row("policy", policy, batch, static_cast<int32_t>(AcceptPolicy::kNormal));
+  auto strategies = check.per_row("strategy",
+                                  strategy,
+                                  batch,
+                                  static_cast<int32_t>(VerifyStrategy::kTargetMatch),
+                                  "a VerifyStrategy");
+  auto policies = check.per_row(
+      "policy", policy, batch, static_cast<int32_t>(AcceptPolicy::kNormal), "an AcceptPolicy");
   FilterArrays filters = check_filters(
       check, SamplingOp::kVerify, {temperature, top_k, top_p, min_p, typical_p}, batch);
   check_streams(check, filters, seeds, choice_index, batch);
-  LogitsProcessors processors = check_processors(check, processor_views, batch, rows, vocab_size);
+  LogitsProcessors processors = check_processors(check, processor_fields, batch, rows, vocab_size);
   if (!draft_prob_token_ids.defined()) num_draft_probs.value = vocab_size;
   Dim source_rows{"rows"}, drawn{"at most k"};
   check.optional("draft_prob_rows", draft_prob_rows, {DType::kInt32}, {&batch});
@@ -94,6 +97,7 @@ void verify(const TensorView& logits,
   check.that(probs_ok, "draft_probs", "given with draft_prob_token_ids", "None");
   bool rows_ok = draft_probs.defined() || !draft_prob_rows.defined();
   check.that(rows_ok, "draft_probs", "given with draft_prob_rows", "None");
+  bool of_processed = check.flag("processed_logprobs", processed_logprobs);
   check.optional("accept_rates", accept_rates, {DType::kFloat32}, {&batch, &drafts});
   check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &capacity});
   check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
@@ -128,7 +132,7 @@ void verify(const TensorView& logits,
       .accepted_nodes = accepted_nodes.data<int32_t>(),
       .logprobs = logprobs.data<float>(),
       .ranks = ranks.data<int32_t>(),
-      .processed_logprobs = processed_logprobs,
+      .processed_logprobs = of_processed,
       .rows = rows,
       .batch = batch,
       .max_draft_tokens = drafts,

@@ -3,7 +3,6 @@
 #include "suffix_tree/ops.h"
 
 #include <algorithm>
-#include <limits>
 #include <string>
 
 #include "common/tensor_view.h"
@@ -14,24 +13,21 @@
 namespace specops {
 namespace {
 
-// No row is longer than the largest, so a larger size means no other.
-int32_t as_size(int64_t value) {
-  using Limits = std::numeric_limits<int32_t>;
-  return static_cast<int32_t>(std::clamp<int64_t>(value, Limits::min(), Limits::max()));
+// A number given once for the batch, or per request, as a tensor.
+PerRow<int32_t> per_request(Checker& check,
+                            const char* name,
+                            const TensorView& view,
+                            Dim& batch,
+                            const char* one_of = "an int") {
+  if (!view.defined()) check.fail(name, std::string(one_of) + " or int32 [batch]", "None");
+  return check.per_row(name, view, batch, int32_t{0}, one_of);
 }
 
-// A number given once for the batch, as an int, or per request, as a tensor.
-PerRow<int32_t> per_request(Checker& check, const char* name, const TensorView& view, Dim* batch) {
-  if (view.object != nullptr && PyLong_Check(view.object)) {
-    int64_t value = PyLong_AsLongLong(view.object);
-    if (PyErr_Occurred()) throw pybind11::error_already_set();
-    return {nullptr, as_size(value)};
-  }
-  if (!view.is_tensor) {
-    check.fail(name, "an int or int32 [batch]", Checker::describe_object(view.object));
-  }
-  check.tensor(name, view, {DType::kInt32}, {batch});
-  return {view.data<int32_t>(), 0};
+// A number of tokens that may be left out. No row is longer than the largest int32, so a larger
+// number means no other.
+int64_t tokens_or(const Checker& check, const char* name, Argument given, int64_t otherwise) {
+  if (!given.defined()) return otherwise;
+  return std::min(check.integer(name, given, 0), Checker::kMaxInt32);
 }
 
 // About how many tokens will be scanned, or could have been in the time that the index takes.
@@ -56,11 +52,11 @@ void ngram_propose(const TensorView& token_ids,
                    const TensorView& max_ngram_size,
                    const TensorView& leftmost,
                    const TensorView& num_given_drafts,
-                   int64_t max_total_draft_tokens,
+                   Argument max_total_given,
                    const TensorView& table,
                    const TensorView& state,
-                   int64_t scan_tokens,
-                   int64_t index_tokens,
+                   Argument scan_tokens,
+                   Argument index_tokens,
                    const TensorView& draft_token_ids,
                    const TensorView& num_draft_tokens,
                    const TensorView& match_lens) {
@@ -69,14 +65,19 @@ void ngram_propose(const TensorView& token_ids,
   check.tensor("token_ids", token_ids, {DType::kInt32}, {&batch, &max_len}, Layout::kRows);
   check.tensor("lens", lens, {DType::kInt32}, {&batch});
   check.tensor("max_draft_tokens", max_draft_tokens, {DType::kInt32}, {&batch});
-  PerRow<int32_t> min_sizes = per_request(check, "min_ngram_size", min_ngram_size, &batch);
-  PerRow<int32_t> max_sizes = per_request(check, "max_ngram_size", max_ngram_size, &batch);
-  PerRow<int32_t> are_leftmost = per_request(check, "leftmost", leftmost, &batch);
+  PerRow<int32_t> min_sizes = per_request(check, "min_ngram_size", min_ngram_size, batch);
+  PerRow<int32_t> max_sizes = per_request(check, "max_ngram_size", max_ngram_size, batch);
+  PerRow<int32_t> are_leftmost{};
+  if (PyBool_Check(leftmost.object)) {
+    are_leftmost.value = leftmost.object == Py_True;
+  } else {
+    are_leftmost = per_request(check, "leftmost", leftmost, batch, "a bool");
+  }
   check.optional("num_given_drafts", num_given_drafts, {DType::kInt32}, {&batch});
-  check.that(max_total_draft_tokens >= -1,
-             "max_total_draft_tokens",
-             "at least 0, or -1 for no limit",
-             max_total_draft_tokens);
+  constexpr int64_t kNoLimit = -1;
+  int64_t max_total_draft_tokens = max_total_given.defined()
+                                       ? check.integer("max_total_draft_tokens", max_total_given, 0)
+                                       : kNoLimit;
   check.optional("table", table, {DType::kInt32}, {&batch, &entries});
   check.optional("state", state, {DType::kInt32}, {&batch, &two});
   check.that(table.defined() == state.defined(),
@@ -92,7 +93,7 @@ void ngram_propose(const TensorView& token_ids,
                  " wide where max_total_draft_tokens is given",
              capacity.value);
   bool on_cuda = check.on_cuda();
-  if (scan_tokens < 0) scan_tokens = on_cuda ? kNgramScanTokensCuda : kNgramScanTokensCpu;
+  int64_t usual_scan = on_cuda ? kNgramScanTokensCuda : kNgramScanTokensCpu;
   NgramProposeParams params{
       .token_ids = token_ids.data<int32_t>(),
       .lens = lens.data<int32_t>(),
@@ -111,8 +112,8 @@ void ngram_propose(const TensorView& token_ids,
       .stride = token_ids.stride(0),
       .capacity = capacity,
       .table_entries = table.defined() ? entries : 0,
-      .scan_tokens = as_size(scan_tokens),
-      .index_tokens = as_size(index_tokens < 0 ? kNgramIndexTokens : index_tokens),
+      .scan_tokens = tokens_or(check, "index.scan_tokens", scan_tokens, usual_scan),
+      .index_tokens = tokens_or(check, "index.index_tokens", index_tokens, kNgramIndexTokens),
       .work = 0,
       .max_total_draft_tokens = max_total_draft_tokens,
       .error = check.error_flag(),

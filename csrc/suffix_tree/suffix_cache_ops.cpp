@@ -3,7 +3,6 @@
 // argument checks. `speculate` and `extend`, called for every request of every step, take the
 // interpreter's fast call and build their results by hand.
 #include <cmath>
-#include <limits>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -20,8 +19,7 @@ namespace py = pybind11;
 
 constexpr int64_t kMaxDepth = 32767;
 constexpr int64_t kMaxDraftTokens = 65536;
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
+constexpr int64_t kMaxInt32 = Checker::kMaxInt32;
 // From about 50 us of work on, other Python threads may run meanwhile.
 constexpr int64_t kLongExtend = 64;  // tokens
 constexpr int64_t kLongStep = 16;    // rows
@@ -30,53 +28,48 @@ std::string at(const char* name, int64_t index) {
   return std::string(name) + "[" + std::to_string(index) + "]";
 }
 
-std::string repr(PyObject* object) {
-  std::string text = py::str(py::reinterpret_steal<py::object>(PyObject_Repr(object)));
-  constexpr size_t kMost = 80;
-  return text.size() <= kMost ? text : text.substr(0, kMost) + "...";
-}
-
-int64_t to_int(
-    const Checker& check, const char* name, PyObject* object, int64_t low, int64_t high) {
-  auto range = [&] {
-    return high == kMaxInt64 ? "an int, at least " + std::to_string(low)
-                             : "an int in " + std::to_string(low) + " .. " + std::to_string(high);
-  };
-  if (PyBool_Check(object) || !PyIndex_Check(object)) {
-    check.fail(name, range(), Checker::describe_object(object));
-  }
-  auto index = py::reinterpret_steal<py::object>(PyNumber_Index(object));
-  if (!index) throw py::error_already_set();
-  int overflow = 0;
-  int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-  if (overflow != 0 || value < low || value > high) check.fail(name, range(), repr(object));
-  return value;
-}
-
-float to_float(const Checker& check,
-               const char* name,
-               PyObject* object,
-               double low,
-               double high,
-               const char* expected) {
-  double value = PyFloat_AsDouble(object);
-  if (value == -1.0 && PyErr_Occurred()) {
-    PyErr_Clear();
-    check.fail(name, expected, Checker::describe_object(object));
-  }
-  if (!(value >= low && value <= high)) check.fail(name, expected, repr(object));
-  return static_cast<float>(value);
-}
-
-constexpr const char* kFactor = "a number, at least 0";
-constexpr const char* kOffset = "a finite number";
 constexpr const char* kProb = "a number in 0 .. 1";
-constexpr double kMaxFloat = std::numeric_limits<float>::max();
 
-bool to_bool(const Checker& check, const char* name, PyObject* object) {
-  if (!PyBool_Check(object)) check.fail(name, "a bool", Checker::describe_object(object));
-  return object == Py_True;
-}
+// What an exception says names a class and its methods and arguments: those that the caller called.
+struct Names {
+  const char* of_class;
+  const char* start;
+  const char* extend;
+  const char* speculate;
+  const char* stop;
+  const char* evict;
+  const char* request_id;
+  const char* prompt;
+  const char* max_draft_tokens;
+  const char* use_tree;
+};
+
+constexpr Names kOwnNames{
+    .of_class = "SuffixCache",
+    .start = "SuffixCache.start",
+    .extend = "SuffixCache.extend",
+    .speculate = "SuffixCache.speculate",
+    .stop = "SuffixCache.stop",
+    .evict = "SuffixCache.evict",
+    .request_id = "request_id",
+    .prompt = "prompt",
+    .max_draft_tokens = "max_draft_tokens",
+    .use_tree = "use_tree",
+};
+
+// arctic-inference's.
+constexpr Names kDecodingCacheNames{
+    .of_class = "SuffixDecodingCache",
+    .start = "SuffixDecodingCache.start_request",
+    .extend = "SuffixDecodingCache.add_active_response",
+    .speculate = "SuffixDecodingCache.speculate",
+    .stop = "SuffixDecodingCache.stop_request",
+    .evict = "SuffixDecodingCache.evict_cached_response",
+    .request_id = "req_id",
+    .prompt = "prompt_token_ids",
+    .max_draft_tokens = "max_spec_tokens",
+    .use_tree = "use_tree_spec",
+};
 
 // Token ids of the caller's: borrowed from an array or a tensor, copied from a list or a tuple.
 class Tokens {
@@ -121,7 +114,7 @@ class Tokens {
       long value = PyLong_CheckExact(item) ? PyLong_AsLongAndOverflow(item, &overflow) : -1;
       if (overflow != 0 || value < 0 || value > kMaxInt32) {
         auto held = py::reinterpret_borrow<py::object>(item);
-        value = to_int(check, at(name, i).c_str(), item, 0, kMaxInt32);
+        value = check.integer(at(name, i).c_str(), {item}, 0, kMaxInt32);
       }
       to[i] = static_cast<int32_t>(value);
     }
@@ -130,7 +123,8 @@ class Tokens {
 
   void from_buffer(const Checker& check, const char* name, PyObject* object) {
     if (PyObject_GetBuffer(object, &buffer_, PyBUF_FORMAT | PyBUF_STRIDES) != 0) {
-      throw py::error_already_set();
+      PyErr_Clear();
+      check.fail(name, kExpected, Checker::describe_object(object));
     }
     const char* format = buffer_.format ? buffer_.format : "B";
     if (*format == '@' || *format == '=' || *format == '<') ++format;
@@ -185,15 +179,17 @@ class CacheForPython {
  public:
   CacheForPython(const py::type& draft_type,
                  const SuffixCacheOptions& options,
-                 const DraftOptions& defaults)
-      : cache_(options),
+                 const DraftOptions& defaults,
+                 const Names& names)
+      : names_(names),
+        cache_(options),
         defaults_(defaults),
         depth_(options.max_tree_depth),
         draft_type_(draft_type) {}
 
   int64_t start(const py::object& request_id, const py::object& prompt) {
-    Checker check("SuffixCache.start");
-    Tokens tokens(check, "prompt", prompt.ptr());
+    Checker check(names_.start);
+    Tokens tokens(check, names_.prompt, prompt.ptr());
     give_up_old(check, request_id);
     int64_t number = -1;
     run(tokens.size() >= kLongExtend, [&] { number = cache_.start(tokens.data(), tokens.size()); });
@@ -201,14 +197,14 @@ class CacheForPython {
     if (other >= 0 && cache_.is_running(other)) {  // another thread was faster
       cache_.stop(number);
       evict_if_cached(number);
-      check.fail("request_id", "that of no running request", repr(request_id.ptr()));
+      check.fail(names_.request_id, "that of no running request", Checker::repr(request_id.ptr()));
     }
     remember(request_id, number);
     return number;
   }
 
   PyObject* extend(PyObject* request_id, PyObject* token_ids) {
-    Checker check("SuffixCache.extend");
+    Checker check(names_.extend);
     Tokens tokens(check, "token_ids", token_ids);
     int64_t number = number_of(check, request_id);
     of_running(check, request_id, [&] {
@@ -219,22 +215,22 @@ class CacheForPython {
   }
 
   PyObject* speculate(PyObject* const* arguments) {
-    Checker check("SuffixCache.speculate");
+    Checker check(names_.speculate);
     PyObject* request_id = arguments[0];
     DraftOptions options = defaults_;
-    options.max_draft_tokens =
-        static_cast<int32_t>(to_int(check, "max_draft_tokens", arguments[1], 0, kMaxDraftTokens));
-    options.use_tree = to_bool(check, "use_tree", arguments[2]);
+    options.max_draft_tokens = static_cast<int32_t>(
+        check.integer(names_.max_draft_tokens, {arguments[1]}, 0, kMaxDraftTokens));
+    options.use_tree = check.flag(names_.use_tree, {arguments[2]});
     if (arguments[3] != Py_None) {
-      options.max_spec_factor =
-          to_float(check, "max_spec_factor", arguments[3], 0, kMaxFloat, kFactor);
+      options.max_spec_factor = check.number("max_spec_factor", {arguments[3]});
     }
     if (arguments[4] != Py_None) {
+      constexpr double kMost = Checker::kMaxFloat;
       options.max_spec_offset =
-          to_float(check, "max_spec_offset", arguments[4], -kMaxFloat, kMaxFloat, kOffset);
+          check.number("max_spec_offset", {arguments[4]}, -kMost, kMost, "a finite number");
     }
     if (arguments[5] != Py_None) {
-      options.min_token_prob = to_float(check, "min_token_prob", arguments[5], 0, 1, kProb);
+      options.min_token_prob = check.number("min_token_prob", {arguments[5]}, 0, 1, kProb);
     }
     // No match is longer than the depth, and none drafts more than its budget.
     float most = static_cast<float>(depth_) * options.max_spec_factor + options.max_spec_offset;
@@ -283,7 +279,7 @@ class CacheForPython {
             const TensorView& probs,
             const TensorView& scores,
             const TensorView& match_lens,
-            const py::object& use_tree) {
+            Argument use_tree) {
     Checker check("SuffixCache.step");
     Dim batch{"batch"}, width{"w"}, capacity{"k"};
     check.tensor("requests", requests, {DType::kInt64}, {&batch});
@@ -321,7 +317,7 @@ class CacheForPython {
         .capacity = capacity,
         .options = defaults_,
     };
-    params.options.use_tree = to_bool(check, "use_tree", use_tree.ptr());
+    params.options.use_tree = check.flag("use_tree", use_tree);
     check_rows(check, params, width);
     if (batch == 0) return;
     try {
@@ -332,16 +328,16 @@ class CacheForPython {
   }
 
   void stop(const py::object& request_id) {
-    Checker check("SuffixCache.stop");
+    Checker check(names_.stop);
     int64_t number = number_of(check, request_id.ptr());
     of_running(check, request_id.ptr(), [&] { run(false, [&] { cache_.stop(number); }); });
   }
 
   void evict(const py::object& request_id) {
-    Checker check("SuffixCache.evict");
+    Checker check(names_.evict);
     int64_t number = find(check, request_id.ptr());
     if (number < 0 || !evict_if_cached(number)) {
-      check.fail("request_id", "that of a cached response", repr(request_id.ptr()));
+      check.fail(names_.request_id, "that of a cached response", Checker::repr(request_id.ptr()));
     }
   }
 
@@ -372,9 +368,10 @@ class CacheForPython {
     cache_.wait();
   }
 
-  void save(const py::object& path, const std::string& label) {
-    std::string name = to_path(path);
-    with_name("SuffixCache.save", [&] { run(true, [&] { cache_.save(name, label); }); });
+  void save(const py::object& path, Argument label) {
+    Checker check("SuffixCache.save");
+    std::string name = to_path(path), text = check.text("label", label, "a str");
+    with_name("SuffixCache.save", [&] { run(true, [&] { cache_.save(name, text); }); });
   }
 
   static std::string read_label(const py::object& path) {
@@ -434,7 +431,7 @@ class CacheForPython {
     try {
       work();
     } catch (const std::invalid_argument&) {
-      check.fail("request_id", "that of a running request", repr(request_id));
+      check.fail(names_.request_id, "that of a running request", Checker::repr(request_id));
     }
   }
 
@@ -464,22 +461,23 @@ class CacheForPython {
     if (!PyErr_Occurred()) return -1;
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
     PyErr_Clear();
-    check.fail("request_id", "hashable", Checker::describe_object(request_id));
+    check.fail(names_.request_id, "hashable", Checker::describe_object(request_id));
   }
 
   int64_t number_of(const Checker& check, PyObject* request_id) const {
     int64_t number = find(check, request_id);
-    if (number < 0) check.fail("request_id", "that of a running request", repr(request_id));
+    if (number < 0)
+      check.fail(names_.request_id, "that of a running request", Checker::repr(request_id));
     return number;
   }
 
   // Before an id is used again: its old response leaves the cache.
   void give_up_old(const Checker& check, const py::object& request_id) {
-    if (request_id.is_none()) check.fail("request_id", "hashable and not None", "None");
+    if (request_id.is_none()) check.fail(names_.request_id, "hashable and not None", "None");
     int64_t old = find(check, request_id.ptr());
     if (old < 0) return;
     if (cache_.is_running(old)) {
-      check.fail("request_id", "that of no running request", repr(request_id.ptr()));
+      check.fail(names_.request_id, "that of no running request", Checker::repr(request_id.ptr()));
     }
     evict_if_cached(old);
   }
@@ -588,6 +586,7 @@ class CacheForPython {
     int64_t number = -1;
   };
 
+  const Names& names_;
   mutable SuffixCache cache_;
   DraftOptions defaults_;
   int32_t depth_;
@@ -597,34 +596,32 @@ class CacheForPython {
 };
 
 std::unique_ptr<CacheForPython> make(const py::type& draft_type,
-                                     const py::object& max_tree_depth,
-                                     const py::object& max_cached_requests,
-                                     const py::object& max_spec_factor,
-                                     const py::object& min_token_prob,
-                                     const py::object& max_cached_tokens,
-                                     const py::object& max_cached_bytes,
-                                     const py::object& read_on,
-                                     const py::object& background_tokens) {
-  Checker check("SuffixCache");
-  auto budget = [&](const char* name, const py::object& value) {
-    return to_int(check, name, value.ptr(), -1, kMaxInt64);
-  };
+                                     Argument max_tree_depth,
+                                     Argument max_cached_requests,
+                                     Argument max_spec_factor,
+                                     Argument min_token_prob,
+                                     Argument max_cached_tokens,
+                                     Argument max_cached_bytes,
+                                     Argument read_on,
+                                     Argument background_tokens,
+                                     bool decoding_cache_names) {
+  const Names& names = decoding_cache_names ? kDecodingCacheNames : kOwnNames;
+  Checker check(names.of_class);
   SuffixCacheOptions options{
       .max_tree_depth =
-          static_cast<int32_t>(to_int(check, "max_tree_depth", max_tree_depth.ptr(), 1, kMaxDepth)),
-      .max_cached_requests = budget("max_cached_requests", max_cached_requests),
-      .max_cached_tokens = budget("max_cached_tokens", max_cached_tokens),
-      .max_cached_bytes = budget("max_cached_bytes", max_cached_bytes),
-      .background_tokens = budget("background_tokens", background_tokens),
+          static_cast<int32_t>(check.integer("max_tree_depth", max_tree_depth, 1, kMaxDepth)),
+      .max_cached_requests = check.integer("max_cached_requests", max_cached_requests, -1),
+      .max_cached_tokens = check.integer("max_cached_tokens", max_cached_tokens, -1),
+      .max_cached_bytes = check.integer("max_cached_bytes", max_cached_bytes, -1),
+      .background_tokens = check.integer("background_tokens", background_tokens, -1),
   };
   if (options.background_tokens == 0) check.fail("background_tokens", "-1, or at least 1", "0");
   DraftOptions defaults{
-      .max_spec_factor =
-          to_float(check, "max_spec_factor", max_spec_factor.ptr(), 0, kMaxFloat, kFactor),
-      .min_token_prob = to_float(check, "min_token_prob", min_token_prob.ptr(), 0, 1, kProb),
-      .read_on = to_bool(check, "read_on", read_on.ptr()),
+      .max_spec_factor = check.number("max_spec_factor", max_spec_factor),
+      .min_token_prob = check.number("min_token_prob", min_token_prob, 0, 1, kProb),
+      .read_on = check.flag("read_on", read_on),
   };
-  return std::make_unique<CacheForPython>(draft_type, options, defaults);
+  return std::make_unique<CacheForPython>(draft_type, options, defaults, names);
 }
 
 // What pybind11 does around a function of its own.

@@ -25,6 +25,7 @@ def set_kernel_overlap(overlap: bool) -> None: ...
 def kernel_overlap() -> bool: ...
 
 has_cuda: bool
+no_gradient: str  # what a tensor must be that may need none
 
 def take_error(out: Written) -> None: ...
 def take_error_sync(device: int) -> int: ...
@@ -187,8 +188,8 @@ def append_attention(
     kv_indptr: Tensor,
     kv_indices: Tensor,
     kv_lens: Tensor,
-    sm_scale: float,
-    sliding_window: int,
+    sm_scale: float | None,
+    sliding_window: int | None,
     is_causal: bool,
     sinks: Tensor | None,
     mask: Tensor | None,
@@ -204,7 +205,8 @@ def attention_workspace_size(
     num_qo_heads: int,
     head_dim: int,
     num_kv_heads: int,
-    tokens: int,
+    num_pages: int,
+    page_size: int,
     batch: int,
     device: int,
 ) -> tuple[int, int]: ...
@@ -317,6 +319,7 @@ def verify(
 ) -> None: ...
 def top_logprobs(
     logits: Tensor,
+    n: Size,
     processed_logprobs: bool,
     output_indptr: Tensor | None,
     draft_token_ids: Tensor | None,
@@ -371,11 +374,11 @@ def ngram_propose(
     max_ngram_size: int | Tensor,
     leftmost: bool | Tensor,
     num_given_drafts: Tensor | None,
-    max_total_draft_tokens: int,
+    max_total_draft_tokens: int | None,
     table: Written | None,
     state: Written | None,
-    scan_tokens: int,
-    index_tokens: int,
+    scan_tokens: int | None,
+    index_tokens: int | None,
     draft_token_ids: Written,
     num_draft_tokens: Written,
     match_lens: Written | None,
@@ -393,6 +396,7 @@ class SuffixCache:
         max_cached_bytes: int,
         read_on: bool,
         background_tokens: int,
+        decoding_cache_names: bool,
     ) -> None: ...
     def start(self, request_id: Hashable, prompt: TokenIds) -> int: ...
     def extend(self, request_id: Hashable, token_ids: TokenIds) -> None: ...

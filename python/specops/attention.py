@@ -6,14 +6,18 @@ positions, folded in one fixed order, so a verified row equals the row plain dec
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import unless_wrong
+from specops._wrong import check_int, describe, empty, unless_wrong
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _SCALING_KEYS = {
     "default": set(),
@@ -35,6 +39,7 @@ _SCALING_KEYS = {
         "truncate",
     },
 }
+_MAX_HEAD_DIM = 256  # of `rope_append_kv`
 LATENT_DIM = 512  # of latent attention: elements of a token's key that are its value, too
 
 # What a checkpoint's rope_parameters may hold beside the scaling itself.
@@ -54,8 +59,8 @@ def rope_cos_sin(
 
     Args:
         max_positions: number of positions.
-        rotary_dim: number of rotated elements of a head, even.
-        theta: base of the frequencies.
+        rotary_dim: number of rotated elements of a head, even, 2 to 256.
+        theta: base of the frequencies; finite, above 0.
         scaling: the rope_scaling or rope_parameters mapping of a checkpoint's config: rope_type
             "default", "linear", "llama3" or "yarn" with its keys. None: default.
 
@@ -68,16 +73,24 @@ def rope_cos_sin(
 
     Source: Su et al. 2021 (RoPE), Peng et al. 2023 (YaRN), Llama 3.1.
     """
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(f"rope_cos_sin: rotary_dim must be even and at least 2, got {rotary_dim}")
-    if max_positions < 0:
-        raise ValueError(f"rope_cos_sin: max_positions must be at least 0, got {max_positions}")
+    check_int("rope_cos_sin", "max_positions", max_positions)
+    check_int("rope_cos_sin", "rotary_dim", rotary_dim, least=2)
+    if rotary_dim % 2 or rotary_dim > _MAX_HEAD_DIM:
+        raise ValueError(
+            f"rope_cos_sin: rotary_dim must be even and at most {_MAX_HEAD_DIM}, got {rotary_dim}"
+        )
+    _check_positive("theta", theta)
+    theta = float(theta)
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise ValueError(
+            f"rope_cos_sin: scaling must be a mapping, or None, got {describe(scaling)}"
+        )
     options = dict(scaling or {})
     kind = options.get("rope_type", options.get("type", "default"))
-    if kind not in _SCALING_KEYS:
+    if not isinstance(kind, str) or kind not in _SCALING_KEYS:
         names = ", ".join(sorted(_SCALING_KEYS))
         raise ValueError(f"rope_cos_sin: rope_type must be one of {names}, got {kind!r}")
-    unknown = sorted(set(options) - _SCALING_KEYS[kind] - _COMMON_KEYS)
+    unknown = sorted(set(options) - _SCALING_KEYS[kind] - _COMMON_KEYS, key=str)
     if unknown:
         raise ValueError(f"rope_cos_sin: rope_type {kind!r} has no key {unknown[0]!r}")
     if options.get("rope_theta", theta) != theta:
@@ -85,6 +98,10 @@ def rope_cos_sin(
             f"rope_cos_sin: theta must be the rope_theta={options['rope_theta']} of scaling, "
             f"got {theta}"
         )
+    for key in _SCALING_KEYS[kind] - {"truncate"}:
+        is_unused = not options.get(key) and key.startswith("mscale")
+        if options.get(key) is not None and not is_unused:
+            _check_positive(key, options[key])
 
     def option(key: str) -> float:
         if options.get(key) is None:
@@ -118,6 +135,15 @@ def rope_cos_sin(
         attention_factor = _yarn_attention_factor(factor, options)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
     return torch.cat([angles.cos() * attention_factor, angles.sin() * attention_factor], dim=1)
+
+
+def _check_positive(name: str, value: Any) -> None:
+    """Of a number that frequencies or angles are divided by or multiplied with."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise ValueError(
+            f"rope_cos_sin: {name} must be a finite number above 0, got {describe(value)}"
+        )
 
 
 def _llama3_frequencies(
@@ -214,13 +240,13 @@ def rope_append_kv(
             float8_e4m3fn; the last two on CUDA with a `q` of bfloat16 alone. Written.
         v_cache: as `k_cache`. Written.
         cache_slots: [rows], int64. Slot page * page_size + offset of each row; -1 writes nothing.
-        positions: [rows], int32. Absolute position of each row; -1 is a padding row: its q_out is
-            zero.
+        positions: [rows], int32. Absolute position of each row; -1 is a padding row, whose slot
+            must be -1 as well: its q_out is zero.
         cos_sin: [max_positions, rotary_dim], float32, from `rope_cos_sin`.
         interleaved: rotate neighbours (2i, 2i + 1) instead of halves (i, i + rotary_dim / 2).
         q_norm_weight: [head_dim], dtype of `q`. None: q is not normalised.
         k_norm_weight: [head_dim], dtype of `q`. None: k is not normalised.
-        norm_eps: added to the mean square of a head.
+        norm_eps: added to the mean square of a head; finite, at least 0.
         k_scales: [num_pages, page_size, num_kv_heads], float32: what the elements of `k_cache` are
             multiplied with. Written. Needed by 8-bit caches, None with others.
         v_scales: as `k_scales`, of `v_cache`.
@@ -240,7 +266,7 @@ def rope_append_kv(
     Source: Su et al. 2021, "RoFormer".
     """
     if q_out is None:
-        q_out = unless_wrong(lambda: torch.empty(q.shape, dtype=q.dtype, device=q.device))
+        q_out = empty(lambda: (q.shape, None, q))
     _C.rope_append_kv(
         q,
         k,
@@ -288,14 +314,14 @@ def rope_append_latent(
         kv: [rows, 576], dtype of `q`. Latent and key. Rows may be strided.
         latent_cache: [num_pages, page_size, 1, 576], dtype of `q`. Written.
         cache_slots: [rows], int64. Slot page * page_size + offset of each row; -1 writes nothing.
-        positions: [rows], int32. Absolute position of each row; -1 is a padding row: its q_out is
-            zero.
+        positions: [rows], int32. Absolute position of each row; -1 is a padding row, whose slot
+            must be -1 as well: its q_out is zero.
         cos_sin: [max_positions, 64], float32, from `rope_cos_sin`.
         interleaved: rotate neighbours (2i, 2i + 1), as DeepSeek's checkpoints have it, instead of
             halves (i, i + 32).
         norm_weight: [512], dtype of `q`: that of `kv_a_layernorm`. None: latents are not
             normalised.
-        norm_eps: added to the mean square of a latent.
+        norm_eps: added to the mean square of a latent; finite, at least 0.
         q_out: [rows, num_qo_heads, 576], dtype of `q`. May be `q`. Allocated when absent.
 
     Returns:
@@ -311,7 +337,7 @@ def rope_append_latent(
     Source: DeepSeek-AI 2024, "DeepSeek-V2"; Su et al. 2021, "RoFormer".
     """
     if q_out is None:
-        q_out = unless_wrong(lambda: torch.empty(q.shape, dtype=q.dtype, device=q.device))
+        q_out = empty(lambda: (q.shape, None, q))
     _C.rope_append_latent(
         q,
         kv,
@@ -327,6 +353,79 @@ def rope_append_latent(
     return q_out
 
 
+class _AttentionOptions(TypedDict, total=False):
+    """The arguments of `append_attention` on which the type of what it returns does not depend."""
+
+    sm_scale: float | None
+    sliding_window: int | None
+    is_causal: bool
+    sinks: Tensor | None
+    mask: Tensor | None
+    mask_starts: Tensor | None
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    prefix_leaders: Tensor | None
+    prefix_lens: Tensor | None
+    out: Tensor | None
+    workspace: Tensor | None
+
+
+@overload
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    *,
+    lse: None = None,
+    return_lse: Literal[False] = False,
+    **options: "Unpack[_AttentionOptions]",
+) -> Tensor: ...
+@overload
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    *,
+    lse: Tensor,
+    return_lse: bool = False,
+    **options: "Unpack[_AttentionOptions]",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    *,
+    lse: Tensor | None = None,
+    return_lse: Literal[True],
+    **options: "Unpack[_AttentionOptions]",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    *,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    **options: "Unpack[_AttentionOptions]",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def append_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -414,9 +513,9 @@ def append_attention(
         kv_indptr: [batch + 1], int32. Where each request's pages begin in `kv_indices`.
         kv_indices: [pages], int32. Page ids, in order of position.
         kv_lens: [batch], int32. Length of each request, its rows of this call included.
-        sm_scale: scale of the scores. None: 1 / sqrt(head_dim). Latent attention must be given it:
-            it is that of the heads before absorption, 1 / sqrt(qk_nope_head_dim + 64) and what a
-            scaled RoPE asks for.
+        sm_scale: scale of the scores; finite, at least 0. None: 1 / sqrt(head_dim). Latent
+            attention must be given it: it is that of the heads before absorption,
+            1 / sqrt(qk_nope_head_dim + 64) and what a scaled RoPE asks for.
         sliding_window: positions a row sees, its own and those before it. None: all. Pages before
             every row's window are not read; their ids may be anything.
         is_causal: rows see no position after their own.
@@ -469,19 +568,12 @@ def append_attention(
     Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV); Xiao et al. 2023
         (attention sinks), OpenAI 2025 (gpt-oss); DeepSeek-AI 2024 (DeepSeek-V2: MLA, absorption).
     """
-    is_latent = v_cache is None and unless_wrong(lambda: q.shape[-1] == LATENT_DIM + 64)
-    if is_latent and sm_scale is None:
-        raise ValueError("append_attention: sm_scale must be given where v_cache is None, got None")
-    if out is None:
-        out = unless_wrong(
-            lambda: torch.empty(
-                (*q.shape[:-1], LATENT_DIM if is_latent else q.shape[-1]),
-                dtype=q.dtype,
-                device=q.device,
-            )
-        )
+    if out is None and v_cache is None:
+        out = empty(lambda: ((*q.shape[:-1], LATENT_DIM), None, q))
+    elif out is None:
+        out = empty(lambda: (q.shape, None, q))
     if lse is None and return_lse:
-        lse = unless_wrong(lambda: torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
+        lse = empty(lambda: (q.shape[:2], torch.float32, q))
     if workspace is None:
         sizes = unless_wrong(
             lambda: _workspace_size(
@@ -491,8 +583,6 @@ def append_attention(
         if sizes and sizes[0]:
             workspace = torch.empty(sizes[0], dtype=torch.float32, device=q.device)
             workspace[: sizes[1]] = 0
-    if sm_scale is None:
-        sm_scale = unless_wrong(lambda: 1.0 / math.sqrt(q.shape[-1])) or 1.0
     _C.append_attention(
         q,
         k_cache,
@@ -504,7 +594,7 @@ def append_attention(
         kv_indices,
         kv_lens,
         sm_scale,
-        _window(sliding_window),
+        sliding_window,
         is_causal,
         sinks,
         mask,
@@ -538,8 +628,21 @@ def attention_workspace_size(
         The size; 0 where no request is long enough to be split. It suffices for every call of no
         larger shapes, one after the other. On CUDA the head of the workspace counts arrivals: make
         it of zeros; every call leaves the zeros in place.
+
+    Raises:
+        ValueError: a size is out of range.
     """
-    return _workspace_size(q_shape, cache_shape, num_pages, batch, torch.device(device))[0]
+    for name, shape, count in (("q_shape", q_shape, 3), ("cache_shape", cache_shape, 4)):
+        if unless_wrong(lambda shape=shape: len(shape)) != count:  # type: ignore[misc]
+            raise ValueError(
+                f"attention_workspace_size: {name} must be {count} sizes, got {describe(shape)}"
+            )
+    place = unless_wrong(lambda: torch.device(device))
+    if place is None:
+        raise ValueError(
+            f"attention_workspace_size: device must be a torch.device, got {describe(device)}"
+        )
+    return _workspace_size(q_shape, cache_shape, num_pages, batch, place)[0]
 
 
 # Where a block of `append_attention` on CUDA spends its time; see `set_phase_stamps`.
@@ -579,20 +682,9 @@ def _workspace_size(
     index = -1
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-    tokens = num_pages * cache_shape[1]
     return _C.attention_workspace_size(
-        rows, num_qo_heads, head_dim, cache_shape[2], tokens, batch, index
+        rows, num_qo_heads, head_dim, cache_shape[2], num_pages, cache_shape[1], batch, index
     )
-
-
-def _window(sliding_window: int | None) -> int:
-    if sliding_window is None:
-        return 0
-    if sliding_window < 1:
-        raise ValueError(
-            f"append_attention: sliding_window must be at least 1, or None, got {sliding_window}"
-        )
-    return sliding_window
 
 
 def merge_states(
@@ -602,8 +694,14 @@ def merge_states(
 
     Same as `reference.merge_states`: weights e^lse, states folded left in fp32, rounded once.
 
+    FlashInfer's function of this name takes [rows, states, ..], and an lse to base 2. Here states
+    come first, and the lse is a natural log. Where there are as many states as rows nothing can
+    tell one order from the other, and the result would be wrong: give it
+    `outs.transpose(0, 1).contiguous()`, `lses` likewise, times ln 2.
+
     Args:
-        outs: [states, rows, num_heads, head_dim], float32, bfloat16 or float16.
+        outs: [states, rows, num_heads, head_dim], float32, bfloat16 or float16. head_dim is at
+            least 1.
         lses: [states, rows, num_heads], float32. Natural log; -inf marks an empty state, which
             contributes exactly nothing, whatever its `outs` hold.
         out: [rows, num_heads, head_dim], dtype of `outs`. Allocated when absent.
@@ -621,13 +719,9 @@ def merge_states(
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
     """
     if out is None:
-        out = unless_wrong(
-            lambda: torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
-        )
+        out = empty(lambda: (outs.shape[1:], None, outs))
     if lse is None:
-        lse = unless_wrong(
-            lambda: torch.empty(lses.shape[1:], dtype=torch.float32, device=lses.device)
-        )
+        lse = empty(lambda: (lses.shape[1:], torch.float32, lses))
     _C.merge_states(outs, lses, out, lse)
     return out, lse
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import unless_wrong
+from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
+
+_CPU = torch.device("cpu")
 
 
 class OutputMode(IntEnum):
@@ -357,15 +359,17 @@ def prepare_batch(
         speculate_get_output_padding_offset).
     """
     if out is None:
-        out = unless_wrong(
-            lambda: BatchIndices.empty(
-                qo_lens.numel(),
-                total_rows=max(total_rows, 0),
-                num_output_rows=max(num_output_rows, 0),
-                max_seq_len=max_seq_len,
-                device=qo_lens.device,
-            )
-        ) or BatchIndices.empty(0, total_rows=0, num_output_rows=0, max_seq_len=max_seq_len)
+        check_int("prepare_batch", "total_rows", total_rows)
+        check_int("prepare_batch", "num_output_rows", num_output_rows)
+        batch, device = unless_wrong(lambda: (qo_lens.numel(), qo_lens.device)) or (0, _CPU)
+        out = BatchIndices.empty(
+            batch,
+            total_rows=total_rows,
+            num_output_rows=num_output_rows,
+            max_seq_len=max_seq_len,
+            device=device,
+        )
+    check_kind("prepare_batch", "out", out, BatchIndices)
     _C.prepare_batch(
         qo_lens,
         kv_lens,
@@ -411,18 +415,18 @@ def pages_of_block_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
         `append_attention` makes workspace for all the pages it could read, which are many here:
         give it one of `attention_workspace_size` for what the requests may hold together.
     """
-    shape = unless_wrong(lambda: tuple(block_table.shape))
-    if shape is None or len(shape) != 2 or block_table.dtype != torch.int32:
-        got = f"{block_table.dtype} {list(shape)}" if shape is not None else repr(block_table)
+    is_table = isinstance(block_table, Tensor) and not block_table.is_nested
+    if not is_table or block_table.dim() != 2 or block_table.dtype != torch.int32:
         raise ValueError(
-            f"pages_of_block_table: block_table must be int32 [batch, max_pages], got {got}"
+            "pages_of_block_table: block_table must be int32 [batch, max_pages], "
+            f"got {describe(block_table)}"
         )
     if not block_table.is_contiguous():
         raise ValueError(
             "pages_of_block_table: block_table must be contiguous, got strides "
             f"{list(block_table.stride())}; pass all columns of a wider table"
         )
-    batch, max_pages = shape
+    batch, max_pages = block_table.shape
     kv_indptr = torch.arange(batch + 1, dtype=torch.int32, device=block_table.device) * max_pages
     return kv_indptr, block_table.view(-1)
 
@@ -475,9 +479,11 @@ def find_shared_prefixes(
     """
     found = out
     if found is None:
-        found = unless_wrong(
-            lambda: SharedPrefixes.empty(kv_indptr.numel() - 1, max_levels=max_levels)
-        ) or SharedPrefixes.empty(0, max_levels=0)
+        check_int("find_shared_prefixes", "max_levels", max_levels)
+        batch = unless_wrong(lambda: kv_indptr.numel() - 1) or 0
+        # More levels than requests are never found.
+        found = SharedPrefixes.empty(max(batch, 0), max_levels=max_levels)
+    check_kind("find_shared_prefixes", "out", found, SharedPrefixes)
     _C.find_shared_prefixes(
         kv_indptr,
         kv_indices,
@@ -543,7 +549,7 @@ def gather_input_ids(
     Source: FastDeploy's speculate_pre_process.
     """
     if out is None:
-        out = unless_wrong(lambda: torch.empty_like(positions))
+        out = empty(lambda: (positions.shape, torch.int32, positions))
     _C.gather_input_ids(row_to_request, positions, slots, token_ids, lens, draft_token_ids, out)
     return out
 
@@ -573,11 +579,7 @@ def gather_output_rows(hidden: Tensor, output_rows: Tensor, *, out: Tensor | Non
     Source: FastDeploy's rebuild_padding.
     """
     if out is None:
-        out = unless_wrong(
-            lambda: torch.empty(
-                output_rows.numel(), hidden.shape[-1], dtype=hidden.dtype, device=hidden.device
-            )
-        )
+        out = empty(lambda: ((output_rows.numel(), hidden.shape[-1]), None, hidden))
     _C.gather_output_rows(hidden, output_rows, out)
     return out
 
@@ -619,9 +621,10 @@ def build_tree(
     Source: Miao et al. 2023 (SpecInfer) and Cai et al. 2024 (Medusa), tree attention.
     """
     if out is None:
-        out = unless_wrong(
-            lambda: DraftTree.empty(parents.shape[0], parents.shape[1], device=parents.device)
-        ) or DraftTree.empty(0, 0)
+        look = lambda: (parents.shape[0], parents.shape[1], parents.device)  # noqa: E731
+        batch, nodes, device = unless_wrong(look) or (0, 0, _CPU)
+        out = DraftTree.empty(batch, nodes, device=device)
+    check_kind("build_tree", "out", out, DraftTree)
     _C.build_tree(
         parents,
         num_draft_tokens,
@@ -782,9 +785,14 @@ def tree_chains(
         Deterministic.
     """
     if out is None:
-        out = unless_wrong(
-            lambda: _room_for_chains(parents, num_draft_tokens, kv_indptr, page_size)
-        ) or TreeChains.empty(0, chains=0, pages=0, copies=0)
+        check_int("tree_chains", "page_size", page_size, least=1)
+        batch, chains, pages, copies = unless_wrong(
+            lambda: _room_for_chains(
+                parents, num_draft_tokens, kv_lens, kv_indptr, kv_indices, page_size
+            )
+        ) or (0, 0, 0, 0)
+        out = TreeChains.empty(batch, chains=chains, pages=pages, copies=copies)
+    check_kind("tree_chains", "out", out, TreeChains)
     _C.tree_chains(
         parents,
         num_draft_tokens,
@@ -806,20 +814,24 @@ def tree_chains(
 
 
 def _room_for_chains(
-    parents: Tensor, num_draft_tokens: Tensor, kv_indptr: Tensor, page_size: int
-) -> TreeChains:
-    """Arrays that are large enough, from where chains begin."""
+    parents: Tensor,
+    num_draft_tokens: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    page_size: int,
+) -> tuple[int, int, int, int]:
+    """The batch, and how many chains, pages and copies suffice, from where chains begin.
+
+    Values that are out of range, which the op refuses, take no more room than others.
+    """
     node = torch.arange(parents.shape[1])
     begins = (parents != node - 1) & (node < num_draft_tokens[:, None])
     more = begins.sum(1)
-    pages = (more + 1) * kv_indptr.diff()
-    copies = more * (page_size + num_draft_tokens)
-    return TreeChains.empty(
-        len(parents),
-        chains=len(parents) + int(more.sum()),
-        pages=int(pages.sum()),
-        copies=int(copies.sum()),
-    )
+    pages = (more + 1) * kv_indptr.diff().clamp(0, kv_indices.numel())
+    copies = more * (kv_lens.clamp(0, page_size) + num_draft_tokens.clamp(0, parents.shape[1]))
+    batch = len(parents)
+    return batch, batch + int(more.sum()), int(pages.sum()), int(copies.sum())
 
 
 def prepare_draft_batch(
@@ -886,11 +898,10 @@ def prepare_draft_batch(
         draft_model_preprocess and eagle_get_hidden_states.
     """
     if out is None:
-        out = unless_wrong(
-            lambda: DraftIndices.empty(
-                slots.numel(), total_rows=max(total_rows, 0), device=slots.device
-            )
-        ) or DraftIndices.empty(0, total_rows=0)
+        check_int("prepare_draft_batch", "total_rows", total_rows)
+        batch, device = unless_wrong(lambda: (slots.numel(), slots.device)) or (0, _CPU)
+        out = DraftIndices.empty(batch, total_rows=total_rows, device=device)
+    check_kind("prepare_draft_batch", "out", out, DraftIndices)
     _C.prepare_draft_batch(
         slots,
         qo_indptr,
@@ -969,6 +980,8 @@ def advance_draft_batch(
 
     Source: FastDeploy's draft_model_update.
     """
+    if out is not None:
+        check_kind("advance_draft_batch", "out", out, DraftIndices, ", or None")
     _C.advance_draft_batch(
         sampled_token_ids,
         last_rows,

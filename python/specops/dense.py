@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import unless_wrong
+from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
 
 # Up to so many rows CUDA kernels stream weights past all of them, and need no workspace.
 _MAX_STREAMED_ROWS = 16
@@ -63,9 +63,10 @@ def pack_weight(weight: Tensor, *, gate_up: bool = False) -> PackedWeight:
     Note:
         A permutation: no number changes.
     """
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
-        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"pack_weight: weight must be [num_outputs, num_inputs], got {got}")
+    if not isinstance(weight, Tensor) or weight.is_nested or weight.dim() != 2:
+        raise ValueError(
+            f"pack_weight: weight must be [num_outputs, num_inputs], got {describe(weight)}"
+        )
     num_outputs, num_inputs = weight.shape
     *shape, num_leaves, max_split_rows = _C.packed_weight_layout(
         weight.device.type, weight.element_size(), num_outputs, num_inputs, gate_up
@@ -116,14 +117,13 @@ def linear(
         its bits do not depend on the number of rows, on which row it is, on the other outputs, on
         threads or on the workspace.
     """
-    if not isinstance(weight, PackedWeight):
-        got = type(weight).__name__
-        raise ValueError(f"linear: weight must be a PackedWeight of pack_weight, got {got}")
-    width = weight.num_outputs // 2 if weight.gate_up else weight.num_outputs
+    check_kind("linear", "weight", weight, PackedWeight, " of pack_weight")
+    if out_dtype is not None:
+        _check_out_dtype(out_dtype, weight, out)
     if out is None:
-        out = unless_wrong(lambda: x.new_empty(x.shape[0], width, dtype=out_dtype))
-    elif out_dtype is not None and out.dtype != out_dtype:
-        raise ValueError(f"linear: out_dtype must be that of out, {out.dtype}, got {out_dtype}")
+        width = weight.num_outputs // 2 if weight.gate_up else weight.num_outputs
+        # The op refuses sizes below 0.
+        out = empty(lambda: ((x.shape[0], max(width, 0)), out_dtype, x))
     if workspace is None and weight.max_split_rows > 0:
         floats = unless_wrong(lambda: linear_workspace_size(x.shape[0], weight))
         if floats:
@@ -142,6 +142,16 @@ def linear(
     return out
 
 
+def _check_out_dtype(out_dtype: torch.dtype, weight: PackedWeight, out: Tensor | None) -> None:
+    if isinstance(out, Tensor):
+        allowed = {out.dtype}
+    else:
+        allowed = {weight.dtype} if weight.gate_up else {weight.dtype, torch.float32}
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in allowed:
+        names = " or ".join(sorted(map(describe, allowed)))
+        raise ValueError(f"linear: out_dtype must be {names}, got {describe(out_dtype)}")
+
+
 def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
     """Returns a size of workspace, in floats, with which `linear` can split its sums.
 
@@ -153,7 +163,12 @@ def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
         The size; 0 where nothing is ever split: on cpu, and for few rows. It suffices for every
         call of no more rows, and may serve calls with any weights, one after the other. The head of
         the workspace counts arrivals: make it of zeros; every call leaves the zeros in place.
+
+    Raises:
+        ValueError: num_rows is negative, or weight is not packed.
     """
+    check_int("linear_workspace_size", "num_rows", num_rows)
+    check_kind("linear_workspace_size", "weight", weight, PackedWeight, " of pack_weight")
     rows = min(num_rows, weight.max_split_rows)
     if rows <= _MAX_STREAMED_ROWS:
         return 0
@@ -164,7 +179,7 @@ def linear_kernels(num_rows: int) -> list[str]:
     """Returns the names of the CUDA kernels that can multiply so many rows of 16-bit types.
 
     Args:
-        num_rows: rows of `x`.
+        num_rows: rows of `x`, at least 0.
 
     Returns:
         Names for `set_linear_kernel`, with the outputs and rows that a warp (`stream_32x8`) or a
@@ -207,7 +222,7 @@ def rms_norm(
     Args:
         x: [rows, width], float32, bfloat16 or float16. Rows may be strided.
         weight: [width], dtype of `x`.
-        eps: added to the mean square; at least 0.
+        eps: added to the mean square; finite, at least 0.
         residual: [rows, width], dtype of `x`; becomes `residual + x`. Or None.
         out: [rows, width], dtype of `x`; may be `x` itself. Allocated when absent.
 
@@ -223,7 +238,7 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
     if out is None:
-        out = unless_wrong(lambda: torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        out = empty(lambda: (x.shape, None, x))
     _C.rms_norm(x, weight, eps, residual, out)
     return out
 
@@ -249,7 +264,7 @@ def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -
         Deterministic; a copy.
     """
     if out is None:
-        out = unless_wrong(lambda: weight.new_empty(token_ids.shape[0], weight.shape[-1]))
+        out = empty(lambda: ((token_ids.shape[0], weight.shape[-1]), None, weight))
     _C.embedding(token_ids, weight, out)
     return out
 
@@ -276,7 +291,7 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     Source: Shazeer 2020, "GLU Variants Improve Transformer".
     """
     if out is None:
-        out = unless_wrong(lambda: gate_up.new_empty(gate_up.shape[0], gate_up.shape[-1] // 2))
+        out = empty(lambda: ((gate_up.shape[0], gate_up.shape[-1] // 2), None, gate_up))
     _C.silu_mul(gate_up, out)
     return out
 
@@ -324,7 +339,7 @@ def mtp_input(
         embedding_norm: [width], dtype of `embedding`.
         hidden_norm: [width], dtype of `embedding`.
         hidden: [hidden rows, width], dtype of `embedding`; rows may be strided.
-        eps: of both norms; at least 0.
+        eps: of both norms; finite, at least 0.
         ahead: which module it is, from 1: how far ahead its tokens are.
         kept: [num_slots, window, width], dtype of `embedding`. As `batching.keep_hidden_rows` wrote
             it; absent: no row names it.
@@ -346,11 +361,11 @@ def mtp_input(
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2, equation 21.
     """
     if out is None:
-        out = unless_wrong(
-            lambda: torch.empty(
+        out = empty(
+            lambda: (
                 (row_to_request.numel(), 2 * embedding.shape[1]),
-                dtype=embedding.dtype,
-                device=embedding.device,
+                None,
+                embedding,
             )
         )
     _C.mtp_input(

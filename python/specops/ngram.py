@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import unless_wrong
+from specops._wrong import check_kind, empty
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class NgramIndex:
     Attributes:
         table: [batch, entries], int32. Any content; a row of it is cleared when first used.
         state: [batch, 2], int32. Zeros in the beginning.
-        scan_tokens: None: 2,048 on the CPU, 4,096 on CUDA, where a scan costs about a look-up.
-        index_tokens: None: 256.
+        scan_tokens: at least 0. None: 2,048 on the CPU, 4,096 on CUDA, where a scan costs about a
+            look-up.
+        index_tokens: at least 0. None: 256.
     """
 
     table: Tensor
@@ -120,7 +121,7 @@ def ngram_propose(
             found, at most max_ngram_size, and 0 where this call has added none.
         num_given_drafts: [batch], int32. How many of each request are there already; may be
             `num_draft_tokens` itself. None: none.
-        max_total_draft_tokens: most drafts of all requests together. None: no limit.
+        max_total_draft_tokens: most drafts of all requests together, at least 0. None: no limit.
         index: of these rows; changed. None reads every row from its end to the match.
 
     Returns:
@@ -141,11 +142,10 @@ def ngram_propose(
     Source: Saxena 2023, "Prompt Lookup Decoding"; FastDeploy's ngram_match.
     """
     if num_draft_tokens is None:
-        num_draft_tokens = unless_wrong(
-            lambda: torch.empty(lens.numel(), dtype=torch.int32, device=lens.device)
-        )
+        num_draft_tokens = empty(lambda: ((lens.numel(),), torch.int32, lens))
     table = state = scan_tokens = index_tokens = None
     if index is not None:
+        check_kind("ngram_propose", "index", index, NgramIndex, ", or None")
         table, state = index.table, index.state
         scan_tokens, index_tokens = index.scan_tokens, index.index_tokens
     _C.ngram_propose(
@@ -156,11 +156,11 @@ def ngram_propose(
         max_ngram_size,
         leftmost,
         num_given_drafts,
-        -1 if max_total_draft_tokens is None else max_total_draft_tokens,
+        max_total_draft_tokens,
         table,
         state,
-        -1 if scan_tokens is None else scan_tokens,
-        -1 if index_tokens is None else index_tokens,
+        scan_tokens,
+        index_tokens,
         draft_token_ids,
         num_draft_tokens,
         match_lens,

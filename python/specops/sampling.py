@@ -6,13 +6,13 @@ the token being chosen. `verify` and `sample` share one row function, so specula
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import unless_wrong
+from specops._wrong import check_int, describe, empty, unless_wrong
 
 
 class VerifyStrategy(IntEnum):
@@ -202,11 +202,9 @@ def sample(
         Salmon et al. 2011 (Philox).
     """
     if out is None:
-        out = unless_wrong(
-            lambda: torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-        )
+        out = empty(lambda: (logits.shape[:1], torch.int32, logits))
     if workspace is None:
-        workspace = unless_wrong(lambda: sampling_workspace(logits))
+        workspace = _workspace(logits)
     _C.sample(
         logits,
         positions,
@@ -217,7 +215,7 @@ def sample(
         typical_p,
         seeds,
         choice_index,
-        processors or (),
+        () if processors is None else processors,
         purpose,
         anchors,
         processed_logprobs,
@@ -360,11 +358,19 @@ def verify(
         Speculative Decoding"; FastDeploy's top_p verification (TOPP).
     """
     if output_token_ids is None:
-        output_token_ids = unless_wrong(lambda: _output_tokens(draft_token_ids))
+        output_token_ids = empty(
+            lambda: (
+                (draft_token_ids.shape[0], draft_token_ids.shape[1] + 1),
+                torch.int32,
+                draft_token_ids,
+            )
+        )
     if num_accepted_tokens is None:
-        num_accepted_tokens = unless_wrong(lambda: draft_token_ids.new_empty(len(draft_token_ids)))
+        num_accepted_tokens = empty(
+            lambda: (draft_token_ids.shape[:1], torch.int32, draft_token_ids)
+        )
     if workspace is None:
-        workspace = unless_wrong(lambda: sampling_workspace(logits, draft_token_ids.shape[0]))
+        workspace = _workspace(logits, draft_token_ids)
     _C.verify(
         logits,
         output_indptr,
@@ -380,7 +386,7 @@ def verify(
         typical_p,
         seeds,
         choice_index,
-        processors or (),
+        () if processors is None else processors,
         draft_probs,
         draft_prob_token_ids,
         draft_prob_rows,
@@ -394,12 +400,6 @@ def verify(
         workspace,
     )
     return output_token_ids, num_accepted_tokens
-
-
-def _output_tokens(draft_token_ids: Tensor) -> Tensor:
-    """Room for a token more than drafts, per request."""
-    batch, drafts = draft_token_ids.shape
-    return draft_token_ids.new_empty(batch, drafts + 1, dtype=torch.int32)
 
 
 def top_logprobs(
@@ -433,7 +433,7 @@ def top_logprobs(
     Args:
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
-        n: 0 to vocab_size.
+        n: 0 to vocab_size; the width of `token_ids`.
         processed_logprobs: Whether the processors and filters below are applied first. The rest is
             for these alone, and means what it means to `verify`.
         output_indptr: [batch + 1], int32. Which rows are a request's; absent: one row each. Rows
@@ -467,24 +467,22 @@ def top_logprobs(
     Note:
         Deterministic. A logprob is bit for bit what `sample` and `verify` report for that token.
     """
-    if n < 0:
-        raise ValueError(f"top_logprobs: n must be at least 0, got {n}")
+    if token_ids is None or logprobs is None:
+        check_int("top_logprobs", "n", n)
+    # An n beyond the vocabulary is refused before anything is made of it.
     if token_ids is None:
-        token_ids = unless_wrong(
-            lambda: torch.empty(logits.shape[0], n, dtype=torch.int32, device=logits.device)
-        )
+        token_ids = empty(lambda: ((logits.shape[0], min(n, logits.shape[1])), torch.int32, logits))
     if logprobs is None:
-        logprobs = unless_wrong(
-            lambda: torch.empty(logits.shape[0], n, dtype=torch.float32, device=logits.device)
+        logprobs = empty(
+            lambda: ((logits.shape[0], min(n, logits.shape[1])), torch.float32, logits)
         )
     if lse is None:
-        lse = unless_wrong(
-            lambda: torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        )
+        lse = empty(lambda: (logits.shape[:1], torch.float32, logits))
     if workspace is None:
-        workspace = unless_wrong(lambda: sampling_workspace(logits))
+        workspace = _workspace(logits)
     _C.top_logprobs(
         logits,
+        n,
         processed_logprobs,
         output_indptr,
         draft_token_ids,
@@ -495,7 +493,7 @@ def top_logprobs(
         top_p,
         min_p,
         typical_p,
-        processors or (),
+        () if processors is None else processors,
         token_ids,
         logprobs,
         ranks,
@@ -517,14 +515,31 @@ def sampling_workspace(logits: Tensor, batch: int = 0) -> Tensor | None:
 
     Returns:
         [bytes], uint8, or None where the call needs none, as always on cpu.
+
+    Raises:
+        ValueError: logits are no matrix, or batch is negative.
     """
+    if not isinstance(logits, Tensor) or logits.is_nested or logits.dim() != 2:
+        raise ValueError(
+            f"sampling_workspace: logits must be [rows, vocab_size], got {describe(logits)}"
+        )
+    num_bytes = _workspace_bytes(logits, batch)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=logits.device) if num_bytes else None
+
+
+def _workspace_bytes(logits: Tensor, batch: int) -> int:
     rows, vocab_size = logits.shape
-    num_bytes = _C.sampling_workspace_bytes(
+    return _C.sampling_workspace_bytes(
         rows, vocab_size, logits.element_size(), batch, logits.get_device()
     )
-    if num_bytes == 0:
-        return None
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=logits.device)
+
+
+def _workspace(logits: Tensor, draft_token_ids: Tensor | None = None) -> Tensor | None:
+    """`sampling_workspace` of arguments that the op has not looked at yet."""
+    num_bytes = unless_wrong(
+        lambda: _workspace_bytes(logits, 0 if draft_token_ids is None else draft_token_ids.shape[0])
+    )
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=logits.device) if num_bytes else None
 
 
 def commit(
@@ -667,7 +682,7 @@ def count_tokens(
     """Fills one row of the tables that penalties read and `commit` keeps, when a request enters.
 
     Args:
-        token_ids: [n], int32. The request's tokens so far, the prompt first.
+        token_ids: [n], int32. The request's tokens so far, the prompt first; at least 0.
         prompt_len: How many of them are the prompt.
         counted_token_ids: [m], int32, a row of the table. Receives the distinct tokens, ascending,
             then -1.
@@ -675,25 +690,48 @@ def count_tokens(
             the prompt), and 0 beside -1.
 
     Raises:
-        ValueError: there are more distinct tokens than fit, or prompt_len is not within [0, n].
+        ValueError: a shape, dtype, layout or device differs from the above; a token is negative;
+            there are more distinct tokens than fit; prompt_len is not within [0, n]. Nothing has
+            been written then.
 
     Note:
         Not for the hot path: on CUDA the host waits for the number of distinct tokens.
     """
-    if not 0 <= prompt_len <= len(token_ids):
-        raise ValueError(
-            f"count_tokens: prompt_len must be within [0, {len(token_ids)}], got {prompt_len}"
-        )
+    rows = {
+        "token_ids": token_ids,
+        "counted_token_ids": counted_token_ids,
+        "token_counts": token_counts,
+    }
+    for name, row in rows.items():
+        is_row = isinstance(row, Tensor) and not row.is_nested and row.dim() == 1
+        if not is_row or row.dtype != torch.int32 or row.layout != torch.strided:
+            _refuse_count(name, f"int32 [{'n' if row is token_ids else 'm'}]", describe(row))
+        if not row.is_contiguous():
+            _refuse_count(name, "contiguous", f"strides {list(row.stride())}")
+        if row.device != token_ids.device:
+            _refuse_count(name, f"on {token_ids.device} like token_ids", f"on {row.device}")
+    if token_counts.shape != counted_token_ids.shape:
+        _refuse_count("token_counts", f"int32 [m={len(counted_token_ids)}]", describe(token_counts))
+    check_int("count_tokens", "prompt_len", prompt_len)
+    if prompt_len > len(token_ids):
+        _refuse_count("prompt_len", f"within [0, {len(token_ids)}]", str(prompt_len))
     distinct, places = torch.unique(token_ids, return_inverse=True)
     size = len(distinct)
     if size > len(counted_token_ids):
-        raise ValueError(
-            f"count_tokens: counted_token_ids must have room for {size} distinct tokens, "
-            f"got {len(counted_token_ids)}"
+        _refuse_count(
+            "counted_token_ids",
+            f"of at least {size} elements, one for each distinct token",
+            str(len(counted_token_ids)),
         )
+    if size > 0 and distinct[0] < 0:
+        _refuse_count("token_ids", "of ids of at least 0", str(int(distinct[0])))
     in_prompt = torch.bincount(places[:prompt_len], minlength=size).clamp(max=1)
     in_output = torch.bincount(places[prompt_len:], minlength=size)
     counted_token_ids[:size] = distinct
     counted_token_ids[size:] = -1
     token_counts[:size] = 2 * in_output + in_prompt
     token_counts[size:] = 0
+
+
+def _refuse_count(name: str, expected: str, got: str) -> NoReturn:
+    raise ValueError(f"count_tokens: {name} must be {expected}, got {got}")

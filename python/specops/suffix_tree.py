@@ -5,7 +5,7 @@ Model-free: what followed the longest and likeliest matches of the last tokens i
 is on the CPU; nothing is random, and the number of threads changes nothing.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from os import PathLike
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import unless_wrong
+from specops._wrong import empty
 
 
 class Array(Protocol):
@@ -24,7 +24,7 @@ class Array(Protocol):
         """As memoryview has it."""
 
 
-TokenIds: TypeAlias = Sequence[int] | Tensor | Array
+TokenIds: TypeAlias = list[int] | tuple[int, ...] | Tensor | Array
 
 
 class SuffixDraft(NamedTuple):
@@ -68,7 +68,9 @@ class SuffixCache:
         max_spec_factor: at least 0. Drafts per matched token.
         min_token_prob: 0 to 1. Least estimated probability of a drafted path.
         max_cached_tokens: tokens in the shared tree; -1: any number.
-        max_cached_bytes: bytes that the shared tree's responses take up; -1: any number.
+        max_cached_bytes: bytes that the shared tree's responses take up; -1: any number. Of their
+            tokens and nodes alone: `num_bytes`, which counts what the tree has taken from the
+            system, may be larger by what it keeps for later.
         read_on: whether a draft that reaches max_tree_depth goes on with the text behind the
             youngest occurrence, as if that were certain.
         background_tokens: prompts of at least so many tokens are built by a thread of their own, so
@@ -90,6 +92,7 @@ class SuffixCache:
     """
 
     __slots__ = ("_cache", "_extend", "_speculate", "max_cached_requests", "max_tree_depth")
+    _speaks_of_decoding_cache = False  # whose names exceptions use
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class SuffixCache:
             max_cached_bytes,
             read_on,
             background_tokens,
+            self._speaks_of_decoding_cache,
         )
         self._extend = self._cache.extend
         self._speculate = self._cache.speculate
@@ -232,7 +236,7 @@ class SuffixCache:
             Idle rows have no drafts. Uses the threads of the CPU ops; how many changes no draft.
         """
         if num_draft_tokens is None:
-            num_draft_tokens = unless_wrong(lambda: torch.empty(requests.shape, dtype=torch.int32))
+            num_draft_tokens = empty(lambda: (requests.shape, torch.int32, requests))
         self._cache.step(
             requests,
             new_token_ids,
@@ -375,6 +379,13 @@ class SuffixCache:
         return self._cache.check_integrity()
 
 
+class _NamedAsDecodingCache(SuffixCache):
+    """Inside SuffixDecodingCache, whose callers know its names alone."""
+
+    __slots__ = ()
+    _speaks_of_decoding_cache = True
+
+
 class SuffixDecodingCache:
     """`SuffixCache` by the names of arctic-inference's class, which vLLM's proposer calls.
 
@@ -396,7 +407,7 @@ class SuffixDecodingCache:
     def __init__(
         self, max_tree_depth: int = 64, max_cached_requests: int = -1, *, read_on: bool = True
     ) -> None:
-        self._cache = SuffixCache(
+        self._cache = _NamedAsDecodingCache(
             max_tree_depth=max_tree_depth,
             max_cached_requests=max_cached_requests,
             read_on=read_on,

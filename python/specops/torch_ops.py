@@ -62,11 +62,25 @@ def _schema(name: str, kinds: dict[str, str], *, per_request: bool = False) -> s
 _LIBRARY: Any = torch.library.Library("specops", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _fake(*args: Any) -> None:
-    """Outputs come from the caller, and nothing of theirs changes but their contents."""
+def _fake_of(op: str, kinds: dict[str, str]) -> Callable[..., None]:
+    """What tracers run: it refuses what the op would refuse if torch had not hidden it by then.
+
+    Outputs come from the caller, and nothing of theirs changes but their contents.
+    """
+
+    def fake(*args: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for argument, value in zip(kinds, args, strict=True):
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ValueError(
+                    f"{op}: {argument} must be {_C.no_gradient}, got requires_grad=True"
+                )
+
+    return fake
 
 
-def _register(schema: str) -> OpOverload:
+def _register(schema: str, kinds: dict[str, str]) -> OpOverload:
     """Defines one op and hands it the compiled module's function on both devices."""
     overload = schema.partition("(")[0]
     name, _, kind = overload.partition(".")
@@ -74,7 +88,7 @@ def _register(schema: str) -> OpOverload:
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(overload, getattr(_C, name), key)
-    torch.library.register_fake(f"specops::{overload}", _fake, lib=_LIBRARY)
+    torch.library.register_fake(f"specops::{overload}", _fake_of(name, kinds), lib=_LIBRARY)
     return getattr(getattr(torch.ops.specops, name), kind or "default")  # type: ignore[no-any-return]
 
 
@@ -108,10 +122,10 @@ def _trace_as_op(function: Callable[..., None], op: OpOverload, kinds: dict[str,
 # Every overload of torch.ops.specops, by name.
 OPS: dict[str, OpOverload] = {}
 for _name, _kinds in _ops():
-    OPS[_name] = _register(_schema(_name, _kinds))
+    OPS[_name] = _register(_schema(_name, _kinds), _kinds)
     if any(_kind.endswith("| Tensor") for _kind in _kinds.values()):
         _overload = f"{_name}.per_request"
-        OPS[_overload] = _register(_schema(_overload, _kinds, per_request=True))
+        OPS[_overload] = _register(_schema(_overload, _kinds, per_request=True), _kinds)
     else:
         _trace_as_op(getattr(_C, _name), OPS[_name], _kinds)
 
@@ -154,11 +168,13 @@ def _attention_workspace_size(
     num_qo_heads: int,
     head_dim: int,
     num_kv_heads: int,
-    tokens: int,
+    num_pages: int,
+    page_size: int,
     batch: int,
     device_index: int,
 ) -> tuple[int, int]:
     """Bounds for any device, of shapes that the compiler may leave open."""
+    tokens = num_pages * page_size
     if device_index < 0:
         return (tokens // 512 + 32) * min(rows * num_qo_heads, 64 * num_kv_heads) * (
             head_dim + 2

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "common/ops.h"
-#include "common/parallel.h"
 #include "common/philox.h"
 #include "sampling/ops.h"
 #if defined(SPECOPS_SIMT)
@@ -49,7 +48,6 @@ float scripted_uniform(const UniformKey& key, Purpose purpose) {
 
 PYBIND11_MODULE(SPECOPS_MODULE, m) {
   using namespace specops;
-  m.def("set_num_threads", [](int count) { set_num_threads(count); });
   m.def("set_uniforms", [](std::vector<Key> given, uintptr_t address, size_t num_rows) {
     keys = std::move(given);
     uniforms = reinterpret_cast<const float*>(address);
@@ -58,7 +56,7 @@ PYBIND11_MODULE(SPECOPS_MODULE, m) {
   });
   // The keys asked for so far: those given, then those that had no uniform.
   m.def("asked_keys", [] { return keys; });
-  register_errors(m);
+  register_runtime(m);
   register_sampling(m);
 #if defined(SPECOPS_SIMT)
   register_simt(m);
