@@ -70,11 +70,11 @@ def build(variants: Mapping[str, Edits], header: str, source: str) -> dict[str, 
 
 
 def _tree() -> tuple[Path, list[str]]:
-    """A build's folder, and what configures it: the package's own, where it was built here."""
-    own = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
-    cache = own / "CMakeCache.txt"
-    if cache.exists() and "SPECOPS_CUDA:BOOL=ON" in cache.read_text():
-        return own, ["-S", str(ROOT)]
+    """A build's folder, and what configures it: one in which the package was built here, if any."""
+    for name in (f"cmake-{sys.implementation.cache_tag}", "prebuilt"):
+        cache = ROOT / "build" / name / "CMakeCache.txt"
+        if cache.exists() and "SPECOPS_CUDA:BOOL=ON" in cache.read_text():
+            return cache.parent, ["-S", str(ROOT)]
     import pybind11
 
     return WORK / "variants" / "build", [
