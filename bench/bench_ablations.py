@@ -1,68 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of `append_attention` goes on a GPU, from outside: the same call with less to do.
 
-Each case leaves one thing out of the whole call, and no kernel is built for it:
+Each case leaves one thing out of the whole call, and but for the last no kernel is built for it:
 
-* `hot`: every page is the same one, so that no key or value comes from memory. What is left is
-  instructions: if it takes as long as the whole call, memory is not what is waited for.
+* `hot`: the pages are some of 16 MB, which lie in the second-level cache, each block having others:
+  no key or value comes from memory. If it takes as long as the whole call, memory is not what is
+  waited for.
 * `launch`: the requests are no longer than their rows. The grid, the plan, the results and one
   tile are left: what a call costs before it streams.
 * `unsplit`: a workspace too small to split in. No states are written and merged: if it is faster
   than the whole call, splitting costs more than it gains; if slower, that is what it gains.
+* `no_mma`: another build of the kernel, without one instruction of the tensor cores; its results
+  mean nothing. If it takes as long as the whole call, arithmetic is not what is waited for.
+
+`verify` with top-p is taken apart in the same way, for 256 requests of 5 rows.
 
 Beside them stand the phases of the whole call, by a kernel whose blocks keep time
 (`bench/attention_phases.py`). What all say together is for `tools/gpu_check/held_back.py`.
 """
 
+from collections.abc import Iterator, Mapping
+
 import torch
+from specops import attention
+from specops.sampling import VerifyStrategy
 from torch import Tensor
 
 from bench.attention_phases import add_phases
+from bench.bench_sampling import TOP_P, top_drafts
+from bench.bench_sampling_cuda import BATCH, ONE_HOT, random_logits, verify_calls
+from bench.bench_sampling_cuda import ROWS as VERIFY_ROWS
 from bench.cuda import Call, CudaBench, time_figure
-from bench.cuda_caches import Cache, loads
+from bench.cuda_caches import TOKEN_BYTES, Cache, loads
+from bench.variants import build, using
 
 LOADS = ("b32.4k", "b8.4k", "b8.32k", "b1.4k", "b1.32k")
 ROWS = (1, 8)
 GROUPS = (4, 8)
+HOT_BYTES = 16 << 20
 WHAT = {
     "whole": "the whole call",
-    "hot": "with every page the same one",
+    "hot": "over 16 MB of pages that are in the cache",
     "launch": "of requests no longer than their rows",
     "unsplit": "without a workspace to split in",
+    "no_mma": "without the tensor cores",
 }
+WHAT_OF_VERIFY = {
+    "whole": "the whole call",
+    "scan": "rows read once and drafts walked, nothing chosen by a filter: greedy",
+    "leaf": "over one leaf of tokens: launch, choice and walk alone",
+}
+LEAF_LOGITS = 1024  # of 2 KB in bf16
+NO_MMA = {r"(void mma_m16n8k16\(.*?\) \{).*?\n\}\n": r"\g<1>}\n"}
 
 
 def run_ablations_cuda(bench: CudaBench) -> None:
     """Microseconds of each case, and its share of the whole call."""
+    for id, what, cache, q, qo_indptr, q_len in _calls(bench):
+        cases = _cases(bench, id, cache, q, qo_indptr, q_len)
+        _add(bench, id, what, cases)
+        add_phases(bench, id, what, cases["whole"])
+    _verify(bench)
+    # Last, since its kernel is compiled first: what takes so long leaves the rest alone.
+    module = attention._C
+    if not bench.rehearsal:
+        variants = {"no_mma": NO_MMA}
+        module = build(variants, "common/ptx.cuh", "attention/append_attention.cu")["no_mma"]
+    for id, what, cache, q, qo_indptr, _ in _calls(bench):
+        whole = cache.ours(q, qo_indptr)
+        cases = {"whole": whole, "no_mma": [using(module, call) for call in whole]}
+        _add(bench, id, what, cases, but="whole")
+
+
+def _verify(bench: CudaBench) -> None:
+    """The parts of `verify` with top-p: what it reads, what it chooses, what it walks."""
+    batch = bench.pick(BATCH, 2)
+    cold = random_logits(bench, batch * VERIFY_ROWS, torch.bfloat16)
+    leaf = [cold[0][:, : bench.pick(LEAF_LOGITS, 64)].contiguous()]
+
+    def calls(logits: list[Tensor], strategy: VerifyStrategy) -> list[Call]:
+        drafts = [top_drafts(x, batch) for x in logits]
+        filters = {} if strategy == VerifyStrategy.GREEDY else {"top_p": TOP_P}
+        return verify_calls(bench, logits, drafts, strategy, filters)
+
+    cases = {
+        "whole": calls(cold, ONE_HOT),
+        "scan": calls(cold, VerifyStrategy.GREEDY),
+        "leaf": calls(leaf, ONE_HOT),
+    }
+    timings = bench.time(cases)
+    for case in cases:
+        id, text = f"ablations.verify.{case}", f"verify bf16, rejection, {WHAT_OF_VERIFY[case]}"
+        over = ("whole", "the whole call")
+        bench.add(time_figure(timings, case, id, text, over=over))
+
+
+def _calls(bench: CudaBench) -> Iterator[tuple[str, str, Cache, Tensor, Tensor, int]]:
+    """Id, words, cache, q, qo_indptr and rows of every call that is looked at."""
     for name in LOADS:
         cache = Cache(bench, loads(bench)[name])
         for group in GROUPS:
             for q_len in ROWS:
-                id = f"ablations.{name}.g{group}.q{q_len}"
-                cases = _cases(bench, id, cache, *cache.queries(bench, q_len, group), q_len)
-                timings = bench.time(cases)
                 what = f"append_attention bf16 {name}, group {group}, {q_len} rows"
-                for case in cases:
-                    bench.add(
-                        time_figure(
-                            timings,
-                            case,
-                            f"{id}.{case}",
-                            f"{what}, {WHAT[case]}",
-                            over=("whole", "the whole call"),
-                        )
-                    )
-                add_phases(bench, id, what, cases["whole"])
-        del cache, cases
+                queries = cache.queries(bench, q_len, group)
+                yield f"ablations.{name}.g{group}.q{q_len}", what, cache, *queries, q_len
+        del cache
+
+
+def _add(
+    bench: CudaBench, id: str, what: str, cases: Mapping[str, list[Call]], but: str = ""
+) -> None:
+    timings = bench.time(cases)
+    for case in (name for name in cases if name != but):
+        text = f"{what}, {WHAT[case]}"
+        over = ("whole", "the whole call")
+        bench.add(time_figure(timings, case, f"{id}.{case}", text, over=over))
 
 
 def _cases(
     bench: CudaBench, id: str, cache: Cache, q: Tensor, qo_indptr: Tensor, q_len: int
 ) -> dict[str, list[Call]]:
-    one_page = [torch.zeros_like(pages) for pages in cache.kv_indices]
+    page_bytes = cache.page_size * TOKEN_BYTES
+    few = max(1, HOT_BYTES // page_bytes)
+    hot = [pages % few for pages in cache.kv_indices]
     cases = {
         "whole": cache.ours(q, qo_indptr),
-        "hot": cache.ours(q, qo_indptr, kv_indices=one_page),
+        "hot": cache.ours(q, qo_indptr, kv_indices=hot),
         "launch": cache.ours(q, qo_indptr, kv_lens=torch.full_like(cache.kv_lens, q_len)),
     }
     unsplit = cache.ours(q, qo_indptr, workspace=cache.workspace(q, share=0.0))

@@ -266,7 +266,7 @@ def _cuda_matrices(
             bench.add(bandwidth_figure(timings, case, id, text, num_bytes, bar))
         text = f"{what}: times faster than torch.mm"
         peers = {f"torch m{rows}": "torch.mm"}
-        bar = "ratio >= 1" if rows <= 16 else None
+        bar = bench.goal("G9") if rows <= 16 else None
         bench.add(time_figure(timings, case, f"{id}.vs_torch", text, peers, bar))
     text = f"linear bf16, {name}: time at M=8 over M=1"
     id = f"linear.{name}.m8_over_m1"

@@ -12,17 +12,33 @@ import torch
 
 from bench.common import Figure
 from bench.cuda import CudaBench, compiled, seconds, time_figure
+from bench.occupancy import add_occupancy
 
 COPY_BYTES = 1 << 30
 MM_SIZE = 8192
 ROUNDS = 1000  # of a chain of latencies
 CLOCK_NS = 50_000_000
 CHAIN_STEP = 1 << 16  # bytes between two links: another page of memory each
+READ_BLOCK_BYTES = 256 * 8 * 16  # of read_cached_kernel: threads, loads, bytes of a load
+MMA_WARPS, MMA_CHAINS, MMA_FLOPS = 8, 8, 2 * 16 * 8 * 16  # of mma_peak_kernel
+WGMMA_TILES = 1_000_000  # of 16 x 8
+# By their numbers in gpu_facts.cu (Arrival).
+ARRIVALS = {
+    "fence_atomic": "a fence (MEMBAR.SC) and an atomic behind it",
+    "fence_acq_rel": "a fence.acq_rel and an atomic behind it",
+    "atomic_acq_rel": "an atomic that is acq_rel itself",
+    "atomic": "an atomic alone",
+}
 
 _START = {
     "start_empty": [],
     "start_dependent": [],
-    "start_fence_atomic": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int],
+    "start_arrival": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int],
+    "start_read_cached": [
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+    ],
+    "start_mma_peak": [ctypes.c_int, ctypes.c_int, ctypes.c_void_p],
+    "start_wgmma": [ctypes.c_void_p, *[ctypes.c_int] * 4],
     "start_chase": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int],
     "start_clock": [ctypes.c_void_p, ctypes.c_int64],
 }
@@ -49,6 +65,13 @@ class Probes:
         assert error == 0, f"{name}: CUDA error {error}"
 
 
+def num_sms(bench: CudaBench) -> int:
+    """Of the GPU."""
+    if bench.rehearsal:
+        return 1
+    return int(torch.cuda.get_device_properties(bench.device).multi_processor_count)
+
+
 def run_facts_cuda(bench: CudaBench) -> None:
     """All facts, the quickest first."""
     probes = Probes(bench)
@@ -56,6 +79,10 @@ def run_facts_cuda(bench: CudaBench) -> None:
     bench.add(Figure("facts.read", "read bandwidth", reads[4], "GB/s"))
     _copy(bench)
     _latencies(bench, probes)
+    _cached(bench, probes)
+    _mma(bench, probes)
+    _wgmma(bench, probes)
+    add_occupancy(bench)
     _clocks(bench, probes, {"idle": lambda: None, "reading": bench.read_gb_s, "mm": _mm(bench)})
     _gaps(bench, probes)  # last: an old driver may refuse to capture a dependent launch
 
@@ -88,15 +115,67 @@ def _latencies(bench: CudaBench, probes: Probes) -> None:
     chain = torch.zeros((rounds + 1) * CHAIN_STEP // 8, dtype=torch.int64)
     chain[links - CHAIN_STEP // 8] = links
     chain = chain.to(bench.device)
-    for name, what, memory in (
-        ("fence_atomic", "a fence and an atomic behind it, seen by the same thread", counter),
-        ("chase", "a load from memory", chain),
-    ):
-        bench.read_gb_s()  # nothing of the chain is left in the caches
-        probes.start(f"start_{name}", memory, cycles, rounds)
+    for number, (name, what) in enumerate(ARRIVALS.items()):
+        probes.start("start_arrival", counter, cycles, rounds, number)
         bench.synchronize()
         value = int(cycles.item()) / rounds
-        bench.add(Figure(f"facts.{name}", f"latency of {what}", value, "cycles"))
+        text = f"latency of {what}, seen by the same thread"
+        bench.add(Figure(f"facts.{name}", text, value, "cycles"))
+    bench.read_gb_s()  # nothing of the chain is left in the caches
+    probes.start("start_chase", chain, cycles, rounds)
+    bench.synchronize()
+    value = int(cycles.item()) / rounds
+    bench.add(Figure("facts.chase", "latency of a load from memory", value, "cycles"))
+
+
+def _cached(bench: CudaBench, probes: Probes) -> None:
+    """The bandwidth of L2: data that fits it, read by every SM in turns."""
+    blocks, rounds = 4 * num_sms(bench), bench.pick(100, 1)
+    num_bytes = blocks * READ_BLOCK_BYTES
+    data = torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device)
+    sink = bench.ints([0])
+
+    def call() -> None:
+        probes.start("start_read_cached", data, num_bytes, rounds, blocks, sink)
+
+    took = seconds(bench.time({"l2": [call]}), "l2")
+    what = f"read bandwidth of {num_bytes * 1e-6:.1f} MB that are in L2"
+    bench.add(Figure("facts.l2_read", what, rounds * num_bytes * 1e-9 / took, "GB/s"))
+
+
+def _mma(bench: CudaBench, probes: Probes) -> None:
+    """The peak of mma.sync: what its kernels could do if nothing else took time."""
+    blocks, rounds = 4 * num_sms(bench), bench.pick(100, 1)
+    sink = bench.ints([0])
+
+    def call() -> None:
+        probes.start("start_mma_peak", rounds, blocks, sink)
+
+    took = seconds(bench.time({"mma": [call]}), "mma")
+    flops = blocks * MMA_WARPS * MMA_CHAINS * MMA_FLOPS * rounds
+    bench.add(Figure("facts.mma", "mma.sync in bf16, no memory", flops * 1e-12 / took, "TFLOP/s"))
+
+
+def _wgmma(bench: CudaBench, probes: Probes) -> None:
+    """Whether wgmma has the bits of mma.sync: if it has, kernels may use either."""
+    blocks = 2 * num_sms(bench)
+    for outputs in (8, 64):
+        of_turn = blocks * 4 * (outputs // 8)
+        tiles = bench.pick(-(-WGMMA_TILES // of_turn), 1)
+        counts = bench.ints([0, 0], torch.int64)
+        id, differing = f"facts.wgmma_n{outputs}", {}
+        for exact in (1, 0):
+            counts.zero_()
+            probes.start("start_wgmma", counts, outputs, tiles, exact, blocks)
+            bench.synchronize()
+            computed, differing[exact] = counts.tolist()
+        if computed == 0:
+            bench.note(id, "wgmma needs compute capability 9.0")
+        elif differing[1]:
+            bench.note(id, f"the probe is wrong: exact sums differ in {differing[1]} tiles")
+        else:
+            what = f"tiles of {computed:,} in which wgmma.m64n{outputs}k16 and mma.sync differ"
+            bench.add(Figure(id, what, differing[0], "tiles"))
 
 
 def _mm(bench: CudaBench) -> Callable[[], object]:

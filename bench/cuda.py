@@ -25,6 +25,7 @@ from torch import Tensor
 
 from bench.common import BENCH, WORK, Figure, Timing, format_row, judged
 from tools.cuda_toolkit import find_nvcc, gpu_property, nvcc_version
+from tools.gpu_check.goals import bar_of
 
 Call = Callable[[], object]
 Size = TypeVar("Size")
@@ -65,6 +66,10 @@ class CudaBench:
     def copies(self, num_bytes: float) -> int:
         """How many buffers of this size a case rotates over: more than three times the L2."""
         return max(2, int(self.cold_bytes // num_bytes) + 1)
+
+    def goal(self, id: str) -> str | None:
+        """The bar of a goal (tools/gpu_check/goals.py), where it is for this GPU."""
+        return bar_of(id, self.gpu)
 
     def on(self, gpu: str, bar: str) -> str | None:
         """A bar in absolute units, which holds for one kind of GPU only."""
@@ -205,6 +210,12 @@ def _host_seconds(calls: Sequence[Call]) -> float:
     return (time.perf_counter() - begun) / len(calls)
 
 
+def gpu_arch() -> str:
+    """This GPU's architecture, as nvcc names it: Hopper's with its own instructions."""
+    major, minor = torch.cuda.get_device_capability()
+    return "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
+
+
 def compiled(name: str) -> ctypes.CDLL:
     """Compiles bench/`name`.cu for this GPU, unless that has been done, and loads it."""
     WORK.mkdir(exist_ok=True)
@@ -212,8 +223,8 @@ def compiled(name: str) -> ctypes.CDLL:
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         nvcc = find_nvcc()
         assert nvcc, "nvcc is missing"
-        major, minor = torch.cuda.get_device_capability()
-        code = f"arch=compute_{major}{minor},code=sm_{major}{minor}"
+        arch = gpu_arch()
+        code = f"arch=compute_{arch},code=sm_{arch}"
         flags = ["-std=c++20", "-O3", "-gencode", code, "-shared", "-Xcompiler", "-fPIC"]
         subprocess.run([str(nvcc), *flags, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))

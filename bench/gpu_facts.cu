@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a GPU takes for things that no kernel of ours can avoid: the gap between two kernels, an
-// atomic behind a fence, a read of memory that nobody holds. Compiled at first use into bench/work/
+// atomic behind a fence, a read of memory that nobody holds; what its caches and tensor cores give;
+// and whether its two ways to multiply round alike. Compiled at first use into bench/work/
 // and called through ctypes; no part of the product.
 #include <cuda_runtime.h>
 
@@ -18,13 +19,26 @@ __global__ void dependent_kernel() {
 #endif
 }
 
-// Cycles of one round trip of a fence and an atomic, each round waiting for the one before.
-__global__ void fence_atomic_kernel(int* counter, int64_t* cycles, int rounds) {
+// How a block may tell others that it has arrived: what stands in the kernels, and what could.
+enum Arrival { kFenceAtomic, kAcqRelFence, kAcqRelAtomic, kAtomicAlone };
+
+// Cycles of one round trip of an arrival, each round waiting for the one before.
+template <Arrival kArrival>
+__global__ void arrival_kernel(int* counter, int64_t* cycles, int rounds) {
   int seen = 0;
   int64_t begin = clock64();
   for (int i = 0; i < rounds; ++i) {
-    __threadfence();
-    seen = atomicAdd(counter, 1 + (seen >> 30));
+    int one = 1 + (seen >> 30);
+    if constexpr (kArrival == kAcqRelAtomic) {
+      asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+                   : "=r"(seen)
+                   : "l"(counter), "r"(one)
+                   : "memory");
+    } else {
+      if constexpr (kArrival == kFenceAtomic) __threadfence();  // MEMBAR.SC
+      if constexpr (kArrival == kAcqRelFence) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      seen = atomicAdd(counter, one);
+    }
   }
   *cycles = clock64() - begin + (seen == -1 ? 1 : 0);
 }
@@ -49,6 +63,154 @@ __global__ void clock_kernel(int64_t* passed, int64_t nanoseconds) {
   passed[1] = static_cast<int64_t>(now_ns - begin_ns);
 }
 
+// Reads `vectors` of 16 bytes again and again; each time a block has another block's part of them, and
+// no SM finds it in a cache of its own. They are a multiple of 8 for each thread.
+__global__ void __launch_bounds__(256)
+    read_cached_kernel(const uint4* data, int64_t vectors, int rounds, int* sink) {
+  constexpr int kAhead = 8;  // loads under way of a thread
+  uint32_t sum = 0;
+  int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int round = 0; round < rounds; ++round) {
+    int64_t first = int64_t{(blockIdx.x + round) % gridDim.x} * blockDim.x + threadIdx.x;
+    for (int64_t at = first; at + (kAhead - 1) * stride < vectors; at += kAhead * stride) {
+      uint4 got[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) got[i] = __ldcg(data + at + i * stride);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) sum += got[i].x ^ got[i].y ^ got[i].z ^ got[i].w;
+    }
+  }
+  if (sum == 0x9e3779b9u) *sink = 1;
+}
+
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint2 b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+__device__ __forceinline__ uint32_t hashed(uint64_t x) {
+  x = (x + 0x9e3779b97f4a7c15ull) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return static_cast<uint32_t>(x >> 32);
+}
+
+// The upper half of a float: a quarter of them zero, exponents near each other or, in half of the
+// tiles, up to 2^40 apart; never too large for a sum of products. exact: -1, 0 or 1.
+__device__ __forceinline__ uint32_t random_bf16(uint64_t tile, uint32_t number, bool exact) {
+  uint32_t bits = hashed(tile * 8192 + number);
+  if (exact) return bits & 1u ? (bits & 4u) << 13 | 127u << 7 : 0u;
+  if ((bits & 3u) == 0) return (bits & 4u) << 13;  // of either sign
+  uint32_t spread = hashed(tile) & 1u ? 41u : 6u;
+  uint32_t exponent = 127u - spread / 2 + (bits >> 16) % spread;
+  return (bits & 0x4u) << 13 | exponent << 7 | ((bits >> 3) & 0x7fu);
+}
+
+// As many mma.sync of bf16 as a warp can issue: eight chains side by side, 4,096 flops each step.
+__global__ void __launch_bounds__(256) mma_peak_kernel(int* sink, int rounds) {
+  constexpr int kChains = 8;
+  float d[kChains][4] = {};
+  auto pair = [](uint32_t number) {
+    return random_bf16(threadIdx.x, number, false) | random_bf16(threadIdx.x, number + 1, false)
+                                                         << 16;
+  };
+  uint32_t a[4] = {pair(0), pair(2), pair(4), pair(6)};
+  uint2 b = {pair(8), pair(10)};
+  for (int i = 0; i < rounds; ++i) {
+#pragma unroll
+    for (int chain = 0; chain < kChains; ++chain) mma_bf16(d[chain], a, b);
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int chain = 0; chain < kChains; ++chain) sum += d[chain][0] + d[chain][3];
+  if (sum == 3.25f) *sink = 1;
+}
+
+// wgmma.m64nNk16 beside mma.sync.m16n8k16 on the same numbers, N being 8 or 64: counts the tiles of
+// 16 x 8 that were computed, and those in which a bit differs. One warpgroup a block. A stays in
+// registers, where both have it alike; B lies in shared memory by cores of 8 x 16 bytes, unswizzled.
+// exact: on small integers, of which every sum is exact: a difference is then a mistake of this kernel.
+template <int kN>
+__global__ void __launch_bounds__(128)
+    wgmma_kernel(unsigned long long* counts, int tiles, bool exact) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kBlocks = kN / 8;
+  __shared__ alignas(128) uint32_t shared_b[kN * 8];  // [2 of 8 inputs][kN][8 inputs]
+  int lane = threadIdx.x % 32;
+  unsigned differing = 0;
+  for (int i = 0; i < tiles; ++i) {
+    uint64_t tile = uint64_t{blockIdx.x} * tiles + i;
+    auto pair = [&](uint32_t number) {
+      return random_bf16(tile, number, exact) | random_bf16(tile, number + 1, exact) << 16;
+    };
+    __syncthreads();
+    for (int word = threadIdx.x; word < kN * 8; word += blockDim.x) shared_b[word] = pair(2 * word);
+    uint32_t a[4];
+    for (int j = 0; j < 4; ++j) a[j] = pair(2048 + 2 * (threadIdx.x * 4 + j));
+    float by_warp[kBlocks][4], by_group[kBlocks][4];
+    for (int n = 0; n < kBlocks; ++n) {
+      for (int j = 0; j < 4; ++j) {
+        uint32_t bits = random_bf16(tile, 4096 + threadIdx.x * 32 + n * 4 + j, exact) << 16;
+        if (bits != 0 && !exact) bits |= hashed(bits + j) & 0xffffu;
+        by_warp[n][j] = by_group[n][j] = __uint_as_float(bits);
+      }
+    }
+    __syncthreads();
+    for (int n = 0; n < kBlocks; ++n) {
+      const uint32_t* core = shared_b + (n * 8 + lane / 4) * 4 + lane % 4;
+      mma_bf16(by_warp[n], a, {core[0], core[kN * 4]});
+    }
+    // 16 bytes are a unit of the descriptor: from core to core along inputs, and along outputs.
+    uint64_t address = static_cast<uint64_t>(__cvta_generic_to_shared(shared_b)) >> 4;
+    uint64_t descriptor = (address & 0x3fff) | uint64_t{kN} << 16 | uint64_t{8} << 32;
+    asm volatile("fence.proxy.async;" ::: "memory");
+    __syncthreads();
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    if constexpr (kN == 8) {
+      float (&d)[4] = by_group[0];
+      asm volatile(
+          "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, "
+          "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));
+    } else {
+      static_assert(kN == 64);
+#define SPECOPS_FOUR(n) \
+  "+f"(by_group[n][0]), "+f"(by_group[n][1]), "+f"(by_group[n][2]), "+f"(by_group[n][3])
+      asm volatile(
+          "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+          "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
+          "%26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+          : SPECOPS_FOUR(0),
+            SPECOPS_FOUR(1),
+            SPECOPS_FOUR(2),
+            SPECOPS_FOUR(3),
+            SPECOPS_FOUR(4),
+            SPECOPS_FOUR(5),
+            SPECOPS_FOUR(6),
+            SPECOPS_FOUR(7)
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));
+#undef SPECOPS_FOUR
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    for (int n = 0; n < kBlocks; ++n) {
+      bool differs = false;
+      for (int j = 0; j < 4; ++j) {
+        differs |= __float_as_uint(by_warp[n][j]) != __float_as_uint(by_group[n][j]);
+      }
+      differing += __any_sync(0xffffffffu, differs) ? 1 : 0;
+    }
+  }
+  if (lane == 0) {
+    atomicAdd(counts, static_cast<unsigned long long>(tiles) * kBlocks);
+    atomicAdd(counts + 1, static_cast<unsigned long long>(differing));
+  }
+#endif
+}
+
 }  // namespace
 
 // Each starts one kernel on the stream and returns CUDA's error code.
@@ -70,9 +232,37 @@ extern "C" int start_dependent(void* stream) {
   return static_cast<int>(cudaLaunchKernelEx(&config, dependent_kernel));
 }
 
-extern "C" int start_fence_atomic(void* counter, void* cycles, int rounds, void* stream) {
-  fence_atomic_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(
+// which: of Arrival.
+extern "C" int start_arrival(void* counter, void* cycles, int rounds, int which, void* stream) {
+  auto* kernel = which == kFenceAtomic    ? arrival_kernel<kFenceAtomic>
+                 : which == kAcqRelFence  ? arrival_kernel<kAcqRelFence>
+                 : which == kAcqRelAtomic ? arrival_kernel<kAcqRelAtomic>
+                                          : arrival_kernel<kAtomicAlone>;
+  kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(
       static_cast<int*>(counter), static_cast<int64_t*>(cycles), rounds);
+  return static_cast<int>(cudaGetLastError());
+}
+
+extern "C" int start_read_cached(
+    const void* data, int64_t num_bytes, int rounds, int blocks, void* sink, void* stream) {
+  read_cached_kernel<<<blocks, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const uint4*>(data), num_bytes / 16, rounds, static_cast<int*>(sink));
+  return static_cast<int>(cudaGetLastError());
+}
+
+extern "C" int start_mma_peak(int rounds, int blocks, void* sink, void* stream) {
+  mma_peak_kernel<<<blocks, 256, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<int*>(sink),
+                                                                         rounds);
+  return static_cast<int>(cudaGetLastError());
+}
+
+// counts: two int64, of tiles and of those that differ; they stay as they are where there is no
+// wgmma. outputs: 8 or 64.
+extern "C" int start_wgmma(
+    void* counts, int outputs, int tiles, int exact, int blocks, void* stream) {
+  auto* kernel = outputs == 8 ? wgmma_kernel<8> : wgmma_kernel<64>;
+  kernel<<<blocks, 128, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<unsigned long long*>(counts), tiles, exact != 0);
   return static_cast<int>(cudaGetLastError());
 }
 
@@ -83,7 +273,7 @@ extern "C" int start_chase(const void* chain, void* cycles, int rounds, void* st
 }
 
 extern "C" int start_clock(void* passed, int64_t nanoseconds, void* stream) {
-  clock_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<int64_t*>(passed), nanoseconds);
+  clock_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<int64_t*>(passed),
+                                                               nanoseconds);
   return static_cast<int>(cudaGetLastError());
 }

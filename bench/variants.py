@@ -1,65 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds of the package in which a constant of a CUDA kernel differs: what a choice costs.
+"""Builds of the package in which a line of a CUDA kernel differs: what a choice costs.
 
-A variant is a header of csrc/ with other values, in a folder that nvcc searches first; the rest is
-built as ever, into bench/work/. Nothing of it is ever shipped.
+A variant is a header of csrc/ with other text, in a folder that nvcc searches first when it
+compiles one source; every other object is the package's own. Nothing of it is ever shipped.
 """
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
+
+from specops import attention
 
 from bench.common import ROOT, WORK
 from tools.cuda_toolkit import cmake_options
 
+Result = TypeVar("Result")
 
-def write_overlay(folder: Path, header: str, constants: Mapping[str, int]) -> None:
-    """Writes `header` of csrc/ below `folder`, each `constexpr int` given its other value."""
+Edits = Mapping[str, str]  # patterns, each of which is there once, and what stands there instead
+
+
+def constants(**values: int) -> Edits:
+    """Other values of `constexpr int`."""
+    return {
+        rf"(constexpr int {name} = )[^;]+;": rf"\g<1>{value};" for name, value in values.items()
+    }
+
+
+def write_overlay(folder: Path, header: str, edits: Edits) -> None:
+    """Writes `header` of csrc/ below `folder`, edited."""
     text = (ROOT / "csrc" / header).read_text()
-    for name, value in constants.items():
-        pattern = rf"(constexpr int {name} = )[^;]+;"
-        text, count = re.subn(pattern, rf"\g<1>{value};", text)
-        assert count == 1, f"csrc/{header} has no constant {name}"
+    for pattern, other in edits.items():
+        text, count = re.subn(pattern, other, text, flags=re.DOTALL)
+        assert count == 1, f"csrc/{header} has {count} times {pattern}"
     path = folder / header
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
-def build(variants: Mapping[str, Mapping[str, int]], header: str) -> dict[str, ModuleType]:
-    """Builds and loads the compiled module of every variant, all at the same time."""
+def build(variants: Mapping[str, Edits], header: str, source: str) -> dict[str, ModuleType]:
+    """Builds and loads a module for every variant, all at the same time.
+
+    Args:
+        variants: what differs, by name of the variant.
+        header: of csrc/, where it stands.
+        source: of csrc/, the only one that is compiled anew.
+    """
+    folders = {name: WORK / "variants" / name for name in variants}
+    for name, edits in variants.items():
+        write_overlay(folders[name], header, edits)
+    tree, configured = _tree()
+    configure = [
+        *("cmake", *configured, "-B", str(tree)),
+        f"-DSPECOPS_CUDA_VARIANTS={';'.join(map(str, folders.values()))}",
+        f"-DSPECOPS_CUDA_VARIED=csrc/{source}",
+    ]
+    log = WORK / "variants" / "log"
+    targets = [f"_C_{name}" for name in variants]
+    with log.open("w") as file:
+        for command in (configure, ["cmake", "--build", str(tree), "--target", *targets]):
+            done = subprocess.run(command, stdout=file, stderr=file, check=False)
+            assert done.returncode == 0, f"variants: see {log}"
+    return {name: _load(name, folder) for name, folder in folders.items()}
+
+
+def _tree() -> tuple[Path, list[str]]:
+    """A build's folder, and what configures it: one in which the package was built here, if any."""
+    for name in (f"cmake-{sys.implementation.cache_tag}", "prebuilt"):
+        cache = ROOT / "build" / name / "CMakeCache.txt"
+        if cache.exists() and "SPECOPS_CUDA:BOOL=ON" in cache.read_text():
+            return cache.parent, ["-S", str(ROOT)]
     import pybind11
 
-    builds = {}
-    for name, constants in variants.items():
-        work = WORK / f"variant-{name}"
-        write_overlay(work / "overlay", header, constants)
-        configure = [
-            *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(work)),
-            f"-DPython_EXECUTABLE={sys.executable}",
-            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={work / 'module'}",
-            f"-DSPECOPS_CUDA_OVERLAY={work / 'overlay'}",
-            *("-DSPECOPS_ISAS=portable", "-DSPECOPS_WERROR=OFF"),
-            *cmake_options(),
-        ]
-        with (work / "log").open("w") as log:
-            subprocess.run(configure, check=True, stdout=log, stderr=log)
-            jobs = str(max(1, len(os.sched_getaffinity(0)) // len(variants)))
-            command = ["cmake", "--build", str(work), "--target", "_C", "--parallel", jobs]
-            builds[name] = subprocess.Popen(command, stdout=log, stderr=log)
-    for name, process in builds.items():
-        assert process.wait() == 0, f"variant {name}: see {WORK / f'variant-{name}' / 'log'}"
-    return {name: _load(name) for name in variants}
+    return WORK / "variants" / "build", [
+        *("-G", "Ninja", "-S", str(ROOT)),
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={WORK / 'variants' / 'package'}",
+        *("-DSPECOPS_ISAS=portable", "-DSPECOPS_WERROR=OFF"),
+        *cmake_options(),
+    ]
 
 
-def _load(name: str) -> ModuleType:
-    (path,) = (WORK / f"variant-{name}" / "module").glob("_C*.so")
+def using(module: ModuleType, call: Callable[[], Result]) -> Callable[[], Result]:
+    """A call of attention's ops with another compiled module; a graph keeps what was captured."""
+
+    def run() -> Result:
+        before = attention._C
+        attention._C = module  # type: ignore[misc, assignment]
+        try:
+            return call()
+        finally:
+            attention._C = before  # type: ignore[misc]
+
+    return run
+
+
+def _load(name: str, folder: Path) -> ModuleType:
+    (path,) = folder.glob("_C*.so")
     # The last part of the name is what the file's entry point is called after.
     spec = importlib.util.spec_from_file_location(f"variant_{name}._C", path)
     assert spec and spec.loader

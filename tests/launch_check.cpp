@@ -47,6 +47,24 @@ void captured_launches_keep_their_room() {
   expect(limit_of(first_kernel, 0) == 200 << 10, "a smaller launch leaves the limit alone");
 }
 
+// Of kernels and devices that nothing has looked at before.
+void a_first_launch_may_be_captured() {
+  driver.ptx_versions[9] = 90;
+  driver.is_capturing = true;
+  expect(start(first_kernel, 0, 8), "a first launch is captured");
+  expect(start(second_kernel, 100 << 10, 8), "and one that asks for room");
+  specops::kernels_overlap = false;
+  expect(start(first_kernel, 0, 9), "and one that may not overlap");
+  specops::kernels_overlap = true;
+  driver.is_capturing = false;
+  expect(driver.instantiate(), "a capture outlives first launches");
+  expect(fake_cuda::capture_mode == cudaStreamCaptureModeGlobal, "the capture's mode is put back");
+  driver.is_capturing = true;
+  start(first_kernel, 300 << 10, 8);
+  driver.is_capturing = false;
+  expect(fake_cuda::capture_mode == cudaStreamCaptureModeGlobal, "after an error as well");
+}
+
 void the_driver_is_asked_once() {
   int before = driver.times_set;
   for (int i = 0; i < 5; ++i) start(first_kernel, 200 << 10, 0);
@@ -118,6 +136,7 @@ void threads_never_lower_a_limit() {
 
 int main() {
   captured_launches_keep_their_room();
+  a_first_launch_may_be_captured();
   the_driver_is_asked_once();
   kernels_and_devices_are_apart();
   what_is_refused_is_not_remembered();

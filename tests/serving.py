@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import uvicorn
+import pytest
 from fake_engine import CHAT, FakeEngine
-from specops.engine.server import make_app
-from specops.engine.server.chat import ChatFormat
-from specops.engine.server.connections import bounded_protocol
+
+# What the server and its clients here are made of; where some of it is missing, a test is skipped.
+STACK = ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "httpx")
 
 
 class Served:
@@ -39,6 +39,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 @contextlib.contextmanager
 def serving(engine: Any, *, drain_timeout: int = 5, **options: Any) -> Iterator[Served]:
     """Serves `engine` in a thread until the block ends; what then runs gets `drain_timeout` s."""
+    for name in STACK:
+        pytest.importorskip(name)
+    import uvicorn
+    from specops.engine.server import make_app
+    from specops.engine.server.chat import ChatFormat
+    from specops.engine.server.connections import bounded_protocol
+
     if isinstance(engine, FakeEngine):
         options.setdefault("chat_format", ChatFormat(CHAT))
     app = make_app(engine, **options)

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import fake_flashinfer
-import httpx
 import pytest
 import torch
 from checkpoints import write_config
@@ -197,6 +196,8 @@ def test_it_calls_itself_not_exact(
     assert theirs["exact"] is False and theirs["attention_backend"] == "torch"
     assert theirs["attention_leaf_tokens"] is None and ours["digest"] != theirs["digest"]
     with serving(engine_of("torch")) as served:
+        import httpx
+
         assert httpx.get(f"{served.url}/v1/contract").json() == theirs
         body = {"prompt": "a", "max_tokens": 1}
         answer = httpx.post(f"{served.url}/v1/completions", json=body).json()

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("jinja2")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("msgspec")
+pytest.importorskip("prometheus_client")
 
 from specops.engine.server.chat import ChatFormat
 

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import specops
 from conftest import every_isa
@@ -119,6 +118,8 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path,
 
 def test_in_answers() -> None:
     with serving(Engine(EngineConfig(device="cpu"))) as served:
+        import httpx
+
         contract = httpx.get(f"{served.url}/v1/contract").json()
         body = {"prompt": "a", "max_tokens": 1}
         answer = httpx.post(f"{served.url}/v1/completions", json=body).json()

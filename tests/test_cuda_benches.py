@@ -24,6 +24,7 @@ from bench import (
     bench_attention_peers,
     bench_dense,
     common,
+    occupancy,
     variants,
 )
 from bench.__main__ import CUDA_FAMILIES
@@ -31,6 +32,7 @@ from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
 from bench.cuda_caches import Cache, loads
 from bench.peers import flashinfer_attention, flashinfer_cascade, flashinfer_peer
 from bench.recorded_logits import record
+from tools import cuda_toolkit
 from tools.gpu_check import held_back
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,7 +209,8 @@ def test_phases_are_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     id = "ablations.b1.4k.g4.q1"
     without = rehearsed("ablations")
     assert "stamps must be on cuda, got a tensor on cpu" in without.notes[f"{id}.phases"]
-    assert {figure.id.removeprefix(f"{id}.") for figure in without.figures} == set(
+    of_verify = {f"ablations.verify.{case}" for case in bench_ablations.WHAT_OF_VERIFY}
+    assert {figure.id.removeprefix(f"{id}.") for figure in without.figures} - of_verify == set(
         bench_ablations.WHAT
     )
     module = simt.load()
@@ -216,11 +219,86 @@ def test_phases_are_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = rehearsed("ablations")
     assert not bench.notes
     found = {figure.id.removeprefix(f"{id}."): figure for figure in bench.figures}
-    assert set(found) == {*bench_ablations.WHAT, *attention_phases.SHARES}
+    assert set(found) - of_verify == {*bench_ablations.WHAT, *attention_phases.SHARES}
     assert set(attention_phases.SHARES) == set(held_back.PHASES)
     shares = {phase: found[phase].ratio for phase in attention_phases.SHARES}
     assert sum(shares.values()) == pytest.approx(1.0) and min(shares.values()) >= 0.0
     assert shares["plan"] > 0 and shares["stream"] > 0
+
+
+@pytest.mark.parametrize("arch", ["80", "90a"])
+def test_the_probes_of_facts_compile(arch: str, tmp_path: Path) -> None:
+    nvcc = cuda_toolkit.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc here: make gates fetches it")
+    code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+    flags = ["-std=c++20", "-O3", code, "-Werror", "all-warnings", "-cubin"]
+    source, out = ROOT / "bench" / "gpu_facts.cu", tmp_path / "gpu_facts.cubin"
+    done = subprocess.run(
+        [str(nvcc), *flags, str(source), "-o", str(out)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class FakeCuda:
+    """The driver's functions, over two kernels that each of its binaries holds."""
+
+    NAMES = (
+        b"_ZN7specops20rms_norm_kernel_fakeEv",
+        b"_ZN7specops20rms_norm_kernel_sakeEv",
+    )
+
+    def __init__(self, blocks: int | None) -> None:
+        self.blocks = blocks
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *arguments: 0
+
+    def cuModuleGetFunctionCount(self, count, module) -> int:
+        count._obj.value = len(self.NAMES)
+        return 0
+
+    def cuModuleEnumerateFunctions(self, functions, count, module) -> int:
+        for i in range(count.value):
+            functions[i] = i + 1
+        return 0
+
+    def cuFuncGetName(self, name, function) -> int:
+        name._obj.value = self.NAMES[function.value - 1]
+        return 0
+
+    def cuFuncGetAttribute(self, value, which, function) -> int:
+        value._obj.value = {occupancy.MAX_THREADS: 128, occupancy.REGISTERS: 32}[which]
+        return 0
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        self, value, function, threads, smem_bytes
+    ) -> int:
+        if self.blocks is None:
+            return 500  # not found: of an older driver
+        value._obj.value = self.blocks
+        return 0
+
+
+@pytest.mark.parametrize(("blocks", "fewer", "noted"), [(16, 0, 0), (8, 2, 2), (None, None, 1)])
+def test_what_the_driver_says_of_occupancy(
+    blocks: int | None, fewer: int | None, noted: int, tmp_path: Path
+) -> None:
+    """Two kernels of 128 threads: 16 blocks of them are an SM's 2,048 threads."""
+    body = b"machine code"
+    head = occupancy.HEAD.pack(0xBA55ED50, 1, occupancy.HEAD.size, len(body))
+    module = tmp_path / "_C.so"
+    # What only looks like a fat binary is none: it would reach beyond the file.
+    module.write_bytes(
+        b"elf" + head + body + b"between" + occupancy.MAGIC + b"\1\0\x10\0" + b"\xff" * 9
+    )
+    assert list(occupancy.fat_binaries(module.read_bytes())) == [head + body]
+    bench = CudaBench("cpu")
+    occupancy.look(bench, occupancy.Driver(FakeCuda(blocks)), module.read_bytes(), "90a")
+    assert [figure.value for figure in bench.figures] == ([] if fewer is None else [fewer])
+    assert len(bench.notes) == noted
+    for note in bench.notes.values():
+        assert "8 blocks an SM, 16 by the gates" in note or "CUDA error 500" in note
 
 
 def test_shares_of_stamps() -> None:
@@ -358,12 +436,54 @@ def test_the_arithmetic_of_figures() -> None:
 
 
 def test_a_variant_differs_in_its_constants_alone(tmp_path: Path) -> None:
-    variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kSiluMulThreads": 64})
+    edits = variants.constants(kSiluMulThreads=64)
+    variants.write_overlay(tmp_path, "dense/silu_mul.cuh", edits)
     ours = (ROOT / "csrc/dense/silu_mul.cuh").read_text().splitlines()
     other = (tmp_path / "dense/silu_mul.cuh").read_text().splitlines()
     changed = [pair for pair in zip(ours, other, strict=True) if pair[0] != pair[1]]
     assert [pair[1] for pair in changed] == ["constexpr int kSiluMulThreads = 64;"]
-    with pytest.raises(AssertionError, match="no constant kNone"):
-        variants.write_overlay(tmp_path, "dense/silu_mul.cuh", {"kNone": 1})
-    for constants in bench_attention_cuda.FREE_SPLITS.values():
-        variants.write_overlay(tmp_path, bench_attention_cuda.SPLITS_HEADER, constants)
+    with pytest.raises(AssertionError, match=r"silu_mul.cuh has 0 times .*kNone"):
+        variants.write_overlay(tmp_path, "dense/silu_mul.cuh", variants.constants(kNone=1))
+    for edits in bench_attention_cuda.FREE_SPLITS.values():
+        variants.write_overlay(tmp_path, bench_attention_cuda.SPLITS_HEADER, edits)
+
+
+def test_a_kernel_without_tensor_cores_is_the_same_but_for_them(tmp_path: Path) -> None:
+    header = "common/ptx.cuh"
+    variants.write_overlay(tmp_path, header, bench_ablations.NO_MMA)
+    ours, other = ((folder / header).read_text() for folder in (ROOT / "csrc", tmp_path))
+    assert ours.count("mma.sync") > 0 == other.count("mma.sync")
+    for kept in ("ldmatrix.sync", "cp.async.cg", "ex2.approx", "mma_m16n8k16("):
+        assert ours.count(kept) == other.count(kept) > 0
+
+
+def test_variants_are_one_object_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the package's own build, where that is one with CUDA; else one build is made for all."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(variants, "WORK", tmp_path / "work")
+    monkeypatch.setattr(variants, "ROOT", tmp_path)
+    monkeypatch.setattr(variants.subprocess, "run", run)
+    monkeypatch.setattr(variants, "write_overlay", lambda folder, *_: folder.mkdir(parents=True))
+    monkeypatch.setattr(variants, "_load", lambda name, folder: folder)
+    monkeypatch.setattr(variants, "cmake_options", lambda: ["-DSPECOPS_CUDA=ON"])
+    both = {"one": {}, "two": {}}
+    assert list(variants.build(both, "h", "attention/x.cu")) == ["one", "two"]
+    configure, build = commands
+    folders = ";".join(str(tmp_path / "work" / "variants" / name) for name in both)
+    assert f"-DSPECOPS_CUDA_VARIANTS={folders}" in configure and "-DSPECOPS_CUDA=ON" in configure
+    assert "-DSPECOPS_CUDA_VARIED=csrc/attention/x.cu" in configure
+    assert build[-3:] == ["--target", "_C_one", "_C_two"]
+    assert build[2] == str(tmp_path / "work" / "variants" / "build")
+    own = tmp_path / "build" / f"cmake-{sys.implementation.cache_tag}"
+    own.mkdir(parents=True)
+    for cuda, tree in (("OFF", build[2]), ("ON", str(own))):
+        (own / "CMakeCache.txt").write_text(f"SPECOPS_CUDA:BOOL={cuda}\n")
+        for name in both:
+            (tmp_path / "work" / "variants" / name).rmdir()
+        variants.build(both, "h", "attention/x.cu")
+        assert commands[-1][2] == tree

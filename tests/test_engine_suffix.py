@@ -22,8 +22,6 @@ from specops.engine import (
 )
 from specops.engine.__main__ import main
 from specops.engine.drafters import suffix_store
-from specops.engine.server import engine_thread
-from specops.engine.server.metrics import Metrics
 from specops.suffix_tree import SuffixCache
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
@@ -546,8 +544,7 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_server_saves_when_it_ends_and_when_it_is_idle(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import httpx
-
+    httpx = pytest.importorskip("httpx")
     file = tmp_path / "cache.suffix"
 
     def ask(url: str) -> dict[str, Any]:
@@ -559,7 +556,7 @@ def test_the_server_saves_when_it_ends_and_when_it_is_idle(
         cold = ask(served.url)
         assert not file.exists()
     assert file.exists()
-    monkeypatch.setattr(engine_thread, "_SAVE_SECONDS", 0.01)
+    monkeypatch.setattr("specops.engine.server.engine_thread._SAVE_SECONDS", 0.01)
     with serving(make(model_dir, suffix_cache=str(file))) as served:
         warm = ask(served.url)
         wait_for(lambda: not served.engine.has_unsaved_drafters)
@@ -588,4 +585,5 @@ def test_a_server_that_cannot_save_goes_on(
 
 
 def test_gauges_of_an_engine_without_suffix_decoding() -> None:
-    assert b"specops:suffix_cache_tokens" in Metrics(FakeEngine()).render()  # type: ignore[arg-type]
+    metrics = pytest.importorskip("specops.engine.server.metrics")
+    assert b"specops:suffix_cache_tokens" in metrics.Metrics(FakeEngine()).render()

@@ -46,9 +46,29 @@ PLANTED = {
         "what is compiled for sm_90 overlaps",
     ),
     "overlap that cannot be switched off": (
-        "overlaps && kernel_states().waits",
-        "kernel_states().waits",
+        "waits && kernels_overlap.load(std::memory_order_relaxed)",
+        "waits",
         "nothing overlaps when it is switched off",
+    ),
+    "room asked for in the capture's mode": (
+        "RelaxedCapture relaxed;\n    cudaError_t error",
+        "cudaError_t error",
+        "and one that asks for room",
+    ),
+    "a first look in the capture's mode": (
+        "RelaxedCapture relaxed;\n      cudaFuncAttributes",
+        "cudaFuncAttributes",
+        "a first launch is captured",
+    ),
+    "loaded by its launch where nothing overlaps": (
+        "bool waits = kernel_states()",
+        "bool waits = kernels_overlap && kernel_states()",
+        "and one that may not overlap",
+    ),
+    "a mode that is not put back": (
+        "~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }",
+        "~RelaxedCapture() {}",
+        "the capture's mode is put back",
     ),
     "overlap asked for at every launch": (
         "if (ptx_version == 0) {",

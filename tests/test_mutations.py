@@ -358,7 +358,7 @@ MUTATIONS = [
     Mutation(
         "a phase's time counts for the next one, too",
         "attention/attention_stamps.cuh",
-        "    stamps[kStampLast] = now;\n",
+        "    stamps.last = now;\n",
         "",
         ATTENTION,
     ),

@@ -7,32 +7,48 @@ from pathlib import Path
 import pytest
 
 from tools import predict, predictions
+from tools.gates.budgets import LIMITS
 from tools.gpu_check.goals import GOALS
 from tools.predict import Model, caps_of, predictions_of, renewed
+from tools.predictions import Card
 
 ASSUMED = {
-    "read_tb_s": 4.0,
     "launch_us": 2.0,
-    "slots": 264,
+    "blocks_per_sm": 2,
     "unit_us": 1.0,
     "arrival_us": 0.5,
     "factors_us": 1.0,
     "load_us": 0.25,
     "row_us": 3.0,
-    "draw_us": 10.0,
 }
+CARD = Card("H200", read_tb_s=4.0, sms=132, ghz=1.755)
 
 
-def model(**caps: float) -> Model:
-    named = {name.replace("_", " "): cap for name, cap in caps.items()}
-    return Model(ASSUMED, named)
+def model(card: Card = CARD, **tb_s: float) -> Model:
+    """Its caps are given in TB/s of a card of 132 SMs at 1.755 GHz."""
+    caps = {name.replace("_", " "): cap * 1000 / (132 * 1.755) for name, cap in tb_s.items()}
+    return Model(card, ASSUMED, caps)
 
 
 def test_the_document_says_something_of_every_goal() -> None:
     said = predictions.read_predictions()
     assert {one.goal for one in said} == {goal.id for goal in GOALS}
-    assert all(one.value > 0 and one.unit in ("us", "ratio") for one in said)
-    assert len({one.figure for one in said}) == len(said)
+    assert all(one.values and one.unit in ("us", "ratio") for one in said)
+    assert all(value > 0 for one in said for value in one.values.values())
+    assert len({(one.goal, one.figure) for one in said}) == len(said)
+
+
+def test_goals_are_predicted_of_the_cards_that_they_are_for() -> None:
+    cards = {card.name for card in predictions.read_cards(predictions.DOCUMENT.read_text())}
+    goals = {goal.id: goal for goal in GOALS}
+    assert {"H100", "H200"} < cards
+    for one in predictions.read_predictions():
+        assert set(one.values) <= cards
+        assert any(goals[one.goal].is_for(card) for card in one.values)
+    on = {one.figure: one for one in predictions.read_predictions() if one.goal == "G6"}
+    (greedy,) = on.values()
+    assert greedy.value_on("NVIDIA H200") < 100 < greedy.value_on("NVIDIA H100 80GB HBM3")
+    assert greedy.value_on("NVIDIA L40S") is None
 
 
 def test_the_document_follows_from_its_own_tables() -> None:
@@ -44,8 +60,8 @@ def test_the_document_follows_from_its_own_tables() -> None:
 def test_what_is_predicted_of_a_goal_can_be_measured() -> None:
     import test_cuda_benches
 
-    ids = {"sampling.verify.bf16.b256.greedy", "sampling.verify.bf16.b256.rejection"}
-    for family in ("attention", "attention_peers", "exactness"):
+    ids = {"sampling.verify.bf16.b256.greedy"}
+    for family in ("attention", "attention_peers", "exactness", "recorded", "linear"):
         ids |= {figure.id for figure in test_cuda_benches.rehearsed(family).figures}
     said = {one.figure for one in predictions.read_predictions() if one.goal != "G5"}
     assert said <= ids
@@ -81,9 +97,14 @@ def test_the_arithmetic_of_a_call() -> None:
     fast = model(attention_32=9.0)
     assert fast.attention("b32.4k", 4, 1) == pytest.approx(4 + fold + 32 * 4096**2 * 1e-6 / 4.0)
     # More rows than any form has: as many turns.
-    assert one.cap_of_rows(128) == pytest.approx(0.5)
+    assert one.cap_of_rows(128) == pytest.approx(one.caps["attention 64"] / 2)
     sums = model(verify_2_sums=1.0)
-    assert sums.verify(2, 10.0) == pytest.approx(2 + 5 * 13 + 2 * 1280 * 128256 * 1e-6)
+    assert sums.verify(2) == pytest.approx(2 + 5 * 3 + 2 * 1280 * 128256 * 1e-6)
+    # A card with half the SMs has half the cap, and twice the waves.
+    half = model(Card("half", read_tb_s=4.0, sms=66, ghz=1.755), verify_2_sums=1.0)
+    assert half.verify(2) == pytest.approx(2 + 10 * 3 + 2 * 2 * 1280 * 128256 * 1e-6)
+    slow = model(Card("slow", read_tb_s=0.5, sms=132, ghz=1.755), verify_2_sums=1.0)
+    assert slow.verify(2) == pytest.approx(2 + 5 * 3 + 2 * 2 * 1280 * 128256 * 1e-6)
 
 
 LOOP = {
@@ -102,7 +123,7 @@ def metered(folder: Path, *loops: dict) -> list[Path]:
 
 
 def test_caps_are_the_meters(tmp_path: Path) -> None:
-    """The slowest of a loop's copies, at 132 SMs and 1.755 GHz; other loops do not count."""
+    """The slowest of a loop's copies; other loops do not count."""
     meters = metered(
         tmp_path,
         {"replayed": 2000.0},
@@ -114,8 +135,8 @@ def test_caps_are_the_meters(tmp_path: Path) -> None:
     # What the kernel no longer has is gone; another kernel's stays.
     caps = caps_of(meters, {"attention 64": 1.0, "verify 0 sums": 8.0})
     assert caps == {
-        "attention 16": pytest.approx(32768 * 132 * 1.755 / 1000 / 1000),
-        "attention 32": pytest.approx(32768 * 132 * 1.755 / 3000 / 1000),
+        "attention 16": pytest.approx(32768 / 1000),
+        "attention 32": pytest.approx(32768 / 3000),
         "verify 0 sums": 8.0,
     }
     with pytest.raises(ValueError, match="predict: no loop of append_attention"):
@@ -126,7 +147,7 @@ def test_a_slower_loop_renews_what_follows_from_it(tmp_path: Path) -> None:
     text = predictions.DOCUMENT.read_text()
     other = renewed(text, metered(tmp_path, {"replayed": 3000.0}))
     numbers = predictions.read_numbers(other, predictions.CAPS)
-    assert numbers["attention 32"] == pytest.approx(2.53)
+    assert numbers["attention 32"] == pytest.approx(10.9)
     tables = [[predictions.rows_of(t, title) for t in (text, other)] for title in TABLES]
     assert tables[0][0] == tables[0][1]
     changed = {a[1] for a, b in zip(*tables[2], strict=True) if a != b}
@@ -146,5 +167,6 @@ def test_every_goal_is_predicted_by_the_model() -> None:
     text = predictions.DOCUMENT.read_text()
     tables = (predictions.ASSUMED, predictions.CAPS)
     assumed, caps = (predictions.read_numbers(text, title) for title in tables)
-    assert {one.goal for one in predictions_of(Model(assumed, caps))} == {g.id for g in GOALS}
-    assert predict.ARCH in predict.LIMITS
+    said = predictions_of(predictions.read_cards(text), assumed, caps)
+    assert {one.goal for one in said} == {goal.id for goal in GOALS}
+    assert predict.ARCH in LIMITS

@@ -3,7 +3,8 @@
 
     time = launches x launch_us + waves x unit_us + bytes / min(read, cap x slots used) + folds
 
-Caps are the meter's (docs/meter.md). Everything else that is assumed stands in the document, with
+Caps are the meter's (docs/meter.md), in bytes that an SM streams in a cycle; a card is its read
+bandwidth, its SMs and their clock. Everything else that is assumed stands in the document, with
 where it is from; whoever changes a kernel changes it there, and runs `make gates` and this.
 """
 
@@ -12,19 +13,20 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.cuda_toolkit import ROOT
-from tools.gates.budgets import LIMITS
 from tools.predictions import (
     ASSUMED,
     CAPS,
     DOCUMENT,
     PREDICTIONS,
+    Card,
     Prediction,
+    read_cards,
     read_numbers,
     rows_for,
     rows_for_numbers,
@@ -66,7 +68,7 @@ LOOPS = {
 
 
 def caps_of(meters: Sequence[Path], before: Mapping[str, float]) -> dict[str, float]:
-    """TB/s of the whole card in the replay of each loop; of several copies the slowest.
+    """Bytes a cycle of an SM in the replay of each loop; of several copies the slowest.
 
     Args:
         meters: files of the meter.
@@ -95,16 +97,21 @@ def caps_of(meters: Sequence[Path], before: Mapping[str, float]) -> dict[str, fl
 
 
 def _cap(loop: Mapping[str, Any]) -> float:
-    limits = LIMITS[ARCH]
-    return float(loop["amount"] * limits.sms * limits.ghz / loop["replayed"] / 1000)
+    return float(loop["amount"] / loop["replayed"])
 
 
 @dataclass(frozen=True)
 class Model:
-    """Times in microseconds out of what is assumed and what the meter allows."""
+    """Times in microseconds on a card, out of what is assumed and what the meter allows."""
 
+    card: Card
     assumed: Mapping[str, float]
     caps: Mapping[str, float]
+
+    @property
+    def slots(self) -> int:
+        """Blocks at once."""
+        return int(self.assumed["blocks_per_sm"]) * self.card.sms
 
     def attention(self, load: str, group: int, q_len: int) -> float:
         """`append_attention` in bf16, d 128."""
@@ -133,7 +140,7 @@ class Model:
 
     def cut(self, units: int) -> tuple[int, int, float]:
         """Into how many parts a chunk is cut, in how many waves they run, which share of slots."""
-        slots = int(self.assumed["slots"])
+        slots = self.slots
 
         def waves(parts: int) -> int:
             return math.ceil(units * parts / slots)
@@ -151,46 +158,68 @@ class Model:
         fitting = [form for form in forms if form >= rows]
         return forms[min(fitting)] if fitting else forms[max(forms)] * max(forms) / rows
 
-    def streaming(self, num_bytes: float, cap_tb_s: float) -> float:
+    def streaming(self, num_bytes: float, cap: float) -> float:
         """At the cap of the loop or the bandwidth of the memory, whichever is lower."""
-        return num_bytes * 1e-6 / min(self.assumed["read_tb_s"], cap_tb_s)
+        cap_tb_s = cap * self.card.sms * self.card.ghz / 1000
+        return num_bytes * 1e-6 / min(self.card.read_tb_s, cap_tb_s)
 
-    def verify(self, sums: int, extra_us: float = 0.0) -> float:
+    def verify(self, sums: int) -> float:
         """1,280 rows of 128,256 logits in bf16."""
-        waves = math.ceil(VERIFY_ROWS / self.assumed["slots"])
+        waves = math.ceil(VERIFY_ROWS / self.slots)
         return (
             self.assumed["launch_us"]
-            + waves * (self.assumed["row_us"] + extra_us)
+            + waves * self.assumed["row_us"]
             + self.streaming(2 * VERIFY_ROWS * VOCAB, self.caps[f"verify {sums} sums"])
         )
 
 
-def predictions_of(model: Model) -> list[Prediction]:
+# The cards that the kernels are compiled for as the meter reads them.
+MODELLED = ("H200", "H100")
+
+
+def predictions_of(
+    cards: Sequence[Card], assumed: Mapping[str, float], caps: Mapping[str, float]
+) -> list[Prediction]:
     """All that is written down, goal by goal."""
-    said = [Prediction(*row) for row in _attention_rows(model)]
+    models = {card.name: Model(card, assumed, caps) for card in cards if card.name in MODELLED}
+
+    def said(goal: str, figure: str, unit: str, of: Callable[[Model], float]) -> Prediction:
+        return Prediction(goal, figure, unit, {name: of(model) for name, model in models.items()})
+
+    def both(goal: str, figure: str, name: str) -> Prediction:
+        return said(goal, figure, "ratio", lambda model: model.assumed[name])
+
+    rows = [said(*row) for row in _attention_rows()]
     for load in LOADS:
-        ours, theirs = model.attention(load, 4, 1), model.assumed[f"peer_us {load}"]
-        said.append(Prediction("G4", f"attention_peers.{load}.g4.q1", "ratio", theirs / ours))
-    cascade = model.assumed["over_multi_level"]
-    said.append(Prediction("G5", "cascade.b32.8k.q1.peers", "ratio", cascade))
-    greedy = model.verify(0)
-    said.append(Prediction("G6", "sampling.verify.bf16.b256.greedy", "us", greedy))
-    rejection = model.verify(2, model.assumed["draw_us"])
-    figure = "sampling.verify.bf16.b256.rejection"
-    said.append(Prediction("G7", figure, "ratio", rejection / greedy))
-    price = model.assumed["leaves_over_none"]
-    said.append(Prediction("G8", "exactness.b32.4k.q1", "ratio", price))
-    return said
+        # The peers' times are of one card.
+        ours, theirs = models["H200"].attention(load, 4, 1), assumed[f"peer_us {load}"]
+        figure = f"attention_peers.{load}.g4.q1"
+        rows.append(Prediction("G4", figure, "ratio", {"H200": theirs / ours}))
+    rows += [
+        both("G5", "cascade.b32.8k.q1.peers", "over_multi_level"),
+        said("G6", "sampling.verify.bf16.b256.greedy", "us", lambda model: model.verify(0)),
+        both("G7", "recorded.verify.bf16.rejection", "recorded_over_greedy"),
+        both("G8", "exactness.b32.4k.q1", "leaves_over_none"),
+        both("G9", "linear.layer.m1.vs_torch", "over_mm m1"),
+        both("G9", "linear.layer.m16.vs_torch", "over_mm m16"),
+    ]
+    others = {card.name: assumed["share_elsewhere"] for card in cards if card.name not in MODELLED}
+    return [*rows, Prediction("G10", "attention.b32.4k.g4.q1", "ratio", others)]
 
 
-def _attention_rows(model: Model) -> list[tuple[str, str, str, float]]:
-    def us(goal: str, load: str, group: int, q_len: int) -> tuple[str, str, str, float]:
+def _attention_rows() -> list[tuple[str, str, str, Callable[[Model], float]]]:
+    def us(
+        goal: str, load: str, group: int, q_len: int
+    ) -> tuple[str, str, str, Callable[[Model], float]]:
         figure = f"attention.{load}.g{group}.q{q_len}"
-        return goal, figure, "us", model.attention(load, group, q_len)
+        return goal, figure, "us", lambda model: model.attention(load, group, q_len)
 
-    def over(load: str, group: int) -> tuple[str, str, str, float]:
-        ratio = model.attention(load, group, 8) / model.attention(load, group, 1)
-        return "G2", f"attention.{load}.g{group}.q8_over_q1", "ratio", ratio
+    def over(load: str, group: int) -> tuple[str, str, str, Callable[[Model], float]]:
+        figure = f"attention.{load}.g{group}.q8_over_q1"
+        return (
+            *("G2", figure, "ratio"),
+            lambda model: model.attention(load, group, 8) / model.attention(load, group, 1),
+        )
 
     big = [load for load in LOADS if load != "b1.4k"]
     return [
@@ -205,8 +234,9 @@ def renewed(text: str, meters: Sequence[Path]) -> str:
     caps = caps_of(meters, read_numbers(text, CAPS))
     text = with_rows(text, CAPS, rows_for_numbers(caps))
     # From the numbers as they are written, so that anybody can follow.
-    model = Model(read_numbers(text, ASSUMED), read_numbers(text, CAPS))
-    return with_rows(text, PREDICTIONS, rows_for(predictions_of(model)))
+    cards = read_cards(text)
+    said = predictions_of(cards, read_numbers(text, ASSUMED), read_numbers(text, CAPS))
+    return with_rows(text, PREDICTIONS, rows_for(said, cards))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

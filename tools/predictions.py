@@ -9,7 +9,24 @@ from pathlib import Path
 from tools.cuda_toolkit import ROOT
 
 DOCUMENT = ROOT / "docs" / "predictions.md"
-ASSUMED, CAPS, PREDICTIONS = "Assumed", "Caps", "Predictions"
+CARDS, ASSUMED, CAPS, PREDICTIONS = "Cards", "Assumed", "Caps", "Predictions"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What tells one card from another.
+
+    Attributes:
+        name: part of what its driver calls it.
+        read_tb_s: bandwidth of reading memory.
+        sms: multiprocessors.
+        ghz: their clock.
+    """
+
+    name: str
+    read_tb_s: float
+    sms: int
+    ghz: float
 
 
 @dataclass(frozen=True)
@@ -17,16 +34,20 @@ class Prediction:
     """One row.
 
     Attributes:
-        goal: G1 to G8 (tools/gpu_check/goals.py).
+        goal: G1 to G10 (tools/gpu_check/goals.py).
         figure: id of the figure that will say.
         unit: what is predicted of it: its time in `us`, or its `ratio`.
-        value: predicted.
+        values: predicted, by the name of the card; of some cards nothing is.
     """
 
     goal: str
     figure: str
     unit: str
-    value: float
+    values: Mapping[str, float]
+
+    def value_on(self, gpu: str) -> float | None:
+        """What is predicted on a GPU; None: nothing."""
+        return next((value for card, value in self.values.items() if card in gpu), None)
 
 
 def rows_of(text: str, title: str) -> list[list[str]]:
@@ -61,18 +82,31 @@ def read_numbers(text: str, title: str) -> dict[str, float]:
     return {row[0]: float(row[1]) for row in rows_of(text, title)}
 
 
+def read_cards(text: str) -> list[Card]:
+    """The cards that predictions are for."""
+    return [Card(row[0], float(row[1]), int(row[2]), float(row[3])) for row in rows_of(text, CARDS)]
+
+
 def read_predictions(document: Path = DOCUMENT) -> list[Prediction]:
     """The predictions as they are written down."""
-    rows = rows_of(document.read_text(), PREDICTIONS)
-    return [
-        Prediction(goal, figure.strip("`"), unit, float(value))
-        for goal, figure, unit, value in rows
-    ]
+    text = document.read_text()
+    cards = [card.name for card in read_cards(text)]
+    said = []
+    for goal, figure, unit, *cells in rows_of(text, PREDICTIONS):
+        values = {card: float(cell) for card, cell in zip(cards, cells, strict=True) if cell}
+        said.append(Prediction(goal, figure.strip("`"), unit, values))
+    return said
 
 
-def rows_for(predictions: Sequence[Prediction]) -> list[list[str]]:
+def rows_for(predictions: Sequence[Prediction], cards: Sequence[Card]) -> list[list[str]]:
     """The table of predictions."""
-    return [[p.goal, f"`{p.figure}`", p.unit, f"{p.value:.3g}"] for p in predictions]
+    return [
+        [
+            *(said.goal, f"`{said.figure}`", said.unit),
+            *(f"{said.values[c.name]:.3g}" if c.name in said.values else "" for c in cards),
+        ]
+        for said in predictions
+    ]
 
 
 def rows_for_numbers(numbers: Mapping[str, float]) -> list[list[str]]:

@@ -78,7 +78,8 @@ template <typename T, typename Cache, int kHeadDim>
 void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
   using Shape = AttentionShape<T, kHeadDim, Cache>;
   size_t totals = launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0;
-  if (Shape::kSharedBytes + totals > static_cast<size_t>(max_shared_bytes(stream))) {
+  size_t stamps = launch_params.params.stamps == nullptr ? 0 : kStampBytes;
+  if (Shape::kSharedBytes + totals + stamps > static_cast<size_t>(max_shared_bytes(stream))) {
     throw std::invalid_argument("append_attention: workspace must have at least " +
                                 std::to_string(kCounters + sizes.totals) +
                                 " elements on this device, got " +
@@ -99,10 +100,10 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStre
            Shape::kRows,
            blocks);
     launch_params.is_shared_launch = true;
-    start(0);
+    start(stamps);
     launch_params.is_shared_launch = false;
   }
-  start(totals);
+  start(totals + stamps);
 }
 
 template <typename T, typename Cache = T>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the stamped kernel of append_attention on CUDA keeps time: thread 0 of a block notes where a
-// phase ends. In the kernel that everybody runs nothing of it is compiled.
+// phase ends, in shared memory, since whoever waits for an answer of global memory comes late to the
+// next barrier. In the kernel that everybody runs nothing of it is compiled.
 #pragma once
 
 #include "attention/append_attention.h"
@@ -14,9 +15,24 @@ constexpr int kStampBegin = 0, kStampEnd = 1;  // ns, by the clock of the whole 
 constexpr int kStampCycles = 2;                // of each phase, by the clock of the SM
 constexpr int kStampLast = kStampCycles + kAttentionPhases;  // where the phase before ended
 static_assert(kStampLast + 1 == kAttentionStampWords);
+constexpr size_t kStampBytes = 32;  // more shared memory for them
 
+// A block's stamps while it runs.
+struct Stamps {
+  int64_t last;  // where the phase before ended
+  uint32_t cycles[kAttentionPhases];
+};
+static_assert(sizeof(Stamps) <= kStampBytes);
+
+// Behind all that every kernel has.
 template <typename Block>
-__device__ __forceinline__ int64_t* stamps_of(const Block& block) {
+__device__ __forceinline__ Stamps& stamps_of(const Block& block) {
+  using Shape = typename Block::Shape;
+  size_t totals = block.launch.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0;
+  return *reinterpret_cast<Stamps*>(block.smem + Shape::kSharedBytes + totals);
+}
+template <typename Block>
+__device__ __forceinline__ int64_t* kept_stamps(const Block& block) {
   return block.params.stamps + int64_t{blockIdx.x} * kAttentionStampWords;
 }
 
@@ -24,10 +40,10 @@ template <typename Block>
 __device__ __forceinline__ void begin_stamps(const Block& block) {
   if constexpr (Block::kStamped) {
     if (threadIdx.x != 0) return;
-    int64_t* stamps = stamps_of(block);
-    for (int i = 0; i < kAttentionPhases; ++i) stamps[kStampCycles + i] = 0;
-    stamps[kStampBegin] = ptx::global_timer();
-    stamps[kStampLast] = ptx::clock();
+    Stamps& stamps = stamps_of(block);
+    for (uint32_t& cycles : stamps.cycles) cycles = 0;
+    kept_stamps(block)[kStampBegin] = ptx::global_timer();
+    stamps.last = ptx::clock();
   }
 }
 
@@ -36,10 +52,10 @@ template <typename Block>
 __device__ __forceinline__ void stamp(const Block& block, AttentionPhase phase) {
   if constexpr (Block::kStamped) {
     if (threadIdx.x != 0) return;
-    int64_t* stamps = stamps_of(block);
+    Stamps& stamps = stamps_of(block);
     int64_t now = ptx::clock();
-    stamps[kStampCycles + static_cast<int>(phase)] += now - stamps[kStampLast];
-    stamps[kStampLast] = now;
+    stamps.cycles[static_cast<int>(phase)] += static_cast<uint32_t>(now - stamps.last);
+    stamps.last = now;
   }
 }
 
@@ -47,7 +63,12 @@ template <typename Block>
 __device__ __forceinline__ void end_stamps(const Block& block) {
   if constexpr (Block::kStamped) {
     stamp(block, AttentionPhase::kUnit);
-    if (threadIdx.x == 0) stamps_of(block)[kStampEnd] = ptx::global_timer();
+    if (threadIdx.x != 0) return;
+    int64_t* kept = kept_stamps(block);
+    const Stamps& stamps = stamps_of(block);
+    for (int i = 0; i < kAttentionPhases; ++i) kept[kStampCycles + i] = stamps.cycles[i];
+    kept[kStampLast] = stamps.last;
+    kept[kStampEnd] = ptx::global_timer();
   }
 }
 

@@ -32,12 +32,8 @@ ErrorFlag error_flag(int device) {
   if (code == nullptr) {
     DeviceGuard guard(device);
     void* address = nullptr;
-    // The first look loads the module, which a capture under way would forbid.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "error_flag");
-    cudaError_t error = cudaGetSymbolAddress(&address, error_code);
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "error_flag");
-    check_cuda(error, "error_flag");
+    RelaxedCapture relaxed;  // the first look loads the module
+    check_cuda(cudaGetSymbolAddress(&address, error_code), "error_flag");
     code = static_cast<int32_t*>(address);
     cached[device].store(code, std::memory_order_release);
   }

@@ -64,6 +64,21 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// Lets this thread ask the driver about kernels while it captures, for the life of the guard: the
+// first look at one loads it, which a capture in global mode forbids and is ended by.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() {
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+  }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // What is known of each kernel on each device.
 //
 // Dynamic shared memory: the limit is only ever raised, since a captured launch needs what it asked
@@ -80,6 +95,7 @@ class KernelStates {
     std::lock_guard<std::mutex> lock(mutex_);
     size_t& raised = states_[{kernel, device}].raised;
     if (bytes <= raised) return;
+    RelaxedCapture relaxed;
     cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     check_cuda(error, "cudaFuncSetAttribute");
@@ -91,6 +107,7 @@ class KernelStates {
     std::lock_guard<std::mutex> lock(mutex_);
     int& ptx_version = states_[{kernel, device}].ptx_version;
     if (ptx_version == 0) {
+      RelaxedCapture relaxed;
       cudaFuncAttributes attributes{};
       check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
       ptx_version = attributes.ptxVersion;
@@ -136,8 +153,9 @@ void launch(void (*kernel)(Params...),
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream.handle);
   config.attrs = &overlap;
-  bool overlaps = kernels_overlap.load(std::memory_order_relaxed);
-  config.numAttrs = overlaps && kernel_states().waits(entry, stream.device) ? 1 : 0;
+  // Asked whether it counts or not: a kernel's first launch finds it loaded.
+  bool waits = kernel_states().waits(entry, stream.device);
+  config.numAttrs = waits && kernels_overlap.load(std::memory_order_relaxed) ? 1 : 0;
   std::tuple<Params...> arguments(args...);
   cudaError_t error = std::apply(
       [&](auto&... argument) {

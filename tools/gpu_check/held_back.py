@@ -39,6 +39,8 @@ def _concluded(shares: Mapping[str, float]) -> str:
         return f"splitting: unsplit it takes {shares['unsplit']:.2f} of the time"
     if shares["hot"] >= BUSY:
         text = f"instructions: with pages in the cache it takes {shares['hot']:.2f} of the time"
+        if "no_mma" in shares:
+            text += f", without the tensor cores {shares['no_mma']:.2f}"
         if shares["launch"] >= FIXED:
             text += f", launch, plan and results alone {shares['launch']:.2f}"
         return text
@@ -73,6 +75,25 @@ def of_verify(figures: Figures, prefix: str) -> str:
     return f"not memory: greedy reads at {share:.2f} of bandwidth{launch}{more}"
 
 
+def of_rejection(figures: Figures) -> str:
+    """A sentence about verification with top-p; empty if its ablations were not measured."""
+    us = {
+        case: float(figures[id]["us"])
+        for case in ("whole", "scan", "leaf")
+        if (id := f"ablations.verify.{case}") in figures
+    }
+    if len(us) < 3:
+        return ""
+    scan, leaf = (us[case] / us["whole"] for case in ("scan", "leaf"))
+    # What is neither the first read nor there with one leaf grows with the row: it is read again.
+    parts = {"the scan": scan - leaf, "choosing over the whole row": 1.0 - scan}
+    parts["launch, choice and walk"] = leaf
+    most = max(parts, key=lambda part: parts[part])
+    return (
+        f"{most}: {', '.join(f'{part} {share:.2f}' for part, share in parts.items())} of the time"
+    )
+
+
 def of_figure(figures: Figures, id: str) -> str:
     """What holds back the case of a figure; empty where nothing was measured that says so."""
     if match := re.match(r"(?:attention|attention_peers)\.(b\d+\.\d+k)\S*\.g(\d)\.q(\d)", id):
@@ -81,6 +102,8 @@ def of_figure(figures: Figures, id: str) -> str:
         return of_attention(figures, match[1], 4, int(match[2]))
     if match := re.match(r"(sampling\.verify\.\w+\.b\d+)\.", id):
         return of_verify(figures, match[1])
+    if id.startswith(("recorded.verify.", "ablations.verify")):
+        return of_rejection(figures)
     if match := re.match(r"(cascade\.\S+)\.peers", id):
         flat, read = figures.get(f"{match[1]}.flat"), figures.get(f"{match[1]}.read")
         if flat is not None and read is not None:

@@ -25,6 +25,8 @@ from tools.cuda_toolkit import ROOT, cmake_options, find_nvcc, gpu_archs
 
 STAMP = "built.json"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+# What comes home from a lent machine: eight such files, of which three are the check's own.
+MOST_MIB, MOST_FILES = 16, 5
 # Where the modules go, by how their names begin.
 PLACES = {
     "_C": ROOT / "python" / "specops",
@@ -36,7 +38,7 @@ BENCH_KERNELS = ("read_bandwidth", "gpu_facts")
 
 
 class Refused(Exception):
-    """Why a folder is not used: a sentence."""
+    """Why a folder is not used, or not made: a sentence."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,21 @@ def use(folder: Path, archs: Sequence[str], places: dict[str, Path] | None = Non
     return copied
 
 
+def print_sizes(folder: Path) -> None:
+    """Says how large each file of a folder is.
+
+    Raises:
+        Refused: there are more files, or larger ones, than come home from a lent machine.
+    """
+    sizes = {path.name: path.stat().st_size / 2**20 for path in sorted(folder.iterdir())}
+    for name, mib in sizes.items():
+        print(f"{mib:8.2f} MiB  {name}")
+    if too_large := [name for name, mib in sizes.items() if mib > MOST_MIB]:
+        raise Refused(f"{folder}: {too_large[0]} is larger than {MOST_MIB} MiB")
+    if len(sizes) > MOST_FILES:
+        raise Refused(f"{folder} has {len(sizes)} files, the most is {MOST_FILES}")
+
+
 def make(folder: Path, archs: Sequence[str]) -> Stamp:
     """Builds the package's module, the interpreter and the benches' kernels into a folder."""
     import pybind11
@@ -142,6 +159,8 @@ def make(folder: Path, archs: Sequence[str]) -> Stamp:
         source = ROOT / "bench" / f"{name}.cu"
         command = [str(find_nvcc()), *flags, str(source), "-o", str(folder / f"{name}_cuda.so")]
         subprocess.run(command, check=True)
+    # Line numbers are for whoever debugs the interpreter, and take a third of it.
+    subprocess.run(["strip", "-g", *folder.glob("*.so")], check=True)
     return stamp(folder, archs)
 
 
@@ -154,12 +173,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearsal", action="store_true", help="only look whether it can be used")
     asked = parser.parse_args(arguments)
     folder = asked.folder.resolve()
-    if asked.what == "make":
-        made = make(folder, asked.archs.split())
-        print(f"{folder}: {', '.join(made.files)} for sm_{' '.join(made.archs)}")
-        return 0
     try:
-        if asked.rehearsal:
+        if asked.what == "make":
+            made = make(folder, asked.archs.split())
+            print_sizes(folder)
+            print(f"{folder}: {len(made.files)} modules for sm_{' '.join(made.archs)}")
+        elif asked.rehearsal:
             check(folder, ())
             print(f"{folder} can be used")
         else:

@@ -11,6 +11,8 @@ from tools.gpu_check.goals import GOALS, Figures, Verdict, verdict
 from tools.gpu_check.runner import Outcome
 from tools.predictions import Prediction, read_predictions
 
+Predicted = Sequence[tuple[Prediction, float]]  # of the GPU that the results are from
+
 
 def write(path: Path) -> None:
     """Writes the report of a file of results beside it."""
@@ -38,8 +40,10 @@ def lines(saved: Mapping[str, Any], predictions: Sequence[Prediction]) -> Iterat
     yield ""
     yield ", ".join(f"{name} {value}" for name, value in machine.items() if name != "gpu")
     figures = figures_of(saved)
-    yield from _goals(saved, figures, predictions)
-    yield from _predicted(figures, predictions)
+    gpu = str(machine.get("gpu", ""))
+    predicted = [(said, value) for said in predictions if (value := said.value_on(gpu)) is not None]
+    yield from _goals(saved, figures, predicted)
+    yield from _predicted(figures, predicted)
     yield from _facts(figures)
     yield from _ablations(figures)
     yield from _numerics(saved.get("numerics", {}))
@@ -58,38 +62,34 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -
         yield "| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |"
 
 
-def _goals(
-    saved: Mapping[str, Any], figures: Figures, predictions: Sequence[Prediction]
-) -> Iterator[str]:
+def _goals(saved: Mapping[str, Any], figures: Figures, predicted: Predicted) -> Iterator[str]:
     rows = []
     for said in verdicts(saved):
         reached = {True: "reached", False: "NOT reached", None: "not decided"}[said.reached]
         value = "" if said.value is None else f"{said.value:.3g}"
         why = said.reason or held_back.of_figure(figures, said.decisive)
         goal = said.goal
-        case = f"{said.decisive}{_beside(figures, said.decisive, predictions)}"
+        case = f"{said.decisive}{_beside(figures, said.decisive, predicted)}"
         rows.append((goal.id, goal.what, goal.wanted, value, reached, case, why))
     heads = ("goal", "what", "wanted", "measured", "", "decided by", "held back by")
     yield from _table("Goals", heads, rows)
 
 
-def _beside(figures: Figures, id: str, predictions: Sequence[Prediction]) -> str:
+def _beside(figures: Figures, id: str, predicted: Predicted) -> str:
     """What was predicted of a figure, beside what it is; empty where nothing was."""
-    for said in predictions:
+    for said, value in predicted:
         if said.figure == id and figures[id].get(said.unit) is not None:
-            return f" ({figures[id][said.unit]:.3g} {said.unit}, predicted {said.value:.3g})"
+            return f" ({figures[id][said.unit]:.3g} {said.unit}, predicted {value:.3g})"
     return ""
 
 
-def _predicted(figures: Figures, predictions: Sequence[Prediction]) -> Iterator[str]:
+def _predicted(figures: Figures, predicted: Predicted) -> Iterator[str]:
     rows = []
-    for said in predictions:
+    for said, value in predicted:
         row = figures.get(said.figure)
         measured = None if row is None else row.get(said.unit)
-        cells = (
-            ("", "") if measured is None else (f"{measured:.3g}", f"{measured / said.value:.2f}")
-        )
-        rows.append((said.goal, said.figure, said.unit, f"{said.value:.3g}", *cells))
+        cells = ("", "") if measured is None else (f"{measured:.3g}", f"{measured / value:.2f}")
+        rows.append((said.goal, said.figure, said.unit, f"{value:.3g}", *cells))
     heads = ("goal", "figure", "unit", "predicted", "measured", "measured / predicted")
     yield from _table("Predictions (docs/predictions.md)", heads, rows)
 
@@ -106,10 +106,10 @@ def _facts(figures: Figures) -> Iterator[str]:
 def _ablations(figures: Figures) -> Iterator[str]:
     cases: dict[str, dict[str, Mapping[str, Any]]] = {}
     for id, row in figures.items():
-        if id.startswith("ablations."):
+        if id.startswith("ablations.") and not id.startswith("ablations.verify"):
             case, _, name = id.removeprefix("ablations.").rpartition(".")
             cases.setdefault(case, {})[name] = row
-    names = ("hot", "launch", "unsplit", *held_back.PHASES)
+    names = ("hot", "no_mma", "launch", "unsplit", *held_back.PHASES)
     rows = []
     for case, found in cases.items():
         shares = [f"{found[n]['ratio']:.2f}" if n in found else "" for n in names]
@@ -117,6 +117,13 @@ def _ablations(figures: Figures) -> Iterator[str]:
         rows.append((case, whole, *shares, held_back.of_figure(figures, f"attention.{case}")))
     heads = ("append_attention", "us", *names, "held back by")
     yield from _table("Ablations and phases: shares of the whole call", heads, rows)
+    of_verify = [
+        (row["what"], f"{row['us']:.1f}", f"{row['ratio']:.2f}", held_back.of_figure(figures, id))
+        for id, row in figures.items()
+        if id.startswith("ablations.verify")
+    ]
+    heads = ("verify", "us", "share of the whole call", "held back by")
+    yield from _table("Ablations of verify", heads, of_verify)
 
 
 def _numerics(found: Mapping[str, Any]) -> Iterator[str]:

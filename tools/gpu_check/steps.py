@@ -30,12 +30,12 @@ OP_TESTS = tuple(
 )
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SANITIZER_ERROR = 9
-NUMERICS_LIMIT = 150
+NUMERICS_LIMIT = 250
 
 # Seconds that each family of benches may take; FlashInfer compiles itself at first use.
 BENCH_LIMITS = {
     "facts": 60,
-    "ablations": 90,
+    "ablations": 280,  # of which a kernel without arithmetic compiles for two minutes
     "attention": 120,
     "attention_8bit": 90,
     "sampling": 90,
@@ -122,8 +122,13 @@ def _build_steps(plan: Plan) -> list[Step]:
         return [Step("build", (*command, *_rehearsed(plan)), 60)]
     if plan.rehearsal:
         return []
-    # The host compiler is whatever is there, and may warn of what ours does not.
-    env = {"SPECOPS_CUDA": "ON", "SPECOPS_CMAKE_ARGS": "-DSPECOPS_WERROR=OFF"}
+    # The host compiler is whatever is there, and may warn of what ours does not. Of the CPU's
+    # kernels those that this machine runs will do.
+    env = {
+        "SPECOPS_CUDA": "ON",
+        "SPECOPS_ISAS": "native",
+        "SPECOPS_CMAKE_ARGS": "-DSPECOPS_WERROR=OFF",
+    }
     return [Step("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 420, env)]
 
 

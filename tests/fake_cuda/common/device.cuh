@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -20,7 +21,12 @@ struct dim3 {
       : x(x_size), y(y_size), z(z_size) {}
 };
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorStreamCaptureUnsupported = 900,
+};
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
@@ -63,6 +69,8 @@ struct Driver {
   std::map<std::pair<const void*, int>, size_t> limits;  // by kernel and device
   std::vector<Launch> captured;
   bool is_capturing = false;
+  bool is_broken = false;                        // the capture, by a call that its mode forbids
+  std::set<std::pair<const void*, int>> loaded;  // kernels, at the first look
   int times_set = 0;
   int times_lowered = 0;
   int num_launches = 0;
@@ -75,18 +83,26 @@ struct Driver {
     return launch.smem_bytes <= (limit > kUnaskedBytes ? limit : kUnaskedBytes);
   }
 
+  // Whether this thread may do what can load a kernel; a capture that forbids it is ended.
+  bool may_load(cudaStreamCaptureMode mode) {
+    if (!is_capturing || mode == cudaStreamCaptureModeRelaxed) return true;
+    is_broken = true;
+    return false;
+  }
+
   // As cudaGraphInstantiate does, every node is judged by the limits of that moment.
   bool instantiate() {
     std::lock_guard<std::mutex> lock(mutex);
     for (const Launch& launch : captured) {
       if (!has_room(launch)) return false;
     }
-    return true;
+    return !is_broken;
   }
 };
 
 inline Driver driver;
 inline thread_local int current_device = 0;
+inline thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 }  // namespace fake_cuda
 
@@ -102,6 +118,10 @@ inline cudaError_t cudaSetDevice(int device) {
   fake_cuda::current_device = device;
   return cudaSuccess;
 }
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, fake_cuda::capture_mode);
+  return cudaSuccess;
+}
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
   bool is_memory = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin;
   *value = is_memory ? static_cast<int>(fake_cuda::kMostBytes) : 132;
@@ -113,6 +133,7 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, i
   std::this_thread::yield();  // whoever decided without a lock is overtaken here
   fake_cuda::Driver& driver = fake_cuda::driver;
   std::lock_guard<std::mutex> lock(driver.mutex);
+  if (!driver.may_load(fake_cuda::capture_mode)) return cudaErrorStreamCaptureUnsupported;
   size_t& limit = driver.limits[{kernel, fake_cuda::current_device}];
   driver.times_lowered += static_cast<size_t>(value) < limit ? 1 : 0;
   ++driver.times_set;
@@ -120,9 +141,11 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, i
   return cudaSuccess;
 }
 
-inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
   fake_cuda::Driver& driver = fake_cuda::driver;
   std::lock_guard<std::mutex> lock(driver.mutex);
+  if (!driver.may_load(fake_cuda::capture_mode)) return cudaErrorStreamCaptureUnsupported;
+  driver.loaded.insert({kernel, fake_cuda::current_device});
   ++driver.times_asked;
   auto found = driver.ptx_versions.find(fake_cuda::current_device);
   attributes->ptxVersion = found == driver.ptx_versions.end() ? 80 : found->second;
@@ -139,6 +162,8 @@ inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config,
     overlaps |= config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
   }
   fake_cuda::Launch launch{kernel, fake_cuda::current_device, config->dynamicSmemBytes, overlaps};
+  bool is_new = driver.loaded.insert({kernel, fake_cuda::current_device}).second;
+  if (is_new && !driver.may_load(fake_cuda::capture_mode)) return cudaErrorStreamCaptureUnsupported;
   if (!driver.has_room(launch)) return cudaErrorInvalidValue;
   if (driver.is_capturing) driver.captured.push_back(launch);
   driver.last_overlaps = overlaps;

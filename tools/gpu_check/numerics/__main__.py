@@ -1,68 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the checks until their time is up, prints each and adds it to the results."""
+"""Makes the trials until their time is up, prints each and adds it to the results."""
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tools.gpu_check import results
-from tools.gpu_check.numerics import checks
-from tools.gpu_check.numerics.checks import Found
+from tools.gpu_check.numerics import checks, replays
 from tools.gpu_check.numerics.machines import Machine
-
-CASES = 300  # of an op beside the interpreter
-SMALL = 40  # of the checks that run each case several times
+from tools.gpu_check.numerics.trials import Found, Trial
 
 
-def all_checks(rehearsal: bool) -> list[tuple[str, Callable[[], Iterator[Found]]]]:
-    """The checks, the quickest first; in a rehearsal both machines are the interpreter."""
-    other = Machine("interpreter", "cpu", ("in_order", 0))
+def machines(rehearsal: bool) -> tuple[Machine, Machine]:
+    """The device and the interpreter; in a rehearsal both are the latter."""
     device = Machine("again", "cpu", ("random", 1)) if rehearsal else Machine("device", "cuda")
-    cases, small = (2, 1) if rehearsal else (CASES, SMALL)
-    return [
-        ("launch", lambda: checks.launches(device, is_small=rehearsal)),
-        ("row identity", lambda: checks.rows_stand_anywhere(device, small)),
-        ("schedules", lambda: checks.schedules_agree(device, small)),
-        ("graph = eager", lambda: checks.graph_is_eager(device, small)),
-        ("interpreter", lambda: checks.against_the_interpreter(device, other, cases)),
-    ]
+    return device, Machine("interpreter", "cpu", ("in_order", 0))
+
+
+def all_trials(
+    device: Machine, other: Machine, *, rehearsal: bool, cases: int | None = None
+) -> Iterator[Trial]:
+    """What is worth nothing later first, then what tells most in a second, then the long ones.
+
+    cases: of every op beside the interpreter, if not as many as is usual.
+    """
+    sizes = checks.REHEARSED if rehearsal else checks.REAL
+    sizes = replace(sizes, cases=cases or sizes.cases)
+    yield from checks.first_calls(device)
+    yield from checks.launches(device, is_small=rehearsal)
+    yield from checks.codes_are_exact(device)
+    yield from checks.rows_stand_anywhere(device, sizes)
+    yield from replays.replays(device, replays.REHEARSED if rehearsal else replays.REAL)
+    yield from checks.schedules_agree(device, sizes)
+    yield from checks.graph_is_eager(device, sizes)
+    yield from checks.against_the_interpreter(device, other, sizes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status says whether all is as it should be."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check.numerics", description=__doc__)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=130.0)
+    parser.add_argument("--seconds", type=float, default=230.0)
     parser.add_argument("--rehearsal", action="store_true")
+    parser.add_argument("--cases", type=int, help="random cases of an op beside the interpreter")
+    parser.add_argument("--after", type=int, default=0, help="trials that another process has made")
+    parser.add_argument("--wrong", type=int, default=0, help="how many of them were wrong")
     asked = parser.parse_args(arguments)
     begun = time.monotonic()
-    number = wrong = 0
-    left_out: list[str] = []
-    for name, check in all_checks(asked.rehearsal):
-        for found in check():
-            number += 1
-            wrong += not found.passed
-            print(line(found), flush=True)
-            results.add(asked.results, "numerics", f"{name}: {found.subject}", found.as_dict())
-            if time.monotonic() - begun > asked.seconds:
-                left_out.append(name)
-                break
-        if left_out:
+    device, other = machines(asked.rehearsal)
+    trials = all_trials(device, other, rehearsal=asked.rehearsal, cases=asked.cases)
+    number, wrong, ending = asked.after, asked.wrong, ""
+    for place, trial in enumerate(trials):
+        if place < asked.after:
+            continue
+        left = asked.seconds - (time.monotonic() - begun)
+        if left <= 0 and number > asked.after:
+            ending = f"; time was up in {trial.check}"
             break
-    ending = f"; time was up in {left_out[0]}" if left_out else ""
+        found = trial.found()
+        number += 1
+        wrong += not found.passed
+        print(line(found), flush=True)
+        name = f"{found.check}: {found.subject}"
+        results.add(asked.results, "numerics", name, found.as_dict())
+        if not device.answers():
+            print("the device no longer answers: the rest is for another process", flush=True)
+            _go_on(asked, number, wrong, left)
     print(f"{number} checks of numbers, {wrong} not as they should be{ending}")
     return min(wrong, 1)
+
+
+def _go_on(asked: argparse.Namespace, number: int, wrong: int, seconds: float) -> None:
+    """Becomes a new process, for which the device is as new, with the trials that are left."""
+    arguments = [
+        *("--results", str(asked.results), "--seconds", str(max(1.0, seconds))),
+        *("--after", str(number), "--wrong", str(wrong)),
+        *(["--rehearsal"] if asked.rehearsal else []),
+        *(["--cases", str(asked.cases)] if asked.cases else []),
+    ]
+    os.execv(sys.executable, [sys.executable, "-m", "tools.gpu_check.numerics", *arguments])
 
 
 def line(found: Found) -> str:
     """One line of the table."""
     verdict = "ok" if found.passed else "WRONG"
-    worst = f"{found.worst:.1e}" if found.worst else ""
+    worst = f"{found.worst:.1e} {found.ulps:.1f} ulp" if found.worst else ""
     return (
         f"{found.check:14} {found.subject:44} {found.equal:4} of {found.cases:4} equal "
-        f"{worst:8} {verdict} {found.remark}"
+        f"{worst:18} {verdict} {found.remark}"
     ).rstrip()
 
 

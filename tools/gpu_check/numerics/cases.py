@@ -13,28 +13,22 @@ import torch
 from specops import attention, batching, dense, ngram, sampling
 from torch import Tensor
 
+from tools.gpu_check.numerics.trials import EQUAL, Limits
+
 Call = Callable[[], list[Tensor]]
 Move = Callable[[Tensor], Tensor]
 Make = Callable[[torch.Generator, Move], Call]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOGITS_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Op:
-    """An op's random cases.
-
-    Attributes:
-        make: a case.
-        most: how far a device may be from the interpreter, as a share of the root mean square; 0:
-            no bit differs, since it neither rounds by mma nor calls an approximate function.
-        differing: the share of cases that may differ at all: choices of tokens, which approximate
-            powers decide where two are as good as equal.
-    """
+    """An op's random cases, and how far a device may be from the interpreter."""
 
     make: Make
-    most: float = 0.0
-    differing: float = 0.0
+    limits: Limits = EQUAL
 
 
 def _number(generator: torch.Generator, low: int, high: int) -> int:
@@ -274,7 +268,8 @@ def merge_states(generator: torch.Generator, move: Move) -> Call:
 
 def _logits(generator: torch.Generator, rows: int) -> Tensor:
     vocab = _number(generator, 2, 6000)
-    return _randn(generator, rows, vocab, dtype=_dtype(generator)) * 4
+    dtype = LOGITS_DTYPES[_number(generator, 0, 1)]
+    return _randn(generator, rows, vocab, dtype=dtype) * 4
 
 
 def sample(generator: torch.Generator, move: Move) -> Call:
@@ -322,8 +317,12 @@ def top_logprobs(generator: torch.Generator, move: Move) -> Call:
 CACHES_8BIT = (torch.int8, torch.float8_e4m3fn)
 LATENT_KEY = 576  # elements of a token's key of latent attention
 
-# A unit in the last place of bf16 is 2^-8; what is rounded last hides what came before.
-APPROXIMATE = 2.0**-8
+# Where mma rounds or ex2 and its like are called: a unit in the last place of bf16 is 2^-8, and
+# what is rounded last hides what came before. Of elements, more than twice what another rule of mma
+# and approximate functions that are two units off make of forty seeds (1 and 15 units).
+APPROXIMATE = Limits(most=2.0**-8, ulps=3.0, ulps_fp32=64.0)
+# Choices of tokens, which approximate powers decide where two are as good as equal.
+CHOICES = Limits(differing=0.01)
 
 OPS: dict[str, Op] = {
     "embedding": Op(embedding),
@@ -340,6 +339,6 @@ OPS: dict[str, Op] = {
     "rope_append_latent": Op(rope_append_latent, APPROXIMATE),
     "merge_states": Op(merge_states, APPROXIMATE),
     "top_logprobs": Op(top_logprobs, APPROXIMATE),
-    "sample": Op(sample, differing=0.01),
-    "verify": Op(verify, differing=0.01),
+    "sample": Op(sample, CHOICES),
+    "verify": Op(verify, CHOICES),
 }

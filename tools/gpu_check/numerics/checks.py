@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks: each yields what it found of an op or kernel, and whether that is as it should be."""
+"""The checks: each yields its trials, and none is made before it is asked for."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
-from specops import dense, sampling
+from specops import attention, dense, sampling
 from torch import Tensor
 
 from tools.gpu_check.numerics.cases import (
@@ -18,126 +17,100 @@ from tools.gpu_check.numerics.cases import (
     paged_case,
 )
 from tools.gpu_check.numerics.machines import Machine
-
-Pair = tuple[list[Tensor], list[Tensor]]
-
-SECONDS = 10.0  # of one subject, so that each gets its turn
+from tools.gpu_check.numerics.trials import Pair, Trial
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a check found.
+class Sizes:
+    """How much is tried.
 
     Attributes:
-        check: its name.
-        subject: op or kernel.
-        cases: how many were tried.
-        equal: how many had the same bits.
-        worst: the largest difference, as a share of the root mean square.
-        passed: whether it is as it should be.
-        remark: in words, where there is something to say.
+        cases: of an op beside the interpreter.
+        few: cases of the checks that run each several times.
+        inputs: of `linear`. From 513 on there are several leaves, that blocks may share.
+        outputs: of `linear`.
+        rows: of `linear`, for each kernel that takes so many.
+        vocab: tokens of a row that many blocks share where it is alone.
+        crowd: rows among which it has one block.
     """
 
-    check: str
-    subject: str
     cases: int
-    equal: int
-    worst: float
-    passed: bool
-    remark: str = ""
-
-    def as_dict(self) -> dict[str, object]:
-        """For the results."""
-        return asdict(self)
+    few: int
+    inputs: tuple[int, ...]
+    outputs: int
+    rows: tuple[int, ...]
+    vocab: int
+    crowd: int
 
 
-def equal_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Whether all tensors have the same bits, NaN included."""
-    return all(
-        a.shape == b.shape
-        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        for a, b in zip(left, right, strict=True)
-    )
-
-
-def distance(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """The largest root mean square of a difference, as a share of the first's; inf where unlike."""
-    worst = 0.0
-    for a, b in zip(left, right, strict=True):
-        if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
-            return float("inf")
-        x, y = (t.double()[t.isfinite()] for t in (a, b))
-        if x.numel() == 0:
-            continue
-        difference = (x - y).square().mean().sqrt()
-        size = x.square().mean().sqrt()
-        share = 0.0 if difference == 0 else float(difference / size) if size > 0 else float("inf")
-        worst = max(worst, share)
-    return worst
+REAL = Sizes(
+    cases=300,
+    few=40,
+    inputs=(256, 1200, 4608),
+    outputs=1056,
+    rows=(1, 2, 5, 8, 9, 16, 17, 33, 64, 65, 130, 513),
+    vocab=128_256,
+    crowd=300,
+)
+REHEARSED = Sizes(
+    cases=2, few=1, inputs=(1040,), outputs=40, rows=(1, 9, 66), vocab=20_000, crowd=9
+)
 
 
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _tally(
-    check: str,
-    subject: str,
-    pairs: Iterator[Pair],
-    most: float = 0.0,
-    differing: float = 0.0,
-    remark: str = "",
-) -> Found:
-    """Compares pairs of results until SECONDS have passed; `most` and `differing` as in Op."""
-    cases = equal = 0
-    worst, begun = 0.0, time.monotonic()
-    for left, right in pairs:
-        if cases and time.monotonic() - begun > SECONDS:
-            break
-        cases += 1
-        if equal_bits(left, right):
-            equal += 1
-        else:
-            worst = max(worst, distance(left, right))
-    same = cases - equal <= differing * cases
-    return Found(check, subject, cases, equal, worst, same or 0.0 < worst <= most, remark)
-
-
-def against_the_interpreter(device: Machine, other: Machine, cases: int) -> Iterator[Found]:
+def against_the_interpreter(device: Machine, other: Machine, sizes: Sizes) -> Iterator[Trial]:
     """Every op on random cases: the device's bits beside the interpreter's."""
     for name, op in OPS.items():
 
         def pairs(op: Op = op) -> Iterator[Pair]:
-            for seed in range(cases):
+            for seed in range(sizes.cases):
                 left, right = (
                     machine.run(machine.prepared(op.make, _generator(seed)))
                     for machine in (other, device)
                 )
                 yield left, right
 
-        yield _tally("interpreter", name, pairs(), op.most, op.differing)
+        yield Trial("interpreter", name, pairs, op.limits, seconds=6.0)
 
 
-def graph_is_eager(device: Machine, cases: int) -> Iterator[Found]:
+def first_calls(device: Machine) -> Iterator[Trial]:
+    """What an op gives whose first call of all is captured: nothing of it is loaded then.
+
+    It comes before every other check, and is worth nothing after one.
+    """
+    for name, op in OPS.items():
+
+        def pairs(op: Op = op) -> Iterator[Pair]:
+            call = device.prepared(op.make, _generator(0))
+            first = device.replayed(call, warm=False)
+            yield device.run(call), first
+
+        yield Trial("first call", name, pairs)
+
+
+def graph_is_eager(device: Machine, sizes: Sizes) -> Iterator[Trial]:
     """What a captured call gives when it is replayed."""
     for name, op in OPS.items():
 
         def pairs(op: Op = op) -> Iterator[Pair]:
-            for seed in range(cases):
+            for seed in range(sizes.few):
                 call = device.prepared(op.make, _generator(seed))
                 yield device.run(call), device.replayed(call)
 
-        yield _tally("graph = eager", name, pairs())
+        yield Trial("graph = eager", name, pairs)
 
 
 SHARES = (0.25, 0.5, 1.0)
 
 
-def schedules_agree(device: Machine, cases: int) -> Iterator[Found]:
+def schedules_agree(device: Machine, sizes: Sizes) -> Iterator[Trial]:
     """`append_attention` uncut, and cut as far as more and more of its workspace allows."""
 
     def pairs() -> Iterator[Pair]:
-        for seed in range(cases):
+        for seed in range(sizes.few):
             generator = _generator(seed)
             kind = (None, *CACHES_8BIT)[seed % 3]
             case = paged_case(
@@ -155,89 +128,198 @@ def schedules_agree(device: Machine, cases: int) -> Iterator[Found]:
             for result in results[1:]:
                 yield results[0], result
 
-    yield _tally("schedules", "append_attention", pairs())
+    yield Trial("schedules", "append_attention", pairs)
 
 
-def rows_stand_anywhere(device: Machine, cases: int) -> Iterator[Found]:
-    """A row of `linear` alone, among others, and at other places of a tile."""
-
-    def pairs() -> Iterator[Pair]:
-        for seed in range(cases):
-            generator = _generator(seed)
-            rows = int(torch.randint(2, 140, (1,), generator=generator))
-            x = torch.randn(rows, 256, generator=generator).bfloat16()
-            weight = torch.randn(160, 256, generator=generator).bfloat16()
-            order = torch.randperm(rows, generator=generator)
-            here = [device.move(t) for t in (x, weight, x[order], x[:1])]
-            x, weight, shuffled, alone = here
-
-            def multiplied(x: Tensor, weight: Tensor = weight) -> list[Tensor]:
-                return device.run(lambda: [dense.linear(x, dense.pack_weight(weight))])
-
-            whole = multiplied(x)[0]
-            yield [whole[order]], multiplied(shuffled)
-            yield [whole[:1]], multiplied(alone)
-
-    yield _tally("row identity", "linear", pairs())
-
-    def verified() -> Iterator[Pair]:
-        for seed in range(cases):
-            kind = (None, *CACHES_8BIT)[seed % 3]
-            case = paged_case(
-                _generator(seed), device.move, most_tokens=2000, qo_len=5, cache_dtype=kind
+def rows_stand_anywhere(device: Machine, sizes: Sizes) -> Iterator[Trial]:
+    """A row alone, among others, and wherever it stands: the same bits."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for num_inputs in sizes.inputs:
+            subject = f"linear {_name(dtype)}, {num_inputs} inputs"
+            yield Trial(
+                "row identity",
+                subject,
+                lambda dtype=dtype, n=num_inputs: _rows_of_linear(device, sizes, dtype, n),
             )
-            whole = device.run(case.call)
-            qo_indptr, *rest = case.where
-            last = case.q[qo_indptr[1:].long() - 1]
-            batch = torch.arange(len(qo_indptr), dtype=torch.int32, device=device.device)
-            one = PagedCase(last, case.caches, (batch, *rest), case.scales)
-            rows = qo_indptr[1:].long().cpu() - 1
-            yield [result[rows] for result in whole], device.run(one.call)
+    yield Trial(
+        "row identity",
+        "append_attention, 5 rows beside 1",
+        lambda: _rows_of_attention(device, sizes),
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        yield Trial(
+            "row identity",
+            f"sample {_name(dtype)}, {sizes.vocab:,} tokens",
+            lambda dtype=dtype: _rows_of_sampling(device, sizes, dtype),
+        )
 
-    yield _tally("row identity", "append_attention", verified(), remark="5 rows beside 1")
+
+def _rows_of_linear(
+    device: Machine, sizes: Sizes, dtype: torch.dtype, num_inputs: int
+) -> Iterator[Pair]:
+    """Every number of rows by every kernel beside all rows; and one row at another place."""
+    generator = _generator(num_inputs)
+    most = max(sizes.rows)
+    x = device.move(torch.randn(most, num_inputs, generator=generator).to(dtype))
+    weight = device.move(torch.randn(sizes.outputs, num_inputs, generator=generator).to(dtype))
+    order = torch.randperm(most, generator=generator)
+    with device.at_work():
+        packed = dense.pack_weight(weight)
+
+    def multiplied(x: Tensor, kernel: str | None = None) -> Tensor:
+        with device.at_work():
+            dense.set_linear_kernel(kernel)
+            try:
+                return device.run(lambda: [dense.linear(x, packed)])[0]
+            finally:
+                dense.set_linear_kernel(None)
+
+    whole = multiplied(x)
+    yield [whole[order]], [multiplied(device.move(x[order.to(x.device)]))]
+    yield [whole[-1:]], [multiplied(x[-1:])]
+    for rows in sizes.rows:
+        with device.at_work():
+            kernels = [] if dtype == torch.float32 else dense.linear_kernels(rows)
+        for kernel in (None, *kernels):
+            if kernel != "tile_256x128" or device.has_large_blocks:
+                yield [whole[:rows]], [multiplied(x[:rows], kernel)]
 
 
-def launches(device: Machine, *, is_small: bool) -> Iterator[Found]:
+def _rows_of_attention(device: Machine, sizes: Sizes) -> Iterator[Pair]:
+    for seed in range(sizes.few):
+        kind = (None, *CACHES_8BIT)[seed % 3]
+        case = paged_case(
+            _generator(seed), device.move, most_tokens=2000, qo_len=5, cache_dtype=kind
+        )
+        whole = device.run(case.call)
+        qo_indptr, *rest = case.where
+        last = case.q[qo_indptr[1:].long() - 1]
+        batch = torch.arange(len(qo_indptr), dtype=torch.int32, device=device.device)
+        one = PagedCase(last, case.caches, (batch, *rest), case.scales)
+        rows = qo_indptr[1:].long().cpu() - 1
+        yield [result[rows] for result in whole], device.run(one.call)
+
+
+FILTERS: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.95, "min_p": 0.01},
+    {"temperature": 1.3, "typical_p": 0.9},
+)
+
+
+def _rows_of_sampling(device: Machine, sizes: Sizes, dtype: torch.dtype) -> Iterator[Pair]:
+    """Tokens, logprobs and ranks of a row that has the device for itself, and of one in a crowd."""
+    generator, rows = _generator(7), sizes.crowd
+    logits = device.move((torch.randn(rows, sizes.vocab, generator=generator) * 3).to(dtype))
+    numbers = device.move(torch.arange(rows, dtype=torch.int32))
+    seeds = device.move(torch.randint(0, 1 << 40, (rows,), generator=generator))
+
+    def sampled(which: slice, given: dict[str, float]) -> list[Tensor]:
+        def call() -> list[Tensor]:
+            x = logits[which]
+            logprobs = torch.empty(x.shape[0], device=x.device)
+            ranks = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
+            tokens = sampling.sample(
+                *(x, numbers[which]), seeds=seeds[which], logprobs=logprobs, ranks=ranks, **given
+            )
+            return [tokens, logprobs, ranks]
+
+        return device.run(call)
+
+    for given in FILTERS:
+        crowd = sampled(slice(None), given)
+        for row in (0, rows // 2, rows - 1):
+            yield [result[row : row + 1] for result in crowd], sampled(slice(row, row + 1), given)
+
+
+def codes_are_exact(device: Machine) -> Iterator[Trial]:
+    """Every finite code of a byte in keys and values, subnormal ones too, to the last bit."""
+    for kind in CACHES_8BIT:
+        yield Trial("codes", _name(kind), lambda kind=kind: _codes(device, kind))
+
+
+CODES_DIM, CODES_TOKENS = 128, 16
+
+
+def _codes(device: Machine, kind: torch.dtype) -> Iterator[Pair]:
+    codes = torch.arange(256, dtype=torch.uint8).view(kind)
+    codes = torch.where(codes.float().isfinite(), codes.float(), 0.0).to(kind)
+    dim, tokens = CODES_DIM, CODES_TOKENS
+    ones = device.move(torch.ones(2, tokens, 1))
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, length: int) -> list[Tensor]:
+        """Requests of one row each and `length` tokens of one page."""
+        batch = q.shape[0]
+        counts = device.move(torch.arange(batch + 1, dtype=torch.int32))
+        lens = device.move(torch.full((batch,), length, dtype=torch.int32))
+        moved = [device.move(x) for x in (q.bfloat16(), k, v)]
+        scales = {"k_scales": ones, "v_scales": ones} if k.dtype == kind else {}
+        where = (counts, counts, device.move(pages.int()), lens)
+        return device.run(
+            lambda: list(attention.append_attention(*moved, *where, return_lse=True, **scales))
+        )
+
+    # Keys: a query that takes one element is scored by it; the only token's value is the result.
+    cache = torch.zeros(2, tokens, 1, dim).to(kind)
+    cache[:, 0, 0] = codes.view(2, dim)
+    q = torch.eye(dim).repeat(2, 1)[:, None]
+    pages = torch.arange(2).repeat_interleave(dim)
+    out, lse = attended(q, cache, cache, pages, 1)
+    wide = cache.float().bfloat16()
+    yield attended(q, wide, wide, pages, 1), [out, lse]
+    yield _sums_of(codes.view(2, dim)[pages][:, None]), [out]
+    # Values: every code in every column, of a token whose weight is exactly 1 among others' 0.
+    largest = float(codes.float().max())
+    keys = torch.zeros(2, tokens, 1, dim)
+    keys[:, range(tokens), 0, range(tokens)] = largest
+    shifted = torch.stack([codes.roll(8 * token) for token in range(2 * tokens)])
+    values = shifted[:, :dim].view(2, tokens, 1, dim)
+    q = torch.eye(tokens, dim).repeat(2, 1)[:, None] * 448
+    pages = torch.arange(2).repeat_interleave(tokens)
+    out, _ = attended(q, keys.to(kind), values, pages, tokens)
+    yield _sums_of(values.view(2 * tokens, 1, dim)), [out]
+
+
+def _sums_of(values: Tensor) -> list[Tensor]:
+    """What a sum is that has one value alone: of -0 it is 0."""
+    return [(values.float() + 0.0).bfloat16()]
+
+
+def launches(device: Machine, *, is_small: bool) -> Iterator[Trial]:
     """Every form of the kernels that ask for much shared memory: it is launched, and finite.
 
     is_small: with small vocabularies, for a rehearsal.
     """
     for subject, call in _largest(device, is_small):
-        try:
-            results = device.run(call)
-        except (RuntimeError, ValueError) as error:
-            yield Found("launch", subject, 1, 0, float("inf"), False, str(error)[:200])
-            continue
-        finite = all(bool(x.isfinite().all()) for x in results if x.is_floating_point())
-        remark = "" if finite else "not finite"
-        yield Found("launch", subject, 1, int(finite), 0.0, finite, remark)
+
+        def pairs(call: Callable[[], list[Tensor]] = call) -> Iterator[Pair]:
+            finite = [x.isfinite() for x in device.run(call) if x.is_floating_point()]
+            yield [torch.ones_like(x) for x in finite], finite
+
+        yield Trial("launch", subject, pairs)
 
 
 def _largest(device: Machine, is_small: bool) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
         of_latents = () if dtype == torch.float32 else (LATENT_KEY,)
         for head_dim in (64, 96, 128, 256, *of_latents):
+            subject = f"append_attention {_name(dtype)} {head_dim}"
             case = paged_case(_generator(0), device.move, head_dim=head_dim, dtype=dtype, qo_len=9)
             batch = case.where[3].shape[0]
             nothing = torch.zeros(1, batch, dtype=torch.int32, device=device.device)
             leaders = torch.arange(batch, dtype=torch.int32, device=device.device)[None]
             prefixes = {"prefix_leaders": leaders, "prefix_lens": nothing}
             small = torch.zeros(1, device=device.device)
-            yield f"append_attention {name} {head_dim}", case.call
-            yield (
-                f"append_attention {name} {head_dim}, prefixes",
-                lambda case=case, given=prefixes: case.call(**given),
-            )
-            yield (
-                f"append_attention {name} {head_dim}, no workspace",
-                lambda case=case, w=small: case.call(workspace=w),
-            )
+            yield subject, case.call
+            yield f"{subject}, prefixes", lambda case=case, given=prefixes: case.call(**given)
+            yield f"{subject}, no workspace", lambda case=case, w=small: case.call(workspace=w)
         for rows in (1, 8, 16, 64, 200):
             x = device.move(torch.randn(rows, 128).to(dtype))
             weight = device.move(torch.randn(272, 128).to(dtype))
             yield (
-                f"linear {name} M={rows}",
+                f"linear {_name(dtype)} M={rows}",
                 lambda x=x, w=weight: [dense.linear(x, dense.pack_weight(w))],
             )
     for kind in CACHES_8BIT:
@@ -245,7 +327,7 @@ def _largest(device: Machine, is_small: bool) -> Iterator[tuple[str, Callable[[]
             case = paged_case(
                 _generator(0), device.move, head_dim=head_dim, qo_len=9, cache_dtype=kind
             )
-            yield f"append_attention {str(kind).removeprefix('torch.')} {head_dim}", case.call
+            yield f"append_attention {_name(kind)} {head_dim}", case.call
     yield from _with_processors(device, 2000 if is_small else 200_000)
 
 
@@ -261,11 +343,15 @@ def _with_processors(
         logit_bias_token_ids=biased,
         logit_bias=device.move(torch.full((2, 1), 2.0)),
     )
-    yield (
-        f"sample with processors over {vocab} tokens",
-        lambda: [sampling.sample(logits, positions, processors=processors)],
-    )
-    yield (
-        f"top_logprobs over {vocab} tokens",
-        lambda: list(sampling.top_logprobs(logits, 3)),
-    )
+
+    def sampled() -> list[Tensor]:
+        logprobs = torch.empty(2, device=logits.device)
+        tokens = sampling.sample(logits, positions, processors=processors, logprobs=logprobs)
+        return [tokens, logprobs]
+
+    yield f"sample with processors over {vocab} tokens", sampled
+    yield f"top_logprobs over {vocab} tokens", lambda: list(sampling.top_logprobs(logits, 3))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

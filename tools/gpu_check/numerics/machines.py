@@ -2,21 +2,23 @@
 """Who computes a case: the device or the interpreter; in a rehearsal both are the latter."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
-from specops import attention, batching, dense, ngram, sampling
+from specops import attention, batching, dense, ngram, runtime, sampling
 from torch import Tensor
 
 from tools.cuda_toolkit import ROOT
 
 Prepared = TypeVar("Prepared")
 
-OP_MODULES: tuple[Any, ...] = (attention, batching, dense, ngram, sampling)
+ROUNDS_OF_GRAPH = 100
+
+OP_MODULES: tuple[Any, ...] = (attention, batching, dense, ngram, runtime, sampling)
 
 
 @cache
@@ -82,30 +84,110 @@ class Machine:
             return make(generator, self.move)
 
     def run(self, call: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """The results, on the CPU."""
+        """The results, on the CPU.
+
+        Raises:
+            ValueError: a kernel has reported wrong data; its results say nothing then.
+        """
         with self.at_work():
             results = call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            runtime.check_errors()
         return [result.cpu().clone() for result in results]
 
-    def replayed(self, call: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """The results of a captured call, replayed twice; on a CPU of a second call."""
+    def replayed(self, call: Callable[[], list[Tensor]], *, warm: bool = True) -> list[Tensor]:
+        """The results of a captured call, replayed twice; on a CPU of a second call.
+
+        warm: it is called before it is captured, too.
+        """
         if self.device.type == "cpu":
             return self.run(call)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize()
+        if warm:
+            with torch.cuda.stream(stream):
+                call()
+            torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             results = call()
         for result in results:
             result.view(torch.uint8).fill_(0xFF)  # what a replay leaves out is seen
         graph.replay()
         graph.replay()
-        torch.cuda.synchronize()
+        runtime.check_errors()
         return [result.cpu() for result in results]
+
+    def rounds(
+        self, calls: Sequence[Callable[[], list[Tensor]]], count: int
+    ) -> Callable[[], Tensor]:
+        """Repeats calls in a row `count` times, when it is called; on a GPU by a graph.
+
+        Args:
+            calls: each writes to the same tensors every time, and returns them.
+            count: how often.
+
+        Returns:
+            Something that returns how many bytes were not as at the first time, [1].
+        """
+        wanted = [[self.move(x) for x in self.run(call)] for call in calls]
+        wrong = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with self.at_work():
+            outputs = [call() for call in calls]
+
+        def once() -> None:
+            for output in outputs:
+                for x in output:
+                    x.view(torch.uint8).fill_(0xFF)
+            for call in calls:
+                call()
+            for output, right in zip(outputs, wanted, strict=True):
+                for x, y in zip(output, right, strict=True):
+                    wrong.add_((x.view(torch.uint8) != y.view(torch.uint8)).sum())
+
+        def looped() -> Tensor:
+            wrong.zero_()
+            with self.at_work():
+                for _ in range(count):
+                    once()
+                runtime.check_errors()
+            return wrong.clone()
+
+        if self.device.type == "cpu":
+            return looped
+        of_graph = min(count, ROUNDS_OF_GRAPH)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            once()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(of_graph):
+                once()
+
+        def replayed() -> Tensor:
+            wrong.zero_()
+            for _ in range(count // of_graph):
+                graph.replay()
+            runtime.check_errors()
+            return wrong.cpu()
+
+        return replayed
+
+    def answers(self) -> bool:
+        """Whether the device still works: an illegal access ends a process's use of it."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def has_large_blocks(self) -> bool:
+        """Whether a block may have the shared memory of `linear`'s largest tiles."""
+        if self.device.type == "cpu":
+            return True
+        properties = torch.cuda.get_device_properties(self.device)
+        return bool(properties.shared_memory_per_block_optin >= 224 << 10)
 
 
 def rounding_rule() -> str:

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trial is one check of one subject: pairs of results that should agree, and what came of it."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+Pair = tuple[list[Tensor], list[Tensor]]
+
+# Bits of a number behind its first.
+_MANTISSA = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far apart two results may be.
+
+    Attributes:
+        most: the root mean square of a tensor's differences, as a share of its own; 0: no bit may
+            differ, nor where the next two are 0.
+        ulps: the largest difference of an element, in units in the last place of the element or of
+            its row's root mean square, whichever is larger; of 16-bit tensors. One rounding is one
+            unit, wherever it falls.
+        ulps_fp32: the same of float32 tensors, where nothing is rounded at the end.
+        differing: the share of cases that may differ in whatever way.
+    """
+
+    most: float = 0.0
+    ulps: float = 0.0
+    ulps_fp32: float = 0.0
+    differing: float = 0.0
+
+
+EQUAL = Limits()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a trial found.
+
+    Attributes:
+        check: the check's name.
+        subject: op or kernel.
+        cases: how many were tried.
+        equal: how many had the same bits.
+        worst: the largest difference, as a share of the root mean square.
+        ulps: the largest difference of an element, as Limits counts it.
+        passed: whether it is as it should be.
+        remark: in words, where there is something to say.
+    """
+
+    check: str
+    subject: str
+    cases: int
+    equal: int
+    worst: float
+    passed: bool
+    remark: str = ""
+    ulps: float = 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """For the results."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A check of a subject, yet to be made.
+
+    Attributes:
+        check: the check's name.
+        subject: op or kernel.
+        pairs: computes what should agree, pair by pair; called once.
+        limits: how far a pair may be apart.
+        seconds: when to stop, so that each gets its turn.
+    """
+
+    check: str
+    subject: str
+    pairs: Callable[[], Iterator[Pair]]
+    limits: Limits = EQUAL
+    seconds: float = 10.0
+
+    def found(self) -> Found:
+        """Compares pairs until its time is up. What goes wrong meanwhile is found as well."""
+        cases = equal = 0
+        worst = ulps = 0.0
+        begun = time.monotonic()
+        remark, within = "", True
+        try:
+            for left, right in self.pairs():
+                cases += 1
+                if equal_bits(left, right):
+                    equal += 1
+                else:
+                    worst = max(worst, distance(left, right))
+                    ulps = max(ulps, ulps_apart(left, right))
+                    within &= is_within(self.limits, left, right)
+                if time.monotonic() - begun > self.seconds:
+                    break
+        except Exception as error:  # whatever it is, the next trial is another matter
+            text = " ".join(str(error).split())
+            remark, within = f"{type(error).__name__}: {text}"[:300], False
+        few = cases - equal <= self.limits.differing * cases
+        passed = cases > 0 and not remark and (few or within)
+        return Found(self.check, self.subject, cases, equal, worst, passed, remark, ulps)
+
+
+def is_within(limits: Limits, left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Whether results that differ are as near to each other as they should be."""
+    if limits.most == 0.0:
+        return False
+    for a, b in zip(left, right, strict=True):
+        if equal_bits([a], [b]):
+            continue
+        if not a.is_floating_point():
+            return False
+        ulps = limits.ulps_fp32 if a.dtype == torch.float32 else limits.ulps
+        if distance([a], [b]) > limits.most or ulps_apart([a], [b]) > ulps:
+            return False
+    return True
+
+
+def equal_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Whether all tensors have the same bits, NaN included."""
+    return all(
+        a.shape == b.shape
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def distance(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The largest root mean square of a difference, as a share of the first's; inf where unlike."""
+    worst = 0.0
+    for a, b in zip(left, right, strict=True):
+        if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+            return float("inf")
+        x, y = (t.double()[t.isfinite()] for t in (a, b))
+        if x.numel() == 0:
+            continue
+        difference = (x - y).square().mean().sqrt()
+        size = x.square().mean().sqrt()
+        share = 0.0 if difference == 0 else float(difference / size) if size > 0 else float("inf")
+        worst = max(worst, share)
+    return worst
+
+
+def ulps_apart(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The largest difference of an element, as Limits counts it; inf where they are unlike."""
+    worst = 0.0
+    for a, b in zip(left, right, strict=True):
+        if not a.is_floating_point() or a.numel() == 0:
+            continue
+        if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+            return float("inf")
+        x, y = (t.double().where(t.isfinite(), 0.0) for t in (a, b))
+        row = x.square().mean(-1, keepdim=True).sqrt()
+        _, exponent = torch.frexp(torch.maximum(x.abs(), row))
+        unit = torch.exp2(exponent.double() - 1 - _MANTISSA[a.dtype])
+        apart = (x - y).abs() / unit
+        worst = max(worst, float(apart.max()))
+    return worst
