@@ -31,24 +31,26 @@ struct Sizes {
   int64_t chunk_states;  // floats
 };
 
-// The most blocks that an SM has.
-constexpr int kMostBlocksPerSm = 3;
+// Blocks that an SM has for a kernel, at most: of two row tiles and fewer, and of more.
+constexpr int kMostBlocksPerSm = 3, kBlocksOfHighTiles = 2;
 
 // head_dim <= 128 has tiles of at most 64 rows, others of 32, latents of 16; the sizes hold for all,
 // and for tiles of fewer rows.
 Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
-  int64_t tile_rows = shape.head_dim <= 128 ? 64 : shape.head_dim <= 256 ? 32 : 16;
+  int64_t most_rows = shape.head_dim <= 128 ? 64 : shape.head_dim <= 256 ? 32 : 16;
   int64_t value_dim = value_dim_of(shape.head_dim);
   int64_t group = shape.num_qo_heads / shape.num_kv_heads;
   Sizes sizes;
-  // Of two blocks an SM, or of three with a quarter of the rows.
-  int64_t totals = 2 * tile_rows / 16 < kMostBlocksPerSm ? kMostBlocksPerSm : 2 * tile_rows / 16;
-  sizes.totals = int64_t{sms} * kAttentionThreads * totals * (value_dim / 8 + 4);
+  int64_t row_tiles = kBlocksOfHighTiles * most_rows / 16;
+  row_tiles = row_tiles > kMostBlocksPerSm ? row_tiles : kMostBlocksPerSm;
+  sizes.totals = int64_t{sms} * kAttentionThreads * row_tiles * (value_dim / 8 + 4);
   int64_t rows = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * group;
+  int64_t tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  tile_rows = tile_rows < most_rows ? tile_rows : most_rows;
   rows = rows < tile_rows ? rows : tile_rows;
   // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
   sizes.leaf_cost = kLeafCost + static_cast<int>(kLeafCost / 4 * rows / 64);
-  int blocks = sms * kMostBlocksPerSm, tail = blocks - 1;
+  int blocks = sms * (tile_rows <= 32 ? kMostBlocksPerSm : kBlocksOfHighTiles), tail = blocks - 1;
   while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost) == 1) --tail;
   sizes.tail_units = tail < kCounters / 2 ? tail : kCounters / 2;
   int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
@@ -95,7 +97,7 @@ Form form_of(const AppendAttentionParams& params, int64_t rows) {
     if (rows > 16 * kTiles) return form_of<T, Cache, kHeadDim, 2 * kTiles>(params, rows);
   }
   using Shape = AttentionShape<T, kHeadDim, kTiles, Cache>;
-  static_assert(Shape::kBlocksPerSm <= kMostBlocksPerSm);
+  static_assert(Shape::kBlocksPerSm <= (kTiles <= 2 ? kMostBlocksPerSm : kBlocksOfHighTiles));
   return {kernel_of<T, Cache, kHeadDim, kTiles>(params),
           Shape::kRows,
           Shape::kBlocksPerSm,
