@@ -144,5 +144,6 @@ int main() {
   threads_never_lower_a_limit();
   int sms = specops::num_sms({nullptr, 0});
   expect(sms == 132 && specops::max_shared_bytes({nullptr, 0}) == 227 << 10, "attributes");
+  expect(specops::sm_shared_bytes({nullptr, 0}) == 228 << 10, "what an SM has");
   return problems == 0 ? 0 : 1;
 }

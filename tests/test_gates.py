@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gates of CUDA kernels (tools/gates): each is shown what it must refuse."""
 
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -145,16 +146,25 @@ using namespace specops;
 
 def test_shared_memory_of_budgets_is_what_is_asked_for(tmp_path: Path) -> None:
     lines = [SIZES]
-    for dtype, pattern in (("bfloat16", "*float16"), ("float", "float")):
-        for head_dim in (64, 96, 128, 256, 576)[: 4 if dtype == "float" else 5]:
-            size = budget_of(f"append_attention_kernel<{pattern}, {head_dim}, *").smem_bytes
-            shape = f"AttentionShape<{dtype}, {head_dim}>::kSharedBytes"
-            lines.append(f"static_assert({shape} == {size});")
+    for row in BUDGETS:
+        kernel = re.match(
+            r"append_(8bit_)?attention(_stamped)?_kernel<(.*), (\d+), (\d)\b", row.kernel
+        )
+        if kernel is None:
+            continue
+        is_8bit, _, dtype, head_dim, tiles = kernel.groups()
+        dtype = "float" if dtype == "float" else "bfloat16"
+        cache = "KvInt8" if is_8bit else dtype
+        shape = f"AttentionShape<{dtype}, {head_dim}, {tiles}, {cache}>"
+        lines.append(f"static_assert({shape}::kSharedBytes == {row.smem_bytes});")
+        three = "==" if row.registers == 168 else "!="
+        lines.append(f"static_assert({shape}::kBlocksPerSm {three} 3);")
     for tiles, rows in ((2, 64), (2, 128), (4, 128)):
         size = budget_of(f"linear_tile_kernel<*, {tiles}, {rows}, *>").smem_bytes
         lines.append(f"static_assert(TileShape<{tiles}, {rows}>::kSmemBytes == {size});")
     size = budget_of("verify_kernel<*, false, *>").smem_bytes
     lines.append(f"static_assert(sizeof(RowShared) <= {size});")
+    assert len(lines) > 50
     source = tmp_path / "sizes.cpp"
     source.write_text("\n".join(lines))
     command = ["g++", "-std=c++20", "-DSPECOPS_SIMT=1", f"-I{ROOT / 'csrc'}", "-fsyntax-only"]

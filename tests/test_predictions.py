@@ -108,7 +108,7 @@ def test_the_arithmetic_of_a_call() -> None:
 
 
 LOOP = {
-    "kernel": "append_attention_kernel<bfloat16, 128, true>",
+    "kernel": "append_attention_kernel<bfloat16, 128, 1, true>",
     "arch": "90a",
     "unit": "tile of 64 tokens, 32 rows",
     "amount": 32768,
@@ -129,7 +129,7 @@ def test_caps_are_the_meters(tmp_path: Path) -> None:
         {"replayed": 2000.0},
         {"replayed": 3000.0},
         {"replayed": 9000.0, "arch": "80"},
-        {"replayed": 9000.0, "kernel": "append_attention_kernel<bfloat16, 64, true>"},
+        {"replayed": 9000.0, "kernel": "append_attention_kernel<bfloat16, 64, 1, true>"},
         {"replayed": 1000.0, "unit": "tile of 64 tokens, 16 rows"},
     )
     # What the kernel no longer has is gone; another kernel's stays.

@@ -31,19 +31,26 @@ struct Sizes {
   int64_t chunk_states;  // floats
 };
 
-// head_dim <= 128 has tiles of at most 64 rows, others of 32, latents of 16; the sizes hold for all.
+// Blocks that an SM has for a kernel, at most: of two row tiles and fewer, and of more.
+constexpr int kMostBlocksPerSm = 3, kBlocksOfHighTiles = 2;
+
+// head_dim <= 128 has tiles of at most 64 rows, others of 32, latents of 16; the sizes hold for all,
+// and for tiles of fewer rows.
 Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
-  int64_t tile_rows = shape.head_dim <= 128 ? 64 : shape.head_dim <= 256 ? 32 : 16;
+  int64_t most_rows = shape.head_dim <= 128 ? 64 : shape.head_dim <= 256 ? 32 : 16;
   int64_t value_dim = value_dim_of(shape.head_dim);
   int64_t group = shape.num_qo_heads / shape.num_kv_heads;
   Sizes sizes;
-  sizes.totals = int64_t{sms} * kAttentionBlocksPerSm *
-                 (kAttentionThreads * (tile_rows / 16) * (value_dim / 8 + 4));
+  int64_t row_tiles = kBlocksOfHighTiles * most_rows / 16;
+  row_tiles = row_tiles > kMostBlocksPerSm ? row_tiles : kMostBlocksPerSm;
+  sizes.totals = int64_t{sms} * kAttentionThreads * row_tiles * (value_dim / 8 + 4);
   int64_t rows = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * group;
+  int64_t tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  tile_rows = tile_rows < most_rows ? tile_rows : most_rows;
   rows = rows < tile_rows ? rows : tile_rows;
   // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
   sizes.leaf_cost = kLeafCost + static_cast<int>(kLeafCost / 4 * rows / 64);
-  int blocks = sms * kAttentionBlocksPerSm, tail = blocks - 1;
+  int blocks = sms * (tile_rows <= 32 ? kMostBlocksPerSm : kBlocksOfHighTiles), tail = blocks - 1;
   while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost) == 1) --tail;
   sizes.tail_units = tail < kCounters / 2 ? tail : kCounters / 2;
   int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
@@ -61,67 +68,117 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
 // Shared memory of plan_groups_kernel.
 int64_t plan_bytes(int64_t batch) { return (kScanInts + kGroupSums * batch) * sizeof(int); }
 
-// The kernel for caches of elements `Cache`.
-template <typename T, typename Cache, int kHeadDim>
+// A kernel for tiles of kTiles times 16 rows, of caches of elements `Cache`.
+template <typename T, typename Cache, int kHeadDim, int kTiles>
 auto* kernel_of([[maybe_unused]] const AppendAttentionParams& params) {
   if constexpr (kIsScaled<Cache>) {
-    return append_8bit_attention_kernel<T, Cache, kHeadDim>;
+    return append_8bit_attention_kernel<T, Cache, kHeadDim, kTiles>;
   } else {
     if constexpr (std::is_same_v<T, bfloat16> && kHeadDim == 128) {
-      if (params.stamps != nullptr) return append_attention_stamped_kernel<T, kHeadDim>;
+      if (params.stamps != nullptr) return append_attention_stamped_kernel<T, kHeadDim, kTiles>;
     }
-    return append_attention_kernel<T, kHeadDim>;
+    return append_attention_kernel<T, kHeadDim, kTiles>;
   }
 }
 
+// How a form of the kernel is launched.
+struct Form {
+  void (*kernel)(AttentionLaunch);
+  int rows;  // of a tile
+  int blocks_per_sm;
+  int shared_bytes;
+  int total_bytes;  // on top, where totals have no workspace
+};
+
+// The form with the lowest tiles that hold `rows` packed rows, or the highest.
+template <typename T, typename Cache, int kHeadDim, int kTiles = 1>
+Form form_of(const AppendAttentionParams& params, int64_t rows) {
+  if constexpr (kTiles < kMostRowTiles<T, kHeadDim>) {
+    if (rows > 16 * kTiles) return form_of<T, Cache, kHeadDim, 2 * kTiles>(params, rows);
+  }
+  using Shape = AttentionShape<T, kHeadDim, kTiles, Cache>;
+  static_assert(Shape::kBlocksPerSm <= (kTiles <= 2 ? kMostBlocksPerSm : kBlocksOfHighTiles));
+  return {kernel_of<T, Cache, kHeadDim, kTiles>(params),
+          Shape::kRows,
+          Shape::kBlocksPerSm,
+          Shape::kSharedBytes,
+          Shape::kTotalFloats * static_cast<int>(sizeof(float))};
+}
+
+// Blocks that run at once: as many as an SM of this device has the shared memory for. A grid of more
+// would take two waves where the plan counts on one.
+int blocks_of(const Form& form, size_t bytes, int sms, CudaStream stream) {
+  int fit = sm_shared_bytes(stream) / (static_cast<int>(bytes) + kBlockSharedBytes);
+  return sms * (fit < 1 ? 1 : fit < form.blocks_per_sm ? fit : form.blocks_per_sm);
+}
+
+void start(const Form& form,
+           const AttentionLaunch& launch_params,
+           size_t bytes,
+           int blocks,
+           CudaStream stream) {
+  const AppendAttentionParams& params = launch_params.params;
+  if (params.stamps != nullptr && params.stamped_blocks < blocks) {
+    throw std::invalid_argument("append_attention: phase stamps must have a row for each of " +
+                                std::to_string(blocks) + " blocks, got " +
+                                std::to_string(params.stamped_blocks));
+  }
+  launch(form.kernel, blocks, kAttentionThreads, bytes, stream, launch_params);
+}
+
 template <typename T, typename Cache, int kHeadDim>
-void run(AttentionLaunch launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
-  using Shape = AttentionShape<T, kHeadDim, Cache>;
-  size_t totals = launch_params.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0;
-  size_t stamps = launch_params.params.stamps == nullptr ? 0 : kStampBytes;
-  if (Shape::kSharedBytes + totals + stamps > static_cast<size_t>(max_shared_bytes(stream))) {
+void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream stream) {
+  const AppendAttentionParams& params = launch_params.params;
+  int64_t rows = params.rows * launch_params.group;
+  // Requests mostly have equally many rows; where one has more, it has more tiles.
+  int64_t batch = params.batch < 1 ? 1 : params.batch;
+  Form form =
+      form_of<T, Cache, kHeadDim>(params, ceil_div(params.rows, batch) * launch_params.group);
+  size_t stamps = params.stamps == nullptr ? 0 : kStampBytes;
+  size_t bytes =
+      form.shared_bytes + stamps + (launch_params.totals == nullptr ? form.total_bytes : 0);
+  if (bytes > static_cast<size_t>(max_shared_bytes(stream))) {
     throw std::invalid_argument("append_attention: workspace must have at least " +
                                 std::to_string(kCounters + sizes.totals) +
                                 " elements on this device, got " +
-                                std::to_string(launch_params.params.workspace_size));
+                                std::to_string(params.workspace_size));
   }
-  auto* kernel = kernel_of<T, Cache, kHeadDim>(launch_params.params);
-  auto start = [&](size_t more_bytes) {
-    launch(
-        kernel, blocks, kAttentionThreads, Shape::kSharedBytes + more_bytes, stream, launch_params);
-  };
+  launch_params.tile_rows = form.rows;
   if (launch_params.groups != nullptr) {
+    Form shared = form_of<T, Cache, kHeadDim>(params, rows);
+    launch_params.group_rows = shared.rows;
+    size_t shared_bytes = shared.shared_bytes + stamps;
+    int blocks = blocks_of(shared, shared_bytes, sms, stream);
     launch(plan_groups_kernel,
            1,
            kAttentionThreads,
-           plan_bytes(launch_params.params.batch),
+           plan_bytes(params.batch),
            stream,
            launch_params,
-           Shape::kRows,
            blocks);
     launch_params.is_shared_launch = true;
-    start(stamps);
+    start(shared, launch_params, shared_bytes, blocks, stream);
     launch_params.is_shared_launch = false;
   }
-  start(totals + stamps);
+  start(form, launch_params, bytes, blocks_of(form, bytes, sms, stream), stream);
 }
 
 template <typename T, typename Cache = T>
-void run(const AttentionLaunch& launch_params, const Sizes& sizes, int blocks, CudaStream stream) {
+void run(const AttentionLaunch& launch_params, const Sizes& sizes, int sms, CudaStream stream) {
   switch (launch_params.params.head_dim) {
     case 64:
-      return run<T, Cache, 64>(launch_params, sizes, blocks, stream);
+      return run<T, Cache, 64>(launch_params, sizes, sms, stream);
     case 96:
-      return run<T, Cache, 96>(launch_params, sizes, blocks, stream);
+      return run<T, Cache, 96>(launch_params, sizes, sms, stream);
     case 128:
-      return run<T, Cache, 128>(launch_params, sizes, blocks, stream);
+      return run<T, Cache, 128>(launch_params, sizes, sms, stream);
     case kLatentKeyDim:
       if constexpr (sizeof(Cache) == 2) {
-        return run<T, Cache, kLatentKeyDim>(launch_params, sizes, blocks, stream);
+        return run<T, Cache, kLatentKeyDim>(launch_params, sizes, sms, stream);
       }
       throw std::invalid_argument("append_attention: latents must be bfloat16 or float16 on cuda");
     default:
-      return run<T, Cache, 256>(launch_params, sizes, blocks, stream);
+      return run<T, Cache, 256>(launch_params, sizes, sms, stream);
   }
 }
 
@@ -136,12 +193,6 @@ void attention_workspace_size_cuda(const AttentionWorkspaceParams& params, CudaS
 
 void append_attention_cuda(const AppendAttentionParams& params, CudaStream stream) {
   int sms = num_sms(stream);
-  int blocks = sms * kAttentionBlocksPerSm;
-  if (params.stamps != nullptr && params.stamped_blocks < blocks) {
-    throw std::invalid_argument("append_attention: phase stamps must have a row for each of " +
-                                std::to_string(blocks) + " blocks, got " +
-                                std::to_string(params.stamped_blocks));
-  }
   Sizes sizes = workspace_sizes({.rows = params.rows,
                                  .batch = params.batch,
                                  .num_qo_heads = params.num_qo_heads,
@@ -191,15 +242,15 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
     launch_params.chunk_capacity = static_cast<int>(left / 4);
   }
   if (params.cache_dtype == DType::kInt8) {
-    run<bfloat16, KvInt8>(launch_params, sizes, blocks, stream);
+    run<bfloat16, KvInt8>(launch_params, sizes, sms, stream);
   } else if (params.cache_dtype == DType::kFloat8E4M3) {
-    run<bfloat16, KvE4M3>(launch_params, sizes, blocks, stream);
+    run<bfloat16, KvE4M3>(launch_params, sizes, sms, stream);
   } else if (params.dtype == DType::kBFloat16) {
-    run<bfloat16>(launch_params, sizes, blocks, stream);
+    run<bfloat16>(launch_params, sizes, sms, stream);
   } else if (params.dtype == DType::kFloat16) {
-    run<float16>(launch_params, sizes, blocks, stream);
+    run<float16>(launch_params, sizes, sms, stream);
   } else {
-    run<float>(launch_params, sizes, blocks, stream);
+    run<float>(launch_params, sizes, sms, stream);
   }
 }
 

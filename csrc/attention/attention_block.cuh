@@ -56,13 +56,19 @@ struct Turns {
 // kExact = false is for a bench to price exactness: a chunk runs from end to end in one state,
 // without the folds of its leaves. Launch it with tail_units = 0 and no prefixes; the product has
 // no instance. kIsStamped keeps time (attention_stamps.cuh).
-template <typename T, int kDim, bool kExact = true, bool kIsStamped = false, typename KvElement = T>
+template <typename T,
+          int kDim,
+          int kTiles,
+          bool kExact = true,
+          bool kIsStamped = false,
+          typename KvElement = T>
 struct AttentionBlock {
   using Element = T;
   using Cache = KvElement;
-  using Shape = AttentionShape<T, kDim, KvElement>;
+  using Shape = AttentionShape<T, kDim, kTiles, KvElement>;
   static constexpr int kHeadDim = kDim;
   static constexpr int kValueDim = Shape::kValueDim;
+  static constexpr int kRowTiles = Shape::kRowTiles;
   static constexpr int kTile = Shape::kTile;
   static constexpr int kOutTiles = Shape::kOutTiles;
   static constexpr int kScoreTiles = Shape::kScoreTiles;
@@ -118,12 +124,16 @@ struct AttentionBlock {
   // ---- shared memory ----
 
   __device__ __forceinline__ unsigned char* k_slot(int tile) const {
-    constexpr int kSlots = Shape::kIsLatent ? 2 : kStages;
-    return smem + Shape::kRing + (tile & (kSlots - 1)) * Shape::kTileBytes;
+    int slot = tile & (kStages - 1);
+    if constexpr (Shape::kIsLatent) slot = tile & 1;
+    if constexpr (Shape::kThreeSlots) slot = static_cast<int>(2u * tile % 3);
+    return smem + Shape::kRing + slot * Shape::kTileBytes;
   }
   __device__ __forceinline__ unsigned char* v_slot(int tile) const {
     if constexpr (Shape::kIsLatent) return k_slot(tile);
-    return smem + Shape::kRing + (kStages + (tile & (kStages - 1))) * Shape::kTileBytes;
+    int slot = kStages + (tile & (kStages - 1));
+    if constexpr (Shape::kThreeSlots) slot = static_cast<int>((2u * tile + 1) % 3);
+    return smem + Shape::kRing + slot * Shape::kTileBytes;
   }
 
   // The running maximum of a leaf after a tile, by row, in turns like chunk_sums.

@@ -92,10 +92,11 @@ __device__ __forceinline__ float scale_of_token(float scale, int which, int n, i
 }
 
 // s += q k of the warp's tokens.
-template <int kRowTiles, typename Block>
-__device__ __forceinline__ void multiply_byte_keys(const Block& block,
-                                                   const unsigned char* keys,
-                                                   float (&s)[kRowTiles][Block::kScoreTiles][4]) {
+template <typename Block>
+__device__ __forceinline__ void multiply_byte_keys(
+    const Block& block,
+    const unsigned char* keys,
+    float (&s)[Block::kRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
   constexpr int kScoreTiles = Block::kScoreTiles;
   unsigned thread = thread_index();
@@ -128,7 +129,7 @@ __device__ __forceinline__ void multiply_byte_keys(const Block& block,
         b[n][1] = wide.y;
       }
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      for (int i = 0; i < Block::kRowTiles; ++i) {
         uint32_t a[4];
         ptx::ldmatrix_x4(a,
                          queries + i * 16 * Shape::kQueryBytes + a_place.after(2 * (2 * k + half)));
@@ -142,10 +143,10 @@ __device__ __forceinline__ void multiply_byte_keys(const Block& block,
 }
 
 // leaf.o += P V.
-template <int kRowTiles, typename Block>
+template <typename Block>
 __device__ __forceinline__ void add_byte_values(const Block& block,
                                                 const unsigned char* values,
-                                                Outputs<kRowTiles, Block::kOutTiles>& leaf) {
+                                                Outputs<Block>& leaf) {
   using Shape = typename Block::Shape;
   constexpr int kOutTiles = Block::kOutTiles;
   constexpr int kGroups = (kOutTiles + 1) / 2;  // of 16 columns
@@ -180,7 +181,7 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
       }
     }
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < Block::kRowTiles; ++i) {
       uint32_t a[4];
       ptx::ldmatrix_x4(a, probs + i * 16 * Shape::kProbVectors * 16 + a_place.after(2 * k));
 #pragma unroll

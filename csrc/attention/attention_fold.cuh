@@ -36,15 +36,15 @@ __device__ __forceinline__ float inverse(float l) { return l == 0.0f ? 0.0f : __
 // The share of one lane in outputs of a tile of rows, in the fragment layout of mma: o[i][n][2 *
 // half + e] belongs to row 16 * i + lane / 4 + 8 * half and column (warp * kOutTiles + n) * 8 + 2 *
 // (lane % 4) + e.
-template <int kRowTiles, int kOutTiles>
+template <typename Block>
 struct Outputs {
-  float o[kRowTiles][kOutTiles][4];
+  float o[Block::kRowTiles][Block::kOutTiles][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
+      for (int n = 0; n < Block::kOutTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) o[i][n][e] = 0.0f;
       }

@@ -27,9 +27,8 @@ struct GroupNeed {
   int units;
   int quads;  // of states, at most one more than there are
 
-  __device__ __forceinline__ GroupNeed(const AttentionLaunch& launch,
-                                       const Group& group,
-                                       int tile_rows) {
+  __device__ __forceinline__ GroupNeed(const AttentionLaunch& launch, const Group& group) {
+    int tile_rows = launch.group_rows;
     int64_t packed = int64_t{group.rows} * launch.group;
     int64_t tiles = (packed + tile_rows - 1) / tile_rows * launch.params.num_kv_heads;
     int rows = packed < tile_rows ? static_cast<int>(packed + 1) / 2 * 2 : tile_rows;
@@ -50,13 +49,10 @@ __device__ __forceinline__ int64_t row_tiles(const AttentionLaunch& launch,
 // Whether a leaf is better reduced for the rows of all members of a group: the tiles of rows that
 // then need not read it, against states that are written and read again. Tiles full of one member's
 // rows gain nothing.
-__device__ __forceinline__ bool pays(const AttentionLaunch& launch,
-                                     int member_tiles,
-                                     int rows,
-                                     int tile_rows) {
+__device__ __forceinline__ bool pays(const AttentionLaunch& launch, int member_tiles, int rows) {
   int64_t head_dim = launch.params.head_dim;
   int64_t element = launch.params.dtype == DType::kFloat32 ? 4 : 2;
-  int64_t spared = member_tiles - row_tiles(launch, rows, tile_rows);
+  int64_t spared = member_tiles - row_tiles(launch, rows, launch.group_rows);
   int64_t states = int64_t{rows} * launch.group * 2 * (value_dim_of(head_dim) + 2);
   return spared * kLeafTokens * read_dim_of(head_dim) * element > states * int64_t{sizeof(float)};
 }
@@ -65,7 +61,6 @@ __device__ __forceinline__ bool pays(const AttentionLaunch& launch,
 // first kPlanned in a list. Returns how many there are.
 __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
                                            const GroupSums& sums,
-                                           int tile_rows,
                                            int* scan) {
   const AppendAttentionParams& params = launch.params;
   int batch = static_cast<int>(params.batch), levels = static_cast<int>(params.num_prefix_levels);
@@ -94,7 +89,7 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
       atomicAdd(&sums.members[leader], 1);
       atomicMin(&sums.member[leader], b);
       atomicAdd(&sums.tiles[leader],
-                static_cast<int>(row_tiles(launch, request.qo_len, tile_rows)));
+                static_cast<int>(row_tiles(launch, request.qo_len, launch.tile_rows)));
       atomicMax(&sums.row_end[leader], request.qo_begin + request.qo_len);
     }
     __syncthreads();
@@ -110,7 +105,7 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
           group.member = sums.member[b];
           group.first_row = params.qo_indptr[group.member];
           group.rows = sums.row_end[b] - group.first_row;
-          if (pays(launch, sums.tiles[b], group.rows, tile_rows)) {
+          if (pays(launch, sums.tiles[b], group.rows)) {
             shared = min(params.prefix_lens[entry], sums.first_position[b]) / kLeafTokens;
             shared = max(shared, before);
           }
@@ -133,19 +128,21 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
 
 // Cuts what the groups share into units for `blocks` blocks: as chunks, or, where those are too few
 // to occupy the machine, as leaves. Returns how many units; 0: there is no room for their states.
-__device__ __forceinline__ int cut_groups(
-    const AttentionLaunch& launch, int count, int tile_rows, int blocks, int* scan) {
+__device__ __forceinline__ int cut_groups(const AttentionLaunch& launch,
+                                          int count,
+                                          int blocks,
+                                          int* scan) {
   int place = threadIdx.x;
   Group group{};
   if (place < count) group = launch.group_list->groups[place];
   int chunk_units;
-  scan_exclusive(place < count ? GroupNeed(launch, group, tile_rows).units : 0, scan, chunk_units);
+  scan_exclusive(place < count ? GroupNeed(launch, group).units : 0, scan, chunk_units);
 #pragma unroll 1
   for (int leafwise = 2 * chunk_units < blocks ? 1 : 0; leafwise >= 0; --leafwise) {
     group.leafwise = leafwise;
     int units = 0, quads = 0, all_units, all_quads;
     if (place < count) {
-      GroupNeed need(launch, group, tile_rows);
+      GroupNeed need(launch, group);
       units = need.units;
       quads = need.quads;
     }
@@ -169,11 +166,11 @@ __device__ __forceinline__ int cut_groups(
 // Block:   kAttentionThreads, a request or a group each.
 // Smem:    kScanInts integers, and kGroupSums for each request.
 // Cost:    a few reads of the lengths, level by level; latency.
-// Assumes: the shared memory for the batch; tile_rows and blocks are those of the launches.
+// Assumes: the shared memory for the batch; `blocks` are those of the shared launch.
 // Order:   integers.
 // One block an SM is enough, and ptxas must be told: for sm_80 it would spill to fit sixteen.
 __global__ void __launch_bounds__(kAttentionThreads, 1)
-    plan_groups_kernel(const __grid_constant__ AttentionLaunch launch, int tile_rows, int blocks) {
+    plan_groups_kernel(const __grid_constant__ AttentionLaunch launch, int blocks) {
   wait_for_previous_kernel();
   int* ints = reinterpret_cast<int*>(shared_memory());
   int* scan = ints;
@@ -187,9 +184,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
                  at + 5 * batch,
                  at + 6 * batch,
                  at + 7 * batch};
-  int count = find_groups(launch, sums, tile_rows, scan);
+  int count = find_groups(launch, sums, scan);
   int units = 0;
-  if (count > 0 && count <= kPlanned) units = cut_groups(launch, count, tile_rows, blocks, scan);
+  if (count > 0 && count <= kPlanned) units = cut_groups(launch, count, blocks, scan);
   if (threadIdx.x == 0) launch.group_list->units = units;
   if (units > 0) return;
   int entries = static_cast<int>(launch.params.num_prefix_levels) * batch;

@@ -11,17 +11,17 @@ namespace specops {
 
 // chunk = chunk, then the leaf that ends with the tile. The leaf's sums of weights are added up
 // first: the four lanes of a quad, then the warps in order.
-template <int kRowTiles, typename Block>
+template <typename Block>
 __device__ __forceinline__ void fold_leaf(const Block& block,
                                           int tile,
-                                          const Outputs<kRowTiles, Block::kOutTiles>& leaf,
-                                          Outputs<kRowTiles, Block::kOutTiles>& chunk) {
+                                          const Outputs<Block>& leaf,
+                                          Outputs<Block>& chunk) {
   using Shape = typename Block::Shape;
   unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   float* sums = reinterpret_cast<float*>(block.smem + Shape::kSums);
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = block.lane_sums()[(2 * i + half) * kAttentionThreads + thread];
@@ -32,7 +32,7 @@ __device__ __forceinline__ void fold_leaf(const Block& block,
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int row = 16 * i + lane / 4 + 8 * half;
@@ -56,17 +56,14 @@ __device__ __forceinline__ void fold_leaf(const Block& block,
 
 // The chunks of a sequence that one block owns: `total`, thread-private memory, becomes total, then
 // the chunk, which takes the result as well.
-template <int kRowTiles, typename Block>
-__device__ __forceinline__ void fold_chunk(const Block& block,
-                                           int leaf,
-                                           bool has_total,
-                                           bool is_last,
-                                           Outputs<kRowTiles, Block::kOutTiles>& chunk) {
+template <typename Block>
+__device__ __forceinline__ void fold_chunk(
+    const Block& block, int leaf, bool has_total, bool is_last, Outputs<Block>& chunk) {
   unsigned thread = thread_index();
   int lane = thread % kWarpSize;
   float4* total = block.total_of_block(thread);
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int i = 0; i < Block::kRowTiles; ++i) {
     float2* place[2] = {block.chunk_sums(leaf) + 16 * i + lane / 4,
                         block.chunk_sums(leaf) + 16 * i + lane / 4 + 8};
     float2 sums[2] = {*place[0], *place[1]};
@@ -96,7 +93,7 @@ __device__ __forceinline__ void fold_chunk(const Block& block,
   __syncthreads();  // every thread has read the sums
   if (thread >= kWarpSize || lane % 4 != 0) return;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int i = 0; i < Block::kRowTiles; ++i) {
     float4 sums = total[i * (Block::kOutTiles + 1) * kAttentionThreads];
     block.chunk_sums(leaf)[16 * i + lane / 4] =
         is_last ? make_float2(sums.x, sums.y) : make_float2(-INFINITY, 0.0f);

@@ -138,15 +138,15 @@ __device__ __forceinline__ void load_tile(const Block& block,
   }
 }
 
-template <int kRowTiles, typename Block>
+template <typename Block>
 __device__ __forceinline__ void load_queries(const Block& block) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
   Unit& unit = block.unit;
   unsigned thread = thread_index();
   int2* seen = reinterpret_cast<int2*>(block.smem + Shape::kSeen);
-  static_assert(16 * kRowTiles <= kAttentionThreads);
-  if (thread < 16 * kRowTiles) {
+  static_assert(16 * Block::kRowTiles <= kAttentionThreads);
+  if (thread < 16 * Block::kRowTiles) {
     int row = thread;
     int packed = unit.first_row + min(row, unit.rows - 1);
     int position = unit.request.kv_len - unit.request.qo_len + packed / block.group();
@@ -156,7 +156,8 @@ __device__ __forceinline__ void load_queries(const Block& block) {
   // 8-bit caches: two vectors at once, whose columns change places.
   constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;
 #pragma unroll 1
-  for (unsigned index = thread; index < 16 * kRowTiles * kShares; index += kAttentionThreads) {
+  for (unsigned index = thread; index < 16 * Block::kRowTiles * kShares;
+       index += kAttentionThreads) {
     int row = index / kShares, vector = index % kShares * kAtOnce;
     bool valid = row < unit.rows;
     int packed = unit.first_row + (valid ? row : 0);

@@ -19,8 +19,8 @@ struct Merge {
   using Shape = typename Block::Shape;
   static constexpr int kQuads = Block::kValueDim / 4;
   static constexpr int kItems = Shape::kRows * kQuads / kAttentionThreads;  // quads of a thread
-  static constexpr int kItemsAtOnce = kItems < 2 ? kItems : 2;
-  static_assert(Shape::kRows * kQuads % kAttentionThreads == 0 && kItems % kItemsAtOnce == 0);
+  static constexpr int kItemsAtOnce = kItems % 2 == 0 ? 2 : 1;
+  static_assert(Shape::kRows * kQuads % kAttentionThreads == 0);
 
   // In the ring, which is idle.
   struct Shared {
@@ -29,7 +29,7 @@ struct Merge {
     float2 scales[kChunkLeaves + 1][Shape::kRows];  // (a_scale, b_scale); last: of their sum
     float2 result[Shape::kRows];
   };
-  static_assert(sizeof(Shared) <= Shape::kProbs - Shape::kRing);
+  static_assert(sizeof(Shared) <= Shape::kSharedBytes - Shape::kRing);
 
   Shared& shared;
   int rows;

@@ -10,7 +10,6 @@ namespace specops {
 
 constexpr int kAttentionThreads = 128;
 constexpr int kAttentionWarps = kAttentionThreads / kWarpSize;
-constexpr int kAttentionBlocksPerSm = 2;
 constexpr int kLeafTokens = 256;
 constexpr int kChunkLeaves = 8;
 constexpr int kChunkTokens = kChunkLeaves * kLeafTokens;
@@ -72,6 +71,8 @@ struct GroupList {
 struct AttentionLaunch {
   AppendAttentionParams params;
   int group;            // query heads of a KV head
+  int tile_rows;        // of a tile of a request's rows: what the kernel is for
+  int group_rows;       // the same of a group's rows, in the shared launch
   int32_t* counters;    // [num_counters + tail_units], zero between launches
   float* totals;        // [blocks, kTotalFloats]; nullptr: in shared memory
   float* leaf_states;   // [tail_units * kChunkLeaves, leaf_floats]

@@ -18,11 +18,11 @@ namespace specops {
 // Reduces the unit's tokens for the rows of its tile and writes its states or the result. Returns
 // false, with nothing written, where V holds an infinity or a NaN that some row must not see: a
 // weight of zero would not keep it out.
-template <int kRowTiles, typename Block>
+template <typename Block>
 __device__ __forceinline__ bool attend(const Block& block) {
   using Shape = typename Block::Shape;
   Unit& unit = block.unit;
-  load_queries<kRowTiles>(block);
+  load_queries(block);
   load_table(block, unit.begin / kChunkTokens);
   if (unit.end > (unit.begin / kChunkTokens + 1) * kChunkTokens) {
     load_table(block, unit.begin / kChunkTokens + 1);
@@ -30,31 +30,32 @@ __device__ __forceinline__ bool attend(const Block& block) {
   __syncthreads();
   int begin = block.first_tile();
 
-  float s[kRowTiles][Block::kScoreTiles][4];
+  float s[Block::kRowTiles][Block::kScoreTiles][4];
   // 8-bit caches: of the tile that is scored or weighed, and of the one after it.
   float scale = 0.0f;
   [[maybe_unused]] float next_scale = 0.0f;
-  Outputs<kRowTiles, Block::kOutTiles> leaf;
-  Outputs<kRowTiles, Block::kOutTiles> chunk;
+  Outputs<Block> leaf;
+  Outputs<Block> chunk;
   leaf.clear();
   chunk.clear();
-  if (thread_index() < 16 * kRowTiles) {
+  if (thread_index() < 16 * Block::kRowTiles) {
     block.chunk_sums(block.leaf_of(begin))[thread_index()] = make_float2(-INFINITY, 0.0f);
     block.running(begin - 1)[thread_index()] = -INFINITY;
   }
 #pragma unroll
-  for (int i = 0; i < 2 * kRowTiles; ++i)
+  for (int i = 0; i < 2 * Block::kRowTiles; ++i)
     block.lane_sums()[i * kAttentionThreads + thread_index()] = 0.0f;
   // Copies run ahead: what is begun in step `tile` is V of tile + kStages - 1 and K of the one
-  // after it. The steps before first - 1 only begin copies, that step scores the first tile. What
-  // the loop asks of the unit it reads anew in each step: registers are short.
+  // after it; with three slots K and V of the tile after it, apart, since K is needed first. The
+  // steps before first - 1 only begin copies, that step scores the first tile. What the loop asks
+  // of the unit it reads anew in each step: registers are short.
 #pragma unroll 1
   for (int tile = begin - Block::kStages;; ++tile) {
     int first = block.first_tile(), last = block.last_tile();
     if (tile > last) break;
     if (tile >= first - 1) __syncthreads();  // maxima are out; the tile before is done with
     if (tile >= first) {
-      weigh<kRowTiles>(block, tile, scale, s, leaf);
+      weigh(block, tile, scale, s, leaf);
     }
     if constexpr (Shape::kScaled) {
       scale = next_scale;
@@ -63,7 +64,8 @@ __device__ __forceinline__ bool attend(const Block& block) {
     int ahead = tile + Block::kStages - 1;
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
-      int wanted = ahead + 1 - which;
+      int wanted = Shape::kThreeSlots ? tile + 1 : ahead + 1 - which;
+      if (Shape::kThreeSlots && which == 1) ptx::cp_async_commit();
       if (wanted < first || wanted > last || (Shape::kIsLatent && which == 1)) continue;
       const void* cache = which == 0 ? block.params.k_cache : block.params.v_cache;
       load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
@@ -74,7 +76,11 @@ __device__ __forceinline__ bool attend(const Block& block) {
         unit.end > (tile / Shape::kTilesPerChunk + 1) * kChunkTokens) {
       load_table(block, tile / Shape::kTilesPerChunk + 1);
     }
-    if constexpr (!Shape::kIsLatent) ptx::cp_async_wait<Block::kStages - 1>();
+    if constexpr (Shape::kThreeSlots) {
+      ptx::cp_async_wait<2>();
+    } else if constexpr (!Shape::kIsLatent) {
+      ptx::cp_async_wait<Block::kStages - 1>();
+    }
     // Elements of 8-bit caches are finite, and their scales reach no row that does not see them.
     if (!Shape::kScaled && tile >= first && unit.many_queries && block.partly_seen(tile)) {
       if (__syncthreads_or(has_nonfinite(block, tile))) {
@@ -86,22 +92,22 @@ __device__ __forceinline__ bool attend(const Block& block) {
     }
     if (Block::kStamped && tile == first - 1) stamp(block, AttentionPhase::kLoad);
     if (tile >= first) {
-      accumulate<kRowTiles>(block, tile, leaf);
+      accumulate(block, tile, leaf);
       last = block.last_tile();
       if ((tile + 1) * Block::kTile % Block::kLeaf == 0 || tile == last) {
-        fold_leaf<kRowTiles>(block, tile, leaf, chunk);
+        fold_leaf(block, tile, leaf, chunk);
         bool leafwise = unit.leaf_stride != 0;
         if (leafwise || (tile + 1) % Shape::kTilesPerChunk == 0 || tile == last) {
           __syncthreads();  // the chunk's sums are there
           bool has_total = tile / Shape::kTilesPerChunk > unit.begin / kChunkTokens;
           if (!leafwise && (has_total || tile < last)) {
-            fold_chunk<kRowTiles>(block, block.leaf_of(tile) + 1, has_total, tile == last, chunk);
+            fold_chunk(block, block.leaf_of(tile) + 1, has_total, tile == last, chunk);
             __syncthreads();
           }
-          if (leafwise || tile == last) write_rows<kRowTiles>(block, tile, chunk);
+          if (leafwise || tile == last) write_rows(block, tile, chunk);
           if (leafwise && tile < last) {
             __syncthreads();
-            if (thread_index() < 16 * kRowTiles) {
+            if (thread_index() < 16 * Block::kRowTiles) {
               block.chunk_sums(block.leaf_of(tile) + 1)[thread_index()] =
                   make_float2(-INFINITY, 0.0f);
             }
@@ -112,23 +118,14 @@ __device__ __forceinline__ bool attend(const Block& block) {
       }
     }
     if (tile < block.last_tile()) {
-      if constexpr (Shape::kIsLatent) {  // of which accumulate() had the tile before
-        ptx::cp_async_wait<0>();
+      if constexpr (Shape::kIsLatent || Shape::kThreeSlots) {  // accumulate() needed no more
+        ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();
         __syncthreads();
       }
-      score<kRowTiles>(block, tile + 1, scale, s);
+      score(block, tile + 1, scale, s);
     }
   }
   return true;
-}
-
-// With the fewest row tiles that hold the unit's rows.
-template <int kRowTiles, typename Block>
-__device__ __forceinline__ bool attend_rows(const Block& block) {
-  if constexpr (kRowTiles < Block::Shape::kRowTiles) {
-    if (block.unit.rows > 16 * kRowTiles) return attend_rows<2 * kRowTiles>(block);
-  }
-  return attend<kRowTiles>(block);
 }
 
 // Makes the unit one of the query of row `row` of its tile.
@@ -152,7 +149,7 @@ template <typename Block>
 __device__ __forceinline__ void run_rows(const Block& block) {
   Unit& unit = block.unit;
   for (;;) {
-    bool done = attend_rows<1>(block);
+    bool done = attend(block);
     if (done && unit.tile_rows == unit.state_row + unit.rows) return;
     __syncthreads();
     if (thread_index() == 0) narrow(block, done ? unit.state_row + unit.rows : 0);

@@ -68,10 +68,10 @@ __device__ __forceinline__ float finish_sums(const Block& block, int row, float&
   return __fmul_rn(fold.a_scale, inverse(l));
 }
 
-template <int kRowTiles, typename Block>
+template <typename Block>
 __device__ __forceinline__ void write_rows(const Block& block,
                                            int tile,
-                                           const Outputs<kRowTiles, Block::kOutTiles>& sum) {
+                                           const Outputs<Block>& sum) {
   using T = typename Block::Element;
   Unit& unit = block.unit;
   const float2* sums = block.chunk_sums(block.leaf_of(tile) + 1);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void write_rows(const Block& block,
   unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int row = 16 * i + lane / 4 + 8 * half;

@@ -11,7 +11,17 @@ namespace specops {
 
 // Sizes that follow from the element type, that of the caches, and head_dim. A tile lies in shared
 // memory as it does in the cache; elements of 8-bit caches are widened to T in registers.
-template <typename T, int kHeadDim, typename Cache = T>
+// Tiles of 16 rows at once: as many as let all fit 99 KiB, and no more than the bandwidth of memory
+// needs. Kernels for fewer rows have half as many, down to one.
+template <typename T, int kHeadDim>
+constexpr int kMostRowTiles = kHeadDim * sizeof(T) > 512                     ? 1
+                              : sizeof(T) == 4 || kHeadDim * sizeof(T) > 256 ? 2
+                                                                             : 4;
+
+// What an SM has for blocks, each of which takes 1 KiB beside what it asks for (sm_90, sm_100).
+constexpr int kSmSharedBytes = 228 << 10, kBlockSharedBytes = 1 << 10;
+
+template <typename T, int kHeadDim, int kTiles, typename Cache = T>
 struct AttentionShape {
   static constexpr bool kScaled = kIsScaled<Cache>;
   static constexpr bool kIsLatent = kHeadDim == kLatentKeyDim;  // a tile of K is that of V as well
@@ -19,10 +29,7 @@ struct AttentionShape {
   static constexpr int kQueryBytes = kHeadDim * static_cast<int>(sizeof(T));  // of a row
   static constexpr int kQueryVectors = kQueryBytes / 16;
   static constexpr int kTile = kQueryBytes <= 256 ? 64 : 32;  // tokens
-  // Of 16 rows. So many that all fits 99 KiB, and no more than the bandwidth of memory needs.
-  static constexpr int kRowTiles = kQueryBytes > 512                     ? 1
-                                   : sizeof(T) == 4 || kQueryBytes > 256 ? 2
-                                                                         : 4;
+  static constexpr int kRowTiles = kTiles;
   static constexpr int kRows = 16 * kRowTiles;
   static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;    // of 8 tokens, per warp
   static constexpr int kOutTiles = kValueDim / kAttentionWarps / 8;  // of 8 columns, per warp
@@ -32,7 +39,6 @@ struct AttentionShape {
   static constexpr int kVectors = (kFilled + 3) / 4 * 4;
   static constexpr int kRowBytes = kVectors * 16;
   static constexpr int kTileBytes = kTile * kRowBytes;
-  static constexpr int kStages = kTileBytes <= 8 << 10 ? 4 : kTileBytes <= 16 << 10 ? 2 : 1;
   // Threads that copy one row of a tile, and rows that all copy at once.
   static constexpr int kCopyLanes = kVectors % 16 == 0 ? 16 : kVectors % 8 == 0 ? 8 : 4;
   static constexpr int kCopyRows = kAttentionThreads / kCopyLanes;
@@ -41,9 +47,7 @@ struct AttentionShape {
 
   // Shared memory.
   static constexpr int kQueries = 0;
-  static constexpr int kRing = kQueries + kRows * kQueryBytes;  // kStages tiles of K, then of V;
-                                                                // of latents two in turns
-  static constexpr int kProbs = kRing + 2 * kStages * kTileBytes;
+  static constexpr int kProbs = kQueries + kRows * kQueryBytes;
   static constexpr int kMaxima = kProbs + kRows * kProbVectors * 16;  // float [kRows, warps]
   static constexpr int kSums = kMaxima + kRows * kAttentionWarps * 4;
   static constexpr int kRunning = kSums + kRows * kAttentionWarps * 4;  // float [2, kRows]
@@ -56,7 +60,26 @@ struct AttentionShape {
   static constexpr int kScan = kPlan + 3 * kPlanned * 4;       // int [8]
   static constexpr int kUnit = kScan + 32;
   static constexpr int kTurns = kUnit + 256;
-  static constexpr int kSharedBytes = kTurns + 48;  // then totals
+  static constexpr int kRing = (kTurns + 48 + 127) / 128 * 128;  // tiles of K and V
+
+  // Whether an SM has the shared memory for three blocks with so many tiles in their rings.
+  static constexpr bool fits_three(int tiles) {
+    return 3 * (kRing + tiles * kTileBytes + kBlockSharedBytes) <= kSmSharedBytes;
+  }
+  // Three blocks hide more latency than two, where there are registers for three.
+  static constexpr bool kWantsThree =
+      kRowTiles == 1 || (kRowTiles == 2 && sizeof(T) == 2 && kHeadDim <= 128);
+  // The ring has kStages tiles of K, then as many of V; where that is too much for three blocks, half
+  // as many, or three slots that K and V take in turns. Latents take two in turns.
+  static constexpr int kMostStages = kTileBytes <= 8 << 10 ? 4 : kTileBytes <= 16 << 10 ? 2 : 1;
+  static constexpr bool kHalves =
+      kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 4 && fits_three(4);
+  static constexpr bool kThreeSlots =
+      kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 2 && fits_three(3);
+  static constexpr int kStages = kThreeSlots ? 1 : kHalves ? kMostStages / 2 : kMostStages;
+  static constexpr int kSlots = kThreeSlots ? 3 : 2 * kStages;
+  static constexpr int kSharedBytes = kRing + kSlots * kTileBytes;  // then totals
+  static constexpr int kBlocksPerSm = kWantsThree && fits_three(kSlots) ? 3 : 2;
 
   // The running total of a sequence that one block owns: thread-private float4, thread innermost.
   static constexpr int kTotalFloats = kAttentionThreads * 4 * kRowTiles * (kOutTiles + 1);

@@ -74,15 +74,15 @@ __device__ __forceinline__ bool is_only_chunk(const Block& block) {
 
 template <typename Block>
 __device__ __forceinline__ int group_tiles(const Block& block, const Group& group) {
-  using Shape = typename Block::Shape;
-  return static_cast<int>((int64_t{group.rows} * block.group() + Shape::kRows - 1) / Shape::kRows);
+  int64_t packed = int64_t{group.rows} * block.group();
+  return static_cast<int>((packed + block.launch.group_rows - 1) / block.launch.group_rows);
 }
 
 template <typename Block>
 __device__ __forceinline__ int group_state_rows(const Block& block, const Group& group) {
-  using Shape = typename Block::Shape;
   int64_t packed = int64_t{group.rows} * block.group();
-  return packed < Shape::kRows ? static_cast<int>(packed + 1) / 2 * 2 : Shape::kRows;
+  int most = block.launch.group_rows;
+  return packed < most ? static_cast<int>(packed + 1) / 2 * 2 : most;
 }
 
 // Floats between slots of a group.
@@ -127,14 +127,14 @@ __device__ __forceinline__ bool has_state(const Block& block, int chunk) {
 // A row of the unit in the state that a group has for the leaf, or for its chunk.
 template <typename Block>
 __device__ __forceinline__ StateRow shared_row(const Block& block, int leaf, int row) {
-  using Shape = typename Block::Shape;
   const Group& group = group_of(block, leaf);
+  int most = block.launch.group_rows;
   int chunk = leaf / kChunkLeaves;
   int slot = group.holds_chunk(chunk) ? group.slot_of_chunk(chunk) : group.slot_of_leaf(leaf);
   int packed = block.unit.first_row + row;
   packed += (block.unit.request.qo_begin - group.first_row) * block.group();
-  const float* state = group_state(block, group, slot, block.unit.head, packed / Shape::kRows);
-  return row_of_state<Block>(state, group_state_rows(block, group), packed % Shape::kRows);
+  const float* state = group_state(block, group, slot, block.unit.head, packed / most);
+  return row_of_state<Block>(state, group_state_rows(block, group), packed % most);
 }
 
 }  // namespace specops

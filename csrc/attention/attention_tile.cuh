@@ -18,11 +18,11 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 // s = scaled scores of the warp's tokens, -inf where a row does not see the token; each row's
 // maximum over them goes to shared memory. token_scale: what load_scale found, of 8-bit caches.
-template <int kRowTiles, typename Block>
+template <typename Block>
 __device__ __forceinline__ void score(const Block& block,
                                       int tile,
                                       float token_scale,
-                                      float (&s)[kRowTiles][Block::kScoreTiles][4]) {
+                                      float (&s)[Block::kRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
   unsigned thread = thread_index();
@@ -30,7 +30,7 @@ __device__ __forceinline__ void score(const Block& block,
   const unsigned char* queries = block.smem + Shape::kQueries;
   const unsigned char* keys = block.k_slot(tile);
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
     for (int n = 0; n < Block::kScoreTiles; ++n) {
 #pragma unroll
@@ -39,7 +39,7 @@ __device__ __forceinline__ void score(const Block& block,
   }
   int first = warp * (8 * Block::kScoreTiles);  // token of the warp in the tile
   if constexpr (Shape::kScaled) {
-    multiply_byte_keys<kRowTiles>(block, keys, s);
+    multiply_byte_keys(block, keys, s);
   } else if constexpr (sizeof(T) == 2) {
     // B: lanes 0-7 the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8 tokens.
     int token = first + lane % 8 + (Block::kScoreTiles == 2 ? lane / 16 * 8 : 0);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void score(const Block& block,
         ptx::ldmatrix_x2(b[0], keys + b_place.after(2 * k));
       }
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      for (int i = 0; i < Block::kRowTiles; ++i) {
         uint32_t a[4];
         ptx::ldmatrix_x4(a, queries + i * 16 * Shape::kQueryBytes + a_place.after(2 * k));
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ void score(const Block& block,
         b[n][1] = at(keys, first + 8 * n + 2 * (lane % 4) + 1, vector);
       }
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float4 a = at(queries, 16 * i + lane / 4 + 8 * half, vector);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void score(const Block& block,
       float factor = scale;
       if constexpr (Shape::kScaled) factor = __fmul_rn(scale, scale_of_token(token_scale, 0, n, e));
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      for (int i = 0; i < Block::kRowTiles; ++i) {
         s[i][n][e] = __fmul_rn(s[i][n][e], factor);
         s[i][n][2 + e] = __fmul_rn(s[i][n][2 + e], factor);
       }
@@ -116,7 +116,7 @@ __device__ __forceinline__ void score(const Block& block,
   if (block.partly_seen(tile)) {
     const int2* rows = reinterpret_cast<const int2*>(block.smem + Shape::kSeen);
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int row = 16 * i + lane / 4 + 8 * half;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void score(const Block& block,
   }
   float* maxima = reinterpret_cast<float*>(block.smem + Shape::kMaxima);
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int row = 16 * i + lane / 4 + 8 * half;
@@ -152,12 +152,12 @@ __device__ __forceinline__ void score(const Block& block,
 }
 
 // Weights of the tile's tokens under the running maximum, to shared memory; rescales the state.
-template <int kRowTiles, typename Block>
+template <typename Block>
 __device__ __forceinline__ void weigh(const Block& block,
                                       int tile,
                                       float token_scale,
-                                      float (&s)[kRowTiles][Block::kScoreTiles][4],
-                                      Outputs<kRowTiles, Block::kOutTiles>& leaf) {
+                                      float (&s)[Block::kRowTiles][Block::kScoreTiles][4],
+                                      Outputs<Block>& leaf) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
   constexpr int kPerVector = 16 / sizeof(T);
@@ -188,8 +188,8 @@ __device__ __forceinline__ void weigh(const Block& block,
   bool writes = thread < kWarpSize && lane % 4 == 0;
   // What is read of other warps comes first, so that these loads overlap; for 64 rows of 8-bit
   // caches in two rounds, since registers are short.
-  constexpr int kRounds = Shape::kScaled && kRowTiles == 4 ? 2 : 1;
-  constexpr int kAtOnce = 2 * kRowTiles / kRounds;
+  constexpr int kRounds = Shape::kScaled && Block::kRowTiles == 4 ? 2 : 1;
+  constexpr int kAtOnce = 2 * Block::kRowTiles / kRounds;
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     float old[kAtOnce], top[kAtOnce], share[kAtOnce];
@@ -236,10 +236,8 @@ __device__ __forceinline__ void weigh(const Block& block,
 }
 
 // leaf.o += P V.
-template <int kRowTiles, typename Block>
-__device__ __forceinline__ void accumulate(const Block& block,
-                                           int tile,
-                                           Outputs<kRowTiles, Block::kOutTiles>& leaf) {
+template <typename Block>
+__device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs<Block>& leaf) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
   unsigned thread = thread_index();
@@ -247,7 +245,7 @@ __device__ __forceinline__ void accumulate(const Block& block,
   const unsigned char* probs = block.smem + Shape::kProbs;
   const unsigned char* values = block.v_slot(tile);
   if constexpr (Shape::kScaled) {
-    add_byte_values<kRowTiles>(block, values, leaf);
+    add_byte_values(block, values, leaf);
   } else if constexpr (sizeof(T) == 4) {
     const float* p = reinterpret_cast<const float*>(probs);
 #pragma unroll 1
@@ -260,7 +258,7 @@ __device__ __forceinline__ void accumulate(const Block& block,
         v[n] = *reinterpret_cast<const float2*>(reinterpret_cast<const float*>(values) + place);
       }
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           int row = 16 * i + lane / 4 + 8 * half;
@@ -298,7 +296,7 @@ __device__ __forceinline__ void accumulate(const Block& block,
         }
       }
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      for (int i = 0; i < Block::kRowTiles; ++i) {
         uint32_t a[4];
         ptx::ldmatrix_x4(a, probs + i * 16 * Shape::kProbVectors * 16 + a_place.after(2 * k));
 #pragma unroll

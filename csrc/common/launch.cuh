@@ -37,6 +37,9 @@ inline int num_sms(CudaStream /*stream*/) { return simt::num_sms(); }
 // What a block may ask for.
 inline int max_shared_bytes(CudaStream /*stream*/) { return simt::settings.max_shared_bytes; }
 
+// What an SM has for all its blocks.
+inline int sm_shared_bytes(CudaStream /*stream*/) { return 228 << 10; }
+
 #else
 
 inline void check_cuda(cudaError_t error, const char* what) {
@@ -186,6 +189,10 @@ inline int num_sms(CudaStream stream) {
 
 inline int max_shared_bytes(CudaStream stream) {
   return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(stream);
+}
+
+inline int sm_shared_bytes(CudaStream stream) {
+  return device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(stream);
 }
 
 #endif

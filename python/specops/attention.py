@@ -657,7 +657,7 @@ def set_phase_stamps(stamps: Tensor | None) -> None:
     on CUDA are refused meanwhile. A captured graph keeps what was set at its capture.
 
     Args:
-        stamps: [blocks, 8], int64, on CUDA; at least two rows for each SM. It must live until the
+        stamps: [blocks, 8], int64, on CUDA; at least three rows for each SM. It must live until the
             last such call has ended, which leaves in row b, of its block b: when it began and
             ended, in nanoseconds by one clock for all blocks; the cycles of its SM that each of
             `PHASES` took; and that SM's clock at the end. Rows of no block stay. Of a call with

@@ -83,6 +83,39 @@ RESERVED_SMEM_BYTES = 1 << 10
 
 _OVERLAY = "its launcher asks the device, and puts what does not fit into the workspace"
 
+# Shared memory of append_attention by head_dim: for tiles of 16, 32 and 64 rows. Every architecture
+# has it; without a workspace totals come on top. 576 is the width of latents.
+_SMEM_16BIT = {
+    64: (74624, 48000, 93056),
+    96: (59264, 66432, 80768),
+    128: (76672, 68480, 101248),
+    256: (63360, 91008),
+    576: (98176,),
+}
+_SMEM_32BIT = {64: (62336, 88960), 96: (62336, 72576), 128: (64384, 93056), 256: (88960,)}
+_SMEM_8BIT = {  # half the bytes, so more tiles in flight
+    64: (41856, 48000, 60288),
+    96: (75648, 50048, 97152),
+    128: (76672, 52096, 101248),
+    256: (46976, 91008),
+}
+_SMEM_STAMPS = {128: (76704, 68512, 101280)}
+
+
+def _attention_budgets(pattern: str, sizes: Mapping[int, tuple[int, ...]]) -> Iterator[Budget]:
+    """A tile of rows lives in registers: two blocks fill an SM of 90a, or three up to 32 rows."""
+    for head_dim, by_rows in sizes.items():
+        for tiles, smem_bytes in zip((1, 2, 4), by_rows, strict=False):
+            is_low = tiles == 1 or (tiles == 2 and head_dim <= 128 and "<float," not in pattern)
+            fits_three = 3 * (smem_bytes + RESERVED_SMEM_BYTES) <= LIMITS["90a"].smem_bytes
+            yield Budget(
+                pattern.format(head_dim, tiles),
+                registers=168 if is_low and fits_three else 255,
+                threads=128,
+                smem_bytes=smem_bytes,
+            )
+
+
 BUDGETS: tuple[Budget, ...] = (
     # common
     # batching
@@ -94,43 +127,11 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("rope_append_kv_kernel<*float16, true, *", registers=64, threads=128, blocks_per_sm=8),
     Budget("rope_append_kv_kernel<float, true, *", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
-    # A tile of rows lives in registers; two blocks of it fill an SM of 90a, one an SM of 80. Every
-    # architecture has the shared memory; without a workspace totals come on top.
-    Budget("append_attention_kernel<*float16, 64, *", 255, 128, smem_bytes=93008),
-    Budget("append_attention_kernel<*float16, 96, *", 255, 128, smem_bytes=80720),
-    Budget(
-        "append_attention_kernel<*float16, 128, *",
-        registers=255,
-        threads=128,
-        smem_bytes=101200,
-        spills={"100a": 80, "120": 116},
-    ),
-    Budget("append_attention_kernel<*float16, 256, *", 255, 128, smem_bytes=90960),
-    # Latents: two tiles that are keys and values, and 16 rows.
-    Budget("append_attention_kernel<*float16, 576, *", 255, 128, smem_bytes=98128),
-    Budget("append_attention_kernel<float, 64, *", 255, 128, smem_bytes=88912),
-    Budget("append_attention_kernel<float, 96, *", 255, 128, smem_bytes=72528),
-    Budget("append_attention_kernel<float, 128, *", 255, 128, smem_bytes=93008),
-    Budget("append_attention_kernel<float, 256, *", 255, 128, smem_bytes=88912),
-    # Half the bytes, so more tiles in flight.
-    Budget("append_8bit_attention_kernel<*, 64>", 255, threads=128, smem_bytes=60240),
-    Budget("append_8bit_attention_kernel<*, 96>", 255, threads=128, smem_bytes=97104),
-    Budget(
-        "append_8bit_attention_kernel<*, 128>",
-        registers=255,
-        threads=128,
-        smem_bytes=101200,
-        spills={"100a": 68, "120": 68},
-    ),
-    Budget("append_8bit_attention_kernel<*, 256>", 255, threads=128, smem_bytes=90960),
+    *_attention_budgets("append_attention_kernel<*float16, {}, {}, *", _SMEM_16BIT),
+    *_attention_budgets("append_attention_kernel<float, {}, {}, *", _SMEM_32BIT),
+    *_attention_budgets("append_8bit_attention_kernel<*, {}, {}>", _SMEM_8BIT),
     # As the kernel whose time it keeps.
-    Budget(
-        "append_attention_stamped_kernel<*",
-        registers=255,
-        threads=128,
-        smem_bytes=101232,
-        spills={"100a": 80, "120": 116},
-    ),
+    *_attention_budgets("append_attention_stamped_kernel<*, {}, {}>", _SMEM_STAMPS),
     # One block plans for all; the batch is at most what its shared memory holds.
     Budget("plan_groups_kernel", registers=64, threads=128, smem_bytes=96 << 10),
     # dense
@@ -287,7 +288,6 @@ def _per_arch(*most: int) -> dict[str, int]:
 def _attention(
     head_dim: int,
     row_tiles: int,
-    smem_bytes: int,
     instructions: Mapping[str, int],
     cache: str = "bfloat16",
 ) -> Metered:
@@ -308,9 +308,9 @@ def _attention(
     }
     leaf_end = {**tile, "MUFU.EX2*": tile["MUFU.EX2*"] + 2 * halves}
     tiles = 256 // tokens  # of a leaf
-    kernel = f"append_attention_kernel<bfloat16, {head_dim}, true>"
+    kernel = f"append_attention_kernel<bfloat16, {head_dim}, {row_tiles}, true>"
     if is_8bit:
-        kernel = f"append_8bit_attention_kernel<bfloat16, {cache}, {head_dim}>"
+        kernel = f"append_8bit_attention_kernel<bfloat16, {cache}, {head_dim}, {row_tiles}>"
     return Metered(
         kernel,
         f"tile of {tokens} tokens, {16 * row_tiles} rows",
@@ -319,7 +319,6 @@ def _attention(
         warps=4,
         # An 8-bit head of a token has a scale of four bytes.
         moved_bytes=caches * tokens * (head_dim + 4 if is_8bit else 2 * head_dim),
-        smem_bytes=smem_bytes,
     )
 
 
@@ -367,40 +366,40 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
 
 
 METERED: tuple[Metered, ...] = (
-    _attention(64, 1, 93008, _per_arch(428, 428, 428, 476, 462, 449)),
-    _attention(64, 2, 93008, _per_arch(564, 564, 564, 609, 594, 593)),
-    _attention(64, 4, 93008, _per_arch(843, 842, 842, 884, 861, 889)),
-    _attention(96, 1, 80720, _per_arch(471, 470, 470, 524, 509, 507)),
-    _attention(96, 2, 80720, _per_arch(619, 619, 619, 674, 658, 678)),
-    _attention(96, 4, 80720, _per_arch(935, 934, 934, 986, 960, 1016)),
-    _attention(128, 1, 101200, _per_arch(519, 517, 517, 568, 566, 569)),
-    _attention(128, 2, 101200, _per_arch(685, 686, 686, 735, 719, 745)),
-    _attention(128, 4, 101200, _per_arch(1033, 1034, 1034, 1085, 1058, 1135)),
-    _attention(256, 1, 90960, _per_arch(513, 513, 513, 569, 560, 560)),
-    _attention(256, 2, 90960, _per_arch(685, 686, 686, 740, 720, 737)),
-    _attention(576, 1, 98128, _per_arch(695, 695, 695, 765, 729, 750)),
-    _attention(64, 1, 60240, _per_arch(627, 627, 627, 667, 669, 660), "KvInt8"),
-    _attention(64, 2, 60240, _per_arch(779, 779, 779, 817, 828, 824), "KvInt8"),
-    _attention(64, 4, 60240, _per_arch(1089, 1089, 1089, 1134, 1125, 1143), "KvInt8"),
-    _attention(96, 1, 97104, _per_arch(824, 824, 824, 865, 867, 853), "KvInt8"),
-    _attention(96, 2, 97104, _per_arch(991, 991, 991, 1031, 1052, 1042), "KvInt8"),
-    _attention(96, 4, 97104, _per_arch(1330, 1330, 1330, 1373, 1385, 1410), "KvInt8"),
-    _attention(128, 1, 101200, _per_arch(852, 852, 852, 894, 923, 919), "KvInt8"),
-    _attention(128, 2, 101200, _per_arch(1034, 1036, 1036, 1079, 1106, 1110), "KvInt8"),
-    _attention(128, 4, 101200, _per_arch(1420, 1420, 1420, 1462, 1470, 1513), "KvInt8"),
-    _attention(256, 1, 90960, _per_arch(836, 835, 835, 869, 887, 882), "KvInt8"),
-    _attention(256, 2, 90960, _per_arch(1011, 1012, 1012, 1048, 1061, 1063), "KvInt8"),
-    _attention(64, 1, 60240, _per_arch(595, 595, 595, 634, 637, 629), "KvE4M3"),
-    _attention(64, 2, 60240, _per_arch(747, 748, 748, 784, 796, 793), "KvE4M3"),
-    _attention(64, 4, 60240, _per_arch(1060, 1060, 1060, 1104, 1093, 1118), "KvE4M3"),
-    _attention(96, 1, 97104, _per_arch(767, 768, 768, 809, 811, 796), "KvE4M3"),
-    _attention(96, 2, 97104, _per_arch(937, 937, 937, 975, 995, 989), "KvE4M3"),
-    _attention(96, 4, 97104, _per_arch(1273, 1273, 1273, 1317, 1330, 1356), "KvE4M3"),
-    _attention(128, 1, 101200, _per_arch(787, 789, 789, 831, 860, 855), "KvE4M3"),
-    _attention(128, 2, 101200, _per_arch(972, 973, 973, 1012, 1041, 1052), "KvE4M3"),
-    _attention(128, 4, 101200, _per_arch(1355, 1355, 1355, 1399, 1406, 1455), "KvE4M3"),
-    _attention(256, 1, 90960, _per_arch(773, 770, 770, 804, 823, 818), "KvE4M3"),
-    _attention(256, 2, 90960, _per_arch(947, 947, 947, 983, 997, 1005), "KvE4M3"),
+    _attention(64, 1, _per_arch(428, 428, 428, 476, 462, 449)),
+    _attention(64, 2, _per_arch(564, 564, 564, 609, 594, 593)),
+    _attention(64, 4, _per_arch(843, 842, 842, 884, 861, 889)),
+    _attention(96, 1, _per_arch(471, 470, 470, 524, 509, 507)),
+    _attention(96, 2, _per_arch(619, 619, 619, 674, 658, 678)),
+    _attention(96, 4, _per_arch(935, 934, 934, 986, 960, 1016)),
+    _attention(128, 1, _per_arch(519, 517, 517, 568, 566, 569)),
+    _attention(128, 2, _per_arch(685, 686, 686, 735, 719, 745)),
+    _attention(128, 4, _per_arch(1033, 1034, 1034, 1085, 1058, 1135)),
+    _attention(256, 1, _per_arch(513, 513, 513, 569, 560, 560)),
+    _attention(256, 2, _per_arch(685, 686, 686, 740, 720, 737)),
+    _attention(576, 1, _per_arch(695, 695, 695, 765, 729, 750)),
+    _attention(64, 1, _per_arch(627, 627, 627, 667, 669, 660), "KvInt8"),
+    _attention(64, 2, _per_arch(779, 779, 779, 817, 828, 824), "KvInt8"),
+    _attention(64, 4, _per_arch(1089, 1089, 1089, 1134, 1125, 1143), "KvInt8"),
+    _attention(96, 1, _per_arch(824, 824, 824, 865, 867, 853), "KvInt8"),
+    _attention(96, 2, _per_arch(991, 991, 991, 1031, 1052, 1042), "KvInt8"),
+    _attention(96, 4, _per_arch(1330, 1330, 1330, 1373, 1385, 1410), "KvInt8"),
+    _attention(128, 1, _per_arch(852, 852, 852, 894, 923, 919), "KvInt8"),
+    _attention(128, 2, _per_arch(1034, 1036, 1036, 1079, 1106, 1110), "KvInt8"),
+    _attention(128, 4, _per_arch(1420, 1420, 1420, 1462, 1470, 1513), "KvInt8"),
+    _attention(256, 1, _per_arch(836, 835, 835, 869, 887, 882), "KvInt8"),
+    _attention(256, 2, _per_arch(1011, 1012, 1012, 1048, 1061, 1063), "KvInt8"),
+    _attention(64, 1, _per_arch(595, 595, 595, 634, 637, 629), "KvE4M3"),
+    _attention(64, 2, _per_arch(747, 748, 748, 784, 796, 793), "KvE4M3"),
+    _attention(64, 4, _per_arch(1060, 1060, 1060, 1104, 1093, 1118), "KvE4M3"),
+    _attention(96, 1, _per_arch(767, 768, 768, 809, 811, 796), "KvE4M3"),
+    _attention(96, 2, _per_arch(937, 937, 937, 975, 995, 989), "KvE4M3"),
+    _attention(96, 4, _per_arch(1273, 1273, 1273, 1317, 1330, 1356), "KvE4M3"),
+    _attention(128, 1, _per_arch(787, 789, 789, 831, 860, 855), "KvE4M3"),
+    _attention(128, 2, _per_arch(972, 973, 973, 1012, 1041, 1052), "KvE4M3"),
+    _attention(128, 4, _per_arch(1355, 1355, 1355, 1399, 1406, 1455), "KvE4M3"),
+    _attention(256, 1, _per_arch(773, 770, 770, 804, 823, 818), "KvE4M3"),
+    _attention(256, 2, _per_arch(947, 947, 947, 983, 997, 1005), "KvE4M3"),
     _streamed(1, 1, _per_arch(53, 53, 53, 50, 51, 54)),
     _streamed(2, 1, _per_arch(71, 71, 71, 71, 65, 71)),
     _streamed(1, 2, _per_arch(65, 65, 65, 62, 60, 66)),

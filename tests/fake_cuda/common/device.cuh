@@ -30,6 +30,7 @@ enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureM
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
 };
 using cudaStream_t = void*;
@@ -123,8 +124,10 @@ inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mo
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
-  bool is_memory = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin;
-  *value = is_memory ? static_cast<int>(fake_cuda::kMostBytes) : 132;
+  constexpr int kMost = static_cast<int>(fake_cuda::kMostBytes);
+  *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin       ? kMost
+           : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? kMost + (1 << 10)
+                                                                      : 132;
   return cudaSuccess;
 }
 
