@@ -106,7 +106,7 @@ async def _stream(port: int, number: int, tokens: int) -> float:
     body = {"prompt": PROMPT.format(number), "max_tokens": tokens, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True, "speculative_config": NAIVE}
     content = json.dumps(body).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "Host: server", "Connection: close"]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Connection: close"]
     lines += ["Content-Type: application/json", f"Content-Length: {len(content)}", "", ""]
     begun, first, chunks = time.perf_counter(), 0.0, 0
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

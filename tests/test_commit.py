@@ -70,7 +70,7 @@ def random_batch(batch: int, k: int, vocab_size: int = 6) -> dict[str, Tensor]:
     counts = torch.zeros_like(counted)
     for s in range(num_slots):
         sampling.count_tokens(
-            token_ids[s, : lens[s]],
+            token_ids[s, : lens[s]].int(),
             int(prompt_lens[s]),
             counted_token_ids=counted[s],
             token_counts=counts[s],
@@ -438,7 +438,7 @@ def generate(
         **{name: ints([value]) for name, value in options.items()},
     }
     sampling.count_tokens(
-        state["token_ids"][0, : len(prompt)],
+        state["token_ids"][0, : len(prompt)].int(),
         len(prompt),
         counted_token_ids=counted[0],
         token_counts=state["token_counts"][0],
@@ -460,9 +460,8 @@ def generate(
         0, len(prompt) : count
     ].tolist()
     again, counts = torch.full((16,), -1).int(), torch.zeros(16).int()
-    sampling.count_tokens(
-        state["token_ids"][0, :count], len(prompt), counted_token_ids=again, token_counts=counts
-    )
+    told = state["token_ids"][0, :count].int()
+    sampling.count_tokens(told, len(prompt), counted_token_ids=again, token_counts=counts)
     assert torch.equal(state["counted_token_ids"][0], again)
     assert torch.equal(state["token_counts"][0], counts)
     result = {name: state[name].tolist() for name in ("lens", "finish_reasons", "stop_indices")}
@@ -514,10 +513,9 @@ def test_counts_of_many_tokens(device: str, isa: str, k: int, width: int) -> Non
     }
     want = {name: table.clone() for name, table in tables.items()}
     for b in range(3):
-        sampling.count_tokens(prompts[b], width, **{name: t[b] for name, t in tables.items()})
-        sampling.count_tokens(
-            torch.cat([prompts[b], emitted[b]]), width, **{name: t[b] for name, t in want.items()}
-        )
+        sampling.count_tokens(prompts[b].int(), width, **{name: t[b] for name, t in tables.items()})
+        whole = torch.cat([prompts[b], emitted[b]]).int()
+        sampling.count_tokens(whole, width, **{name: t[b] for name, t in want.items()})
     after = commit(
         device,
         {

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
 COMMAND = ["complete", "--device", "cpu", "--num-threads", "1", "--max-tokens", "24"]
-SEEDED = ["--temperature", "0.8", "--top-p", "0.9", "--seed", "5"]
+SEEDED = ["--temperature", "0.4", "--top-p", "0.9", "--seed", "5"]
 
 
 def reported(*options: str, file: Path, code: int = 0) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def test_it_is_what_the_engine_gives(
     report = reported("--method", method, "--logprobs", "2", *SEEDED, file=tmp_path / "a.json")
     streamed = capsys.readouterr()
     engine = Engine(EngineConfig(device="cpu", max_num_seqs=1, num_threads=1))
-    params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, logprobs=2)
+    params = SamplingParams(max_tokens=24, temperature=0.4, top_p=0.9, seed=5, logprobs=2)
     (want,) = engine.generate([PROMPT], params, speculative_config={"method": method})
     assert streamed.out == want.text + "\n"
     assert report["text"] == want.text and report["token_ids"] == want.token_ids
@@ -146,7 +146,8 @@ def test_a_difference_is_told(
 ) -> None:
     """A verifier that accepts whatever is proposed."""
     monkeypatch.setitem(runner._POLICIES, "normal", int(sampling.AcceptPolicy.ACCEPT_ALL))
-    report = reported("--compare", *SEEDED, file=tmp_path / "a.json", code=1)
+    options = ["--compare", "--method", "mtp", *SEEDED]
+    report = reported(*options, file=tmp_path / "a.json", code=1)
     place = report["first_difference"]
     plain, drafted = report["plain"]["token_ids"], report["token_ids"]
     assert plain[:place] == drafted[:place] and plain[place] != drafted[place]

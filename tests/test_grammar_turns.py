@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from specops.engine import grammar_turns
 from specops.engine.grammar_turns import GrammarTurns
-from specops.engine.plan import Scheduled
+from specops.engine.plan import Plan, Scheduled
 from specops.engine.request import Request
 from test_scheduler import make_request
 
@@ -60,7 +60,7 @@ class Steps:
         for part in parts:
             part.request.last_step += 1
         spent = sum(self.grammar(i).takes for i in indices if self.grammar(i) is not None)
-        self.turns.note(parts, spent + rest)
+        self.turns.note(Plan(parts=parts), spent + rest)
 
     def out(self, *indices: int, has_prompts: bool = False) -> set[int]:
         asked = [self.requests[index] for index in indices]

@@ -405,6 +405,20 @@ MUTATIONS = [
         ATTENTION,
     ),
     Mutation(
+        "the next keys in three slots are not waited for",
+        "attention/attention_reduce.cuh",
+        "ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();",
+        "ptx::cp_async_wait<Shape::kThreeSlots ? 2 : 0>();",
+        ATTENTION,
+    ),
+    Mutation(
+        "in three slots values are copied over the keys that come next",
+        "attention/attention_block.cuh",
+        "(2u * tile + 1) % 3",
+        "(2u * tile + 2) % 3",
+        ATTENTION,
+    ),
+    Mutation(
         "no barrier between weights and their use",
         "attention/attention_reduce.cuh",
         "      __syncthreads();  // weights, this tile's V and the next one's K are there\n",
@@ -519,15 +533,15 @@ MUTATIONS = [
     Mutation(
         "the next tile of latents is not waited for",
         "attention/attention_reduce.cuh",
-        "        ptx::cp_async_wait<0>();\n        __syncthreads();\n      }\n      score",
-        "      }\n      score",
+        "ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();",
+        "if (Shape::kThreeSlots) ptx::cp_async_wait<1>();",
         LATENT,
     ),
     Mutation(
         "latents are copied over the tile that is multiplied",
         "attention/attention_block.cuh",
-        "constexpr int kSlots = Shape::kIsLatent ? 2 : kStages;",
-        "constexpr int kSlots = kStages;",
+        "if constexpr (Shape::kIsLatent) slot = tile & 1;",
+        "",
         LATENT,
     ),
     Mutation(

@@ -155,7 +155,7 @@ def test_find_shared_prefixes_writes_into_what_is_given() -> None:
         [16, 16]
     ]
     wrong = [
-        (3, 3, r"kv_indptr must be int32 \[batch \+ 1=4\], got int32 \[3\]"),
+        (3, 3, r"order must be int32 \[batch=2\], got int32 \[3\]"),
         (2, 2, r"prefix_leaders must be int32 \[max_levels=3, batch=2\], got int32 \[2, 2\]"),
     ]
     for batch, levels, message in wrong:
@@ -426,7 +426,8 @@ def test_captured_steps_share(
     for limits in ({"max_num_seqs": 16}, {"max_num_seqs": 12, "num_pages": 48}):
         device = twin()
         watched = make(model_dir, METHODS[method], **limits)
-        assert watched.run() == expected
+        for _ in range(2):  # of drafts of many lengths, shapes come back late
+            assert watched.run() == expected
         assert "replay" in device.log
         steps = watched.engine._runner._memory._steps.items()
         levels = {shape.prefix_levels for shape, step in steps if step.is_captured}

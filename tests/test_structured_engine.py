@@ -2,6 +2,7 @@
 """Constrained texts of the bundled model: valid, and plain decoding's to the bit."""
 
 import json
+import math
 import random
 import re
 import struct
@@ -19,7 +20,14 @@ pytest.importorskip("jsonschema")
 
 import jsonschema
 from schemas import BY_HAND, bounded, generated, record
-from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    SamplingParams,
+    SpeculativeConfig,
+    grammar_turns,
+)
 from specops.engine.cost_table import STEP, CostTable
 from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
 from twin_device import TwinDevice
@@ -355,8 +363,9 @@ def test_all_parameters_beside_a_grammar_change_nothing(limits: str) -> None:
 
 
 @pytest.mark.parametrize("row", [1e-9, 1.0], ids=["cheap", "dear"])
-def test_selection_of_drafts_changes_nothing(row: float) -> None:
+def test_selection_of_drafts_changes_nothing(row: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rows cost nothing, and where they and the drafters never pay."""
+    monkeypatch.setattr(grammar_turns, "_SLOW_SECONDS", math.inf)  # who is slow has no drafts
     expected, _ = plain(0.8)
     engine = engine_of(max_num_seqs=12)
     steps = {(STEP, rows, n): 1.0 + row * rows for n in (1, 12) for rows in (n, 5 * n)}

@@ -8,13 +8,14 @@ are compared with plain torch edits of the logits, in vLLM's order.
 import copy
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from specops import sampling
 from specops.vllm.request_parameters import BatchParameters, refused, seed_of
 from specops.vllm.settings import PARTS, parts_of, strategy_of
 from specops.vllm.step_requests import Row
+
+msgspec = pytest.importorskip("msgspec")
 
 VOCAB = 50
 
