@@ -15,6 +15,7 @@ from tools.predictions import Card
 ASSUMED = {
     "launch_us": 2.0,
     "blocks_per_sm": 2,
+    "blocks_per_sm low": 3,
     "unit_us": 1.0,
     "arrival_us": 0.5,
     "factors_us": 1.0,
@@ -69,33 +70,39 @@ def test_what_is_predicted_of_a_goal_can_be_measured() -> None:
 
 def test_units_are_cut_into_the_fewest_waves() -> None:
     one = model(attention_32=4.0)
-    assert one.cut(128) == (2, 1, 256 / 264)
-    assert one.cut(16) == (8, 1, 128 / 264)
-    assert one.cut(512) == (1, 2, 512 / 528)
-    assert one.cut(264) == (1, 1, 1.0)
+    assert one.cut(128, 64) == (2, 1, 256 / 264)
+    assert one.cut(16, 64) == (8, 1, 128 / 264)
+    assert one.cut(512, 64) == (1, 2, 512 / 528)
+    assert one.cut(264, 64) == (1, 1, 1.0)
+    # Of three blocks an SM two thirds are enough for the memory.
+    assert one.cut(128, 32) == (2, 1, 256 / 396)
+    assert one.cut(512, 32) == (2, 3, 1024 / 1188)
 
 
 def test_the_arithmetic_of_a_call() -> None:
     one = model(attention_32=2.0, attention_64=1.0)
-    # 32 requests of 2 chunks for 8 heads: 512 units in 2 waves; 537 MB at the cap of the loop.
-    streaming = 32 * 4096 * 4096 * 1e-6 / (2.0 * 512 / 528)
-    # Two chunks are one step of a fold; 4 rows have 128 quads, 32 have four times 256.
+    # 32 requests of 2 chunks for 8 heads: 512 units, as halves in 3 waves; 537 MB at the cap of the
+    # loop. Two folds: five states of each chunk, then two chunks; 4 rows have 128 quads, 32 have
+    # four times 256.
+    streaming = 32 * 4096 * 4096 * 1e-6 / (2.0 * 1024 / 1188)
     fold = 0.5 + 1.0 + 0.25
-    assert one.attention("b32.4k", 4, 1) == pytest.approx(2 + 2 * 1.0 + streaming + fold)
-    assert one.attention("b32.4k", 4, 8) == pytest.approx(4 + streaming + fold + 3 * 0.25)
-    # 64 rows take the other form of the kernel.
-    assert one.attention("b32.4k", 8, 8) == pytest.approx(4 + 2 * streaming + fold + 7 * 0.25)
+    assert one.attention("b32.4k", 4, 1) == pytest.approx(2 + 3 * 1.0 + streaming + 2 * fold)
+    more = 2 * 3 * 0.25
+    assert one.attention("b32.4k", 4, 8) == pytest.approx(5 + streaming + 2 * fold + more)
+    # 64 rows take the other form of the kernel, of two blocks an SM: 2 waves of whole chunks.
+    streaming = 32 * 4096 * 4096 * 1e-6 / (1.0 * 512 / 528)
+    assert one.attention("b32.4k", 8, 8) == pytest.approx(4 + streaming + fold + 7 * 0.25)
     # 16 chunks, halves of which are units: five states of each chunk, then two steps of eight.
     assert one.fold(5, 4) == pytest.approx(fold)
     assert one.fold(16, 4) == pytest.approx(0.5 + 2 * 1.25)
     assert one.fold(0, 4) == 0.0
-    streaming = 32768 * 4096 * 1e-6 / (2.0 * 256 / 264)
+    streaming = 32768 * 4096 * 1e-6 / (2.0 * 256 / 396)
     assert one.attention("b1.32k", 4, 1) == pytest.approx(
         2 + 1.0 + streaming + fold + one.fold(16, 4)
     )
     # A loop faster than the memory waits for the memory.
     fast = model(attention_32=9.0)
-    assert fast.attention("b32.4k", 4, 1) == pytest.approx(4 + fold + 32 * 4096**2 * 1e-6 / 4.0)
+    assert fast.attention("b32.4k", 4, 1) == pytest.approx(5 + 2 * fold + 32 * 4096**2 * 1e-6 / 4)
     # More rows than any form has: as many turns.
     assert one.cap_of_rows(128) == pytest.approx(one.caps["attention 64"] / 2)
     sums = model(verify_2_sums=1.0)

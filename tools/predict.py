@@ -36,6 +36,8 @@ from tools.predictions import (
 ARCH = "90a"
 KV_HEADS, TOKEN_BYTES, CHUNK_TOKENS, CHUNK_LEAVES = 8, 4096, 2048, 8
 HEAD_DIM, TILE_ROWS = 128, 64
+LOW_ROWS = 32  # of tiles of which an SM has more blocks
+LEAST_SHARE = 2 / 3  # of a whole wave's time, however few its blocks; of these tiles
 LOADS = {
     "b1.4k": (1, 4096),
     "b1.32k": (1, 32768),
@@ -108,17 +110,17 @@ class Model:
     assumed: Mapping[str, float]
     caps: Mapping[str, float]
 
-    @property
-    def slots(self) -> int:
-        """Blocks at once."""
-        return int(self.assumed["blocks_per_sm"]) * self.card.sms
+    def slots(self, rows: int = TILE_ROWS) -> int:
+        """Blocks at once, of kernels for tiles of so many rows."""
+        low = " low" if rows <= LOW_ROWS else ""
+        return int(self.assumed[f"blocks_per_sm{low}"]) * self.card.sms
 
     def attention(self, load: str, group: int, q_len: int) -> float:
         """`append_attention` in bf16, d 128."""
         batch, kv_len = LOADS[load]
         rows = group * q_len
         chunks = math.ceil(kv_len / CHUNK_TOKENS)
-        parts, waves, used = self.cut(batch * KV_HEADS * chunks)
+        parts, waves, used = self.cut(batch * KV_HEADS * chunks, rows)
         # Chunks are folded side by side, the first part of each as one state; then the sequence.
         leaves = CHUNK_LEAVES - CHUNK_LEAVES // parts + 1 if parts > 1 else 0
         return (
@@ -138,16 +140,21 @@ class Model:
             self.assumed["factors_us"] + math.ceil(quads / 256) * self.assumed["load_us"]
         )
 
-    def cut(self, units: int) -> tuple[int, int, float]:
+    def cut(self, units: int, rows: int) -> tuple[int, int, float]:
         """Into how many parts a chunk is cut, in how many waves they run, which share of slots."""
-        slots = self.slots
+        slots = self.slots(rows)
 
         def waves(parts: int) -> int:
             return math.ceil(units * parts / slots)
 
+        def time(parts: int) -> float:
+            whole, rest = divmod(units * parts, slots)
+            least = LEAST_SHARE if rows <= LOW_ROWS else 1.0
+            return (whole + (max(rest / slots, least) if rest else 0.0)) / parts
+
         choices = [parts for parts in (1, 2, 4, CHUNK_LEAVES)]
-        # The fewest waves of whole chunks; of equals, the least cut.
-        parts = min(choices, key=lambda parts: (waves(parts) / parts, parts))
+        # The least time in waves of whole chunks; of equals, the least cut.
+        parts = min(choices, key=lambda parts: (time(parts), parts))
         return parts, waves(parts), units * parts / (waves(parts) * slots)
 
     def cap_of_rows(self, rows: int) -> float:
@@ -165,7 +172,7 @@ class Model:
 
     def verify(self, sums: int) -> float:
         """1,280 rows of 128,256 logits in bf16."""
-        waves = math.ceil(VERIFY_ROWS / self.slots)
+        waves = math.ceil(VERIFY_ROWS / self.slots())
         return (
             self.assumed["launch_us"]
             + waves * self.assumed["row_us"]

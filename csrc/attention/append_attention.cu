@@ -50,8 +50,9 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
   rows = rows < tile_rows ? rows : tile_rows;
   // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
   sizes.leaf_cost = kLeafCost + static_cast<int>(kLeafCost / 4 * rows / 64);
+  // As if every wave took as long as a whole one; chunks beyond that many stay whole.
   int blocks = sms * (tile_rows <= 32 ? kMostBlocksPerSm : kBlocksOfHighTiles), tail = blocks - 1;
-  while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost) == 1) --tail;
+  while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost, kWholeWave) == 1) --tail;
   sizes.tail_units = tail < kCounters / 2 ? tail : kCounters / 2;
   int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
   sizes.leaf = ceil_div(most, 2) * 2 * (value_dim + 2);
@@ -144,6 +145,7 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream 
                                 std::to_string(params.workspace_size));
   }
   launch_params.tile_rows = form.rows;
+  launch_params.least_share = least_share_of_wave(form.blocks_per_sm);
   if (launch_params.groups != nullptr) {
     Form shared = form_of<T, Cache, kHeadDim>(params, rows);
     launch_params.group_rows = shared.rows;

@@ -81,6 +81,7 @@ struct AttentionLaunch {
   int num_counters;     // of sequences; those of chunks that are cut come after them
   int tail_units;       // at most so many chunks of the last wave are cut
   int leaf_cost;        // of a leaf with a state of its own; of others: kLeafCost
+  int least_share;      // of a wave's time, however few its blocks
   int chunk_capacity;   // in units of four floats
   // With shared prefixes one launch reduces what groups share, and the next one all else.
   Group* groups;  // [num_prefix_levels, batch], by leader; nullptr: nothing is shared
@@ -96,13 +97,23 @@ struct AttentionLaunch {
 // rows of head_dim 128, if L2 gives twice the bandwidth of memory.
 constexpr int kLeafCost = 16;
 
+// A wave of few blocks takes less time than one of all, which share the bandwidth of memory, but no
+// less than this share, in units of 1 / kWholeWave: three blocks an SM are more than memory needs.
+constexpr int kWholeWave = 64;
+SPECOPS_HOST_DEVICE int least_share_of_wave(int blocks_per_sm) {
+  return blocks_per_sm > 2 ? kWholeWave * 2 / 3 : kWholeWave;
+}
+
 // Into how many parts the chunks of the last wave are cut: `tail` of them for `blocks` blocks. The
 // least time counts: of the waves that the parts take, and of their states.
-SPECOPS_HOST_DEVICE int parts_of_tail(int tail, int blocks, int leaf_cost) {
-  int best = 1, least = kChunkLeaves * kLeafCost;
-  for (int parts = 2; tail > 0 && parts <= kChunkLeaves; parts *= 2) {
-    int waves = (tail * parts + blocks - 1) / blocks;
-    int cost = waves * (kChunkLeaves / parts) * leaf_cost;
+SPECOPS_HOST_DEVICE int parts_of_tail(int tail, int blocks, int leaf_cost, int least_share) {
+  int best = 1, least = INT32_MAX;
+  for (int parts = 1; tail > 0 && parts <= kChunkLeaves; parts *= 2) {
+    int waves = tail * parts / blocks, rest = tail * parts % blocks;
+    int share = rest == 0 ? 0 : rest * kWholeWave / blocks;
+    if (rest != 0 && share < least_share) share = least_share;
+    int cost = (waves * kWholeWave + share) * (kChunkLeaves / parts) *
+               (parts == 1 ? kLeafCost : leaf_cost);
     if (cost < least) {
       best = parts;
       least = cost;

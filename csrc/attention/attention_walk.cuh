@@ -225,7 +225,7 @@ __device__ __forceinline__ void plan_turns(const Block& block, int64_t first_req
   int tail = (base + units) % blocks, parts = 1;
   if (first_request + kPlanned >= block.params.batch &&
       tail <= min(block.launch.tail_units, units)) {
-    parts = parts_of_tail(tail, blocks, block.launch.leaf_cost);
+    parts = parts_of_tail(tail, blocks, block.launch.leaf_cost, block.launch.least_share);
   }
   bool cuts = parts > 1;
   if (threadIdx.x == 0) {
