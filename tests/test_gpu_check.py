@@ -355,7 +355,7 @@ def test_built_modules_are_copied_to_where_they_are_looked_for(
     assert all(path.read_bytes() == path.name.encode() for path in copied)
 
 
-def test_what_would_not_come_home_is_refused(
+def test_what_is_too_large_to_be_kept_is_refused(
     brought: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = brought
@@ -364,11 +364,14 @@ def test_what_would_not_come_home_is_refused(
     assert len(told.splitlines()) == 4 and "0.00 MiB  built.json" in told
     with (folder / "gpu_facts_cuda.so").open("ab") as file:
         file.truncate((16 << 20) + 1)
+    limits = {"max_mib": 16.0, "max_files": 5}
     with pytest.raises(Refused, match="larger than 16 MiB"):
-        prebuilt.print_sizes(folder)
+        prebuilt.print_sizes(folder, **limits)
+    prebuilt.print_sizes(folder)  # nothing is asked for
+    capsys.readouterr()
     # The sentence is the end of what the program says, after all sizes.
     monkeypatch.setattr(prebuilt, "make", lambda *_: None)
-    assert prebuilt.main(["make", str(folder)]) == 1
+    assert prebuilt.main(["make", str(folder), "--max-mib", "16"]) == 1
     *sizes, last = capsys.readouterr().out.splitlines()
     assert last.endswith(
         "gpu_facts_cuda.so is larger than 16 MiB"
@@ -377,7 +380,7 @@ def test_what_would_not_come_home_is_refused(
     for name in "ab":
         (folder / name).touch()
     with pytest.raises(Refused, match="has 6 files, the most is 5"):
-        prebuilt.print_sizes(folder)
+        prebuilt.print_sizes(folder, **limits)
 
 
 def test_the_build_there_is_of_what_runs_there() -> None:

@@ -1528,7 +1528,6 @@ def test_a_model_without_a_chat_template(tiny: Served) -> None:
     assert "no chat template" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("mistake", [ValueError, RuntimeError])
 def is_whole(response: httpx.Response, body: dict[str, Any]) -> bool:
     """Whether an answer of one choice, streamed or not, ends by its length."""
     if response.headers["content-type"].startswith("text/event-stream"):
@@ -1539,6 +1538,7 @@ def is_whole(response: httpx.Response, body: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.parametrize("mistake", [ValueError, RuntimeError])
 def test_a_failed_step_of_the_real_engine_ends_its_requests(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, mistake: type[Exception]
 ) -> None:
@@ -1631,9 +1631,11 @@ RUN = """
 import sys
 from fake_engine import FakeEngine
 from specops.engine.server import listen, make_app, serve
+from specops.engine.server.hosts import Access
 listener = listen("127.0.0.1", int(sys.argv[1]))
 apart = listen("127.0.0.1", int(sys.argv[2])) if sys.argv[2:] else None
-app = make_app(FakeEngine(step_seconds=0.02), metrics_apart=apart is not None)
+access = Access(allowed_hosts=["127.0.0.1", "x", "somebody"])
+app = make_app(FakeEngine(step_seconds=0.02), metrics_apart=apart is not None, access=access)
 limits = {"header_timeout": 2, "max_connections": 40}
 serve(app, listener, drain_timeout=20, log_level="warning", metrics_listener=apart, **limits)
 """
@@ -1755,6 +1757,8 @@ def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> N
             text = HTTP.get(f"{own}/metrics").text
             assert 'specops:num_requests_running{model_name="fake"} 1.0' in text
             assert HTTP.head(f"{own}/metrics").status_code == 200
+            rebound = HTTP.get(f"{own}/metrics", headers={"Host": "somewhere.example"})
+            assert rebound.status_code == 400
             for path in ("", "health", "v1/models", "openapi.json", "docs"):
                 assert HTTP.get(f"{own}/{path}").status_code == 404
             process.send_signal(signal.SIGTERM)

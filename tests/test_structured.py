@@ -257,6 +257,9 @@ def test_white_space(options: dict[str, Any], fits: list[str]) -> None:
     schema["x-guidance"] = {"whitespace_pattern": " {3}"}
     state = GrammarState(own.compile(StructuredOutput(json_schema=schema, **options)), [])
     assert all(map(state.take, tokens_of('{   "a"')))
+    schema["x-guidance"] = {"whitespace_flexible": False}
+    state = GrammarState(own.compile(StructuredOutput(json_schema=schema, **options)), [])
+    assert not all(map(state.take, tokens_of('{ "a"')))
 
 
 # ---- numbers ----
@@ -277,6 +280,7 @@ _BIG = 2**53
         ({"enum": ["a", {"b": [1, _BIG + 1]}]}, "enum must hold integers of at most 2^53"),
         ({"anyOf": [{"items": {"maximum": _BIG + 1}}]}, "maximum must be at most 2^53"),
         ({"$defs": {"maximum": {"maximum": _BIG + 1}}}, "maximum must be at most 2^53"),
+        ({"properties": {"default": {"maximum": _BIG + 1}}}, "maximum must be at most 2^53"),
         # llguidance says so itself.
         ({"type": "number", "multipleOf": 1e-12}, "'multipleOf' has too many digits"),
     ],

@@ -16,8 +16,7 @@ or of four dimensions, dropout, soft caps, position biases, and inputs that requ
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -117,9 +116,20 @@ class StepMask:
 
     ndim = 4
 
+    _page_tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
     def contiguous(self) -> "StepMask":
         """Itself."""
         return self
+
+    def page_table(self, num_pages: int) -> tuple[Tensor, Tensor]:
+        """The pages of sequences that have equally many, one after another; made once a step."""
+        if num_pages not in self._page_tables:
+            count, device = len(self.kv_lens), self.kv_lens.device
+            kv_indices = torch.arange(num_pages, dtype=torch.int32, device=device)
+            kv_indptr = torch.arange(count + 1, dtype=torch.int32, device=device)
+            self._page_tables[num_pages] = kv_indptr * (num_pages // max(count, 1)), kv_indices
+        return self._page_tables[num_pages]
 
 
 def make_mask(
@@ -316,7 +326,7 @@ def attention(
         k_cache,
         v_cache,
         mask.qo_indptr,
-        *_page_table(len(mask.kv_lens), len(k_cache), query.device),
+        *mask.page_table(len(k_cache)),
         mask.kv_lens,
         sm_scale=scaling,
         sliding_window=sliding_window,
@@ -340,11 +350,3 @@ def _pages(x: Tensor, slots: Tensor | None) -> Tensor:
         room = x.new_zeros(batch, _whole_pages(tokens), heads, head_dim)
         room[:, :tokens] = x.transpose(1, 2)
     return room.view(room.shape[0] * room.shape[1] // PAGE_SIZE, PAGE_SIZE, heads, head_dim)
-
-
-@lru_cache(maxsize=8)
-def _page_table(num_sequences: int, num_pages: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The pages of sequences that have equally many, one after another."""
-    kv_indices = torch.arange(num_pages, dtype=torch.int32, device=device)
-    kv_indptr = torch.arange(num_sequences + 1, dtype=torch.int32, device=device)
-    return kv_indptr * (num_pages // max(num_sequences, 1)), kv_indices

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Built modules that are brought along: compiling takes most of the minutes that a GPU is lent for.
+"""Built modules that are brought along: compiling takes most of the minutes that one has a GPU.
 
     python -m tools.gpu_check.prebuilt make FOLDER --archs 90a      where there is nvcc
     make gpu-check PREBUILT=FOLDER                                  where there is the GPU
@@ -25,8 +25,6 @@ from tools.cuda_toolkit import ROOT, cmake_options, find_nvcc, gpu_archs
 
 STAMP = "built.json"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-# What comes home from a lent machine: eight such files, of which three are the check's own.
-MOST_MIB, MOST_FILES = 16, 5
 # Where the modules go, by how their names begin.
 PLACES = {
     "_C": ROOT / "python" / "specops",
@@ -119,19 +117,19 @@ def use(folder: Path, archs: Sequence[str], places: dict[str, Path] | None = Non
     return copied
 
 
-def print_sizes(folder: Path) -> None:
+def print_sizes(folder: Path, max_mib: float | None = None, max_files: int | None = None) -> None:
     """Says how large each file of a folder is.
 
     Raises:
-        Refused: there are more files, or larger ones, than come home from a lent machine.
+        Refused: there are more files, or larger ones, than may be kept.
     """
     sizes = {path.name: path.stat().st_size / 2**20 for path in sorted(folder.iterdir())}
     for name, mib in sizes.items():
         print(f"{mib:8.2f} MiB  {name}")
-    if too_large := [name for name, mib in sizes.items() if mib > MOST_MIB]:
-        raise Refused(f"{folder}: {too_large[0]} is larger than {MOST_MIB} MiB")
-    if len(sizes) > MOST_FILES:
-        raise Refused(f"{folder} has {len(sizes)} files, the most is {MOST_FILES}")
+    if too_large := [name for name, mib in sizes.items() if max_mib and mib > max_mib]:
+        raise Refused(f"{folder}: {too_large[0]} is larger than {max_mib:g} MiB")
+    if max_files is not None and len(sizes) > max_files:
+        raise Refused(f"{folder} has {len(sizes)} files, the most is {max_files}")
 
 
 def make(folder: Path, archs: Sequence[str]) -> Stamp:
@@ -170,13 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("make", "use"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--archs", default="90a", help="to make: such as `80 90a`")
+    parser.add_argument("--max-mib", type=float, help="to make: refuses larger files")
+    parser.add_argument("--max-files", type=int, help="to make: refuses more files")
     parser.add_argument("--rehearsal", action="store_true", help="only look whether it can be used")
     asked = parser.parse_args(arguments)
     folder = asked.folder.resolve()
     try:
         if asked.what == "make":
             made = make(folder, asked.archs.split())
-            print_sizes(folder)
+            print_sizes(folder, asked.max_mib, asked.max_files)
             print(f"{folder}: {len(made.files)} modules for sm_{' '.join(made.archs)}")
         elif asked.rehearsal:
             check(folder, ())

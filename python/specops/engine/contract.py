@@ -22,7 +22,7 @@ from specops.engine.models.loader import weight_files
 # What of an engine's configuration it depends on.
 OPTIONS = (
     *("model", "device", "dtype", "kv_cache_dtype", "attention_backend", "load_format"),
-    "logprobs_mode",
+    *("logprobs_mode", "json_whitespace"),
 )
 
 _PIECE = 1 << 20  # bytes of a file at once
@@ -43,8 +43,9 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         digest of its configuration and weights, and the dtypes of weights and of keys and values;
         "attention_backend"; "attention_leaf_tokens", after how many tokens ours rounds;
         "sampling_leaf_tokens", after how many logits sums over the vocabulary round; "exact",
-        whether attention is ours; "logprobs_mode"; and "digest", of all that. An engine that is not
-        exact is promised nothing by its digest: its bits depend on what stands beside a request.
+        whether attention is ours; "logprobs_mode" and "json_whitespace", as configured; and
+        "digest", of all that. An engine that is not exact is promised nothing by its digest: its
+        bits depend on what stands beside a request.
     """
     config = engine.config
     kind, exact = engine.device.partition(":")[0], config.has_exact_attention
@@ -65,6 +66,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         "sampling_leaf_tokens": _SAMPLING_LEAF_TOKENS[kind],
         "exact": exact,
         "logprobs_mode": config.logprobs_mode,
+        "json_whitespace": config.json_whitespace,
     }
     return {**facts, "digest": _digest(json.dumps(facts, sort_keys=True).encode())}
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 import specops
 from specops.engine.admission import Admission
 from specops.engine.calibration import costs_of
@@ -297,6 +299,7 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
+    @torch.no_grad()
     def step(self) -> list[RequestOutput]:
         """Drafts, verifies, accepts and commits once; returns what it added to each request.
 
@@ -331,6 +334,7 @@ class Engine:
         step_begun, begun = timer(), time.perf_counter()
         emitted = self._runner.execute(plan)
         if not plan.parts:
+            self._scheduler.return_pages_of_trees()
             return []
         executed = time.perf_counter() - begun
         self.stats.num_steps += 1

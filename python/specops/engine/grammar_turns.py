@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps wait for grammars: whose masks take long sits out until the next one is there.
+"""How long steps wait for grammars: who is slow sits out a step until its next mask is ready.
 
 A mask takes 20 us, but a text that an ambiguous grammar reads in ever more ways comes to take
 hundreds of times as long, and all of a step's requests would wait for it. A request that took long
@@ -41,7 +41,10 @@ class GrammarTurns:
         if is_alone or (not jobs and time.monotonic() >= self._next_at):
             for request in slow if is_alone else slow[:1]:
                 if request not in jobs and request.grammar is not None:
-                    request.grammar.preparing = self._thread.submit(request.grammar.prepare)
+                    try:
+                        request.grammar.preparing = self._thread.submit(request.grammar.prepare)
+                    except RuntimeError:  # there is no thread: steps compute masks themselves
+                        return frozenset()
             jobs = _jobs(slow)
         if is_alone:
             wait(jobs.values(), _WAIT_SECONDS, FIRST_COMPLETED)

@@ -100,10 +100,10 @@ def make_app(
         tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
             its chat template teaches it. Ignored when `chat_format` is given.
         access: by which names it is asked, from whose pages, and through which proxies; by default
-            by any, none and none.
+            by any name, from no other page, and through no proxy.
 
     Raises:
-        ValueError: the model's chat template is broken, a key is empty, the parser is unknown.
+        ValueError: the model's chat template is broken, a key is empty, or the parser is unknown.
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
@@ -120,7 +120,8 @@ def make_app(
         thread.stop()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
-    app.state.metrics = metrics
+    access = access or Access()
+    app.state.metrics, app.state.allowed_hosts = metrics, access.allowed_hosts
     _add_own_routes(app, thread)
     if not metrics_apart:
         add_metrics(app, metrics)
@@ -131,7 +132,7 @@ def make_app(
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app)
-    _add_middleware(app, access or Access(), metrics, Clients(api_keys))
+    _add_middleware(app, access, metrics, Clients(api_keys))
     return app
 
 
@@ -333,6 +334,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         if metrics_listener is not None:
-            stack.enter_context(metrics_served(app.state.metrics, metrics_listener))
+            metrics, hosts = app.state.metrics, app.state.allowed_hosts
+            stack.enter_context(metrics_served(metrics, metrics_listener, hosts))
         listeners = [listener, *(listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
         uvicorn.Server(config).run(sockets=listeners)

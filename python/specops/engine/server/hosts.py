@@ -46,7 +46,7 @@ class Access:
             request comes from, or "*"; none: nobody's does.
 
     Raises:
-        ValueError: a host, an origin or a proxy is none.
+        ValueError: a host, an origin or a proxy is not valid.
     """
 
     allowed_hosts: Sequence[str] | None = None
@@ -63,7 +63,7 @@ def _check_hosts(hosts: Sequence[str]) -> None:
     """Refuses what is no name of a host.
 
     Raises:
-        ValueError: one is none.
+        ValueError: one is not valid.
     """
     for host in hosts:
         if host != "*" and _name_of(host.removeprefix("*.")) != host.removeprefix("*.").lower():
@@ -77,7 +77,7 @@ def _check_origins(origins: Sequence[str]) -> None:
     """Refuses what is no origin of a page.
 
     Raises:
-        ValueError: one is none.
+        ValueError: one is not valid.
     """
     for origin in origins:
         scheme, _, host = origin.partition("://")
@@ -124,8 +124,8 @@ class AllowedHosts:
             if name not in self._names and not name.endswith(self._endings):
                 error = ApiError(
                     400,
-                    f"the server does not answer to the host {host!r}; --allowed-hosts says to "
-                    "which it does",
+                    f"the host {host!r} is not allowed; the server's --allowed-hosts names those "
+                    "that are",
                     code="unknown_host",
                 )
                 return await JSONResponse(error.body, error.status)(scope, receive, send)

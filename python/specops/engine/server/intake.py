@@ -10,7 +10,7 @@ client has a few on their way to it at a time, and the next one keeps its turn u
 
 A request whose client has left by its turn is dropped there. One that was begun and then abandoned
 has cost something and is in nobody's way any more, so it would count for nothing: the client's next
-turn is a pause later for it. Who asks and leaves in a loop takes turns with its own pauses.
+turn is a pause later for it. A client that asks and leaves in a loop waits for its own pauses.
 """
 
 import asyncio

@@ -7,13 +7,14 @@ They have a thread and an event loop, so that scrapes and answers do not wait fo
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 
 from specops.engine.server.connections import bounded_protocol
+from specops.engine.server.hosts import AllowedHosts
 from specops.engine.server.metrics import Metrics
 
 _MAX_CONNECTIONS = 64
@@ -29,15 +30,20 @@ def add_metrics(app: FastAPI, metrics: Metrics) -> None:
 
 
 @contextlib.contextmanager
-def metrics_served(metrics: Metrics, listener: socket.socket) -> Iterator[None]:
+def metrics_served(
+    metrics: Metrics, listener: socket.socket, allowed_hosts: Sequence[str] | None = None
+) -> Iterator[None]:
     """Serves /metrics, and nothing else, until the block ends.
 
     Args:
         metrics: what is told.
         listener: from `listen`.
+        allowed_hosts: by which names it is asked; None: by any.
     """
     app = FastAPI(openapi_url=None)
     add_metrics(app, metrics)
+    if allowed_hosts is not None:
+        app.add_middleware(AllowedHosts, hosts=allowed_hosts)
     config = uvicorn.Config(
         app,
         http=bounded_protocol(max_connections=_MAX_CONNECTIONS, header_timeout=_HEADER_TIMEOUT),

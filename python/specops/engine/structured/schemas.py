@@ -24,6 +24,8 @@ _MAX_EXACT = 2**53
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _VALUES = ("const", "enum")  # they hold values, and no schemas
 _NOTES = ("default", "examples")  # they constrain nothing
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # of any names, schemas
+_WHITE_SPACE = ("whitespace_pattern", "whitespace_flexible")
 
 # In a Lark grammar: what may hold anything (texts, regular expressions, comments), or a schema.
 _PARTS = re.compile(
@@ -43,7 +45,12 @@ def with_options(schema: Any, options: Mapping[str, Any]) -> Any:
     if not isinstance(schema, dict):
         return schema
     own = schema.get("x-guidance", {})
-    return {**schema, "x-guidance": {**options, **own} if isinstance(own, dict) else own}
+    if isinstance(own, dict):
+        # Of two options for white space llguidance would follow one: the schema's own counts.
+        has_own = any(name in own for name in _WHITE_SPACE)
+        ours = {k: v for k, v in options.items() if not (has_own and k in _WHITE_SPACE)}
+        own = {**ours, **own}
+    return {**schema, "x-guidance": own}
 
 
 def lark_with_options(grammar: str, options: Mapping[str, Any]) -> str:
@@ -85,7 +92,11 @@ def _check_numbers(schema: Any) -> None:
                     _check_bound(name, one.get(name))
                 for name in _VALUES:
                     _check_values(name, one.get(name))
-                inner += [value for name, value in one.items() if name not in _VALUES + _NOTES]
+                for name, value in one.items():
+                    if name in _NAMED and isinstance(value, dict):
+                        inner += value.values()
+                    elif name not in _VALUES + _NOTES:
+                        inner.append(value)
         level = inner
 
 
