@@ -38,6 +38,7 @@ KV_HEADS, TOKEN_BYTES, CHUNK_TOKENS, CHUNK_LEAVES = 8, 4096, 2048, 8
 HEAD_DIM, TILE_ROWS = 128, 64
 LOW_ROWS = 32  # of tiles of which an SM has more blocks
 LEAST_SHARE = 2 / 3  # of a whole wave's time, however few its blocks; of these tiles
+START_SHARE = 3 / 128  # of the time of a whole chunk, what each unit costs beside it
 LOADS = {
     "b1.4k": (1, 4096),
     "b1.32k": (1, 32768),
@@ -150,7 +151,8 @@ class Model:
         def time(parts: int) -> float:
             whole, rest = divmod(units * parts, slots)
             least = LEAST_SHARE if rows <= LOW_ROWS else 1.0
-            return (whole + (max(rest / slots, least) if rest else 0.0)) / parts
+            waves = whole + (max(rest / slots, least) if rest else 0.0)
+            return waves * (1 / parts + START_SHARE)
 
         choices = [parts for parts in (1, 2, 4, CHUNK_LEAVES)]
         # The least time in waves of whole chunks; of equals, the least cut.

@@ -96,6 +96,8 @@ struct AttentionLaunch {
 // What it costs to read a leaf. A state to be written and read again costs a quarter of it for 64
 // rows of head_dim 128, if L2 gives twice the bandwidth of memory.
 constexpr int kLeafCost = 16;
+// What it costs to begin a unit: to find it, and to fill the ring, beside other blocks of the SM.
+constexpr int kStartCost = 3;
 
 // A wave of few blocks takes less time than one of all, which share the bandwidth of memory, but no
 // less than this share, in units of 1 / kWholeWave: three blocks an SM are more than memory needs.
@@ -105,15 +107,15 @@ SPECOPS_HOST_DEVICE int least_share_of_wave(int blocks_per_sm) {
 }
 
 // Into how many parts the chunks of the last wave are cut: `tail` of them for `blocks` blocks. The
-// least time counts: of the waves that the parts take, and of their states.
+// least time counts: of the waves that the parts take, of their states and of their beginnings.
 SPECOPS_HOST_DEVICE int parts_of_tail(int tail, int blocks, int leaf_cost, int least_share) {
   int best = 1, least = INT32_MAX;
   for (int parts = 1; tail > 0 && parts <= kChunkLeaves; parts *= 2) {
     int waves = tail * parts / blocks, rest = tail * parts % blocks;
     int share = rest == 0 ? 0 : rest * kWholeWave / blocks;
     if (rest != 0 && share < least_share) share = least_share;
-    int cost = (waves * kWholeWave + share) * (kChunkLeaves / parts) *
-               (parts == 1 ? kLeafCost : leaf_cost);
+    int leaves = (kChunkLeaves / parts) * (parts == 1 ? kLeafCost : leaf_cost);
+    int cost = (waves * kWholeWave + share) * (leaves + kStartCost);
     if (cost < least) {
       best = parts;
       least = cost;

@@ -100,9 +100,16 @@ _SMEM_8BIT = {  # half the bytes, so more tiles in flight
     256: (46976, 91008),
 }
 _SMEM_STAMPS = {128: (76704, 68512, 101280)}
+# Bytes that spill on sm_100a, by head_dim and tiles of 16 rows: 168 registers are too few there.
+_SPILLS_16BIT = {(96, 2): 28, (128, 2): 28, (256, 1): 28}
+_SPILLS_8BIT = {(96, 2): 8, (128, 2): 8}
 
 
-def _attention_budgets(pattern: str, sizes: Mapping[int, tuple[int, ...]]) -> Iterator[Budget]:
+def _attention_budgets(
+    pattern: str,
+    sizes: Mapping[int, tuple[int, ...]],
+    spills: Mapping[tuple[int, int], int] | None = None,
+) -> Iterator[Budget]:
     """A tile of rows lives in registers: two blocks fill an SM of 90a, or three up to 32 rows."""
     for head_dim, by_rows in sizes.items():
         for tiles, smem_bytes in zip((1, 2, 4), by_rows, strict=False):
@@ -113,6 +120,7 @@ def _attention_budgets(pattern: str, sizes: Mapping[int, tuple[int, ...]]) -> It
                 registers=168 if is_low and fits_three else 255,
                 threads=128,
                 smem_bytes=smem_bytes,
+                spills={"100a": known} if (known := (spills or {}).get((head_dim, tiles))) else {},
             )
 
 
@@ -127,11 +135,11 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("rope_append_kv_kernel<*float16, true, *", registers=64, threads=128, blocks_per_sm=8),
     Budget("rope_append_kv_kernel<float, true, *", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
-    *_attention_budgets("append_attention_kernel<*float16, {}, {}, *", _SMEM_16BIT),
+    *_attention_budgets("append_attention_kernel<*float16, {}, {}, *", _SMEM_16BIT, _SPILLS_16BIT),
     *_attention_budgets("append_attention_kernel<float, {}, {}, *", _SMEM_32BIT),
-    *_attention_budgets("append_8bit_attention_kernel<*, {}, {}>", _SMEM_8BIT),
+    *_attention_budgets("append_8bit_attention_kernel<*, {}, {}>", _SMEM_8BIT, _SPILLS_8BIT),
     # As the kernel whose time it keeps.
-    *_attention_budgets("append_attention_stamped_kernel<*, {}, {}>", _SMEM_STAMPS),
+    *_attention_budgets("append_attention_stamped_kernel<*, {}, {}>", _SMEM_STAMPS, _SPILLS_16BIT),
     # One block plans for all; the batch is at most what its shared memory holds.
     Budget("plan_groups_kernel", registers=64, threads=128, smem_bytes=96 << 10),
     # dense
@@ -366,40 +374,40 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
 
 
 METERED: tuple[Metered, ...] = (
-    _attention(64, 1, _per_arch(428, 428, 428, 476, 462, 449)),
-    _attention(64, 2, _per_arch(564, 564, 564, 609, 594, 593)),
-    _attention(64, 4, _per_arch(843, 842, 842, 884, 861, 889)),
-    _attention(96, 1, _per_arch(471, 470, 470, 524, 509, 507)),
-    _attention(96, 2, _per_arch(619, 619, 619, 674, 658, 678)),
-    _attention(96, 4, _per_arch(935, 934, 934, 986, 960, 1016)),
-    _attention(128, 1, _per_arch(519, 517, 517, 568, 566, 569)),
-    _attention(128, 2, _per_arch(685, 686, 686, 735, 719, 745)),
-    _attention(128, 4, _per_arch(1033, 1034, 1034, 1085, 1058, 1135)),
-    _attention(256, 1, _per_arch(513, 513, 513, 569, 560, 560)),
-    _attention(256, 2, _per_arch(685, 686, 686, 740, 720, 737)),
-    _attention(576, 1, _per_arch(695, 695, 695, 765, 729, 750)),
-    _attention(64, 1, _per_arch(627, 627, 627, 667, 669, 660), "KvInt8"),
-    _attention(64, 2, _per_arch(779, 779, 779, 817, 828, 824), "KvInt8"),
-    _attention(64, 4, _per_arch(1089, 1089, 1089, 1134, 1125, 1143), "KvInt8"),
-    _attention(96, 1, _per_arch(824, 824, 824, 865, 867, 853), "KvInt8"),
-    _attention(96, 2, _per_arch(991, 991, 991, 1031, 1052, 1042), "KvInt8"),
-    _attention(96, 4, _per_arch(1330, 1330, 1330, 1373, 1385, 1410), "KvInt8"),
-    _attention(128, 1, _per_arch(852, 852, 852, 894, 923, 919), "KvInt8"),
-    _attention(128, 2, _per_arch(1034, 1036, 1036, 1079, 1106, 1110), "KvInt8"),
-    _attention(128, 4, _per_arch(1420, 1420, 1420, 1462, 1470, 1513), "KvInt8"),
-    _attention(256, 1, _per_arch(836, 835, 835, 869, 887, 882), "KvInt8"),
-    _attention(256, 2, _per_arch(1011, 1012, 1012, 1048, 1061, 1063), "KvInt8"),
-    _attention(64, 1, _per_arch(595, 595, 595, 634, 637, 629), "KvE4M3"),
-    _attention(64, 2, _per_arch(747, 748, 748, 784, 796, 793), "KvE4M3"),
-    _attention(64, 4, _per_arch(1060, 1060, 1060, 1104, 1093, 1118), "KvE4M3"),
-    _attention(96, 1, _per_arch(767, 768, 768, 809, 811, 796), "KvE4M3"),
-    _attention(96, 2, _per_arch(937, 937, 937, 975, 995, 989), "KvE4M3"),
-    _attention(96, 4, _per_arch(1273, 1273, 1273, 1317, 1330, 1356), "KvE4M3"),
-    _attention(128, 1, _per_arch(787, 789, 789, 831, 860, 855), "KvE4M3"),
-    _attention(128, 2, _per_arch(972, 973, 973, 1012, 1041, 1052), "KvE4M3"),
-    _attention(128, 4, _per_arch(1355, 1355, 1355, 1399, 1406, 1455), "KvE4M3"),
-    _attention(256, 1, _per_arch(773, 770, 770, 804, 823, 818), "KvE4M3"),
-    _attention(256, 2, _per_arch(947, 947, 947, 983, 997, 1005), "KvE4M3"),
+    _attention(64, 1, _per_arch(432, 431, 431, 478, 457, 444)),
+    _attention(64, 2, _per_arch(563, 564, 564, 609, 590, 588)),
+    _attention(64, 4, _per_arch(839, 840, 840, 884, 857, 884)),
+    _attention(96, 1, _per_arch(474, 473, 473, 529, 502, 500)),
+    _attention(96, 2, _per_arch(623, 624, 624, 676, 653, 672)),
+    _attention(96, 4, _per_arch(932, 933, 933, 985, 954, 1012)),
+    _attention(128, 1, _per_arch(532, 532, 532, 581, 547, 546)),
+    _attention(128, 2, _per_arch(713, 713, 713, 763, 728, 750)),
+    _attention(128, 4, _per_arch(1034, 1035, 1035, 1084, 1051, 1122)),
+    _attention(256, 1, _per_arch(551, 551, 551, 601, 580, 579)),
+    _attention(256, 2, _per_arch(685, 685, 685, 738, 714, 733)),
+    _attention(576, 1, _per_arch(695, 695, 695, 764, 731, 749)),
+    _attention(64, 1, _per_arch(635, 636, 636, 672, 667, 660), "KvInt8"),
+    _attention(64, 2, _per_arch(779, 779, 779, 815, 826, 822), "KvInt8"),
+    _attention(64, 4, _per_arch(1090, 1090, 1090, 1136, 1124, 1143), "KvInt8"),
+    _attention(96, 1, _per_arch(820, 819, 819, 863, 866, 853), "KvInt8"),
+    _attention(96, 2, _per_arch(990, 989, 989, 1030, 1047, 1041), "KvInt8"),
+    _attention(96, 4, _per_arch(1328, 1328, 1328, 1372, 1374, 1398), "KvInt8"),
+    _attention(128, 1, _per_arch(861, 860, 860, 899, 896, 879), "KvInt8"),
+    _attention(128, 2, _per_arch(1037, 1037, 1037, 1078, 1094, 1090), "KvInt8"),
+    _attention(128, 4, _per_arch(1416, 1416, 1416, 1463, 1456, 1496), "KvInt8"),
+    _attention(256, 1, _per_arch(849, 848, 848, 882, 887, 880), "KvInt8"),
+    _attention(256, 2, _per_arch(1011, 1011, 1011, 1045, 1052, 1054), "KvInt8"),
+    _attention(64, 1, _per_arch(604, 604, 604, 640, 636, 629), "KvE4M3"),
+    _attention(64, 2, _per_arch(747, 748, 748, 784, 792, 791), "KvE4M3"),
+    _attention(64, 4, _per_arch(1058, 1058, 1058, 1101, 1093, 1114), "KvE4M3"),
+    _attention(96, 1, _per_arch(765, 766, 766, 805, 809, 796), "KvE4M3"),
+    _attention(96, 2, _per_arch(933, 934, 934, 974, 991, 987), "KvE4M3"),
+    _attention(96, 4, _per_arch(1273, 1273, 1273, 1321, 1320, 1340), "KvE4M3"),
+    _attention(128, 1, _per_arch(797, 796, 796, 834, 831, 816), "KvE4M3"),
+    _attention(128, 2, _per_arch(974, 974, 974, 1014, 1031, 1034), "KvE4M3"),
+    _attention(128, 4, _per_arch(1351, 1351, 1351, 1398, 1393, 1442), "KvE4M3"),
+    _attention(256, 1, _per_arch(785, 784, 784, 816, 822, 818), "KvE4M3"),
+    _attention(256, 2, _per_arch(948, 949, 949, 980, 988, 995), "KvE4M3"),
     _streamed(1, 1, _per_arch(53, 53, 53, 50, 51, 54)),
     _streamed(2, 1, _per_arch(71, 71, 71, 71, 65, 71)),
     _streamed(1, 2, _per_arch(65, 65, 65, 62, 60, 66)),
