@@ -138,7 +138,6 @@ def test_known_spills_are_bounded() -> None:
 # What the rows of append_attention and of linear say, as the sources compute it.
 SIZES = """
 #include "attention/attention_shape.cuh"
-#include "attention/attention_stamps.cuh"
 #include "dense/linear.cuh"
 #include "sampling/row.cuh"
 using namespace specops;
@@ -153,12 +152,11 @@ def test_shared_memory_of_budgets_is_what_is_asked_for(tmp_path: Path) -> None:
         )
         if kernel is None:
             continue
-        is_8bit, is_stamped, dtype, head_dim, tiles = kernel.groups()
+        is_8bit, _, dtype, head_dim, tiles = kernel.groups()
         dtype = "float" if dtype == "float" else "bfloat16"
         cache = "KvInt8" if is_8bit else dtype
         shape = f"AttentionShape<{dtype}, {head_dim}, {tiles}, {cache}>"
-        more = "size_t{kStampBytes}" if is_stamped else "0"
-        lines.append(f"static_assert({shape}::kSharedBytes + {more} == {row.smem_bytes});")
+        lines.append(f"static_assert({shape}::kSharedBytes == {row.smem_bytes});")
         three = "==" if row.registers == 168 else "!="
         lines.append(f"static_assert({shape}::kBlocksPerSm {three} 3);")
     for tiles, rows in ((2, 64), (2, 128), (4, 128)):

@@ -135,9 +135,7 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream 
   int64_t batch = params.batch < 1 ? 1 : params.batch;
   Form form =
       form_of<T, Cache, kHeadDim>(params, ceil_div(params.rows, batch) * launch_params.group);
-  size_t stamps = params.stamps == nullptr ? 0 : kStampBytes;
-  size_t bytes =
-      form.shared_bytes + stamps + (launch_params.totals == nullptr ? form.total_bytes : 0);
+  size_t bytes = form.shared_bytes + (launch_params.totals == nullptr ? form.total_bytes : 0);
   if (bytes > static_cast<size_t>(max_shared_bytes(stream))) {
     throw std::invalid_argument("append_attention: workspace must have at least " +
                                 std::to_string(kCounters + sizes.totals) +
@@ -149,8 +147,7 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream 
   if (launch_params.groups != nullptr) {
     Form shared = form_of<T, Cache, kHeadDim>(params, rows);
     launch_params.group_rows = shared.rows;
-    size_t shared_bytes = shared.shared_bytes + stamps;
-    int blocks = blocks_of(shared, shared_bytes, sms, stream);
+    int blocks = blocks_of(shared, shared.shared_bytes, sms, stream);
     launch(plan_groups_kernel,
            1,
            kAttentionThreads,
@@ -159,7 +156,7 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream 
            launch_params,
            blocks);
     launch_params.is_shared_launch = true;
-    start(shared, launch_params, shared_bytes, blocks, stream);
+    start(shared, launch_params, shared.shared_bytes, blocks, stream);
     launch_params.is_shared_launch = false;
   }
   start(form, launch_params, bytes, blocks_of(form, bytes, sms, stream), stream);

@@ -60,7 +60,8 @@ struct AttentionShape {
   static constexpr int kScan = kPlan + 3 * kPlanned * 4;       // int [8]
   static constexpr int kUnit = kScan + 32;
   static constexpr int kTurns = kUnit + 256;
-  static constexpr int kRing = (kTurns + 48 + 127) / 128 * 128;  // tiles of K and V
+  static constexpr int kStamps = kTurns + 48;  // of the stamped kernel, where others have a gap
+  static constexpr int kRing = (kStamps + 32 + 127) / 128 * 128;  // tiles of K and V
 
   // Whether an SM has the shared memory for three blocks with so many tiles in their rings.
   static constexpr bool fits_three(int tiles) {

@@ -15,21 +15,17 @@ constexpr int kStampBegin = 0, kStampEnd = 1;  // ns, by the clock of the whole 
 constexpr int kStampCycles = 2;                // of each phase, by the clock of the SM
 constexpr int kStampLast = kStampCycles + kAttentionPhases;  // where the phase before ended
 static_assert(kStampLast + 1 == kAttentionStampWords);
-constexpr size_t kStampBytes = 32;  // more shared memory for them
 
 // A block's stamps while it runs.
 struct Stamps {
-  int64_t last;  // where the phase before ended
+  uint32_t last;  // where the phase before ended
   uint32_t cycles[kAttentionPhases];
 };
-static_assert(sizeof(Stamps) <= kStampBytes);
+static_assert(sizeof(Stamps) <= 32);
 
-// Behind all that every kernel has.
 template <typename Block>
 __device__ __forceinline__ Stamps& stamps_of(const Block& block) {
-  using Shape = typename Block::Shape;
-  size_t totals = block.launch.totals == nullptr ? Shape::kTotalFloats * sizeof(float) : 0;
-  return *reinterpret_cast<Stamps*>(block.smem + Shape::kSharedBytes + totals);
+  return *reinterpret_cast<Stamps*>(block.smem + Block::Shape::kStamps);
 }
 template <typename Block>
 __device__ __forceinline__ int64_t* kept_stamps(const Block& block) {
@@ -43,7 +39,7 @@ __device__ __forceinline__ void begin_stamps(const Block& block) {
     Stamps& stamps = stamps_of(block);
     for (uint32_t& cycles : stamps.cycles) cycles = 0;
     kept_stamps(block)[kStampBegin] = ptx::global_timer();
-    stamps.last = ptx::clock();
+    stamps.last = static_cast<uint32_t>(ptx::clock());
   }
 }
 
@@ -53,8 +49,8 @@ __device__ __forceinline__ void stamp(const Block& block, AttentionPhase phase) 
   if constexpr (Block::kStamped) {
     if (threadIdx.x != 0) return;
     Stamps& stamps = stamps_of(block);
-    int64_t now = ptx::clock();
-    stamps.cycles[static_cast<int>(phase)] += static_cast<uint32_t>(now - stamps.last);
+    uint32_t now = static_cast<uint32_t>(ptx::clock());
+    stamps.cycles[static_cast<int>(phase)] += now - stamps.last;
     stamps.last = now;
   }
 }

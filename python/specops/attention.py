@@ -660,9 +660,9 @@ def set_phase_stamps(stamps: Tensor | None) -> None:
         stamps: [blocks, 8], int64, on CUDA; at least three rows for each SM. It must live until the
             last such call has ended, which leaves in row b, of its block b: when it began and
             ended, in nanoseconds by one clock for all blocks; the cycles of its SM that each of
-            `PHASES` took; and that SM's clock at the end. Rows of no block stay. Of a call with
-            shared prefixes, which is several launches, the last one counts. None: no more stamps,
-            the default.
+            `PHASES` took; and the low 32 bits of that SM's clock at the end. Rows of no block stay.
+            Of a call with shared prefixes, which is several launches, the last one counts. None: no
+            more stamps, the default.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above.

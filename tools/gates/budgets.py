@@ -99,16 +99,16 @@ _SMEM_8BIT = {  # half the bytes, so more tiles in flight
     128: (76672, 52096, 101248),
     256: (46976, 91008),
 }
-_SMEM_STAMPS = {128: (76704, 68512, 101280)}
-# Bytes that spill on sm_100a, by head_dim and tiles of 16 rows: 168 registers are too few there.
-_SPILLS_16BIT = {(96, 2): 28, (128, 2): 28, (256, 1): 28}
-_SPILLS_8BIT = {(96, 2): 8, (128, 2): 8}
+# Bytes that spill, by head_dim and tiles of 16 rows, where 168 registers are too few.
+_SPILLS_16BIT = {key: {"100a": 28} for key in ((96, 2), (128, 2), (256, 1))}
+_SPILLS_8BIT = {key: {"100a": 8} for key in ((96, 2), (128, 2))}
+_SPILLS_STAMPED = {(128, 2): {"90a": 64, "100a": 28}}
 
 
 def _attention_budgets(
     pattern: str,
     sizes: Mapping[int, tuple[int, ...]],
-    spills: Mapping[tuple[int, int], int] | None = None,
+    spills: Mapping[tuple[int, int], Mapping[str, int]] | None = None,
 ) -> Iterator[Budget]:
     """A tile of rows lives in registers: two blocks fill an SM of 90a, or three up to 32 rows."""
     for head_dim, by_rows in sizes.items():
@@ -120,7 +120,7 @@ def _attention_budgets(
                 registers=168 if is_low and fits_three else 255,
                 threads=128,
                 smem_bytes=smem_bytes,
-                spills={"100a": known} if (known := (spills or {}).get((head_dim, tiles))) else {},
+                spills=(spills or {}).get((head_dim, tiles), {}),
             )
 
 
@@ -139,7 +139,9 @@ BUDGETS: tuple[Budget, ...] = (
     *_attention_budgets("append_attention_kernel<float, {}, {}, *", _SMEM_32BIT),
     *_attention_budgets("append_8bit_attention_kernel<*, {}, {}>", _SMEM_8BIT, _SPILLS_8BIT),
     # As the kernel whose time it keeps.
-    *_attention_budgets("append_attention_stamped_kernel<*, {}, {}>", _SMEM_STAMPS, _SPILLS_16BIT),
+    *_attention_budgets(
+        "append_attention_stamped_kernel<*, {}, {}>", {128: _SMEM_16BIT[128]}, _SPILLS_STAMPED
+    ),
     # One block plans for all; the batch is at most what its shared memory holds.
     Budget("plan_groups_kernel", registers=64, threads=128, smem_bytes=96 << 10),
     # dense
@@ -374,40 +376,40 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
 
 
 METERED: tuple[Metered, ...] = (
-    _attention(64, 1, _per_arch(432, 431, 431, 478, 457, 444)),
-    _attention(64, 2, _per_arch(563, 564, 564, 609, 590, 588)),
-    _attention(64, 4, _per_arch(839, 840, 840, 884, 857, 884)),
-    _attention(96, 1, _per_arch(474, 473, 473, 529, 502, 500)),
-    _attention(96, 2, _per_arch(623, 624, 624, 676, 653, 672)),
-    _attention(96, 4, _per_arch(932, 933, 933, 985, 954, 1012)),
-    _attention(128, 1, _per_arch(532, 532, 532, 581, 547, 546)),
-    _attention(128, 2, _per_arch(713, 713, 713, 763, 728, 750)),
-    _attention(128, 4, _per_arch(1034, 1035, 1035, 1084, 1051, 1122)),
-    _attention(256, 1, _per_arch(551, 551, 551, 601, 580, 579)),
-    _attention(256, 2, _per_arch(685, 685, 685, 738, 714, 733)),
-    _attention(576, 1, _per_arch(695, 695, 695, 764, 731, 749)),
-    _attention(64, 1, _per_arch(635, 636, 636, 672, 667, 660), "KvInt8"),
-    _attention(64, 2, _per_arch(779, 779, 779, 815, 826, 822), "KvInt8"),
-    _attention(64, 4, _per_arch(1090, 1090, 1090, 1136, 1124, 1143), "KvInt8"),
-    _attention(96, 1, _per_arch(820, 819, 819, 863, 866, 853), "KvInt8"),
-    _attention(96, 2, _per_arch(990, 989, 989, 1030, 1047, 1041), "KvInt8"),
-    _attention(96, 4, _per_arch(1328, 1328, 1328, 1372, 1374, 1398), "KvInt8"),
-    _attention(128, 1, _per_arch(861, 860, 860, 899, 896, 879), "KvInt8"),
-    _attention(128, 2, _per_arch(1037, 1037, 1037, 1078, 1094, 1090), "KvInt8"),
-    _attention(128, 4, _per_arch(1416, 1416, 1416, 1463, 1456, 1496), "KvInt8"),
-    _attention(256, 1, _per_arch(849, 848, 848, 882, 887, 880), "KvInt8"),
-    _attention(256, 2, _per_arch(1011, 1011, 1011, 1045, 1052, 1054), "KvInt8"),
-    _attention(64, 1, _per_arch(604, 604, 604, 640, 636, 629), "KvE4M3"),
-    _attention(64, 2, _per_arch(747, 748, 748, 784, 792, 791), "KvE4M3"),
-    _attention(64, 4, _per_arch(1058, 1058, 1058, 1101, 1093, 1114), "KvE4M3"),
-    _attention(96, 1, _per_arch(765, 766, 766, 805, 809, 796), "KvE4M3"),
-    _attention(96, 2, _per_arch(933, 934, 934, 974, 991, 987), "KvE4M3"),
-    _attention(96, 4, _per_arch(1273, 1273, 1273, 1321, 1320, 1340), "KvE4M3"),
-    _attention(128, 1, _per_arch(797, 796, 796, 834, 831, 816), "KvE4M3"),
-    _attention(128, 2, _per_arch(974, 974, 974, 1014, 1031, 1034), "KvE4M3"),
-    _attention(128, 4, _per_arch(1351, 1351, 1351, 1398, 1393, 1442), "KvE4M3"),
-    _attention(256, 1, _per_arch(785, 784, 784, 816, 822, 818), "KvE4M3"),
-    _attention(256, 2, _per_arch(948, 949, 949, 980, 988, 995), "KvE4M3"),
+    _attention(64, 1, _per_arch(433, 432, 432, 479, 458, 445)),
+    _attention(64, 2, _per_arch(564, 565, 565, 610, 591, 589)),
+    _attention(64, 4, _per_arch(840, 841, 841, 885, 858, 885)),
+    _attention(96, 1, _per_arch(475, 474, 474, 530, 503, 501)),
+    _attention(96, 2, _per_arch(624, 625, 625, 677, 654, 673)),
+    _attention(96, 4, _per_arch(933, 934, 934, 986, 955, 1013)),
+    _attention(128, 1, _per_arch(533, 533, 533, 582, 548, 547)),
+    _attention(128, 2, _per_arch(714, 714, 714, 764, 729, 751)),
+    _attention(128, 4, _per_arch(1035, 1036, 1036, 1085, 1052, 1123)),
+    _attention(256, 1, _per_arch(552, 552, 552, 602, 581, 580)),
+    _attention(256, 2, _per_arch(686, 686, 686, 739, 715, 734)),
+    _attention(576, 1, _per_arch(696, 696, 696, 765, 732, 750)),
+    _attention(64, 1, _per_arch(636, 637, 637, 673, 668, 661), "KvInt8"),
+    _attention(64, 2, _per_arch(780, 780, 780, 816, 827, 823), "KvInt8"),
+    _attention(64, 4, _per_arch(1091, 1091, 1091, 1137, 1125, 1144), "KvInt8"),
+    _attention(96, 1, _per_arch(821, 820, 820, 864, 867, 854), "KvInt8"),
+    _attention(96, 2, _per_arch(991, 990, 990, 1031, 1048, 1042), "KvInt8"),
+    _attention(96, 4, _per_arch(1329, 1329, 1329, 1373, 1375, 1399), "KvInt8"),
+    _attention(128, 1, _per_arch(862, 861, 861, 900, 897, 880), "KvInt8"),
+    _attention(128, 2, _per_arch(1038, 1038, 1038, 1079, 1095, 1091), "KvInt8"),
+    _attention(128, 4, _per_arch(1417, 1417, 1417, 1464, 1457, 1497), "KvInt8"),
+    _attention(256, 1, _per_arch(850, 849, 849, 883, 888, 881), "KvInt8"),
+    _attention(256, 2, _per_arch(1012, 1012, 1012, 1046, 1053, 1055), "KvInt8"),
+    _attention(64, 1, _per_arch(605, 605, 605, 641, 637, 630), "KvE4M3"),
+    _attention(64, 2, _per_arch(748, 749, 749, 785, 793, 792), "KvE4M3"),
+    _attention(64, 4, _per_arch(1059, 1059, 1059, 1102, 1094, 1115), "KvE4M3"),
+    _attention(96, 1, _per_arch(766, 767, 767, 806, 810, 797), "KvE4M3"),
+    _attention(96, 2, _per_arch(934, 935, 935, 975, 992, 988), "KvE4M3"),
+    _attention(96, 4, _per_arch(1274, 1274, 1274, 1322, 1321, 1341), "KvE4M3"),
+    _attention(128, 1, _per_arch(798, 797, 797, 835, 832, 817), "KvE4M3"),
+    _attention(128, 2, _per_arch(975, 975, 975, 1015, 1032, 1035), "KvE4M3"),
+    _attention(128, 4, _per_arch(1352, 1352, 1352, 1399, 1394, 1443), "KvE4M3"),
+    _attention(256, 1, _per_arch(786, 785, 785, 817, 823, 819), "KvE4M3"),
+    _attention(256, 2, _per_arch(949, 950, 950, 981, 989, 996), "KvE4M3"),
     _streamed(1, 1, _per_arch(53, 53, 53, 50, 51, 54)),
     _streamed(2, 1, _per_arch(71, 71, 71, 71, 65, 71)),
     _streamed(1, 2, _per_arch(65, 65, 65, 62, 60, 66)),
