@@ -282,6 +282,7 @@ CASES = [
 ]
 
 
+@pytest.mark.corners("*-suffix", "*-mtp")
 @pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
 def test_a_drafter_that_raises_ends_nothing(
     model_dir: Path,
@@ -325,6 +326,7 @@ def test_a_drafter_that_raises_ends_nothing(
             assert engine.stats.speculative.num_draft_tokens > before + 20
 
 
+@pytest.mark.corners("*-suffix", "*-mtp")
 @pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
 def test_a_drafter_that_always_raises_ends_nothing(
     model_dir: Path,
