@@ -26,12 +26,8 @@ Isa best_isa() {
   __builtin_cpu_init();
   is_intel = __builtin_cpu_is("intel");
 #endif
-  for (Isa isa : {Isa::kAmx,
-                  Isa::kAvx512Bf16,
-                  Isa::kAvx512,
-                  Isa::kAvx2,
-                  Isa::kNeonBf16,
-                  Isa::kNeon}) {
+  for (Isa isa :
+       {Isa::kAmx, Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2, Isa::kNeonBf16, Isa::kNeon}) {
     if (isa == Isa::kAvx512Bf16 && is_intel && isa_supported(Isa::kAvx512)) continue;
     if (isa_supported(isa)) return isa;
   }
