@@ -9,8 +9,6 @@
 
 namespace specops {
 
-// Sizes that follow from the element type, that of the caches, and head_dim. A tile lies in shared
-// memory as it does in the cache; elements of 8-bit caches are widened to T in registers.
 // Tiles of 16 rows at once: as many as let all fit 99 KiB, and no more than the bandwidth of memory
 // needs. Kernels for fewer rows have half as many, down to one.
 template <typename T, int kHeadDim>
@@ -21,6 +19,8 @@ constexpr int kMostRowTiles = kHeadDim * sizeof(T) > 512                     ? 1
 // What an SM has for blocks, each of which takes 1 KiB beside what it asks for (sm_90, sm_100).
 constexpr int kSmSharedBytes = 228 << 10, kBlockSharedBytes = 1 << 10;
 
+// Sizes that follow from the element type, that of the caches, and head_dim. A tile lies in shared
+// memory as it does in the cache; elements of 8-bit caches are widened to T in registers.
 template <typename T, int kHeadDim, int kTiles, typename Cache = T>
 struct AttentionShape {
   static constexpr bool kScaled = kIsScaled<Cache>;
