@@ -168,6 +168,8 @@ class Drafting:
         request.draft_stages.clear()
         request.draft_limit = 0
         self._states.pop(request, None)
+        if not self._states:
+            self._all_rest = False  # the next request is not known to rest
         self._ask_each(drafters, "leave", request)
 
     def forget(self) -> None:
