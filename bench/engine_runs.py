@@ -12,9 +12,9 @@ import torch
 from specops import _C
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters import Drafter, DrafterStep, TargetStep, stage_limit
+from specops.engine.memory.step_memory import Array, Layout
+from specops.engine.memory.step_shape import StepShape
 from specops.engine.plan import Scheduled
-from specops.engine.step_memory import Array, Layout
-from specops.engine.step_shape import StepShape
 
 from bench.checkpoints import Checkpoint
 

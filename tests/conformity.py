@@ -21,7 +21,7 @@ from client_routes import routes_text
 from fake_engine import FakeEngine
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.server.chat import ChatFormat
+from specops.server.chat import ChatFormat
 
 # Knows tools and `reasoning_effort`, which the bundled model's own template does not.
 TEMPLATE = """

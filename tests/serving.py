@@ -42,9 +42,9 @@ def serving(engine: Any, *, drain_timeout: int = 5, **options: Any) -> Iterator[
     for name in STACK:
         pytest.importorskip(name)
     import uvicorn
-    from specops.engine.server import make_app
-    from specops.engine.server.chat import ChatFormat
-    from specops.engine.server.connections import bounded_protocol
+    from specops.server import make_app
+    from specops.server.chat import ChatFormat
+    from specops.server.connections import bounded_protocol
 
     if isinstance(engine, FakeEngine):
         options.setdefault("chat_format", ChatFormat(CHAT))

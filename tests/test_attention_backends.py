@@ -14,8 +14,8 @@ import torch
 from checkpoints import write_config
 from serving import serving
 from specops import attention, reference
+from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.__main__ import main
 from specops.engine.contract import contract_of
 from specops.engine.models import load_model
 from specops.engine.models.attention_backends import (
@@ -203,7 +203,7 @@ def test_it_calls_itself_not_exact(
         answer = httpx.post(f"{served.url}/v1/completions", json=body).json()
     assert answer["system_fingerprint"].endswith(theirs["digest"])
 
-    monkeypatch.setattr("specops.engine.server.serve", lambda *_, **__: None)
+    monkeypatch.setattr("specops.server.serve", lambda *_, **__: None)
     for backend, said in (("torch", 1), ("specops", 0)):
         caplog.clear()
         with caplog.at_level(logging.INFO):

@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
-from specops.engine.server.chat import ChatFormat
+from specops.server.chat import ChatFormat
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}{% endgeneration %}"

@@ -93,10 +93,10 @@ def documented() -> list[list[str]]:
 
 
 PARSERS = {
-    "serve": ("specops.engine.__main__", "_parser"),
+    "serve": ("specops.cli.serve", "_parser"),
     "complete": ("specops.cli.complete", "_parser"),
-    "verify-exactness": ("specops.engine.exactness", "_parser"),
-    "contract": ("specops.engine.__main__", "_contract_parser"),
+    "verify-exactness": ("specops.cli.exactness", "_parser"),
+    "contract": ("specops.cli.serve", "_contract_parser"),
     "bench": ("specops.cli.bench", "_parser"),
     "plot": ("specops.cli.plot", "_parser"),
 }
@@ -111,7 +111,7 @@ def test_documented_lines_are_understood(words: list[str]) -> None:
 
 
 def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = import_module("specops.engine.__main__")
+    engine = import_module("specops.cli.serve")
     for arguments, usage in (
         ([], "usage: python -m specops.engine ["),
         (["contract"], "usage: python -m specops.engine contract ["),
@@ -136,7 +136,7 @@ def test_contract_is_the_engine_s_and_reads_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("yaml")
-    engine = import_module("specops.engine.__main__")
+    engine = import_module("specops.cli.serve")
     options = ["--device", "cpu", "--dtype", "float32"]
     assert main(["contract", *options]) == 0
     ours = capsys.readouterr().out

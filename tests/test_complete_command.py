@@ -12,8 +12,9 @@ import pytest
 from specops import sampling
 from specops.cli import complete, main
 from specops.cli.tint import has_colours
-from specops.engine import Engine, EngineConfig, SamplingParams, runner
+from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.engine.config import BUNDLED_MODEL
+from specops.engine.steps import runner
 
 pytestmark = pytest.mark.skipif(
     not (BUNDLED_MODEL / "model.safetensors").is_file(), reason="the bundled model is not there"

@@ -11,8 +11,8 @@ import pytest
 import specops
 from conftest import every_isa
 from serving import serving
+from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.__main__ import main
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.contract import _SAMPLING_LEAF_TOKENS, contract_of
 from specops.engine.engine import LEAF_TOKENS

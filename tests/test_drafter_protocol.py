@@ -20,7 +20,7 @@ from specops.engine.drafters import (
 )
 from specops.engine.drafting import share_out
 from specops.engine.errors import ModelError
-from specops.engine.kv_cache import DraftKv
+from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.methods import METHODS, drafting_order, method_names
 from test_lossless import bits, params, prompts
 from toy_drafter import ToyDrafter, ToyStep

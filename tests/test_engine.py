@@ -382,6 +382,6 @@ def test_shapes_of_steps_are_kept_within_bounds(
     expected = run(make(model_dir, speculative_config=NGRAM, **limits))
     assert max(kept) > 20
     kept.clear()
-    monkeypatch.setattr("specops.engine.step_memory._MAX_KEPT_STEPS", 8)
+    monkeypatch.setattr("specops.engine.memory.step_memory._MAX_KEPT_STEPS", 8)
     assert run(make(model_dir, speculative_config=NGRAM, **limits)) == expected
     assert max(kept) == 8

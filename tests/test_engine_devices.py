@@ -20,6 +20,7 @@ import specops
 import torch
 from checkpoints import write_config
 from draft_lengths import Lengths, RandomRests
+from specops.cli.serve import main
 from specops.engine import (
     Completion,
     Engine,
@@ -29,11 +30,10 @@ from specops.engine import (
     SpeculativeConfig,
     StructuredOutput,
 )
-from specops.engine.__main__ import main
-from specops.engine.device import CpuDevice, CudaDevice, open_device
 from specops.engine.drafters.mtp import MtpDrafter, MtpShape
+from specops.engine.memory.device import CpuDevice, CudaDevice, open_device
+from specops.engine.memory.step_shape import StepShape, rounded
 from specops.engine.request import Request
-from specops.engine.step_shape import StepShape, rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin_device import OP_MODULES, TwinDevice
 

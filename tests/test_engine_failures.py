@@ -32,11 +32,11 @@ from specops.engine.drafters.ngram import _NgramStep
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.models import Transformer
 from specops.engine.prompt_logprobs import PromptLogprobs
-from specops.engine.prompt_scorer import PromptScorer
 from specops.engine.request import Request
-from specops.engine.runner import Runner
-from specops.engine.scheduler import Scheduler
-from specops.engine.slot_tables import SlotTables
+from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.steps.prompt_scorer import PromptScorer
+from specops.engine.steps.runner import Runner
+from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.structured import GrammarState, masks
 from specops.engine.tokenizer import TextStream
 from test_lossless import bits

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
 from serving import serving, wait_for
+from specops.cli.serve import main
 from specops.engine import (
     Completion,
     Engine,
@@ -20,7 +21,6 @@ from specops.engine import (
     SamplingParams,
     SpeculativeConfig,
 )
-from specops.engine.__main__ import main
 from specops.engine.drafters import suffix_store
 from specops.suffix_tree import SuffixCache
 
@@ -556,7 +556,7 @@ def test_the_server_saves_when_it_ends_and_when_it_is_idle(
         cold = ask(served.url)
         assert not file.exists()
     assert file.exists()
-    monkeypatch.setattr("specops.engine.server.engine_thread._SAVE_SECONDS", 0.01)
+    monkeypatch.setattr("specops.server.engine_thread._SAVE_SECONDS", 0.01)
     with serving(make(model_dir, suffix_cache=str(file))) as served:
         warm = ask(served.url)
         wait_for(lambda: not served.engine.has_unsaved_drafters)
@@ -585,5 +585,5 @@ def test_a_server_that_cannot_save_goes_on(
 
 
 def test_gauges_of_an_engine_without_suffix_decoding() -> None:
-    metrics = pytest.importorskip("specops.engine.server.metrics")
+    metrics = pytest.importorskip("specops.server.metrics")
     assert b"specops:suffix_cache_tokens" in metrics.Metrics(FakeEngine()).render()

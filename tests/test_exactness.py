@@ -11,15 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from specops import sampling
-from specops.engine import (
-    Completion,
-    Engine,
-    SpeculativeStats,
-    TokenLogprob,
-    exactness,
-    runner,
-)
-from specops.engine.__main__ import main
+from specops.cli import exactness
+from specops.cli.serve import main
+from specops.engine import Completion, Engine, SpeculativeStats, TokenLogprob
+from specops.engine.steps import runner
 
 Plant = Callable[[TokenLogprob], TokenLogprob]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from specops.engine import grammar_turns
-from specops.engine.grammar_turns import GrammarTurns
 from specops.engine.plan import Plan, Scheduled
 from specops.engine.request import Request
+from specops.engine.scheduling import grammar_turns
+from specops.engine.scheduling.grammar_turns import GrammarTurns
 from test_scheduler import make_request
 
 

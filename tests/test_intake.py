@@ -10,15 +10,15 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
     pytest.importorskip(name)
 
-from specops.engine.server.clients import Clients
-from specops.engine.server.intake import (
+from specops.server.clients import Clients
+from specops.server.intake import (
     _MOST_PAUSE_SECONDS,
     _PAUSE_SECONDS,
     Intake,
     Turn,
     Turns,
 )
-from specops.engine.server.outbox import _AT_ONCE, Outbox
+from specops.server.outbox import _AT_ONCE, Outbox
 from starlette.requests import HTTPConnection
 
 

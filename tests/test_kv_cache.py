@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from specops.engine.kv_cache import DraftKv, PagePool
+from specops.engine.memory.kv_cache import DraftKv, PagePool
 
 
 def make(num_pages: int = 8, *, caching: bool = True) -> PagePool:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import simt
 from checkpoints import write_config
+from specops.cli.serve import main
 from specops.engine import EngineConfig, SpeculativeConfig
-from specops.engine.__main__ import main
 from test_trees import (
     MTP_TREE,
     NAIVE,

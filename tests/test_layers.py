@@ -19,40 +19,29 @@ PACKAGE = ROOT / "python" / "specops"
 FAMILIES = ("batching", "attention", "dense", "sampling", "suffix_tree")
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
+# The other commands' modules import without torch.
 CLI_WITH_ENGINE = {
-    "comparison.py",
-    "complete.py",
-}  # the other commands' modules import without torch
+    *("comparison.py", "complete.py", "exactness.py", "options.py", "serve.py"),
+}
 
 # Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (
-    {"device", "draft_trees", "errors", "kv_cache", "methods", "outputs"},
+    {"draft_trees", "errors", "memory", "methods", "outputs"},
     {"prompt_logprobs", "tokenizer"},
     {"sampling_params", "structured"},
-    {"cost_table", "draft_chances", "speculative_config", "step_shape"},
+    {"cost_table", "draft_chances", "speculative_config"},
     {"draft_selection"},
-    {"config", "step_memory"},
+    {"config"},
     {"request", "models"},
     {"plan"},
-    {"drafters", "prefixes"},
-    {"drafting", "slot_tables"},
-    {
-        "fairness",
-        "grammar_turns",
-        "prompt_shares",
-        "scheduler",
-        "step_masks",
-        "step_trees",
-        "turns",
-    },
-    {"prompt_scorer", "step"},
-    {"admission", "runner"},
+    {"drafters"},
+    {"drafting", "scheduling"},
+    {"steps"},
+    {"admission"},
     {"calibration"},
     {"engine"},
     {"contract"},
-    {"", "config_file", "options"},
-    {"exactness"},
-    {"server"},
+    {""},
     {"__main__"},
 )
 
@@ -263,10 +252,17 @@ def test_imports(path: Path) -> None:
     if inside.name == "__main__.py" and len(inside.parts) == 1:
         assert ours == {"specops.cli.main"}
         return
+    if inside.parts == ("engine", "__main__.py"):
+        assert ours == {"specops.cli.serve.main"}
+        return
     assert not any(name.startswith("specops.cli") for name in ours), "the command stands above all"
     assert "vllm" not in top and not any(name.startswith("specops.vllm") for name in ours)
-    if inside.parts[0] == "engine":
-        assert not any(name.startswith("specops._C") for name in ours), "engine never touches _C"
+    if inside.parts[0] in ("engine", "server"):
+        assert not any(name.startswith("specops._C") for name in ours), "only ops touch _C"
+        assert inside.parts[0] == "server" or not any(
+            name.startswith("specops.server") or name.split(".")[0] in SERVER_STACK
+            for name in names
+        ), "the engine runs without a server"
         return
     assert not any(name.startswith("specops.engine") for name in ours), "ops do not know the engine"
     assert not top & {"numpy", *SERVER_STACK}
@@ -284,8 +280,6 @@ def test_engine_groups(path: Path) -> None:
     assert module in group_of, "a new module of the engine needs its place in ENGINE_GROUPS"
     for name in imports(path):
         parts = name.split(".")
-        if parts[0] in SERVER_STACK:
-            assert group_of[module] >= group_of["server"], f"{name} comes with specops[server]"
         if parts[:2] != ["specops", "engine"]:
             continue
         other = parts[2] if len(parts) > 2 and parts[2] in group_of else ""
@@ -294,7 +288,11 @@ def test_engine_groups(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for folder in ("cli", "engine", "vllm") for path in sources(PACKAGE / folder, ".py")],
+    [
+        path
+        for folder in ("cli", "engine", "server", "vllm")
+        for path in sources(PACKAGE / folder, ".py")
+    ],
     ids=relative,
 )
 def test_a_function_fits_a_screen(path: Path) -> None:
@@ -336,12 +334,12 @@ METHOD_NAMES = re.compile(r'"(mtp|ngram|suffix)"|[Mm]tp|[Nn]gram|[Ss]uffix')
         "engine",
         "plan",
         "request",
-        "runner",
-        "scheduler",
-        "step",
-        "step_memory",
-        "step_shape",
         "drafters/base",
+        "memory/step_memory",
+        "memory/step_shape",
+        "scheduling/scheduler",
+        "steps/runner",
+        "steps/step",
     ],
 )
 def test_the_loop_names_no_method(name: str) -> None:

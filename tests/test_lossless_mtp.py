@@ -18,13 +18,13 @@ import torch
 from checkpoints import write_tokenizer
 from draft_lengths import Lengths, NothingVerified, RandomRests
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
+from specops.cli.exactness import PROMPTS as SHORT_PROMPTS
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.mtp import MtpDrafter
-from specops.engine.exactness import PROMPTS as SHORT_PROMPTS
 from specops.engine.outputs import RequestOutput
 from specops.engine.plan import Plan
 from specops.engine.request import Request
-from specops.engine.runner import Emitted
+from specops.engine.steps.runner import Emitted
 from test_lossless import (
     PROMPTS,
     agree,

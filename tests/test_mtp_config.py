@@ -18,8 +18,8 @@ from checkpoints import write_tokenizer
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
 from safetensors.torch import load_file, save_file
 from serving import serving
+from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.__main__ import main
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.errors import ModelError
 

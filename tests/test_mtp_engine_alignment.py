@@ -24,7 +24,7 @@ from specops.batching import DraftIndices
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters import TargetStep
 from specops.engine.drafters.mtp import CATCH_UP, MtpStep
-from specops.engine.kv_cache import PagePool
+from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import MtpModules, MtpOutput, load_model, load_mtp
 from specops.engine.request import Request
 from specops.sampling import Purpose

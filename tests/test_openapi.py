@@ -22,7 +22,7 @@ from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.server.chat import ChatFormat
+from specops.server.chat import ChatFormat
 from test_tools import TEMPLATE, TOOLS
 
 EVERY_PATH = {

@@ -12,10 +12,10 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "msgspec"):
     pytest.importorskip(name)
 
-from specops.engine.server import outline, protocol
-from specops.engine.server.api_error import ApiError
-from specops.engine.server.generation import Generation
-from specops.engine.server.protocol import MAX_LISTS, CompletionRequest, parse
+from specops.server import outline, protocol
+from specops.server.api_error import ApiError
+from specops.server.generation import Generation
+from specops.server.protocol import MAX_LISTS, CompletionRequest, parse
 
 MAX_IDS = 6
 MOST = {name: 3 for name in MAX_LISTS}

@@ -29,9 +29,9 @@ from fake_engine import FakeEngine
 from playwright.sync_api import Browser, Page, Route, expect
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, RequestOutput, SpeculativeConfig
-from specops.engine.server.chat import ChatFormat
+from specops.server.chat import ChatFormat
 
-FOLDER = Path(__file__).parents[1] / "python/specops/engine/server/playground"
+FOLDER = Path(__file__).parents[1] / "python/specops/server/playground"
 FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".html", ".css", ".js"))
 
 

@@ -17,9 +17,9 @@ import torch
 from checkpoints import BASE, write_config
 from specops import attention, batching, reference
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.kv_cache import PagePool
+from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
-from specops.engine.prefixes import PrefixFinder
+from specops.engine.scheduling.prefixes import PrefixFinder
 from torch import Tensor
 from twin_device import OP_MODULES, TwinDevice
 
@@ -385,7 +385,7 @@ def test_what_does_not_pay_is_not_said(
 
 def test_bytes_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
     """What lies behind a window is not read; and the metric has what the engine counts."""
-    metrics = pytest.importorskip("specops.engine.server.metrics")
+    metrics = pytest.importorskip("specops.server.metrics")
     results = []
     for shares in (True, False):
         (tmp_path / str(shares)).mkdir()

@@ -18,7 +18,7 @@ import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.server.chat import ChatFormat
+from specops.server.chat import ChatFormat
 
 HTTP = httpx.Client(timeout=30)
 CHAT = ChatFormat("{% for m in messages %}{{ m.content }}{% endfor %}")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from specops.engine import SamplingParams, SpeculativeConfig
-from specops.engine.kv_cache import DraftKv, PagePool
+from specops.engine.memory.kv_cache import DraftKv, PagePool
 from specops.engine.plan import Plan, Scheduled
-from specops.engine.prefixes import PrefixFinder
 from specops.engine.request import Request
-from specops.engine.scheduler import Scheduler
+from specops.engine.scheduling.prefixes import PrefixFinder
+from specops.engine.scheduling.scheduler import Scheduler
 
 Tokens = tuple[int, ...]
 

@@ -35,6 +35,8 @@ from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_model
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, serving, wait_for
+from specops.cli.config_file import arguments_of
+from specops.cli.serve import _parser, main
 from specops.engine import (
     Engine,
     EngineConfig,
@@ -43,17 +45,15 @@ from specops.engine import (
     SamplingParams,
     SpeculativeConfig,
 )
-from specops.engine.__main__ import _parser, main
 from specops.engine.config import BUNDLED_MODEL
-from specops.engine.config_file import arguments_of
 from specops.engine.models import Transformer
-from specops.engine.server import Access
-from specops.engine.server.answers import TextAnswer
-from specops.engine.server.chat import ChatFormat
-from specops.engine.server.engine_thread import EngineThread
-from specops.engine.server.jobs import Job
-from specops.engine.server.metrics import Metrics
-from specops.engine.server.protocol import ChatCompletionRequest, CompletionRequest, parse
+from specops.server import Access
+from specops.server.answers import TextAnswer
+from specops.server.chat import ChatFormat
+from specops.server.engine_thread import EngineThread
+from specops.server.jobs import Job
+from specops.server.metrics import Metrics
+from specops.server.protocol import ChatCompletionRequest, CompletionRequest, parse
 
 TESTS = Path(__file__).parent
 HTTP = httpx.Client(timeout=30)
@@ -1630,8 +1630,8 @@ def test_no_page_leaks_in_the_real_engine(tiny: Served) -> None:
 RUN = """
 import sys
 from fake_engine import FakeEngine
-from specops.engine.server import listen, make_app, serve
-from specops.engine.server.hosts import Access
+from specops.server import listen, make_app, serve
+from specops.server.hosts import Access
 listener = listen("127.0.0.1", int(sys.argv[1]))
 apart = listen("127.0.0.1", int(sys.argv[2])) if sys.argv[2:] else None
 access = Access(allowed_hosts=["127.0.0.1", "x", "somebody"])
@@ -1874,9 +1874,9 @@ def test_without_the_server_s_packages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     for loaded in list(sys.modules):
-        if loaded.startswith(("specops.engine.server", "uvicorn.protocols")) or loaded == missing:
+        if loaded.startswith(("specops.server", "uvicorn.protocols")) or loaded == missing:
             monkeypatch.delitem(sys.modules, loaded)
-    monkeypatch.delattr("specops.engine.server", raising=False)
+    monkeypatch.delattr("specops.server", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     assert main([]) == 2
     assert capsys.readouterr().err == (
@@ -1926,7 +1926,7 @@ calibrate: false
 
 
 def test_every_default_serves_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specops.engine import server
+    from specops import server
 
     seen: dict[str, Any] = {}
 

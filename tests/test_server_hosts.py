@@ -12,7 +12,7 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "h
 import httpx
 from fake_engine import FakeEngine
 from serving import serving
-from specops.engine.server import Access, default_hosts
+from specops.server import Access, default_hosts
 
 HTTP = httpx.Client(timeout=30)
 BODY = {"prompt": "abc", "max_tokens": 1}

@@ -23,9 +23,9 @@ from schemas import BY_HAND, bounded, record
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, SpeculativeConfig, StructuredOutput
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.server import structured
-from specops.engine.server.api_error import ApiError
-from specops.engine.server.structured import Compiling
+from specops.server import structured
+from specops.server.api_error import ApiError
+from specops.server.structured import Compiling
 
 # What the prompt asks for begins with the trigger.
 TAGS = {

@@ -20,11 +20,13 @@ import openai
 from fake_engine import FakeEngine, byte_tokenizer
 from schemas import BY_HAND, record
 from serving import Served, serving
+from specops.cli.serve import _parser
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.__main__ import _parser
 from specops.engine.config import BUNDLED_MODEL
-from specops.engine.server import make_app
-from specops.engine.server.call_forms import (
+from specops.engine.structured import GrammarCompiler, GrammarState
+from specops.engine.tokenizer import Tokenizer
+from specops.server import make_app
+from specops.server.call_forms import (
     CALL_FORMS,
     HERMES,
     LLAMA,
@@ -33,10 +35,8 @@ from specops.engine.server.call_forms import (
     CallReader,
     form_of_template,
 )
-from specops.engine.server.chat import ChatFormat
-from specops.engine.server.tools import Tool, calls_wanted
-from specops.engine.structured import GrammarCompiler, GrammarState
-from specops.engine.tokenizer import Tokenizer
+from specops.server.chat import ChatFormat
+from specops.server.tools import Tool, calls_wanted
 from tokenizers import AddedToken
 
 # As Qwen's: tools in the system's message, calls between tags, answers as the user's.

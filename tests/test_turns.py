@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from specops.engine import Completion, Engine, SamplingParams, SpeculativeConfig
-from specops.engine.kv_cache import PagePool
+from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Plan
 from specops.engine.request import Request
-from specops.engine.scheduler import Scheduler
-from specops.engine.turns import Ask, take_turns
+from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.scheduling.turns import Ask, take_turns
 from test_drafter_protocol import make, plain
 from test_lossless import bits
 from test_scheduler import make_request

@@ -9,11 +9,11 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from specops.engine.drafters import Drafter, DrafterContext, DrafterStep, TargetStep, stage_limit
-from specops.engine.kv_cache import DraftKv
+from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.memory.step_memory import Layout
+from specops.engine.memory.step_shape import StepShape
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
-from specops.engine.step_memory import Layout
-from specops.engine.step_shape import StepShape
 
 
 def load(context: DrafterContext) -> Drafter:

@@ -31,7 +31,7 @@ class Command:
 
 COMMANDS = {
     "serve": Command(
-        "specops.engine.__main__",
+        "specops.cli.serve",
         "serve",
         "an OpenAI-compatible API and a page in the browser",
         "server",
@@ -43,13 +43,13 @@ COMMANDS = {
         "engine",
     ),
     "verify-exactness": Command(
-        "specops.engine.exactness",
+        "specops.cli.exactness",
         "main",
         "compare every token with and without speculation",
         "engine",
     ),
     "contract": Command(
-        "specops.engine.__main__",
+        "specops.cli.serve",
         "contract",
         "print what the bits of outputs depend on, and a digest of it",
         "engine",

@@ -10,6 +10,7 @@ from typing import Any
 
 from specops.cli import fail, write_file
 from specops.cli.comparison import Comparison, Decoder, Run, compare
+from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.tint import has_colours, tinted
 from specops.engine import (
     Completion,
@@ -21,7 +22,6 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
-from specops.engine.options import add_draft_lengths, add_model_options, engine_settings
 from specops.engine.outputs import TARGET
 from specops.engine.tokenizer import TextStream
 

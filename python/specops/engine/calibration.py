@@ -14,11 +14,11 @@ from specops.engine.config import EngineConfig
 from specops.engine.cost_table import STEP, CostTable, cost_path
 from specops.engine.drafting import Drafting
 from specops.engine.errors import ModelError
-from specops.engine.kv_cache import PagePool
+from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Plan, Scheduled
 from specops.engine.request import Request
-from specops.engine.runner import Runner
 from specops.engine.sampling_params import SamplingParams
+from specops.engine.steps.runner import Runner
 from specops.engine.tokenizer import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -27,12 +27,12 @@ from specops.engine.drafters import (
     StepResults,
     TargetStep,
 )
-from specops.engine.kv_cache import DraftKv
+from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.memory.step_memory import Layout
+from specops.engine.memory.step_shape import StepShape
 from specops.engine.methods import COMPANIONS, NAIVE, drafting_order, module_of
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
-from specops.engine.step_memory import Layout
-from specops.engine.step_shape import StepShape
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import specops
 from specops.engine.admission import Admission
 from specops.engine.calibration import costs_of
 from specops.engine.config import EngineConfig
-from specops.engine.device import open_device
 from specops.engine.drafters import Drafter, DrafterContext
 from specops.engine.drafting import Drafting
 from specops.engine.errors import EngineError, ModelError, QueueFull
-from specops.engine.kv_cache import PagePool
+from specops.engine.memory.device import open_device
+from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import Transformer, load_model
 from specops.engine.outputs import (
     Completion,
@@ -24,11 +24,11 @@ from specops.engine.outputs import (
     SpeculativeStats,
 )
 from specops.engine.plan import Plan, Scheduled, described
-from specops.engine.prefixes import PrefixFinder
 from specops.engine.request import Request
-from specops.engine.runner import Emitted, Runner
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.scheduler import Scheduler
+from specops.engine.scheduling.prefixes import PrefixFinder
+from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.steps.runner import Emitted, Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
 from specops.sampling import FinishReason

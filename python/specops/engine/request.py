@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specops.engine.kv_cache import DraftKv
+from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
 from specops.engine.prompt_logprobs import PromptLogprobs
 from specops.engine.sampling_params import SamplingParams

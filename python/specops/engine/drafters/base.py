@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.config import EngineConfig
-from specops.engine.device import Device
 from specops.engine.errors import ModelError
-from specops.engine.kv_cache import DraftKv
+from specops.engine.memory.device import Device
+from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.memory.step_memory import Layout
+from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import Transformer
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
-from specops.engine.step_memory import Layout
-from specops.engine.step_shape import StepShape
 from specops.engine.tokenizer import Tokenizer
 
 

@@ -24,12 +24,12 @@ from specops.engine.drafters.base import (
     stage_limit,
 )
 from specops.engine.errors import ModelError
-from specops.engine.kv_cache import DraftKv
+from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.memory.step_memory import Layout
+from specops.engine.memory.step_shape import StepShape, rung
 from specops.engine.models import KvCache, MtpBatch, MtpModules, load_mtp
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
-from specops.engine.step_memory import Layout
-from specops.engine.step_shape import StepShape, rung
 from specops.sampling import Purpose
 
 # Positions of a request whose states are kept, for modules that have been behind: as many as they

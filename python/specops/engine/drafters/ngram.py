@@ -21,10 +21,10 @@ from specops.engine.drafters.base import (
     TargetStep,
     stage_limit,
 )
+from specops.engine.memory.step_memory import Array, Layout
+from specops.engine.memory.step_shape import StepShape
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
-from specops.engine.step_memory import Array, Layout
-from specops.engine.step_shape import StepShape
 from specops.ngram import NgramIndex, ngram_propose
 
 _MAX_SIZES = 16  # of n-grams that most requests look for; others share the room for so many

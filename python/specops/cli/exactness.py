@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m specops.engine verify-exactness`: does speculation change a token? Try it yourself.
+
+Every prompt is decoded plainly, alone; then all of them together with drafts. Tokens, text, ranks
+and the bits of every logprob are compared, those of the likeliest alternatives too.
+"""
+
+import argparse
+import contextlib
+import json
+import struct
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
+from specops.engine.config import EngineConfig
+from specops.engine.contract import contract_of
+from specops.engine.drafters.suffix import SuffixDrafter
+from specops.engine.engine import Engine
+from specops.engine.errors import EngineError
+from specops.engine.outputs import Completion, TokenLogprob
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+from specops.prompts import PROMPTS, read_prompts
+
+_SHOWN = 40  # characters of a prompt
+_ALTERNATIVES = 5  # of every token, compared by id and logprob
+
+# What is compared unless something is chosen, as far as the model runs it.
+METHODS = ("ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix")
+
+
+@dataclass
+class Comparison:
+    """One method at one temperature against plain decoding."""
+
+    method: str
+    num_speculative_tokens: int
+    temperature: float
+    num_prompts: int = 0
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_different: int = 0  # prompts
+    differences: list[str] = field(default_factory=list)  # a text for each of them
+
+    @property
+    def title(self) -> str:
+        """What is compared."""
+        return f"{self.method}, temperature {self.temperature:g}"
+
+    def row(self) -> list[str]:
+        """Its line of the table."""
+        share = f"{self.num_accepted / self.num_drafts:.0%}" if self.num_drafts else "-"
+        return [
+            self.method,
+            str(self.num_speculative_tokens),
+            f"{self.temperature:g}",
+            str(self.num_prompts),
+            str(self.num_tokens),
+            f"{self.num_tokens / max(self.num_steps, 1):.2f}",
+            str(self.num_drafts),
+            share,
+            str(self.num_different),
+        ]
+
+
+_COLUMNS = (
+    "method", "k", "temperature", "prompts", "tokens", "tokens/step", "drafts", "accepted",
+    "differences",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str], program: str) -> int:
+    """Compares, prints, and returns the exit code: 1 for any difference, 2 for a mistake."""
+    args = _parser(program).parse_args(arguments)
+    if args.json != "-":
+        return _run(args)
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        return _run(args, out)
+
+
+def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
+    """The same, with the options read; the table in JSON goes to `json_out` instead of a file."""
+    try:
+        comparisons, contract = _compare_all(args)
+    except (EngineError, OSError, ValueError) as error:
+        print(f"specops: {error}", file=sys.stderr)
+        return 2
+    print(_verdict(comparisons))
+    if not args.quiet:
+        for line in [*_differences(comparisons), *_doubts(comparisons), ""]:
+            print(line)
+        _print_table(comparisons)
+    if args.json is not None:
+        found = {"contract": contract, "comparisons": [asdict(one) for one in comparisons]}
+        text = json.dumps(found, indent=2) + "\n"
+        if json_out is not None:
+            json_out.write(text)
+        else:
+            Path(args.json).write_text(text, encoding="utf-8")
+    return int(any(one.num_different for one in comparisons))
+
+
+def _verdict(comparisons: Sequence[Comparison]) -> str:
+    different = sum(one.num_different for one in comparisons)
+    if different:
+        outputs = sum(one.num_prompts for one in comparisons)
+        return f"{different} of {outputs} outputs differ: speculation changed what the model says."
+    tokens = sum(one.num_tokens for one in comparisons)
+    return (
+        f"No difference in {tokens:,} tokens: every token and rank, and every logprob bit, is "
+        "plain decoding's, alternatives included."
+    )
+
+
+def _differences(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    for one in comparisons:
+        if one.differences:
+            yield f"\n{one.title}"
+            yield from one.differences
+
+
+def _doubts(comparisons: Sequence[Comparison]) -> list[str]:
+    """Where so few drafts were verified that it says little."""
+    return [
+        f"But at temperature {one.temperature:g}, {one.method} had {one.num_accepted} of "
+        f"{one.num_drafts} drafts accepted: more tokens would say more."
+        for one in comparisons
+        if not one.num_different and not 0 < one.num_accepted < one.num_drafts
+    ]
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Decodes prompts plainly, one by one, and again with speculation, together; "
+        "compares every token, its rank, and the bits of its logprob and of its alternatives'.",
+    )
+    add = parser.add_argument
+    add_model_options(parser)
+    add(
+        "--method",
+        nargs="+",
+        help=f"methods to compare: {', '.join(METHODS)} (default: all that the model runs)",
+    )
+    add_draft_lengths(parser)
+    add(
+        "--speculative-config",
+        metavar="JSON",
+        help="the server's: it is compared as it is; with --method, what the methods leave open",
+    )
+    add("--prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
+    add(
+        "--prompt-file",
+        metavar="FILE",
+        help="prompts of your own: a JSON list of texts, or a text per line (default: 20 built in)",
+    )
+    add("--max-tokens", type=int, default=128, metavar="M", help="per prompt (default: 128)")
+    add(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.8],
+        metavar="T",
+        help="0 is greedy (default: 0 0.8)",
+    )
+    add("--top-p", type=float, default=0.95, metavar="P", help="(default: 0.95)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="(default: 1, off)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        dest="first_seed",
+        help="of the first prompt (default: 0)",
+    )
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the table there, with the engine's contract; - is standard output, and all "
+        "else goes to standard error",
+    )
+    add("--max-num-seqs", type=int, default=8, metavar="N", help="together (default: 8)")
+    told = parser.add_mutually_exclusive_group()
+    told.add_argument("--verbose", action="store_true", help="a line for every prompt, as it comes")
+    told.add_argument("--quiet", action="store_true", help="the verdict alone, in one line")
+    return parser
+
+
+def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, Any]]:
+    """The comparisons, and the engine's contract."""
+    prompts = list(PROMPTS) if args.prompt_file is None else read_prompts(args.prompt_file)
+    if args.prompts is not None:
+        if not 1 <= args.prompts <= len(prompts):
+            raise ValueError(f"--prompts must be 1 to {len(prompts)}, got {args.prompts}")
+        prompts = prompts[: args.prompts]
+    if args.max_tokens == 0:  # there would be nothing to compare
+        raise ValueError("max_tokens must be at least 1, got 0")
+    settings = {"speculative_config": SpeculativeConfig(), **engine_settings(args)}
+    config = settings["speculative_config"]
+    # A prompt's second computation must not find the first one's.
+    settings["enable_prefix_caching"] = False
+    engine = Engine(EngineConfig(**settings))
+    compared = _to_compare(args, config, engine.runnable_methods)
+    for _, own in compared:
+        # Before anything is computed.
+        engine.config.speculative_for(own, engine.runnable_methods, engine.missing_methods)
+    if not args.quiet:
+        _print_heading(engine, len(prompts), args.max_tokens)
+    comparisons: list[Comparison] = []
+    total = len(args.temperature) * (1 + len(compared)) * len(prompts)
+    with _progress(total, is_shown=not (args.quiet or args.verbose)) as advance:
+        for temperature in args.temperature:
+            params = _params(args, temperature, len(prompts), engine.vocab_size)
+            plain = []
+            for prompt, one in zip(prompts, params, strict=True):
+                plain += engine.generate([prompt], one, speculative_config={"method": "naive"})
+                advance(f"plain, temperature {temperature:g}", 1)
+            for method, own in compared:
+                # A comparison must not draft from the texts that the one before it has decoded.
+                forget_responses(engine)
+                drafted = engine.generate(prompts, params, speculative_config=own)
+                k = config.override(own).num_speculative_tokens
+                comparison = Comparison(method, k, temperature)
+                lines = [
+                    _compare(engine, comparison, *texts)
+                    for texts in zip(prompts, plain, drafted, strict=True)
+                ]
+                if args.verbose:
+                    print("\n".join([comparison.title, *lines, ""]))
+                comparisons.append(comparison)
+                advance(comparison.title, len(prompts))
+    return comparisons, contract_of(engine)
+
+
+def _print_heading(engine: Engine, num_prompts: int, max_tokens: int) -> None:
+    ours = engine.config.has_exact_attention
+    backend = "" if ours else f", attention by {engine.config.attention_backend}"
+    print(
+        f"{engine.model_name} on {engine.device}{backend}: {num_prompts} prompts, up to "
+        f"{max_tokens} tokens each"
+    )
+    if backend:
+        print("not exact: differences are to be expected")
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, is_shown: bool) -> Iterator[Callable[[str, int], None]]:
+    """A bar on standard error, if that is a terminal and rich is there to draw it.
+
+    Args:
+        total: of what is counted.
+        is_shown: whether it is wanted.
+
+    Yields:
+        To be called with what was done, and how much of the total that is.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ImportError:  # it comes with specops[cli]
+        yield lambda text, count: None
+        return
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    is_off = not (is_shown and console.is_terminal)
+    # Standard output may go elsewhere than the bar.
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=is_off
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text, count: bar.update(task, advance=count, description=f"{text} is done")
+
+
+def _params(
+    args: argparse.Namespace, temperature: float, count: int, vocab_size: int
+) -> list[SamplingParams]:
+    """The sampling parameters of each prompt, which has a seed of its own."""
+    return [
+        SamplingParams(
+            max_tokens=args.max_tokens,
+            temperature=temperature,
+            top_p=args.top_p,
+            repetition_penalty=args.repetition_penalty,
+            seed=args.first_seed + index,
+            logprobs=min(_ALTERNATIVES, vocab_size),
+        )
+        for index in range(count)
+    ]
+
+
+def _to_compare(
+    args: argparse.Namespace, config: SpeculativeConfig, runnable: Collection[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Names, and the speculative_config of the requests that have them."""
+    fixed = {"adaptive_verification": False}  # where drafts gain nothing, they are compared too
+    lengths = {
+        name: getattr(args, name)
+        for name in ("num_speculative_tokens", "num_model_steps")
+        if getattr(args, name) is not None
+    }
+    if args.method is None and config.method != "naive":
+        suffix = config.mtp_strategy.removeprefix("with_").replace("default", "")
+        name = f"{config.method}+{suffix}" if suffix else config.method
+        return [(name, fixed | lengths)]
+    if config.method == "naive":
+        lengths.setdefault("num_speculative_tokens", 4)
+    steps = lengths.pop("num_model_steps", None)
+    compared = []
+    for method in args.method or METHODS:
+        first, _, second = method.partition("+")
+        if args.method is None and first not in runnable:
+            continue
+        own: dict[str, Any] = {"method": first, **lengths, **fixed}
+        if first == "mtp":
+            own |= {"mtp_strategy": f"with_{second}" if second else "default"}
+            own |= {"num_model_steps": steps}
+        elif second:
+            raise ValueError(f"--method must be of {', '.join(METHODS)}, got {method}")
+        compared.append((method, own))
+    return compared
+
+
+def _compare(
+    engine: Engine, comparison: Comparison, prompt: str, plain: Completion, drafted: Completion
+) -> str:
+    """Adds one prompt to a comparison; returns what is told of it."""
+    stats = drafted.stats
+    comparison.num_prompts += 1
+    comparison.num_tokens += len(drafted.token_ids)
+    comparison.num_steps += stats.num_steps
+    comparison.num_drafts += stats.num_draft_tokens
+    comparison.num_accepted += stats.num_accepted_tokens
+    difference = first_difference(plain, drafted)
+    verdict = "equal" if difference is None else "DIFFERENT"
+    shown = prompt if len(prompt) <= _SHOWN else prompt[:_SHOWN] + "..."
+    told = (
+        f"  {len(drafted.token_ids):5d} tokens, {stats.num_accepted_tokens:4d} of "
+        f"{stats.num_draft_tokens:4d} drafts accepted, {verdict}: {shown!r}"
+    )
+    if difference is None:
+        return told
+    for name, one in (("plain", plain), ("drafted", drafted)):
+        what = f"the end ({one.finish_reason})"
+        if difference < len(one.token_ids):
+            what = _describe(engine, one.logprobs[difference])
+        told += f"\n        {name + ':':8} output token {difference} is {what}"
+    comparison.num_different += 1
+    comparison.differences.append(told)
+    return told
+
+
+def _describe(engine: Engine, one: TokenLogprob) -> str:
+    text = engine.tokenizer.decode([one.token_id], skip_special_tokens=False)
+    others = ", ".join(f"{token_id} {logprob!r}" for token_id, logprob in one.alternatives)
+    return f"token {one.token_id} {text!r}, logprob {one.logprob!r}, rank {one.rank}, of [{others}]"
+
+
+def first_difference(left: Completion, right: Completion) -> int | None:
+    """The first output token in which two completions differ; None if there is none.
+
+    Tokens differ by id, by rank, or by a bit of a logprob, its own or an alternative's; completions
+    by text and by what ended them, too.
+    """
+    for index, (a, b) in enumerate(zip(_bits(left), _bits(right), strict=False)):
+        if a != b:
+            return index
+    if len(left.token_ids) != len(right.token_ids) or left.text != right.text:
+        return min(len(left.token_ids), len(right.token_ids))
+    if (left.finish_reason, left.stop_reason) != (right.finish_reason, right.stop_reason):
+        return len(left.token_ids)
+    return None
+
+
+def _bits(completion: Completion) -> list[tuple[Any, ...]]:
+    """What is compared of each token."""
+    if len(completion.logprobs) != len(completion.token_ids):
+        raise ValueError(
+            f"every output token must have a logprob, got {len(completion.logprobs)} for "
+            f"{len(completion.token_ids)} tokens"
+        )
+    return [
+        (
+            token_id,
+            one.token_id,
+            one.rank,
+            _float_bits(one.logprob),
+            [(other, _float_bits(logprob)) for other, logprob in one.alternatives],
+        )
+        for token_id, one in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+
+
+def forget_responses(engine: Engine) -> None:
+    """Empties the suffix cache: a text that is decoded again must not be drafted from itself."""
+    cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
+    for response in cache.cached_requests:
+        cache.evict(response)
+    cache.reclaim()
+
+
+def _float_bits(value: float) -> bytes:
+    return struct.pack("<f", value)
+
+
+def _print_table(comparisons: Sequence[Comparison]) -> None:
+    rows = [list(_COLUMNS), *(one.row() for one in comparisons)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

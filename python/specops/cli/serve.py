@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m specops.engine`: serves a model over HTTP. Without arguments: the bundled model.
+
+`python -m specops.engine verify-exactness` compares speculation with plain decoding instead.
+"""
+
+import argparse
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specops.cli import exactness
+from specops.cli.config_file import arguments_of
+from specops.cli.options import add_engine_options, engine_settings
+from specops.engine.config import EngineConfig
+from specops.engine.contract import OPTIONS, contract_of
+from specops.engine.engine import Engine
+
+_PROGRAM = "python -m specops.engine"
+
+
+def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
+    """Of the server."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "
+        "a page to try it in the browser.",
+        epilog=(
+            "Other commands, as the first argument: verify-exactness compares every token with and "
+            "without speculation, contract prints what the bits depend on. --help after either "
+            "says more."
+            if program == _PROGRAM
+            else None
+        ),
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="options in YAML, under the names of these flags; the command line goes before them",
+    )
+    add_engine_options(parser)
+    _add_server_options(parser)
+    return parser
+
+
+def _contract_parser(program: str) -> argparse.ArgumentParser:
+    """The server's, so that its command line can be given as it is; help tells what matters."""
+    parser = _parser(program)
+    parser.description = (
+        "Prints what the bits of a server with these options depend on, and a digest of it."
+    )
+    parser.epilog = "The server's other options are accepted, and change nothing."
+    for action in parser._actions:
+        if action.dest not in {"help", "config", *OPTIONS}:
+            action.help = argparse.SUPPRESS
+    return parser
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="(default: %(default)s)")
+    add(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve /metrics on this port instead (default: on --port)",
+    )
+    add(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="bearer token that requests must carry; may be given several times, and in the "
+        "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
+    )
+    add(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        help="how the model writes calls of tools (default: as its chat template teaches it)",
+    )
+    add("--api-key-file", metavar="FILE", help="further keys, one a line")
+    add(
+        "--allowed-hosts",
+        metavar="NAME",
+        action="append",
+        help="names in the Host header that are answered, several times for several, * for any "
+        "(default: without keys and on a loopback address those of this machine, else any)",
+    )
+    add(
+        "--allowed-origins",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="whose pages may ask from a browser, such as https://example.com, several times for "
+        "several, * for any (default: only the server's own)",
+    )
+    add(
+        "--forwarded-allow-ips",
+        metavar="ADDRESS",
+        action="append",
+        default=[],
+        help="a proxy, or a network of them, whose X-Forwarded-For says where requests come from, "
+        "several times for several, * for any (default: none)",
+    )
+    _add_limits(parser)
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="(default: %(default)s)",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=4 << 20,
+        metavar="N",
+        help="longest request body (default: %(default)s)",
+    )
+    add(
+        "--body-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time that a client may take over a body (default: %(default)s)",
+    )
+    add(
+        "--header-timeout",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="time that a client may take over the headers of a request (default: %(default)s)",
+    )
+    add(
+        "--max-connections",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="connections open at a time (default: %(default)s)",
+    )
+    add(
+        "--drain-timeout",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="time that running requests get after SIGTERM (default: %(default)s)",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what the first argument names, and serves where it names nothing."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given[0] if given[:1] and given[0] in _COMMANDS else None
+    if name is None:
+        return serve(given, _PROGRAM)
+    return _COMMANDS[name](given[1:], f"{_PROGRAM} {name}")
+
+
+def serve(given: Sequence[str], program: str) -> int:
+    """Serves until it is told to stop; returns the exit code, 2 for a mistake in the arguments."""
+    try:
+        args = _read(_parser(program), given)
+    except ValueError as error:
+        return _fail(str(error))
+    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        from specops import server
+    except ModuleNotFoundError as error:
+        return _fail(
+            f"the server needs {error.name}, which is not installed: pip install 'specops[server]'"
+        )
+    try:
+        settings = engine_settings(args)
+        _check_limits(args)
+        api_keys = _api_keys(args.api_key, args.api_key_file)
+        listener, metrics_listener = _listeners(args)  # before the model, which takes longer
+        own = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
+        access = server.Access(
+            args.allowed_hosts or own, args.allowed_origins, args.forwarded_allow_ips
+        )
+        engine = Engine(EngineConfig(**settings))
+        app = server.make_app(
+            engine,
+            api_keys=api_keys,
+            max_body_bytes=args.max_body_bytes,
+            body_timeout=args.body_timeout,
+            metrics_apart=metrics_listener is not None,
+            tool_call_parser=args.tool_call_parser,
+            access=access,
+        )
+    except ValueError as error:
+        return _fail(str(error))
+    _say_where(engine, args.host, listener.getsockname()[1])
+    server.serve(
+        app,
+        listener,
+        drain_timeout=args.drain_timeout,
+        log_level=args.log_level,
+        max_connections=args.max_connections,
+        header_timeout=args.header_timeout,
+        metrics_listener=metrics_listener,
+    )
+    return 0
+
+
+def _say_where(engine: Engine, host: str, port: int) -> None:
+    speculative = engine.config.speculative_config
+    logging.getLogger(__name__).info(
+        "%s on %s with method %s, k = %d; the page is at http://%s:%d/",
+        engine.model_name,
+        engine.device,
+        speculative.method,
+        speculative.num_speculative_tokens,
+        host,
+        port,
+    )
+
+
+def _check_limits(args: argparse.Namespace) -> None:
+    """Refuses limits that would let nobody in.
+
+    Raises:
+        ValueError: one of them would.
+    """
+    for name in (
+        *("max_body_bytes", "drain_timeout", "max_connections"),
+        *("body_timeout", "header_timeout"),
+    ):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+
+
+def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket | None]:
+    """Where to answer, and where to tell metrics if they have a port of their own.
+
+    Raises:
+        ValueError: one of the addresses does not exist or is in use.
+    """
+    from specops.server import listen
+
+    listener = listen(args.host, args.port)
+    if args.metrics_port is None:
+        return listener, None
+    if args.metrics_port == args.port != 0:
+        raise ValueError(f"metrics_port must be another than port, got {args.port} twice")
+    return listener, listen(args.host, args.metrics_port, name="metrics_port")
+
+
+def contract(given: Sequence[str], program: str) -> int:
+    """Prints what the bits of an engine with these options depend on; returns the exit code."""
+    try:
+        args = _read(_contract_parser(program), given)
+        engine = Engine(EngineConfig(**engine_settings(args)))
+    except ValueError as error:
+        return _fail(str(error))
+    print(json.dumps(contract_of(engine), indent=2))
+    return 0
+
+
+def _read(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
+    """The command line, behind the file that it may name.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else than options.
+    """
+    args = parser.parse_args(given)
+    if args.config is None:
+        return args
+    return parser.parse_args([*arguments_of(args.config, parser), *given])
+
+
+def _api_keys(given: Sequence[str], file: str | None) -> list[str]:
+    """The keys of the command line, the environment and a file.
+
+    Raises:
+        ValueError: one is empty, or the file has none: a server that was meant to have a key would
+            be open to everybody.
+    """
+    keys = [("--api-key", key) for key in given]
+    if "SPECOPS_API_KEY" in os.environ:
+        keys.append(("SPECOPS_API_KEY", os.environ["SPECOPS_API_KEY"]))
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--api-key-file must be a text file, got {file}: {error}") from None
+        keys += [("--api-key-file", line) for line in lines if line.strip()] or [
+            ("--api-key-file", "")
+        ]
+    for where, key in keys:
+        if not key.strip():
+            raise ValueError(f"{where} must hold a key of at least one character, got none")
+    return [key.strip() for _, key in keys]
+
+
+def _fail(message: str) -> int:
+    print(f"specops: {message}", file=sys.stderr)
+    return 2
+
+
+_COMMANDS = {"verify-exactness": exactness.main, "contract": contract}

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers: what comes of a job, as one object or as a stream of chunks.
+
+They are plain dicts, since one is built per step.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from specops.engine.outputs import Completion, SpeculativeStats, TokenLogprob
+from specops.engine.tokenizer import Tokenizer
+from specops.server.api_error import server_error
+from specops.server.call_forms import CallForm, CallReader
+from specops.server.intake import Turn
+from specops.server.jobs import ChoiceOutput, Job, JobFailed, Span
+from specops.server.logprobs import (
+    LegacyLogprobs,
+    chat_logprobs,
+    joined,
+    num_prompt_logprobs,
+    vllm_prompt_logprobs,
+)
+from specops.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    StreamOptions,
+)
+from specops.server.steps import step_report
+from specops.server.streaming import dumped, event, with_members
+from specops.server.tools import NamedTool
+from specops.server.usage import add_stats, metrics, timings, usage
+
+R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
+
+# So many take milliseconds to spell: beside the event loop.
+_MANY_LOGPROBS = 2048
+
+
+class Answer(Generic[R]):
+    """Collects the choices of one job, and puts them into OpenAI's shape."""
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+
+    def __init__(
+        self,
+        request: R,
+        job: Job,
+        tokenizer: Tokenizer,
+        model_name: str,
+        fingerprint: str,
+        num_speculative_tokens: int,
+        call_form: CallForm,
+    ) -> None:
+        self.request: R = request
+        self.job = job
+        self.tokenizer = tokenizer
+        self._call_form = call_form
+        self._num_speculative_tokens = num_speculative_tokens
+        self._frame = {
+            "id": self.id_prefix + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model_name,
+            "system_fingerprint": fingerprint,
+        }
+        self._completions: dict[int, Completion] = {}
+        # By prompt; they come with the first output of its first choice, before the others'.
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
+        self._spans: list[Span] = []
+
+    async def whole(self, turn: Turn) -> bytes:
+        """Waits for all choices: the answer that is not streamed, in JSON.
+
+        Args:
+            turn: of the client, needed to spell a long one: one of its requests at a time has the
+                interpreter's lock for so long.
+        """
+        outputs: dict[int, ChoiceOutput] = {}
+        while self.job.num_unfinished:
+            for output in await self.job.next_outputs():
+                if output.completion is not None:
+                    self._note(output, output.completion)
+                    outputs[output.index] = output
+        if self._num_logprobs() < _MANY_LOGPROBS:
+            return self._render(outputs)
+        await turn.begin()
+        try:
+            return await asyncio.to_thread(self._render, outputs)
+        finally:
+            turn.end()
+
+    def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
+        choices = []
+        for index in sorted(outputs):
+            completion = outputs[index].completion
+            assert completion is not None
+            choice = dumped(self.choice(outputs[index], completion))
+            choices.append(with_members(choice, self.choice_extras(index)))
+        body = {**self._frame, "object": self.object_name, **self._totals()}
+        members = {"choices": b"[%b]" % b",".join(choices), **self.extras()}
+        return with_members(dumped(body), members)
+
+    def _num_logprobs(self) -> int:
+        """How many numbers the answer has beside its text, with the alternatives'."""
+        params, count = self.job.params, 0
+        if params.logprobs is not None:
+            num_tokens = sum(len(one.token_ids) for one in self._completions.values())
+            count = num_tokens * (1 + params.logprobs)
+        return count + num_prompt_logprobs(self.job.prompts, params)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        options = self.request.stream_options or StreamOptions()
+        prompt_tokens = sum(map(len, self.job.prompts))
+        num_tokens = 0
+        # The same in every chunk, so it is spelt once; without the end, where the choices follow.
+        begin = event({**self._frame, "object": self.chunk_name}).removesuffix(b"}\n\n") + b","
+
+        def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
+            body: dict[str, Any] = {"choices": choices}
+            if options.continuous_usage_stats:
+                body["usage"] = {
+                    "prompt_tokens": prompt_tokens,
+                    "completion_tokens": num_tokens,
+                    "total_tokens": prompt_tokens + num_tokens,
+                }
+            elif options.include_usage:
+                body["usage"] = None
+            return begin + dumped(body | more)[1:] + b"\n\n"
+
+        try:
+            for index in range(self.job.num_unfinished):
+                for first in self.first(index):
+                    yield chunk([first])
+            while self.job.num_unfinished:
+                for output in await self.job.next_outputs():
+                    self._note_prompt(output)
+                    num_tokens += len(output.output.token_ids)
+                    for late in self.late_first(output.index):
+                        yield chunk([late])
+                    if options.include_steps:
+                        step = step_report(self.tokenizer, output)
+                        yield chunk([{**self.delta(output), "step": step}])
+                    elif output.output.text or output.output.logprobs:
+                        yield chunk([self.delta(output)])
+                    if output.completion is None:
+                        continue
+                    self._note(output, output.completion)
+                    last = len(self._completions) == len(self.job.prompts) * self.job.params.n
+                    # With include_usage the counts come in a chunk of their own.
+                    more = {} if options.include_usage or not last else self._metrics()
+                    yield chunk([self.last(output, output.completion)], **more)
+            if options.include_usage:
+                yield chunk([], **self._totals())
+        except JobFailed as error:
+            yield event(server_error(str(error)).body)
+        yield b"data: [DONE]\n\n"
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        """What a choice's stream begins with."""
+        raise NotImplementedError
+
+    def late_first(self, index: int) -> list[dict[str, Any]]:
+        """What a choice's stream begins with, once its first output is there."""
+        return []
+
+    def delta(self, output: ChoiceOutput) -> dict[str, Any]:
+        """What a step added to a choice."""
+        raise NotImplementedError
+
+    def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        """What a choice's stream ends with."""
+        raise NotImplementedError
+
+    def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        """A finished choice as a whole."""
+        raise NotImplementedError
+
+    def extras(self) -> dict[str, bytes]:
+        """What stands beside the choices, where something was asked for, in JSON."""
+        return {}
+
+    def choice_extras(self, index: int) -> dict[str, bytes]:
+        """What stands in a choice beside the rest, where something was asked for, in JSON."""
+        return {}
+
+    def prompt_of(self, index: int) -> int:
+        """Which prompt a choice is of."""
+        return index // self.job.params.n
+
+    def vllm_prompt_logprobs(self, prompt: int) -> dict[str, bytes]:
+        """A prompt's log-probabilities in vLLM's field, in JSON, if they were asked for there."""
+        wanted = self.request.prompt_logprobs
+        if wanted is None:
+            return {}
+        found = vllm_prompt_logprobs(self.tokenizer, self._prompt_logprobs[prompt], wanted)
+        return {"prompt_logprobs": found}
+
+    def _note_prompt(self, output: ChoiceOutput) -> None:
+        found = output.output.prompt_logprobs
+        if found is None and output.completion is not None:
+            found = output.completion.prompt_logprobs
+        if found is not None:
+            self._prompt_logprobs[self.prompt_of(output.index)] = found
+
+    def _totals(self) -> dict[str, Any]:
+        n = self.job.params.n
+        completions = self._completions
+        return {
+            "usage": usage(
+                prompt_tokens=sum(map(len, self.job.prompts)),
+                completion_tokens=sum(len(one.token_ids) for one in completions.values()),
+                # A prompt counts once, so its hits do, too: those of its first choice.
+                cached_tokens=sum(
+                    completions[index].num_cached_tokens for index in sorted(completions)[::n]
+                ),
+                stats=self._stats(),
+            ),
+            **self._metrics(),
+        }
+
+    def _note(self, output: ChoiceOutput, completion: Completion) -> None:
+        """Keeps what the totals need of a finished choice."""
+        self._completions[output.index] = completion
+        self._note_prompt(output)
+        if output.span is not None:
+            self._spans.append(output.span)
+
+    def _stats(self) -> SpeculativeStats:
+        return add_stats(list(self._completions.values()))
+
+    def _metrics(self) -> dict[str, Any]:
+        num_tokens = sum(len(one.token_ids) for one in self._completions.values())
+        return {
+            "metrics": metrics(self._stats(), self._num_speculative_tokens),
+            "timings": timings(self._spans, num_tokens),
+        }
+
+
+class ChatAnswer(Answer[ChatCompletionRequest]):
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._readers: dict[int, CallReader] = {}  # by choice, where tools may be called
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def delta(self, output: ChoiceOutput) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs:
+            logprobs = chat_logprobs(self.tokenizer, output.output.logprobs)
+        delta: dict[str, Any] = {"content": output.output.text}
+        if self.request.may_call:
+            content, calls = self._reader(output.index).feed(output.output.text)
+            delta = {"content": content} if content else {}
+            if calls:
+                delta["tool_calls"] = calls
+        return {
+            "index": output.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
+
+    def _reader(self, index: int) -> CallReader:
+        return self._readers.setdefault(index, CallReader(self._call_form))
+
+    def _reason(self, completion: Completion, num_calls: int) -> str:
+        """Why a choice ended, as OpenAI says it: calls that were demanded by name are no reason."""
+        is_named = isinstance(self.request.tool_choice, NamedTool)
+        if num_calls and completion.finish_reason == "stop" and not is_named:
+            return "tool_calls"
+        return completion.finish_reason
+
+    def extras(self) -> dict[str, bytes]:
+        return self.vllm_prompt_logprobs(0)
+
+    def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        delta, num_calls = {}, 0
+        if self.request.may_call:
+            reader = self._reader(output.index)
+            num_calls = reader.num_calls
+            if left := reader.finish():
+                delta["content"] = left
+        return {
+            "index": output.index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": self._reason(completion, num_calls),
+            "stop_reason": completion.stop_reason,
+            "seed": output.seed,
+        }
+
+    def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs:
+            logprobs = chat_logprobs(self.tokenizer, completion.logprobs)
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        num_calls = 0
+        if self.request.may_call:
+            reader = CallReader(self._call_form)
+            content, calls = reader.feed(completion.text)
+            message["content"] = content + reader.finish()
+            if calls:
+                num_calls = len(calls)
+                message["content"] = message["content"] or None
+                message["tool_calls"] = [
+                    {name: value for name, value in call.items() if name != "index"}
+                    for call in calls
+                ]
+        return {
+            "index": output.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self._reason(completion, num_calls),
+            "stop_reason": completion.stop_reason,
+            "seed": output.seed,
+        }
+
+
+class TextAnswer(Answer[CompletionRequest]):
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice: their offsets go on
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        echo = self._echo(index)
+        if not echo or self.request.echoes_logprobs:
+            return []
+        return [self._spell(index, echo, None, None)]
+
+    def late_first(self, index: int) -> list[dict[str, Any]]:
+        if not self.request.echoes_logprobs or index in self._logprobs:
+            return []
+        logprobs = self._echoed_logprobs(index, self._builder(index))
+        return [self._spell(index, self._echo(index), logprobs, None)]
+
+    def delta(self, output: ChoiceOutput) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs is not None:
+            logprobs = self._builder(output.index).build(output.output.logprobs)
+        return self._spell(output.index, output.output.text, logprobs, None)
+
+    def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        choice = self._spell(output.index, "", None, completion.finish_reason)
+        return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
+
+    def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs is not None:
+            builder = LegacyLogprobs(self.tokenizer)
+            echoed = None
+            if self.request.echo:
+                echoed = self._echoed_logprobs(output.index, builder)
+            logprobs = joined(echoed, builder.build(completion.logprobs))
+        text = self._echo(output.index) + completion.text
+        choice = self._spell(output.index, text, logprobs, completion.finish_reason)
+        return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
+
+    def choice_extras(self, index: int) -> dict[str, bytes]:
+        return self.vllm_prompt_logprobs(self.prompt_of(index))
+
+    def _builder(self, index: int) -> LegacyLogprobs:
+        return self._logprobs.setdefault(index, LegacyLogprobs(self.tokenizer))
+
+    def _echoed_logprobs(self, index: int, builder: LegacyLogprobs) -> dict[str, Any]:
+        prompt = self.prompt_of(index)
+        token_ids, found = self.job.prompts[prompt], self._prompt_logprobs[prompt]
+        return builder.build_prompt(token_ids, found, self.request.logprobs or 0)
+
+    def _echo(self, index: int) -> str:
+        if not self.request.echo:
+            return ""
+        prompt = self.request.prompts()[self.prompt_of(index)]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    @staticmethod
+    def _spell(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An OpenAI-compatible HTTP server over the engine: its routes, and how it runs.
+
+Handlers run on the event loop and never touch the engine: they give jobs to `EngineThread` and
+answer with what comes back. A client that goes away, at whatever point, takes its job with it.
+"""
+
+import contextlib
+import gc
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+import specops
+from specops.engine.engine import Engine
+from specops.server.answers import ChatAnswer, TextAnswer
+from specops.server.api_error import ApiError, server_error
+from specops.server.call_forms import CALL_FORMS
+from specops.server.chat import ChatFormat
+from specops.server.clients import Clients
+from specops.server.connections import bounded_protocol
+from specops.server.engine_thread import EngineThread
+from specops.server.generation import Generation
+from specops.server.hosts import Access, AllowedHosts, Forwarded
+from specops.server.intake import Intake, Turns
+from specops.server.metrics import Metrics
+from specops.server.metrics_port import add_metrics, metrics_served
+from specops.server.openapi import describe, operation_id, reads, takes
+from specops.server.page import add_page
+from specops.server.protocol import ChatCompletionRequest, CompletionRequest
+from specops.server.replies import (
+    ChatCompletion,
+    Contract,
+    Health,
+    Model,
+    ModelList,
+    TextCompletion,
+    TextReply,
+    TokensReply,
+    Version,
+)
+from specops.server.request_counts import RequestCounts
+from specops.server.request_ids import RequestIds
+from specops.server.streaming import dumped
+from specops.server.tokens import DetokenizeRequest, TokenizeRequest
+
+# After so long a thread that has Python's lock gives way, so that the event loop, which has little
+# to do, need not wait for the engine's. Python's own value is ten times that.
+_SWITCH_SECONDS = 0.0005
+
+# Python looks for garbage among what is new after so many objects more, and among older ones after
+# so many such looks. With its own values (700, 10, 10) some 256 streams that came and went were
+# stopped for 0.7 s of 14, everybody with them, three times for 50 ms at once.
+_GARBAGE_THRESHOLDS = 5_000, 20, 50
+
+# Connections taken in a round of the event loop. libuv takes one from each listener, and a round
+# lasts a millisecond while the engine's thread runs: of somebody who makes more of them, thousands
+# would be before everybody else's.
+_ACCEPTED_AT_ONCE = 8
+
+_READ = ["GET", "HEAD"]
+_HEALTH: dict[str, Any] = reads(Health)
+_HEALTH["responses"][503] = {"model": Health, "description": "the engine fails, or has stopped"}
+
+
+def make_app(
+    engine: Engine,
+    *,
+    chat_format: ChatFormat | None = None,
+    api_keys: Sequence[str] = (),
+    max_body_bytes: int = 4 << 20,
+    body_timeout: float = 60.0,
+    metrics_apart: bool = False,
+    tool_call_parser: str | None = None,
+    access: Access | None = None,
+) -> FastAPI:
+    """The application that serves an engine. The engine is the application's from now on.
+
+    Args:
+        engine: an engine that nobody else uses.
+        chat_format: how the messages of a chat become a prompt; by default as the directory of the
+            engine's model says.
+        api_keys: clients must send one of them as bearer token to everything below /v1; none:
+            everybody may ask. Those who send one key are one client; without keys, those who come
+            from one address are. Slots and rows of steps are shared equally among clients.
+        max_body_bytes: longer bodies are refused.
+        body_timeout: seconds that a client may take over its body.
+        metrics_apart: there is no /metrics, since `serve` has another port for it.
+        tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
+            its chat template teaches it. Ignored when `chat_format` is given.
+        access: by which names it is asked, from whose pages, and through which proxies; by default
+            by any name, from no other page, and through no proxy.
+
+    Raises:
+        ValueError: the model's chat template is broken, a key is empty, or the parser is unknown.
+    """
+    if not all(key.strip() for key in api_keys):
+        raise ValueError("api_keys must hold keys of at least one character, got an empty one")
+    if chat_format is None:
+        chat_format = _chat_format(engine, tool_call_parser)
+    metrics = Metrics(engine)
+    thread = EngineThread(engine, metrics, num_clients=max(len(set(api_keys)), 1))
+    metrics.count_waiting(lambda: thread.num_waiting)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        thread.start()
+        yield
+        thread.stop()
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
+    access = access or Access()
+    app.state.metrics, app.state.allowed_hosts = metrics, access.allowed_hosts
+    _add_own_routes(app, thread)
+    if not metrics_apart:
+        add_metrics(app, metrics)
+    generation = Generation(
+        engine, thread, chat_format, max_body_bytes=max_body_bytes, body_timeout=body_timeout
+    )
+    api = _openai_routes(generation)
+    app.include_router(api)
+    _add_description(app, api if api_keys else None)
+    _add_error_handlers(app)
+    _add_middleware(app, access, metrics, Clients(api_keys))
+    return app
+
+
+def _add_middleware(app: FastAPI, access: Access, metrics: Metrics, clients: Clients) -> None:
+    """What is around the routes; each is around those before it."""
+    if access.allowed_hosts is not None:
+        app.add_middleware(AllowedHosts, hosts=access.allowed_hosts)
+    if access.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(RequestIds)
+    app.add_middleware(RequestCounts, count=metrics.answer)
+    app.add_middleware(Intake, clients=clients, turns=Turns())
+    if access.forwarded_allow_ips:
+        app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
+
+
+def _chat_format(engine: Engine, tool_call_parser: str | None) -> ChatFormat:
+    """What the directory of the engine's model says of chats."""
+    if tool_call_parser not in (None, *CALL_FORMS):
+        names = ", ".join(CALL_FORMS)
+        raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
+    return ChatFormat.from_dir(
+        engine.config.model_dir,
+        engine.tokenizer.special_tokens,
+        call_form=None if tool_call_parser is None else CALL_FORMS[tool_call_parser],
+    )
+
+
+def _add_own_routes(app: FastAPI, thread: EngineThread) -> None:
+    """The page, and what operators look at."""
+    add_page(app)
+
+    @app.api_route("/health", methods=_READ, **_HEALTH)
+    async def health() -> Response:
+        status = thread.health
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    @app.api_route("/version", methods=_READ, **reads(Version))
+    async def version() -> Response:
+        return JSONResponse({"version": specops.__version__})
+
+
+def _add_description(app: FastAPI, keyed: APIRouter | None) -> None:
+    """/openapi.json, of the routes that are there by now; of `keyed` all need a key."""
+    routes = keyed.routes if keyed is not None else ()
+    paths = frozenset(route.path_format for route in routes if isinstance(route, APIRoute))
+    description = dumped(describe(app, keyed=paths))
+
+    @app.api_route("/openapi.json", methods=_READ, include_in_schema=False)
+    async def openapi() -> Response:
+        return Response(description, media_type="application/json")
+
+
+def _openai_routes(generation: Generation) -> APIRouter:
+    """Everything behind the key."""
+
+    async def check_key(request: Request) -> None:
+        if not request.state.may_ask:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    api = APIRouter(dependencies=[Depends(check_key)], generate_unique_id_function=operation_id)
+
+    @api.api_route("/v1/models", methods=_READ, **reads(ModelList))
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [generation.model_card()]})
+
+    @api.api_route("/v1/models/{name:path}", methods=_READ, **reads(Model, 404))
+    async def model(name: str) -> Response:
+        generation.check_model(name)
+        return JSONResponse(generation.model_card())
+
+    @api.api_route("/v1/contract", methods=_READ, **reads(Contract))
+    async def contract() -> Response:
+        return JSONResponse(generation.contract)
+
+    @api.post("/v1/completions", **takes(CompletionRequest, TextCompletion, streams=True))
+    async def completions(request: Request) -> Response:
+        return await generation.answer(request, CompletionRequest, TextAnswer)
+
+    @api.post("/v1/chat/completions", **takes(ChatCompletionRequest, ChatCompletion, streams=True))
+    async def chat_completions(request: Request) -> Response:
+        return await generation.answer(request, ChatCompletionRequest, ChatAnswer)
+
+    @api.post("/tokenize", **takes(TokenizeRequest, TokensReply))
+    async def tokenize(request: Request) -> Response:
+        return await generation.tokenize(request)
+
+    @api.post("/detokenize", **takes(DetokenizeRequest, TextReply))
+    async def detokenize(request: Request) -> Response:
+        return await generation.detokenize(request)
+
+    return api
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def refuse(request: Request, error: ApiError) -> Response:
+        # In ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot spell.
+        body = json.dumps(error.body)
+        return Response(body, error.status, error.headers, media_type="application/json")
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # for the access log: nobody reads it
+
+    @app.exception_handler(HTTPException)
+    async def no_such_route(request: Request, error: HTTPException) -> Response:
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        code = "unknown_url" if error.status_code == 404 else None  # OpenAI's word
+        refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
+        return await refuse(request, refusal)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return await refuse(request, server_error("internal error; the server's log says more"))
+
+
+def listen(host: str, port: int, *, name: str = "port") -> socket.socket:
+    """Takes the address, so that a mistake in it is known before a model is loaded.
+
+    Args:
+        host: a name or an address.
+        port: 0 is any that is free.
+        name: what the port is called in errors.
+
+    Raises:
+        ValueError: the address does not exist or is in use.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"{name} must be in [0, 65535], got {port}")
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"host and {name} must be an address to listen on, got {host}:{port}: {error.strerror}"
+        ) from None
+    return listener
+
+
+def serve(
+    app: FastAPI,
+    listener: socket.socket,
+    *,
+    drain_timeout: int,
+    log_level: str,
+    max_connections: int = 1024,
+    header_timeout: float = 20.0,
+    metrics_listener: socket.socket | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish for `drain_timeout` s.
+
+    Args:
+        app: from `make_app`.
+        listener: from `listen`.
+        drain_timeout: seconds.
+        log_level: of uvicorn.
+        max_connections: open at a time. For one more, the address that has most of them loses the
+            one that has asked for nothing for longest.
+        header_timeout: seconds that a client may take over the headers of a request.
+        metrics_listener: from `listen`, for an application with `metrics_apart`.
+    """
+    # What is there by now stays: to look for garbage in it took 0.15 s, and nobody was answered.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # uvicorn raises the signal again once it has drained; that is no reason to die of it.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    config = uvicorn.Config(
+        app,
+        http=bounded_protocol(max_connections=max_connections, header_timeout=header_timeout),
+        loop="uvloop",
+        log_level=log_level,
+        timeout_graceful_shutdown=drain_timeout,
+        server_header=False,
+        proxy_headers=False,  # make_app knows whom to believe
+        lifespan="on",
+        ws="none",
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        if metrics_listener is not None:
+            metrics, hosts = app.state.metrics, app.state.allowed_hosts
+            stack.enter_context(metrics_served(metrics, metrics_listener, hosts))
+        listeners = [listener, *(listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
+        uvicorn.Server(config).run(sockets=listeners)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation as the one text that a model was trained to read: its chat template."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from specops.engine.tokenizer import read_json_object
+from specops.server.call_forms import CALL_FORMS, CallForm, form_of_template
+
+
+class ChatFormat:
+    """The chat template of a model.
+
+    Args:
+        template: in Jinja, as `transformers` has it; None where the model has none.
+        special_tokens: texts that it may name, such as "eos_token".
+        call_form: how the model writes calls of tools; by default as the template teaches it.
+
+    Attributes:
+        call_form: the same; None where the template teaches none that is known.
+
+    Raises:
+        ValueError: the template is broken.
+    """
+
+    def __init__(
+        self,
+        template: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        call_form: CallForm | None = None,
+    ) -> None:
+        self._template = None if template is None else _compile(template)
+        self.call_form = call_form or form_of_template(template or "")
+        self._variables = set() if template is None else _variables(template)
+        self._special_tokens = dict(special_tokens or {})
+
+    @classmethod
+    def from_dir(
+        cls,
+        path: str | Path,
+        special_tokens: Mapping[str, str],
+        *,
+        call_form: CallForm | None = None,
+    ) -> "ChatFormat":
+        """Reads chat_template.jinja, or else what tokenizer_config.json has, of a model directory.
+
+        Raises:
+            ValueError: a file or the template is broken.
+        """
+        path = Path(path)
+        if (path / "chat_template.jinja").is_file():
+            text = (path / "chat_template.jinja").read_text(encoding="utf-8")
+            return cls(text, special_tokens, call_form=call_form)
+        template = read_json_object(path / "tokenizer_config.json").get("chat_template")
+        if isinstance(template, list):  # several named templates
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return cls(template, special_tokens, call_form=call_form)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is one: without it no chat can be rendered."""
+        return self._template is not None
+
+    def require_tools(self) -> None:
+        """Refuses tools where the template has none, or has their calls written in another form.
+
+        Raises:
+            ValueError: in these cases.
+        """
+        if "tools" not in self._variables:
+            raise ValueError("tools are not supported: the model's chat template has none")
+        if self.call_form is None:
+            raise ValueError(
+                "tools are not supported: the model's chat template has calls written in none of "
+                f"the forms {', '.join(CALL_FORMS)}; --tool-call-parser says which one it is"
+            )
+
+    def require_reasoning_effort(self) -> None:
+        """Refuses an effort where the template does not read it.
+
+        Raises:
+            ValueError: in this case.
+        """
+        if "reasoning_effort" not in self._variables:
+            raise ValueError(
+                "reasoning_effort is not supported: the model's chat template reads no such "
+                "variable"
+            )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of a conversation, up to where the assistant is to speak.
+
+        Args:
+            messages: with role and content.
+            add_generation_prompt: end where the assistant begins.
+            variables: further ones that the template reads, such as "enable_thinking".
+            tools: that the assistant may call, as the client has sent them.
+
+        Raises:
+            ValueError: the model has no chat template, the template reads no such variable, or it
+                refuses the messages.
+        """
+        if self._template is None:
+            raise ValueError("the model has no chat template; send a prompt to /v1/completions")
+        own = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools or None,
+            "documents": None,
+            **self._special_tokens,
+        }
+        for name in variables or {}:
+            if name in own or name not in self._variables:
+                raise ValueError(
+                    "chat_template_kwargs must hold variables that the model's chat template "
+                    f"reads and a request may set, got {name!r}"
+                )
+        try:
+            return self._template.render(**own, **(variables or {}))
+        except Exception as error:  # a template may fail in any way Python can
+            raise ValueError(f"the chat template refused the messages: {error}") from None
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks the assistant's part for training, is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class says what this is)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _variables(source: str) -> set[str]:
+    """The variables that a template reads and does not set itself."""
+    return set(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
+
+
+def _compile(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the model's chat template is broken: {error}") from None
+
+
+def _environment() -> jinja2.Environment:
+    # What chat templates are written for; sandboxed, since they come with weights.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+
+    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two endpoints that generate: from a request's body to its answer."""
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+
+from specops.engine.contract import contract_of
+from specops.engine.engine import Engine
+from specops.engine.errors import ContextOverflow, QueueFull
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+from specops.server.answers import Answer
+from specops.server.api_error import (
+    ApiError,
+    bad_value,
+    server_error,
+    shutting_down,
+    too_long,
+)
+from specops.server.call_forms import HERMES
+from specops.server.chat import ChatFormat
+from specops.server.engine_thread import EngineThread
+from specops.server.intake import Turn, Turns
+from specops.server.jobs import Job, JobFailed
+from specops.server.logprobs import check_prompt_logprobs
+from specops.server.protocol import (
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse,
+)
+from specops.server.streaming import ClientGone, EventStream, until_gone
+from specops.server.strict import Strict
+from specops.server.structured import Compiling
+from specops.server.tokens import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenized,
+    tokenized,
+)
+
+R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
+B = TypeVar("B", bound=Strict)
+
+# Longer bodies are parsed beside the event loop.
+_SHORT_BODY = 1 << 15
+
+# A client may send a body to its end before it reads an answer, and would miss one that comes with
+# the end of the connection. So much of a body is read, over what it may have.
+_READ_ON = 16
+
+# Jobs of one client that the engine's thread may not have looked at yet.
+_SUBMITTED = 8
+
+# Texts shorter than this are tokenised on the event loop: a thread would cost more.
+_SHORT_TEXT = 4096
+
+
+class Generation:
+    """What the two endpoints share: reads bodies, tokenises, submits jobs, hands out answers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        chat_format: ChatFormat,
+        *,
+        max_body_bytes: int,
+        body_timeout: float,
+    ) -> None:
+        # Only what never changes is read from the engine here; the rest is its thread's.
+        self.tokenizer = engine.tokenizer
+        self.model_name = engine.model_name
+        self.contract = contract_of(engine)
+        self._fingerprint = f"specops-{self.contract['specops']}-{self.contract['digest']}"
+        self._engine = engine
+        self._thread = thread
+        self._chat_format = chat_format
+        self._call_form = chat_format.call_form or HERMES  # for a grammar that is refused later
+        self._compiling = Compiling(engine)
+        self._submitting = Turns(_SUBMITTED)
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout = body_timeout
+        self._created = int(time.time())
+        # A longer text cannot fit the context, and tokenising it would take seconds. The factor
+        # of 4 allows for tokenizers that shorten a text first.
+        self._max_characters = 4 * engine.max_model_len * engine.tokenizer.longest_token()
+
+    def model_card(self) -> dict[str, Any]:
+        """The model as /v1/models lists it, with what a client may choose."""
+        speculative = asdict(self._engine.config.speculative_config)
+        for path in ("model", "draft_vocab"):
+            del speculative[path]
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "specops",
+            "max_model_len": self._engine.max_model_len,
+            "has_chat_template": self._chat_format.has_template,
+            "methods": list(self._engine.runnable_methods),
+            "speculative_config": speculative,
+        }
+
+    def check_model(self, name: str | None) -> None:
+        """Refuses a model that is not the one served."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def answer(
+        self, http: Request, body_type: type[R], answer_type: type[Answer[R]]
+    ) -> Response:
+        """Serves one request, from its body to its answer or the stream of it."""
+        try:
+            self._thread.require_room(http.state.client)
+        except QueueFull as error:  # before anything is done for it
+            raise _refusal(error, body_type) from None
+        request: Any = await self.read(http, body_type)
+        self.check_model(request.model)
+        self._check_lengths(request)
+        params = await self._sampling_params(http, request)
+        speculative = self._speculative_config(request)
+        prompts = await self._tokenize(request)
+        check_prompt_logprobs(prompts, params)
+        grammar = None
+        if params.structured_output is not None:
+            http.state.turn.end()
+            compiling = self._compiling.compile(params, request.form_field)
+            try:
+                grammar = await until_gone(compiling, http.receive)
+            except ClientGone:
+                return Response(status_code=499)  # for the access log: nobody reads it
+        if http.state.is_gone():  # before the engine has work with it
+            raise ClientDisconnect
+        job = Job(
+            prompts,
+            params,
+            request.speculative_config,
+            grammar=grammar,
+            client=http.state.client,
+            streaming=request.stream,
+        )
+        answer = answer_type(
+            request,
+            job,
+            self.tokenizer,
+            self.model_name,
+            self._fingerprint,
+            speculative.num_speculative_tokens,
+            self._call_form,
+        )
+        try:
+            await until_gone(self._submit(job, http.state.turn), http.receive)
+            if request.stream:
+                return EventStream(answer.chunks(), lambda: self._thread.abort(job))
+            whole = await until_gone(answer.whole(http.state.turn), http.receive)
+            return Response(whole, media_type="application/json")
+        except ClientGone:
+            return Response(status_code=499)  # for the access log: nobody reads it
+        except (ValueError, QueueFull, JobFailed, asyncio.CancelledError) as error:
+            raise _refusal(error, body_type) from None
+        finally:
+            if not request.stream:
+                self._thread.abort(job)  # nothing to do if it is finished
+
+    async def _submit(self, job: Job, turn: Turn) -> None:
+        """Gives a job to the engine; the client's next request may be prepared meanwhile."""
+        place = Turn(self._submitting, job.client)
+        await place.begin()
+        turn.end()
+        try:
+            await self._thread.submit(job)
+        finally:
+            place.end()
+
+    async def read(self, http: Request, body_type: type[B]) -> B:
+        """The body of a request, which has its turn from here on.
+
+        Raises:
+            ApiError: it is not what it should be, or too slow in coming.
+            ClientDisconnect: the client left before its end.
+        """
+        http.state.turn.end()
+        try:
+            body = await asyncio.wait_for(self._read_body(http), self._body_timeout)
+        except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
+            raise ApiError(
+                408,
+                f"the body must be there within {self._body_timeout:g} seconds",
+                code="body_too_slow",
+                headers={"Connection": "close"},
+            ) from None
+        await http.state.turn.begin()
+        if len(body) < _SHORT_BODY:
+            return parse(body_type, body, self._engine.max_model_len)
+        return await asyncio.to_thread(parse, body_type, body, self._engine.max_model_len)
+
+    async def tokenize(self, http: Request) -> Response:
+        """Serves /tokenize."""
+        request = await self.read(http, TokenizeRequest)
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError(400, "prompt or messages must be given, and not both", param="prompt")
+        if request.messages is not None:
+            prompt = request.add_generation_prompt
+            try:
+                messages = [message.for_template() for message in request.messages]
+                text = self._chat_format.render(messages, add_generation_prompt=prompt)
+            except ValueError as error:
+                raise bad_value(error, TokenizeRequest, "messages") from None
+        else:
+            assert request.prompt is not None
+            text = request.prompt
+        with_special = request.add_special_tokens and request.messages is None
+        try:
+            answer = await asyncio.to_thread(
+                tokenized,
+                self.tokenizer,
+                text,
+                add_special_tokens=with_special,
+                max_model_len=self._engine.max_model_len,
+                strings=request.return_token_strs,
+            )
+        except ValueError as error:
+            raise bad_value(error, TokenizeRequest, "prompt") from None
+        return JSONResponse(answer)
+
+    async def detokenize(self, http: Request) -> Response:
+        """Serves /detokenize."""
+        request = await self.read(http, DetokenizeRequest)
+        self.check_model(request.model)
+        try:
+            answer = await asyncio.to_thread(
+                detokenized, self.tokenizer, request.tokens, self._engine.vocab_size
+            )
+        except ValueError as error:
+            raise bad_value(error, DetokenizeRequest) from None
+        return JSONResponse(answer)
+
+    def _speculative_config(
+        self, request: CompletionRequest | ChatCompletionRequest
+    ) -> SpeculativeConfig:
+        """What the request runs with."""
+        engine = self._engine
+        try:
+            return engine.config.speculative_for(
+                request.speculative_config, engine.runnable_methods, engine.missing_methods
+            )
+        except ValueError as error:
+            message, param = str(error), "speculative_config"
+            raise ApiError(400, message, param=param, code="invalid_value") from None
+
+    async def _read_body(self, http: Request) -> bytes:
+        """The body, up to the limit."""
+        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Browsers let pages of other origins send the other types without asking the server.
+            raise ApiError(415, f"Content-Type must be application/json, got {kind or 'none'}")
+        codings = http.headers.getlist("transfer-encoding")
+        if any(coding.strip().lower() != "chunked" for coding in codings):
+            got = ", ".join(codings)
+            raise ApiError(400, f"Transfer-Encoding must be chunked, got {got}")
+        self._check_announced(http)
+        chunks: list[bytes] = []
+        size = 0
+        async for chunk in http.stream():
+            size += len(chunk)
+            if size <= self._max_body_bytes:
+                chunks.append(chunk)
+            elif size > _READ_ON * self._max_body_bytes:
+                break
+        if size > self._max_body_bytes:
+            raise self._too_large()
+        return b"".join(chunks)
+
+    def _check_announced(self, http: Request) -> None:
+        """Refuses a body that says itself that it is too long, before it comes."""
+        length = int(http.headers.get("content-length", 0))
+        if length > self._max_body_bytes:
+            # What comes all the same is dropped, so that the client gets to read the answer. One
+            # that has waited to be asked need not send it, so nobody knows where it would end.
+            waits = "expect" in http.headers
+            raise self._too_large(closes=waits or length > _READ_ON * self._max_body_bytes)
+
+    def _too_large(self, *, closes: bool = False) -> ApiError:
+        return ApiError(
+            413,
+            f"the body must be at most {self._max_body_bytes} bytes long",
+            code="body_too_large",
+            headers={"Connection": "close"} if closes else None,
+        )
+
+    def _check_lengths(self, request: CompletionRequest | ChatCompletionRequest) -> None:
+        """Refuses lists of more token ids than fit, before anybody looks at the ids."""
+        given = request.prompt if isinstance(request, CompletionRequest) else None
+        if not isinstance(given, list):
+            return
+        for one in [given, *given[:MAX_PROMPTS]]:
+            is_ids = isinstance(one, list) and bool(one) and type(one[0]) is int
+            if is_ids and len(one) > self._engine.max_model_len:
+                raise too_long(
+                    f"a prompt of {len(one)} tokens exceeds the context of "
+                    f"{self._engine.max_model_len} tokens",
+                    request.prompt_field,
+                )
+
+    async def _sampling_params(
+        self, http: Request, request: CompletionRequest | ChatCompletionRequest
+    ) -> SamplingParams:
+        """The parameters; those of a long body are checked beside the event loop."""
+        if int(http.headers.get("content-length", _SHORT_BODY)) < _SHORT_BODY:
+            return request.sampling_params(self._call_form)
+        return await asyncio.to_thread(request.sampling_params, self._call_form)
+
+    async def _tokenize(
+        self, request: CompletionRequest | ChatCompletionRequest
+    ) -> list[list[int]]:
+        if isinstance(request, ChatCompletionRequest):
+            try:
+                if request.uses_tools:
+                    self._chat_format.require_tools()
+                if request.reasoning_effort is not None:
+                    self._chat_format.require_reasoning_effort()
+                text = self._chat_format.render(
+                    [message.for_template() for message in request.messages],
+                    variables=request.template_variables(),
+                    tools=[tool.model_dump(exclude_none=True) for tool in request.tools],
+                )
+            except ValueError as error:
+                raise bad_value(error, ChatCompletionRequest, "messages") from None
+            prompts: list[str | list[int]] = [text]
+        else:
+            prompts = request.prompts()
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > self._max_characters:
+                raise too_long(
+                    f"a prompt of {len(prompt)} characters exceeds the context of "
+                    f"{self._engine.max_model_len} tokens",
+                    request.prompt_field,
+                )
+        is_plain = isinstance(request, CompletionRequest)  # a template writes special tokens itself
+
+        def encode() -> list[list[int]]:
+            return [
+                self.tokenizer.encode(prompt, add_special_tokens=is_plain)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
+
+        try:
+            if sum(map(len, prompts)) < _SHORT_TEXT:
+                return encode()
+            return await asyncio.to_thread(encode)
+        except ValueError as error:
+            raise ApiError(
+                400, str(error), param=request.prompt_field, code="invalid_value"
+            ) from None
+
+
+def _refusal(
+    error: BaseException, body_type: type[CompletionRequest] | type[ChatCompletionRequest]
+) -> ApiError:
+    """What a client is told when its job is refused, or ends before it is complete."""
+    if isinstance(error, ContextOverflow):
+        return too_long(str(error), body_type.prompt_field)
+    if isinstance(error, QueueFull):
+        return ApiError(
+            429,
+            f"the server is busy: {error}",
+            type="rate_limit_error",
+            code="queue_full",
+            headers={"Retry-After": "1"},
+        )
+    if isinstance(error, ValueError):
+        return bad_value(error, body_type)
+    if isinstance(error, asyncio.CancelledError):  # the time for draining is over
+        return shutting_down()
+    return server_error(str(error))

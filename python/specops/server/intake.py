@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose request is prepared next: of every client one at a time.
+
+The event loop does a piece of work for every task that can go on, one after the other. Of a hundred
+requests that come at once each piece would be behind a hundred others, for everybody. So a client's
+requests wait for each other, as they came, until the one before is on its way: another client's
+request is behind one of them. Bodies are read meanwhile, and what the engine and other threads do
+for long is waited for without a turn. The engine's thread takes requests in between two steps; so a
+client has a few on their way to it at a time, and the next one keeps its turn until there is room.
+
+A request whose client has left by its turn is dropped there. One that was begun and then abandoned
+has cost something and is in nobody's way any more, so it would count for nothing: the client's next
+turn is a pause later for it. A client that asks and leaves in a loop waits for its own pauses.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specops.server.clients import Clients
+
+# What an abandoned request adds to the time before its client's next turn, and how much there may
+# be: many may be abandoned at once, by a client that ends.
+_PAUSE_SECONDS = 0.01
+_MOST_PAUSE_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class _Line:
+    """A client's requests that want a turn, or have it."""
+
+    places: asyncio.Semaphore  # first come, first served
+    num_users: int = 0  # requests, and pauses
+    paused_until: float = 0.0  # by the event loop's clock
+
+
+class Turns:
+    """Every client's line, as long as somebody stands in it.
+
+    Args:
+        at_once: how many of a client's requests have their turn at a time.
+    """
+
+    def __init__(self, at_once: int = 1) -> None:
+        self._at_once = at_once
+        self._lines: dict[str, _Line] = {}
+
+    async def begin(self, client: str) -> None:
+        """Waits for a turn, and for the end of the client's pause."""
+        line = self._join(client)
+        try:
+            await line.places.acquire()
+        except asyncio.CancelledError:
+            self._leave(client, line)
+            raise
+        try:
+            while (seconds := line.paused_until - asyncio.get_running_loop().time()) > 0:
+                await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.end(client)
+            raise
+
+    def end(self, client: str) -> None:
+        """Ends a turn of the client's."""
+        line = self._lines[client]
+        line.places.release()
+        self._leave(client, line)
+
+    def pause(self, client: str) -> None:
+        """Puts the client's next turn off, for a request of its that it has abandoned."""
+        line, loop = self._join(client), asyncio.get_running_loop()
+        now = loop.time()
+        begin = max(line.paused_until, now)
+        line.paused_until = min(begin + _PAUSE_SECONDS, now + _MOST_PAUSE_SECONDS)
+        loop.call_at(line.paused_until, self._leave, client, line)
+
+    def _join(self, client: str) -> _Line:
+        line = self._lines.get(client)
+        if line is None:
+            line = self._lines[client] = _Line(asyncio.Semaphore(self._at_once))
+        line.num_users += 1
+        return line
+
+    def _leave(self, client: str, line: _Line) -> None:
+        line.num_users -= 1
+        if not line.num_users:
+            del self._lines[client]
+
+    def __len__(self) -> int:
+        """How many clients there are."""
+        return len(self._lines)
+
+
+class Turn:
+    """One request's turn; it may end and begin several times.
+
+    Args:
+        turns: of all.
+        client: whose request it is.
+    """
+
+    def __init__(self, turns: Turns, client: str) -> None:
+        self._turns, self._client = turns, client
+        self._has_it = False
+
+    async def begin(self) -> None:
+        """Waits for the turn, behind those of the client's requests that wait already."""
+        if not self._has_it:
+            await self._turns.begin(self._client)
+            self._has_it = True
+
+    def end(self) -> None:
+        """Lets the client's next request go on; nothing, where this one has no turn."""
+        if self._has_it:
+            self._has_it = False
+            self._turns.end(self._client)
+
+
+class Intake:
+    """Middleware around an application: says who asks, and gives turns to requests with bodies.
+
+    `state` of a request gets `client`, a name; `may_ask`; `turn`, a `Turn`; and `send_body`, which
+    goes around the other middleware: of an answer that has begun it wants to know nothing more. It
+    has `is_gone` already, by which a connection says whether it has ended (connections.py).
+
+    Args:
+        app: the application.
+        clients: who tells them apart.
+        turns: of the clients.
+    """
+
+    def __init__(self, app: ASGIApp, clients: Clients, turns: Turns) -> None:
+        self._app, self._clients, self._turns = app, clients, turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves a request."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        name, may_ask = self._clients.identify(HTTPConnection(scope))
+        turn = Turn(self._turns, name)
+        state = scope.setdefault("state", {})
+        state.update(client=name, may_ask=may_ask, turn=turn, send_body=send)
+        # Another HTTP server than ours does not say.
+        is_gone: Callable[[], bool] = state.setdefault("is_gone", lambda: False)
+
+        async def answering(message: Message) -> None:
+            turn.end()  # how long the client reads is nobody's affair
+            await send(message)
+
+        if scope["method"] != "POST":
+            return await self._app(scope, receive, answering)
+        await turn.begin()
+        if is_gone():
+            return turn.end()
+        try:
+            await self._app(scope, receive, answering)
+        finally:
+            turn.end()
+            if is_gone():
+                self._turns.pause(name)

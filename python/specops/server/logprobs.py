@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities in the two shapes of OpenAI's protocol: of chats, and of completions."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from specops.engine.outputs import TokenLogprob
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.tokenizer import Tokenizer
+from specops.server.api_error import ApiError
+from specops.server.streaming import dumped
+
+# Of prompts, in one answer, with the alternatives': some 20 MB of JSON.
+MAX_PROMPT_LOGPROBS = 1 << 18
+
+_ENTRY = '"%d":{"logprob":%r,"rank":%d,"decoded_token":%s}'
+
+
+def num_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
+    """How many log-probabilities of prompts an answer has, with the alternatives'."""
+    if params.prompt_logprobs is None:
+        return 0
+    return params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
+
+
+def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """Refuses answers with more log-probabilities of prompts than one may have.
+
+    Raises:
+        ApiError: there would be.
+    """
+    count = num_prompt_logprobs(prompts, params)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise ApiError(
+            400,
+            f"prompt_logprobs (or logprobs with echo) make {count} numbers with n and the prompts' "
+            f"tokens, alternatives included, more than the {MAX_PROMPT_LOGPROBS} of an answer",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
+
+
+def token_text(data: bytes) -> str:
+    """A token on its own: its text, or its bytes where they are no whole characters."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # JSON has no -inf
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Log-probabilities in the shape of chat completions."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": token_text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+    content = []
+    for one in logprobs:
+        top = [entry(token_id, logprob) for token_id, logprob in one.alternatives]
+        content.append({**entry(one.token_id, one.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+class LegacyLogprobs:
+    """Log-probabilities in the shape of completions, whose offsets count through the stream."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = offset
+
+    def build(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The next tokens' log-probabilities."""
+        return self._build([one.token_id for one in logprobs], logprobs, None)
+
+    def build_prompt(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+        num_alternatives: int,
+    ) -> dict[str, Any]:
+        """A prompt's log-probabilities, with null for the first token."""
+        return self._build(token_ids, logprobs, num_alternatives)
+
+    def _build(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+        num_alternatives: int | None,
+    ) -> dict[str, Any]:
+        tokens, offsets, raw = [], [], []
+        values: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for token_id, one in zip(token_ids, logprobs, strict=True):
+            data = self._tokenizer.token_bytes(token_id)
+            tokens.append(token_text(data))
+            raw.append(list(data))
+            offsets.append(self._offset)
+            if not self._tokenizer.is_special(token_id):
+                self._offset += len(self._utf8.decode(data))
+            values.append(None if one is None else _finite(one.logprob))
+            top.append(None if one is None else self._alternatives(one, num_alternatives))
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": top,
+            "text_offset": offsets,
+            "bytes": raw,
+        }
+
+    def _alternatives(self, one: TokenLogprob, most: int | None) -> dict[str, float]:
+        """The likeliest tokens, by their text, and the token itself."""
+        alternatives: dict[str, float] = {}
+        for token_id, logprob in (*one.alternatives[:most], (one.token_id, one.logprob)):
+            text = token_text(self._tokenizer.token_bytes(token_id))
+            alternatives.setdefault(text, _finite(logprob))
+        return alternatives
+
+
+def joined(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities of two texts in the shape of completions, one behind the other."""
+    return second if first is None else {name: first[name] + second[name] for name in second}
+
+
+class _SpeltTokens(dict[int, str]):
+    """Tokens in JSON, each spelt once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text = token_text(self._tokenizer.token_bytes(token_id))
+        self[token_id] = spelt = dumped(text).decode()
+        return spelt
+
+
+def vllm_prompt_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None], num_alternatives: int
+) -> bytes:
+    """A prompt's log-probabilities in vLLM's shape: by token id, the prompt's own token first.
+
+    In JSON, since there may be a hundred thousand: to spell one is less work than to make a dict of
+    it, and an encoder would not let go of the interpreter's lock before the last one.
+    """
+    texts = _SpeltTokens(tokenizer)
+
+    def spelt(one: TokenLogprob) -> str:
+        own = one.token_id
+        found = [(own, _finite(one.logprob), one.rank, texts[own])]
+        for rank, (token_id, logprob) in enumerate(one.alternatives[:num_alternatives], 1):
+            if token_id != own:
+                found.append((token_id, _finite(logprob), rank, texts[token_id]))
+        return f"{{{','.join([_ENTRY % entry for entry in found])}}}"
+
+    rows = ["null" if one is None else spelt(one) for one in logprobs]
+    return f"[{','.join(rows)}]".encode()

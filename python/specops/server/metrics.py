@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics: vLLM's names and meanings under the prefix `specops:`.
+
+Counters are read from the engine's own at every scrape, so that there is one truth; only what a
+scrape cannot read back, the distributions of times and lengths, is observed as it happens.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import cast
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from specops.engine.drafters.suffix import SuffixDrafter
+from specops.engine.engine import Engine
+from specops.engine.outputs import Completion
+from specops.server.jobs import Span
+
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
+_LABELS = ("model_name",)
+_MAX_RENDERED = 10  # times in a second
+
+
+class Metrics:
+    """The metrics of one engine.
+
+    Args:
+        engine: whose counters are read. Its numbers may be read from any thread.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._model = engine.model_name
+        self._text = b""  # as it was spelt last
+        self._rendered: deque[float] = deque(maxlen=_MAX_RENDERED)  # when, the oldest first
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._engine_collector = _EngineCollector(engine)
+        self._registry.register(self._engine_collector)
+        self._success = Counter(
+            "specops:request_success",
+            "Finished choices by the reason they ended",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(self._model, reason)
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
+        )
+        self._between_tokens = self._histogram(
+            "inter_token_latency_seconds",
+            "Time per output token; a step's time is shared by the tokens it emitted",
+            _SECONDS,
+        )
+        self._queued = self._histogram(
+            "request_queue_time_seconds", "From arrival to the first step of a choice", _SECONDS
+        )
+        self._prefilled = self._histogram(
+            "request_prefill_time_seconds",
+            "From the first step of a choice to its first token",
+            _SECONDS,
+        )
+        self._decoded = self._histogram(
+            "request_decode_time_seconds", "From the first token of a choice to its last", _SECONDS
+        )
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean of a choice, over the tokens after the first ones",
+            _SECONDS,
+        )
+        self._step_tokens = self._histogram(
+            "iteration_tokens", "Rows of a step: tokens of prompts, decoding and drafts", _TOKENS
+        )
+        self._answers = Counter(
+            "specops:http_requests",
+            "Answers by method, route and status",
+            (*_LABELS, "method", "route", "status"),
+            registry=self._registry,
+        )
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the end of a choice", _SECONDS
+        )
+        self._prompt = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of finished choices", _TOKENS
+        )
+        self._generated = self._histogram(
+            "request_generation_tokens", "Output tokens of finished choices", _TOKENS
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"specops:{name}", text, _LABELS, registry=self._registry, buckets=buckets
+        )
+        labelled: Histogram = histogram.labels(self._model)
+        return labelled
+
+    def count_waiting(self, num_waiting: Callable[[], int]) -> None:
+        """Lets the server say how many wait, when it holds some back itself."""
+        self._engine_collector.num_waiting = num_waiting
+
+    def tokens(self, count: int, now: float, before: float, *, first: bool) -> None:
+        """A choice got `count` tokens in one step; `before` is when it got its last, or arrived."""
+        if first:
+            self._first_token.observe(now - before)
+            # What came with the first token took no time of its own, as a client sees it.
+            for _ in range(count - 1):
+                self._between_tokens.observe(0.0)
+        else:
+            for _ in range(count):
+                self._between_tokens.observe((now - before) / count)
+
+    def finished(
+        self,
+        reason: str,
+        completion: Completion | None = None,
+        span: Span | None = None,
+    ) -> None:
+        """A choice ended, and when it was worked on, unless it did not come to its end."""
+        self._success.labels(self._model, reason).inc()
+        if completion is None or span is None:
+            return
+        self._whole.observe(span.last)
+        self._queued.observe(span.begin)
+        self._prefilled.observe(span.first - span.begin)
+        self._decoded.observe(span.last - span.first)
+        num_later = len(completion.token_ids) - span.num_first
+        if num_later > 0:
+            self._per_token.observe((span.last - span.first) / num_later)
+        self._prompt.observe(len(completion.prompt_token_ids))
+        self._generated.observe(len(completion.token_ids))
+
+    def step(self, num_rows: int) -> None:
+        """The engine may have made a step, of so many rows."""
+        if num_rows:
+            self._step_tokens.observe(num_rows)
+
+    def answer(self, method: str, route: str, status: int) -> None:
+        """An answer begins."""
+        self._answers.labels(self._model, method, route, str(status)).inc()
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format.
+
+        Who asks for them in a loop gets the last ones again, until a second is over: to spell them
+        takes milliseconds, in which no answer goes on.
+        """
+        now = time.monotonic()
+        if len(self._rendered) < _MAX_RENDERED or now - self._rendered[0] >= 1.0:
+            self._rendered.append(now)
+            self._text = generate_latest(self._registry)
+        return self._text
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's counters when Prometheus asks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.num_waiting: Callable[[], int] = lambda: engine.num_waiting
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        yield self._cache_config()
+        yield self._draft_lengths()
+        yield from self._positions()
+
+    def _gauges(self) -> Iterator[Metric]:
+        """What there is at the moment."""
+        engine = self._engine
+        cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
+        used = 1 - engine.num_free_pages / engine.num_pages
+        for name, text, value in (
+            ("num_requests_running", "Choices that run", engine.num_running),
+            ("num_requests_waiting", "Choices that wait", self.num_waiting()),
+            ("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1", used),
+            (
+                "suffix_cache_requests",
+                "Responses that suffix decoding drafts from",
+                cache.num_cached_requests,
+            ),
+            ("suffix_cache_tokens", "Tokens of these responses", cache.num_cached_tokens),
+            ("suffix_cache_bytes", "Memory that they take", cache.num_bytes),
+        ):
+            gauge = GaugeMetricFamily(f"specops:{name}", text, labels=_LABELS)
+            gauge.add_metric([engine.model_name], value)
+            yield gauge
+
+    def _counters(self) -> Iterator[Metric]:
+        """What has been counted since the start."""
+        engine = self._engine
+        stats, speculative = engine.stats, engine.stats.speculative
+        for name, text, count in (
+            ("num_steps", "Engine steps", stats.num_steps),
+            (
+                "verify_seconds",
+                "Time in which the model ran and tokens were chosen; 0 on a GPU",
+                stats.verify_seconds,
+            ),
+            ("draft_seconds", "Time that drafting took; 0 on a GPU", stats.draft_seconds),
+            (
+                "num_preemptions",
+                "Choices that lost their pages and began anew",
+                stats.num_preemptions,
+            ),
+            ("prompt_tokens", "Prompt tokens, those of n choices once", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated", stats.generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found", stats.prefix_cache_hits),
+            (
+                "cascade_saved_bytes",
+                "Bytes of keys and values not read again, since choices share them",
+                stats.cascade_saved_bytes,
+            ),
+            (
+                "num_paused_steps",
+                "Steps in which it was another client's turn, per choice",
+                stats.num_paused_steps,
+            ),
+            ("spec_decode_num_drafts", "Steps with drafts, per choice", speculative.num_drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens", speculative.num_draft_tokens),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Draft tokens accepted",
+                speculative.num_accepted_tokens,
+            ),
+            (
+                "spec_decode_num_suspended_steps",
+                "Steps in which drafting would not have paid, per choice",
+                stats.num_suspended_steps,
+            ),
+        ):
+            counter = CounterMetricFamily(f"specops:{name}", text, labels=_LABELS)
+            counter.add_metric([engine.model_name], count)
+            yield counter
+
+    def _cache_config(self) -> Metric:
+        """Of the KV cache, as labels of a gauge that is 1."""
+        engine = self._engine
+        facts = {
+            "block_size": str(engine.config.page_size),
+            "num_blocks": str(engine.num_pages),
+            "enable_prefix_caching": str(engine.config.enable_prefix_caching),
+        }
+        info = GaugeMetricFamily(
+            "specops:cache_config_info", "The KV cache's settings", labels=(*_LABELS, *facts)
+        )
+        info.add_metric([engine.model_name, *facts.values()], 1)
+        return info
+
+    def _positions(self) -> Iterator[Metric]:
+        """Drafts and accepted drafts by their place in a draft."""
+        speculative = self._engine.stats.speculative
+        for name, text, counts in (
+            (
+                "spec_decode_num_draft_tokens_per_pos",
+                "Draft tokens at each position of a draft",
+                speculative.num_draft_tokens_per_pos(),
+            ),
+            (
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Draft tokens accepted at each position of a draft",
+                list(speculative.num_accepted_tokens_per_pos),
+            ),
+        ):
+            per_pos = CounterMetricFamily(f"specops:{name}", text, labels=(*_LABELS, "position"))
+            for position, count in enumerate(counts):
+                per_pos.add_metric([self._engine.model_name, str(position)], count)
+            yield per_pos
+
+    def _draft_lengths(self) -> Metric:
+        """How many drafts were verified, over all steps of all choices."""
+        speculative = self._engine.stats.speculative
+        counts = [speculative.num_steps - speculative.num_drafts]
+        counts += speculative.num_drafts_per_length[1:]
+        counts += [0] * (_LENGTHS[-1] + 1 - len(counts))
+        total, buckets = 0, []
+        for length, count in enumerate(counts):
+            total += count
+            if length in _LENGTHS:
+                buckets.append((str(float(length)), total))
+        buckets.append(("+Inf", total))
+        histogram = HistogramMetricFamily(
+            "specops:spec_decode_draft_length",
+            "Drafts verified in a step, per choice",
+            labels=_LABELS,
+        )
+        weighed = sum(length * count for length, count in enumerate(counts))
+        histogram.add_metric([self._engine.model_name], buckets, weighed)
+        return histogram

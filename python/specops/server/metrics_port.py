@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics on a port of their own, which may be closed to those who may ask the model.
+
+They have a thread and an event loop, so that scrapes and answers do not wait for each other.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
+
+from specops.server.connections import bounded_protocol
+from specops.server.hosts import AllowedHosts
+from specops.server.metrics import Metrics
+
+_MAX_CONNECTIONS = 64
+_HEADER_TIMEOUT = 20.0
+
+
+def add_metrics(app: FastAPI, metrics: Metrics) -> None:
+    """Adds the route /metrics."""
+
+    @app.api_route("/metrics", methods=["GET", "HEAD"], response_class=PlainTextResponse)
+    async def prometheus() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@contextlib.contextmanager
+def metrics_served(
+    metrics: Metrics, listener: socket.socket, allowed_hosts: Sequence[str] | None = None
+) -> Iterator[None]:
+    """Serves /metrics, and nothing else, until the block ends.
+
+    Args:
+        metrics: what is told.
+        listener: from `listen`.
+        allowed_hosts: by which names it is asked; None: by any.
+    """
+    app = FastAPI(openapi_url=None)
+    add_metrics(app, metrics)
+    if allowed_hosts is not None:
+        app.add_middleware(AllowedHosts, hosts=allowed_hosts)
+    config = uvicorn.Config(
+        app,
+        http=bounded_protocol(max_connections=_MAX_CONNECTIONS, header_timeout=_HEADER_TIMEOUT),
+        loop="uvloop",
+        log_level="warning",  # of the scrapes nobody wants a line each
+        timeout_graceful_shutdown=1,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="off",
+        ws="none",
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(
+        target=server.run, args=([listener],), name="specops-metrics", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()

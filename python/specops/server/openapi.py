@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/openapi.json: the API in OpenAPI's words, from the models that check bodies.
+
+Routes read their bodies themselves, with limits, so FastAPI does not know them: what it says of a
+route is completed here.
+"""
+
+import copy
+import warnings
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import specops
+from specops.engine.sampling_params import REAL_RANGES, WHOLE_RANGES
+from specops.server.protocol import (
+    MAX_LISTS,
+    MAX_PARTS,
+    MAX_STOP_LENGTH,
+    NEUTRAL,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from specops.server.replies import ErrorReply
+from specops.server.strict import Strict
+from specops.server.tokens import DetokenizeRequest, TokenizeRequest
+
+_BODIES: tuple[type[Strict], ...] = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_SCHEMAS = "#/components/schemas/"
+
+# A `schema` beside it would be that of the whole, which OpenAPI reads as the array of its events.
+_EVENTS = {
+    "itemSchema": {
+        "type": "object",
+        "properties": {
+            "data": {
+                "type": "string",
+                "description": "a chunk of the answer in JSON, as OpenAI spells it, or an error "
+                "like that of other answers; at the end [DONE]",
+            }
+        },
+        "required": ["data"],
+    },
+}
+
+_REASONS = {
+    400: "the body is not what the schema says, or a value cannot be used with this model",
+    401: "the API key is missing or wrong",
+    404: "there is no such model",
+    408: "the body was too slow in coming",
+    413: "the body is too long",
+    415: "the content type is not application/json",
+    429: "too many requests wait already; see Retry-After",
+    500: "the engine failed",
+    503: "the server is shutting down, or its engine has stopped",
+}
+_OF_BODIES = (400, 404, 408, 413, 415, 500)
+_OF_GENERATION = (*_OF_BODIES, 429, 503)
+
+
+def reads(reply: type[BaseModel], *errors: int) -> dict[str, Any]:
+    """What a route without a body is declared with.
+
+    Args:
+        reply: its answer.
+        errors: the statuses of its refusals, besides that of a wrong key.
+    """
+    return {"responses": {200: {"model": reply}, **_refusals(errors)}}
+
+
+def takes(body: type[Strict], reply: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+    """What a route with a body is declared with.
+
+    Args:
+        body: one of the four.
+        reply: its answer.
+        streams: it generates, and may answer with events.
+    """
+    success: dict[str, Any] = {"model": reply}
+    if streams:
+        success["content"] = {"text/event-stream": _EVENTS}
+    schema = {"$ref": _SCHEMAS + body.__name__}
+    content = {"application/json": {"schema": schema}}
+    return {
+        "responses": {200: success, **_refusals(_OF_GENERATION if streams else _OF_BODIES)},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }
+
+
+def operation_id(route: APIRoute) -> str:
+    """What a client generated from the description calls a route: the name of its handler."""
+    return route.name
+
+
+def _refusals(statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]]:
+    return {one: {"model": ErrorReply, "description": _REASONS[one]} for one in statuses}
+
+
+def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
+    """The description of an application's routes.
+
+    Args:
+        app: with routes that are declared with `reads` and `takes`.
+        keyed: paths that need a key.
+    """
+    with warnings.catch_warnings():
+        # GET and HEAD are one route; their ids are told apart below.
+        warnings.filterwarnings("ignore", message="Duplicate Operation ID")
+        described = get_openapi(
+            title="specops",
+            version=specops.__version__,
+            summary="Speculative decoding behind OpenAI's API",
+            routes=app.routes,
+            separate_input_output_schemas=False,
+        )
+    schemas = described["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's, which nobody is told
+        schemas.pop(name, None)
+    schemas.update(_body_schemas())
+    for path, item in described["paths"].items():
+        for method in sorted(item):  # sets have no order, and a description should have one
+            operation = item.pop(method)
+            _complete(operation, method, path in keyed)
+            item[method] = operation
+    if keyed:
+        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return described
+
+
+def _complete(operation: dict[str, Any], method: str, needs_key: bool) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)  # FastAPI's own, of parameters that cannot be wrong
+    if needs_key:
+        operation["security"] = [{"key": []}]
+        error = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{ErrorReply.__name__}"}}}
+        responses["401"] = {"description": _REASONS[401], "content": error}
+    if method == "head":
+        operation["operationId"] += "_head"
+        for response in responses.values():
+            response.pop("content", None)
+
+
+def _body_schemas() -> dict[str, Any]:
+    """The schemas of bodies, with what is checked beside pydantic."""
+    _, found = models_json_schema(
+        [(body, "validation") for body in _BODIES], ref_template=_SCHEMAS + "{model}"
+    )
+    schemas: dict[str, Any] = found["$defs"]
+    for body in _BODIES:
+        _complete_body(schemas[body.__name__], body)
+    for name in ("Message", "AssistantMessage", "ToolMessage"):
+        # Client libraries echo fields that hold nothing.
+        nothing = [{"type": "null"}, {"type": "array", "maxItems": 0}]
+        schemas[name]["additionalProperties"] = {"anyOf": nothing}
+        for branch in _branches(schemas[name]["properties"]["content"], "array"):
+            branch["maxItems"] = MAX_PARTS
+    return schemas
+
+
+def _complete_body(schema: dict[str, Any], body: type[Strict]) -> None:
+    properties = schema["properties"]
+    ranges: dict[str, tuple[float, float | None]] = {**WHOLE_RANGES, **REAL_RANGES}
+    for name, field in properties.items():
+        if name in ranges:
+            low, high = ranges[name]
+            for branch in _branches(field, "integer", "number"):
+                branch["minimum"] = -1 if name == "top_k" else low  # -1 is off, too
+                if high is not None:
+                    branch["maximum"] = high
+        if name in MAX_LISTS:
+            for branch in _branches(field, "array", "object"):
+                limit = "maxItems" if branch["type"] == "array" else "maxProperties"
+                branch[limit] = MAX_LISTS[name]
+        if name == "messages":
+            for branch in _branches(field, "array"):
+                branch["minItems"] = 1
+                # Its roles say already which kind a message is, and several are of one kind, which
+                # tools do not expect of a discriminator.
+                branch["items"].pop("discriminator", None)
+    if "stop" in properties:
+        for branch in _branches(properties["stop"], "string"):
+            branch |= {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
+        properties["logit_bias"]["propertyNames"] = {"pattern": "^[0-9]+$"}
+    for name, values in NEUTRAL.items():
+        if name not in properties:
+            asks_nothing = "not supported; these values ask for nothing"
+            properties[name] = {"enum": [*copy.deepcopy(values)], "description": asks_nothing}
+    for name, field in properties.items():
+        if name not in schema.get("required", ()):
+            properties[name] = _nullable(field)
+
+
+def _branches(field: dict[str, Any], *types: str) -> list[dict[str, Any]]:
+    """The alternatives of a field that are of one of these types."""
+    return [one for one in field.get("anyOf", [field]) if one.get("type") in types]
+
+
+def _nullable(field: dict[str, Any]) -> dict[str, Any]:
+    """The same, or null, which is the same as absent."""
+    if "enum" in field and "type" not in field:
+        return {**field, "enum": [*field["enum"], None]}
+    if _branches(field, "null"):
+        return field
+    outer: dict[str, Any] = {name: field[name] for name in ("default", "title") if name in field}
+    inner = {name: value for name, value in field.items() if name not in outer}
+    return {"anyOf": [inner, {"type": "null"}], **outer}

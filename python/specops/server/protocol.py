@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies of OpenAI's protocol: checked by pydantic, and turned into what the engine takes.
+
+A field is either honoured or refused by name, never ignored.
+"""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic.config import JsonDict
+
+from specops.engine.sampling_params import MAX_BIASES, MAX_SEQUENCES, SamplingParams
+from specops.engine.structured import StructuredOutput
+from specops.server.api_error import ApiError, bad_value
+from specops.server.call_forms import HERMES, CallForm
+from specops.server.outline import without_long_lists
+from specops.server.strict import Strict
+from specops.server.structured import ResponseFormat, StructuredOutputs, wanted_output
+from specops.server.tools import Tool, ToolCall, ToolChoice, calls_wanted, check_tools
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_PROMPTS = 256
+# Counted before their elements are looked at.
+MAX_LISTS = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "stop_token_sequences": MAX_SEQUENCES,
+    "bad_words": MAX_SEQUENCES,
+    "bad_words_token_ids": MAX_SEQUENCES,
+    "allowed_token_ids": 1 << 18,  # no vocabulary is larger
+    "logit_bias": MAX_BIASES,
+}
+MAX_PARTS = 1000  # of one message
+
+# What pydantic calls the branches of a union: they are left out of the paths that clients are told.
+_UNION_BRANCHES = (
+    *("str", "list[str]", "list[TextPart]", "NamedTool", "literal['none','auto','required']"),
+    *("system", "developer", "user", "assistant", "tool"),
+)
+
+# Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
+# values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory",),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_a": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+B = TypeVar("B", bound=Strict)
+
+
+class StreamOptions(Strict):
+    """What a stream reports besides the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # usage so far in every chunk
+    include_steps: bool = False  # tokens and drafts of the step in every choice
+    include_obfuscation: Literal[False] = False  # padding of chunks, which there is none of
+
+
+class _Request(Strict):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field({})
+    bad_words: list[str] = Field([], fail_fast=True)
+    bad_words_token_ids: list[list[int]] = Field([], fail_fast=True)
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
+    min_tokens: int = 0
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] = Field([])
+    stop_token_ids: list[int] = Field([], fail_fast=True)
+    stop_token_sequences: list[list[int]] = Field([], fail_fast=True)
+    ignore_eos: bool = False
+    think_end_token_id: int | None = None
+    reasoning_max_tokens: int | None = None
+    response_max_tokens: int | None = None
+    think_inject_token_ids: list[int] | None = Field(None, fail_fast=True)
+    prompt_logprobs: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    speculative_config: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # They say who asks and for what; nothing depends on them.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None  # prompts are found in the cache by their tokens
+
+    def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
+        """The request's parameters as the engine takes them.
+
+        Args:
+            call_form: how the model writes calls of tools.
+
+        Raises:
+            ApiError: one is out of range.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if any(len(text) > MAX_STOP_LENGTH for text in stop):
+            raise ApiError(
+                400,
+                f"stop must hold strings of at most {MAX_STOP_LENGTH} characters",
+                param="stop",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs must be absent where stream is true"
+            raise ApiError(400, message, param="prompt_logprobs")
+        wanted = self.wanted_output(call_form)
+        try:
+            return SamplingParams(
+                structured_output=wanted,
+                max_tokens=self._max_tokens(),
+                top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 is off, too
+                stop=stop,
+                logit_bias=self._logit_bias(),
+                logprobs=self._num_logprobs(),
+                report_drafts=bool(self.stream_options and self.stream_options.include_steps),
+                prompt_logprobs=self._num_prompt_logprobs(),
+                **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            )
+        except ValueError as error:
+            raise bad_value(error, type(self)) from None
+
+    def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
+        """The form that the output must have, if it must have one.
+
+        Raises:
+            ApiError: there is no such form, or there are two.
+        """
+        return wanted_output(self.response_format, self.structured_outputs)
+
+    @property
+    def form_field(self) -> str:
+        """The field that constrains the output's form, if one does."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    def _max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def _logit_bias(self) -> dict[int, float]:
+        """The biases by number: JSON has no keys but texts."""
+        biases = {}
+        for key, bias in self.logit_bias.items():
+            if not (key.isascii() and key.isdecimal()):
+                raise ValueError(f"logit_bias must have token ids as keys, got {key!r}")
+            biases[int(key)] = bias
+        return biases
+
+    def _num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    def _num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+
+# Fields that the engine takes under the same name.
+_AS_THEY_ARE = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "bad_words_token_ids",
+    "allowed_token_ids",
+    "min_tokens",
+    "n",
+    "seed",
+    "stop_token_ids",
+    "stop_token_sequences",
+    "ignore_eos",
+    "think_end_token_id",
+    "reasoning_max_tokens",
+    "response_max_tokens",
+    "think_inject_token_ids",
+)
+
+
+_TOKEN_IDS: JsonDict = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "minItems": 1,
+}
+_SEVERAL: JsonDict = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+_PROMPT_SCHEMA: JsonDict = {
+    "anyOf": [
+        {"type": "string"},
+        {**_SEVERAL, "items": {"type": "string"}},
+        _TOKEN_IDS,
+        {**_SEVERAL, "items": _TOKEN_IDS},
+    ]
+}
+
+
+class CompletionRequest(_Request):
+    """Body of POST /v1/completions."""
+
+    prompt_field: ClassVar[str] = "prompt"
+    prompt: Any = Field(json_schema_extra=_PROMPT_SCHEMA)
+    max_tokens: int | None = 16
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: texts and lists of token ids.
+
+        Raises:
+            ApiError: the prompt is none of the four shapes OpenAI allows.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str) or _is_token_ids(prompt):
+            return [prompt]
+        if isinstance(prompt, list) and prompt:
+            if len(prompt) > MAX_PROMPTS:
+                raise ApiError(
+                    400, f"prompt must hold at most {MAX_PROMPTS} prompts", param="prompt"
+                )
+            if all(isinstance(one, str) for one in prompt) or all(map(_is_token_ids, prompt)):
+                return prompt
+        raise ApiError(
+            400,
+            "prompt must be a text, a list of texts, a list of token ids or a list of such lists, "
+            "none of them empty",
+            param="prompt",
+        )
+
+    def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
+        """As for any request; refuses what only completions have."""
+        if self.best_of is not None and self.best_of != self.n:
+            raise ApiError(
+                400, "best_of is not supported", param="best_of", code="unsupported_parameter"
+            )
+        return super().sampling_params(call_form)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the prompt is told with its log-probabilities, as the text after it is."""
+        return self.echo and self.logprobs is not None
+
+    def _num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def _num_prompt_logprobs(self) -> int | None:
+        if not self.echoes_logprobs:
+            return self.prompt_logprobs
+        return max(self.logprobs or 0, self.prompt_logprobs or 0)
+
+
+class TextPart(Strict):
+    """A piece of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        # "developer" is OpenAI's newer word; templates know "system".
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": _joined(self.content), **named}
+
+
+class AssistantMessage(Strict):
+    """What the assistant has said, or which tools it has called."""
+
+    role: Literal["assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] = Field([], fail_fast=True)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it.
+
+        Raises:
+            ValueError: it says nothing, or a call's arguments are no JSON object.
+        """
+        if self.content is None and not self.tool_calls:
+            raise ValueError("messages: content of an assistant without tool calls is missing")
+        message: dict[str, Any] = {"role": self.role, "content": _joined(self.content or "")}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+class ToolMessage(Strict):
+    """What a tool has answered."""
+
+    role: Literal["tool"]
+    content: str | list[TextPart]
+    tool_call_id: str
+    name: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        named = {} if self.name is None else {"name": self.name}
+        answer = {"role": self.role, "content": _joined(self.content)}
+        return {**answer, "tool_call_id": self.tool_call_id, **named}
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+AnyMessage = Annotated[Message | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class ChatCompletionRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
+    prompt_field: ClassVar[str] = "messages"
+    messages: list[AnyMessage] = Field(fail_fast=True)
+    tools: list[Tool] = Field([], fail_fast=True)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] = Field({})
+    reasoning_effort: str | None = None  # a variable of the template, too
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether tools are offered, or have been called."""
+        return bool(self.tools) or any(
+            isinstance(message, ToolMessage)
+            or (isinstance(message, AssistantMessage) and bool(message.tool_calls))
+            for message in self.messages
+        )
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
+        """The form that the output must have, that of calls included."""
+        check_tools(self.tools, self.tool_choice)
+        form = super().wanted_output(call_form)
+        calls = calls_wanted(self.tools, self.tool_choice, self.parallel_tool_calls, call_form)
+        if form is not None and calls is not None:
+            message = f"{self.form_field} must be absent where tools may be called"
+            raise ApiError(400, message, param=self.form_field, code="invalid_value")
+        return calls or form
+
+    @property
+    def form_field(self) -> str:
+        """As for any request; calls have their form from the tools."""
+        is_form = self.structured_outputs is not None or self.response_format is not None
+        return super().form_field if is_form or not self.tools else "tools"
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return {**effort, **self.chat_template_kwargs}
+
+    def _max_tokens(self) -> int | None:
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} must be at least 1, got 0")
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise ValueError("max_tokens must be absent when max_completion_tokens is given")
+        return self.max_completion_tokens
+
+    def _num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def parse(model: type[B], body: bytes, max_ids: int) -> B:
+    """Reads a body.
+
+    Args:
+        model: what it should be.
+        body: as it came.
+        max_ids: a prompt of more token ids is refused later, so only their number is read.
+
+    Raises:
+        ApiError: 400; it is not JSON of the right shape, or asks for what is not there.
+    """
+    try:
+        text = body.decode("utf-8-sig")
+        body, long_lists = without_long_lists(body, MAX_LISTS, max_ids)
+        if long_lists:
+            text = body.decode("utf-8-sig")
+        values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        message = f"the body must be UTF-8, got byte 0x{body[error.start]:02x} at {error.start}"
+        raise ApiError(400, message, code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {_json_type(values)}")
+    values |= long_lists
+    for name in list(values):
+        if name in NEUTRAL and name not in model.model_fields:
+            value = values.pop(name)
+            if value is not None and not _is_one_of(value, NEUTRAL[name]):
+                message = f"{name} is not supported"
+                if name.startswith("guided_"):  # vLLM's older names
+                    message += f"; structured_outputs.{name.removeprefix('guided_')} is"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        elif name not in model.model_fields:
+            raise _unknown_field(name)
+        elif values[name] is None:
+            del values[name]  # null is absent
+    for name, most in MAX_LISTS.items():
+        given = values.get(name)
+        if isinstance(given, (list, dict)) and len(given) > most:
+            raise ApiError(400, f"{name} must hold at most {most} elements", param=name)
+    messages = values.get("messages")
+    if messages == []:
+        raise ApiError(400, "messages must hold at least one message, got none", param="messages")
+    if isinstance(messages, list):
+        values["messages"] = [_without_nothing(message) for message in messages]
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _from_validation(error) from None
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    """One mistake that pydantic found; of a union, that of the branch which got furthest."""
+    if error.error_count() > 100:  # it would take long to find out about each
+        return ApiError(400, f"the body has {error.error_count()} mistakes")
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    kind = first["type"]
+    path = [str(part) for part in first["loc"] if part not in _UNION_BRANCHES]
+    param = ".".join(path)
+    if kind == "extra_forbidden":
+        return _unknown_field(param)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # of messages, by their role
+        context = first["ctx"]
+        param = f"{param}.{context['discriminator'].strip(chr(39))}"
+        if "tag" not in context:
+            return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
+        message = f"{param} must be one of {context['expected_tags']}, got {context['tag']!r}"
+        return ApiError(400, message, param=param, code="invalid_value")
+    if kind == "missing":
+        return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
+    if kind == "literal_error":
+        got = f"got {first['input']!r}"
+        return ApiError(400, f"{param}: {first['msg']}, {got}", param=param, code="invalid_value")
+    if kind == "string_unicode":
+        return ApiError(400, f"{param or 'the body'} is not valid Unicode", param=param or None)
+    message = first["msg"].removeprefix("Input should be ")
+    got = _json_type(first["input"])
+    return ApiError(400, f"{param} must be {message}, got {got}", param=param, code="invalid_type")
+
+
+def _unknown_field(name: str) -> ApiError:
+    return ApiError(400, f"unknown field {name}", param=name, code="unknown_parameter")
+
+
+def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a body; a name that is given twice is refused."""
+    values = dict(items)
+    if len(values) < len(items):
+        for name, _ in items:
+            if name not in values:  # taken out by its first occurrence
+                raise ApiError(
+                    400, f"{name} is given more than once", param=name, code="invalid_json"
+                )
+            del values[name]
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _without_nothing(message: Any) -> Any:
+    """A message without the empty fields, for tools and the like, that client libraries echo."""
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
+    if isinstance(content, list) and len(content) > MAX_PARTS:
+        raise ApiError(400, f"a message must have at most {MAX_PARTS} parts", param="messages")
+    return {
+        name: value
+        for name, value in message.items()
+        if name in ("role", "content") or value not in (None, [])
+    }
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in values)  # false is not 0
+
+
+def _is_token_ids(value: Any) -> bool:
+    # Booleans and empty lists are left to the engine's own refusal and to ours.
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    names |= {int: "an integer", float: "a number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

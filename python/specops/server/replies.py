@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the server answers, as models: for /openapi.json, and for tests that hold answers to it.
+
+Answers themselves are built as plain dicts (`answers.py`), since one is built per step.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from specops.server.strict import Strict
+from specops.server.tools import CalledFunction
+
+Reason = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class Failure(Strict):
+    """Why something was refused, or failed."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Strict):
+    """The body of every answer that is no success."""
+
+    error: Failure
+
+
+class Health(Strict):
+    """Whether the engine works."""
+
+    status: Literal["ok", "failing", "failed"]
+
+
+class Version(Strict):
+    """The version of specops."""
+
+    version: str
+
+
+class Model(Strict):
+    """The model, and what a request may choose."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    has_chat_template: bool
+    methods: list[str]
+    speculative_config: dict[str, Any]
+
+
+class ModelList(Strict):
+    """The models, of which there is one."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class TokensReply(Strict):
+    """A text's tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class TextReply(Strict):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class Contract(BaseModel):
+    """What the bits of outputs depend on; further names may join these."""
+
+    specops: str
+    digest: str
+
+
+class PromptDetails(Strict):
+    cached_tokens: int
+
+
+class CompletionDetails(Strict):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(Strict):
+    """How many tokens an answer has cost."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class SpeculativeMetrics(Strict):
+    """What speculation did for an answer, in vLLM's words."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class RequestMetrics(Strict):
+    speculative_decoding: SpeculativeMetrics
+
+
+class Timings(Strict):
+    """How long an answer took, by the server's clock."""
+
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    verify_seconds: float | None
+    draft_seconds: float | None
+    tokens_per_second: float | None
+
+
+class PromptLogprob(Strict):
+    """One of the tokens at a place of a prompt, in vLLM's shape."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(Strict):
+    """Log-probabilities of a completion's tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    # Not of plain bytes, which JSON has no word for.
+    bytes_: list[list[int]] = Field(alias="bytes")
+
+
+class TokenLogprob(Strict):
+    token: str
+    logprob: float
+    bytes_: list[int] = Field(alias="bytes")
+
+
+class ChatToken(TokenLogprob):
+    """A token of a message, and the likeliest ones in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Strict):
+    content: list[ChatToken]
+    refusal: None
+
+
+class _Choice(Strict):
+    index: int
+    finish_reason: Reason
+    stop_reason: int | str | list[int] | None
+    seed: int
+
+
+class TextChoice(_Choice):
+    """One continuation of a prompt."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Call(Strict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Strict):
+    """What the assistant says, or calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[Call] | None = None
+
+
+class ChatChoice(_Choice):
+    """One answer to a chat."""
+
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class _Reply(Strict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+    metrics: RequestMetrics
+    timings: Timings
+
+
+class TextCompletion(_Reply):
+    """The answer of POST /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ChatCompletion(_Reply):
+    """The answer of POST /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None

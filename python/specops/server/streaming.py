@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events, and work that ends when its client goes away."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from specops.server.api_error import shutting_down
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Made once: json.dumps would make one for every chunk.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Does the work unless the client goes away first.
+
+    Raises:
+        ClientGone: it did; the work has been cancelled.
+    """
+
+    async def wait_for_end() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def dumped(body: Any) -> bytes:
+    """An answer, or a part of one, in JSON."""
+    return _ENCODER.encode(body).encode()
+
+
+def with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
+    """A JSON object, which is not empty, and further members, whose values are in JSON."""
+    return (
+        b",".join([body[:-1], *(b'"%b":%b' % (k.encode(), v) for k, v in members.items())]) + b"}"
+    )
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One event of a stream, on the wire."""
+    return b"data: " + dumped(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events; `close` runs when the stream ends, for whatever reason."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the chunks as they come."""
+        try:
+            await until_gone(self._send(send, scope["state"]["send_body"]), receive)
+        except ClientGone:
+            logger.debug("a client left in the middle of its stream")
+        except asyncio.CancelledError:  # the time for draining is over
+            body = event(shutting_down().body)
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        finally:
+            self._close()
+
+    async def _send(self, send: Send, send_body: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for chunk in self._chunks:
+            await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields that constrain an output's form, OpenAI's and vLLM's, and their compilation."""
+
+import asyncio
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from pydantic import Field
+
+from specops.engine.engine import Engine
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.structured import Grammar, StructuredOutput
+from specops.server.api_error import ApiError
+from specops.server.strict import Strict
+
+_NUM_THREADS = 2  # that compile; the others of a server have more urgent work
+_MAX_SECONDS = 10.0
+_MAX_WAITING = 64  # grammars that are not compiled yet
+# Where the engine names the schema, which vLLM's clients know as json.
+_SCHEMA = re.compile(r"^(structured_output: (?:\w+ needs )?)json_schema")
+
+
+class JsonSchema(Strict):
+    """A schema as OpenAI wraps it. It constrains the output whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class Structure(Strict):
+    """A structural tag: what it begins with, the schema of the JSON in it, and its end."""
+
+    begin: str
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    end: str
+
+
+class ResponseFormat(Strict):
+    """OpenAI's way to say it; and vLLM's, of structural tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[Structure] | None = Field(None, fail_fast=True)
+    triggers: list[str] | None = Field(None, fail_fast=True)
+
+
+class StructuredOutputs(Strict):
+    """vLLM's way to say it."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, fail_fast=True)
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+def wanted_output(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> StructuredOutput | None:
+    """What a request asks for, if it asks for anything.
+
+    Raises:
+        ApiError: it asks for two things, or for something that no engine can be asked for.
+    """
+    first = None if response_format is None else _of_openai(response_format)
+    second = None if structured_outputs is None else _of_vllm(structured_outputs)
+    if first is not None and second is not None:
+        message = "structured_outputs must be absent where response_format constrains the output"
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+    return second if first is None else first
+
+
+def _of_openai(given: ResponseFormat) -> StructuredOutput | None:
+    name = "response_format"
+    if (given.json_schema is not None) != (given.type == "json_schema"):
+        message = "response_format.json_schema and type 'json_schema' need each other"
+        raise ApiError(400, message, param=name, code="invalid_value")
+    is_tags = given.type == "structural_tag"
+    if [given.structures is not None, given.triggers is not None] != [is_tags, is_tags]:
+        message = "response_format: structures, triggers and type 'structural_tag' need each other"
+        raise ApiError(400, message, param=name, code="invalid_value")
+    if given.structures is not None:
+        structures = [one.model_dump(by_alias=True) for one in given.structures]
+        tags = {"structures": structures, "triggers": given.triggers}
+        return _checked(name, structural_tag=tags)
+    if given.type == "text":
+        return None
+    schema = {"type": "object"} if given.json_schema is None else given.json_schema.schema_
+    return _checked(name, json_schema=schema)
+
+
+def _of_vllm(given: StructuredOutputs) -> StructuredOutput:
+    schema = given.json_
+    forms = {
+        "json": schema,
+        "json_object": given.json_object or None,
+        "regex": given.regex,
+        "choice": given.choice,
+        "grammar": given.grammar,
+        "structural_tag": given.structural_tag,
+    }
+    named = [name for name, form in forms.items() if form is not None]
+    if len(named) != 1:
+        message = (
+            f"structured_outputs must have exactly one of {', '.join(forms)}, got "
+            f"{' and '.join(named) or 'none of them'}"
+        )
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+    if given.json_object:
+        schema = {"type": "object"}
+    return _checked(
+        "structured_outputs",
+        json_schema=schema,
+        regex=given.regex,
+        grammar=given.grammar,
+        choice=None if given.choice is None else tuple(given.choice),
+        structural_tag=given.structural_tag,
+        disable_any_whitespace=given.disable_any_whitespace,
+        whitespace_pattern=given.whitespace_pattern,
+    )
+
+
+def _checked(param: str, **fields: Any) -> StructuredOutput:
+    try:
+        return StructuredOutput(**fields)
+    except ValueError as error:
+        raise refusal(error, param) from None
+
+
+def refusal(error: ValueError, param: str) -> ApiError:
+    """What the engine says about a form, under the names that the client knows."""
+    message = str(error)
+    if param == "tools":  # the grammar of calls is ours
+        message = message.replace("structured_output: grammar", param, 1)
+    if param == "structured_outputs":
+        message = _SCHEMA.sub(r"\1json", message)
+    message = message.replace("structured_output", param, 1)
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+class Compiling:
+    """Compiles what requests ask for, beside the event loop and the engine's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="specops-grammars")
+        self._num_waiting = 0
+
+    async def compile(self, params: SamplingParams, param: str) -> Grammar | None:
+        """The grammar of a request, for as long as the request holds it; None: it has none.
+
+        Args:
+            params: of the request.
+            param: the field that it comes from.
+
+        Raises:
+            ApiError: it cannot be used, takes too long, or too many others are not compiled yet.
+        """
+        wanted = params.structured_output
+        if wanted is None:
+            return None
+        if self._num_waiting >= _MAX_WAITING:
+            raise ApiError(
+                429,
+                f"the server is busy: {self._num_waiting} grammars wait to be compiled",
+                type="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        compiling = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._engine.compile_structured_output, wanted
+        )
+        self._num_waiting += 1
+        compiling.add_done_callback(self._note_end)
+        try:
+            # Shielded: what is begun cannot be cancelled, and goes on counting until it ends.
+            return await asyncio.wait_for(asyncio.shield(compiling), _MAX_SECONDS)
+        except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
+            raise ApiError(
+                400,
+                f"{param} takes longer than {_MAX_SECONDS:g} seconds to compile",
+                param=param,
+                code="invalid_value",
+            ) from None
+        except ValueError as error:
+            raise refusal(error, param) from None
+
+    def _note_end(self, compiled: "asyncio.Future[Grammar]") -> None:
+        self._num_waiting -= 1
+        if not compiled.cancelled():
+            compiled.exception()  # somebody may have given up before it

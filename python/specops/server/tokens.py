@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back, as the model has them: /tokenize and /detokenize, named as vLLM's."""
+
+from typing import Any
+
+from specops.engine.tokenizer import Tokenizer
+from specops.server.protocol import AnyMessage
+from specops.server.strict import Strict
+
+
+class TokenizeRequest(Strict):
+    """Body of POST /tokenize: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[AnyMessage] | None = None
+    add_special_tokens: bool = True  # of a prompt; a chat template writes them itself
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def tokenized(
+    tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, max_model_len: int, strings: bool
+) -> dict[str, Any]:
+    """The answer of /tokenize.
+
+    Raises:
+        ValueError: no tokenizer can spell the text.
+    """
+    tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": max_model_len}
+    answer["tokens"] = tokens
+    if strings:
+        answer["token_strs"] = [tokenizer.decode([t], skip_special_tokens=False) for t in tokens]
+    return answer
+
+
+def detokenized(tokenizer: Tokenizer, tokens: list[int], vocab_size: int) -> dict[str, Any]:
+    """The answer of /detokenize.
+
+    Raises:
+        ValueError: a token is not of the vocabulary.
+    """
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"tokens must be in [0, {vocab_size}), got {token}")
+    return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}

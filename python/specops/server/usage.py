@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counts beside an answer: tokens as OpenAI tells them, drafts as vLLM does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specops.engine.outputs import Completion, SpeculativeStats
+from specops.server.jobs import Span
+
+
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, stats: SpeculativeStats
+) -> dict[str, Any]:
+    """The usage object; accepted and rejected drafts are where OpenAI counts predictions."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": stats.num_accepted_tokens,
+            "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+        },
+    }
+
+
+def metrics(stats: SpeculativeStats, num_speculative_tokens: int) -> dict[str, Any]:
+    """What speculation did for one request, in vLLM's shape."""
+    # At least j drafts were accepted in per_pos[j - 1] steps.
+    at_least = [stats.num_drafts, *stats.num_accepted_tokens_per_pos]
+    at_least += [0] * (num_speculative_tokens + 2 - len(at_least))
+    drafts = max(stats.num_drafts, 1)
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + stats.num_accepted_tokens / drafts,
+            "draft_acceptance_rate": stats.num_accepted_tokens / max(stats.num_draft_tokens, 1),
+            "acceptance_histogram": [
+                at_least[j] - at_least[j + 1] for j in range(num_speculative_tokens + 1)
+            ],
+            "num_spec_steps": stats.num_drafts,
+            "num_accepted_draft_tokens": stats.num_accepted_tokens,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_spec_tokens": num_speculative_tokens,
+        }
+    }
+
+
+def timings(spans: Sequence[Span], num_tokens: int) -> dict[str, Any]:
+    """How long an answer took, by the server's clock, all of its choices together.
+
+    `decode_seconds` are from the first tokens of the first choice to the last ones of the last. Of
+    these `verify_seconds` and `draft_seconds` are the parts of the engine's steps, others' rows in
+    them included; null where the engine does not know. `tokens_per_second` counts the tokens that
+    came in that time; null where there are none.
+    """
+    begin = min(span.begin for span in spans)
+    first = min(spans, key=lambda span: span.first)
+    last = max(spans, key=lambda span: span.last)
+    decoding = last.last - first.first
+    verifying = drafting = None
+    if first.steps_at_first is not None and last.steps_at_last is not None:
+        verifying = last.steps_at_last.verify - first.steps_at_first.verify
+        drafting = last.steps_at_last.draft - first.steps_at_first.draft
+    num_later = num_tokens - first.num_first
+    return {
+        "queue_seconds": begin,
+        "prefill_seconds": first.first - begin,
+        "decode_seconds": decoding,
+        "verify_seconds": verifying,
+        "draft_seconds": drafting,
+        "tokens_per_second": num_later / decoding if num_later and decoding > 0 else None,
+    }
+
+
+def add_stats(completions: Sequence[Completion]) -> SpeculativeStats:
+    """The counts of all choices together."""
+    total = SpeculativeStats()
+    for completion in completions:
+        stats = completion.stats
+        total.num_steps += stats.num_steps
+        total.num_drafts += stats.num_drafts
+        total.num_draft_tokens += stats.num_draft_tokens
+        total.num_accepted_tokens += stats.num_accepted_tokens
+        for name in ("num_accepted_tokens_per_pos", "num_drafts_per_length"):
+            counts, sums = getattr(stats, name), getattr(total, name)
+            sums.extend([0] * (len(counts) - len(sums)))
+            for index, count in enumerate(counts):
+                sums[index] += count
+    return total
