@@ -49,7 +49,6 @@ def test_what_changes_bits_is_in_it(own: str, tmp_path: Path) -> None:
     found = [own, digest(dtype="float32"), digest(logprobs_mode="processed_logprobs")]
     found.append(digest(json_whitespace="none"))
     found.append(digest(kv_cache_dtype="int8"))
-    found.append(digest(attention_backend="torch"))
     for name in ("config.json", "model.safetensors"):
         copy = tmp_path / name
         shutil.copytree(BUNDLED_MODEL, copy, ignore=shutil.ignore_patterns("*.py"))

@@ -19,8 +19,8 @@ from specops.engine import (
     SamplingParams,
     SpeculativeConfig,
     TokenLogprob,
-    prompt_scorer,
 )
+from specops.engine.steps import prompt_scorer
 from twin_device import TwinDevice
 
 NAIVE = SpeculativeConfig(method="naive")

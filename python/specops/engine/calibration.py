@@ -80,8 +80,7 @@ def _identity(config: EngineConfig) -> list[str]:
     settings = (config.dtype, config.kv_cache_dtype, config.page_size, config.max_num_seqs)
     rows = config.max_num_batched_tokens
     drafting = (config.speculative_config.draft_stages, config.enforce_eager)
-    others = (rows, *drafting, config.attention_backend)
-    return [specops.__version__, digest, device, *map(str, (*settings, *others))]
+    return [specops.__version__, digest, device, *map(str, (*settings, rows, *drafting))]
 
 
 class _Trial:

@@ -86,10 +86,15 @@ class Engine:
         self.config = config = config or EngineConfig()
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
-        # Other backends ask the device for lengths in every layer, which no graph can hold.
-        graphs = config.has_exact_attention and not config.enforce_eager
-        self._device = open_device(config.device, graphs=graphs)
-        model = self._load_model()
+        self._device = open_device(config.device, graphs=not config.enforce_eager)
+        model = load_model(
+            config.model_dir,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            device=self._device.device,
+            load_format=config.load_format,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len = model.max_model_len
@@ -136,23 +141,6 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self.stats = EngineStats()
-
-    def _load_model(self) -> Transformer:
-        config = self.config
-        if not config.has_exact_attention:
-            logger.warning(
-                "not exact: with attention by %s, speculation and batching may change tokens",
-                config.attention_backend,
-            )
-        return load_model(
-            config.model_dir,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            device=self._device.device,
-            load_format=config.load_format,
-            kv_cache_dtype=config.kv_cache_dtype,
-            attention_backend=config.attention_backend,
-        )
 
     @property
     def runnable_methods(self) -> tuple[str, ...]:
@@ -561,7 +549,7 @@ class Engine:
         self._scheduler.finish(request)
 
     def _new_prefix_finder(self, model: Transformer) -> PrefixFinder | None:
-        if not (self.config.enable_cascade_attention and self.config.has_exact_attention):
+        if not self.config.enable_cascade_attention:
             return None
         kind = self._device.device.type
         layer_bytes = model.kv_bytes_per_token() // model.config.num_layers
