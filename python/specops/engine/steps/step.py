@@ -17,7 +17,7 @@ from torch import Tensor
 import specops
 from specops import batching, sampling
 from specops.batching import BatchIndices
-from specops.engine.drafters import DrafterStep, TargetStep
+from specops.engine.drafters import TargetStep
 from specops.engine.drafting import Drafting
 from specops.engine.memory.device import raise_reported
 from specops.engine.memory.step_memory import Array, Layout, StepMemory
@@ -109,7 +109,7 @@ class Exchange:
         self.top_logprobs = results.float32(shape.outputs, alternatives)
         self.trees_scratch, trees_inputs = Layout(), Layout()
         self.trees = None
-        if shape.chains:
+        if shape.trees is not None:
             page_size = parts.cache.page_size
             self.trees = StepTrees(shape, page_size, results, trees_inputs, self.trees_scratch)
         self.shared = shared = Layout(results.end)
@@ -121,7 +121,7 @@ class Exchange:
         self.sampling_ints = inputs.int32(len(SamplingInts._fields), batch)
         self.seeds = inputs.int64(batch)
         self.kv_indptr = inputs.int32(batch + 1)
-        chains = shape.chains or batch
+        chains = batch if shape.trees is None else shape.trees.chains
         self.prefix_leaders = inputs.int32(shape.prefix_levels, chains)
         self.prefix_lens = inputs.int32(shape.prefix_levels, chains)
         self.draft_token_ids = inputs.int32(batch, width)
@@ -202,8 +202,8 @@ class Step:
         workspace = floats.float32(
             model.workspace_size(
                 rows,
-                max(shape.batch, shape.chains),
-                max(shape.pages, shape.chain_pages),
+                max(shape.batch, shape.trees.chains if shape.trees else 0),
+                max(shape.pages, shape.trees.pages if shape.trees else 0),
                 parts.cache,
             )
         )
@@ -221,10 +221,8 @@ class Step:
         leaves.place(memory.block("sums", 0))
         self._bind_model(scratch, workspace, sums)
         self._bind_sampling(scratch)
-        if arrays.trees is not None:
-            self._bind_trees(arrays.trees)
         self._bind_commit()
-        self._drafters: list[DrafterStep] = drafters
+        self._drafters = drafters
         if drafters:
             self._target = self._target_step()
 
@@ -249,7 +247,10 @@ class Step:
             sums=sums.device if sums.device.numel() else None,
         )
         # Attention sees chains where others see requests.
-        self._attended = self._batch if arrays.trees is None else arrays.trees.bind(self._batch)
+        self._attended = self._batch
+        if arrays.trees is not None:
+            num_accepted = arrays.num_accepted.device
+            self._attended = arrays.trees.bind(self._batch, num_accepted, row.qo_lens)
         self._taps = {
             layer: states[: self.shape.rows] for layer, states in self._parts.taps.items()
         }
@@ -313,13 +314,10 @@ class Step:
                 "output_indptr": self._indices.output_indptr,
                 "draft_token_ids": arrays.draft_token_ids.device,
             }
-
-    def _bind_trees(self, trees: StepTrees) -> None:
-        """Adds what trees have to what choosing tokens takes."""
-        parents = trees.parents.device
-        self._verify_args |= {"parents": parents, "accepted_nodes": trees.accepted_nodes.device}
-        if self._parts.processed_logprobs:
-            self._tops["parents"] = parents
+        if (trees := arrays.trees) is not None:
+            parents = {"parents": trees.parents.device}
+            self._verify_args |= {**parents, "accepted_nodes": trees.accepted_nodes.device}
+            self._tops |= parents if parts.processed_logprobs else {}
 
     def _bind_commit(self) -> None:
         """Notes the tensors that committing tokens takes."""
@@ -376,8 +374,8 @@ class Step:
             sums=batch.sums,
         )
 
-    def run(self, num_pages: int) -> None:
-        """Copies the inputs in, runs the ops, copies the results out and waits for them.
+    def launch(self, num_pages: int) -> None:
+        """Begins to copy the inputs in, to run the ops and to copy the results out.
 
         Args:
             num_pages: entries of `kv_indices` in use.
@@ -398,9 +396,16 @@ class Step:
             self._launch()
         self._runs += 1
         device.copy_out(arrays.host_out, arrays.device_out, len(arrays.host_out))
-        device.wait()
-        if device.is_async:
-            raise_reported(int(arrays.error.host[0]))
+
+    def wait(self) -> None:
+        """Waits for the results.
+
+        Raises:
+            ValueError: as `launch`, on a device that works meanwhile.
+        """
+        self._memory.device.wait()
+        if self._memory.device.is_async:
+            raise_reported(int(self.arrays.error.host[0]))
 
     @property
     def is_captured(self) -> bool:
@@ -441,12 +446,9 @@ class Step:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             sampling.commit(**self._commit_args)
             if trees is not None:
-                num_accepted = self.arrays.num_accepted.device
-                trees.keep_accepted(parts.cache, num_accepted, indices.qo_indptr, self._batch)
-                if self._drafters:
-                    states = (parts.model.states(shape.rows), *self._taps.values())
-                    numbers = parts.model.row_numbers(shape.rows)
-                    trees.keep_states(states, num_accepted, indices.qo_indptr, row.qo_lens, numbers)
+                model = parts.model
+                states = (model.states(shape.rows), *self._taps.values()) if self._drafters else ()
+                trees.keep_accepted(parts.cache, states, model.row_numbers(shape.rows))
         begun = time.perf_counter()
         for drafter in self._drafters:
             drafter.launch(self._target)

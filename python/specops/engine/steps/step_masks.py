@@ -6,16 +6,27 @@ every row that may not choose freely has a mask among the step's inputs.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specops.engine.plan import Plan, Scheduled
+from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.steps.slot_tables import token_mask
-from specops.engine.structured import MaskFiller, MaskRows
+from specops.engine.structured import GrammarState, MaskFiller, MaskRows
 
-Drafts = Callable[[Request], NDArray[np.int32]]
+DraftsOf = Callable[[int, int], NDArray[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a request's tokens must be; with a grammar, behind its thinking."""
+
+    grammar: GrammarState | None
+    allowed_token_ids: Sequence[int]
+    think_end_token_id: int
+    num_injected: int  # tokens that end the thinking by force
 
 
 class StepMasks:
@@ -28,26 +39,36 @@ class StepMasks:
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self._vocab_size, self._num_threads = vocab_size, num_threads
+        self._rules: dict[int, _Rule] = {}  # by slot, of those that may not choose freely
         self._filler: MaskFiller | None = None
 
-    def num_rows(self, parts: Sequence[Scheduled]) -> int:
+    def start(self, request: Request) -> None:
+        """Notes what constrains a request that got its slot."""
+        allowed = request.params.allowed_token_ids
+        self._rules.pop(request.slot, None)
+        if request.grammar is not None or allowed is not None:
+            self._rules[request.slot] = _Rule(
+                request.grammar,
+                allowed or (),
+                request.think_end_token_id,
+                len(request.inject_token_ids),
+            )
+
+    def num_rows(self, parts: Sequence[Part]) -> int:
         """How many masks a step needs; 0 where no output is constrained."""
         rows, is_constrained = 0, False
         for part in parts:
-            request = part.request
-            if not part.emits:
-                continue
-            if request.grammar is not None:
-                is_constrained = True
-                rows += 1 + part.num_drafts
-            elif request.params.allowed_token_ids is not None:
-                rows += 1
+            rule = self._rules.get(part.slot) if part.emits else None
+            if rule is not None:
+                is_constrained = is_constrained or rule.grammar is not None
+                rows += 1 if rule.grammar is None else 1 + part.num_drafts
         return rows if is_constrained else 0
 
     def fill(
         self,
         plan: Plan,
-        drafts_of: Drafts,
+        drafts_of: DraftsOf,
+        thinking: NDArray[np.int32],
         masks: NDArray[np.int32],
         indices: NDArray[np.int32],
     ) -> None:
@@ -55,23 +76,29 @@ class StepMasks:
 
         Args:
             plan: of the step.
-            drafts_of: the drafts that a request verifies.
+            drafts_of: the drafts that a slot's request verifies, as many as given.
+            thinking: int32 [slots], as `sampling.commit` has `thinking_state`.
             masks: int32 [masks, ceil(vocab_size / 32)]; written.
             indices: int32 [rows with logits], -1; written where a row has a mask.
         """
-        wanted: list[tuple[Request, MaskRows]] = []
-        tables: list[tuple[int, Request]] = []
+        wanted: list[tuple[str, MaskRows]] = []
+        tables: list[tuple[int, Sequence[int]]] = []
         row = count = 0
         for part in plan.parts:
-            request, rows = part.request, 1 + part.num_drafts
             if not part.emits:
                 continue
-            if request.grammar is not None:
-                wanted.append((request, _rows_of(part, count, drafts_of)))
+            rows, rule = 1 + part.num_drafts, self._rules.get(part.slot)
+            if rule is not None and rule.grammar is not None:
+                # While a thinking is being ended by force, what is sampled is replaced.
+                has_begun = not 0 <= thinking[part.slot] <= rule.num_injected
+                opening = -1 if has_begun else rule.think_end_token_id
+                drafts = drafts_of(part.slot, part.num_drafts).tolist() if part.num_drafts else []
+                one = MaskRows(rule.grammar, count, drafts, part.draft_parents, opening)
+                wanted.append((part.request_id, one))
                 indices[row : row + rows] = range(count, count + rows)
                 count += rows
-            elif request.params.allowed_token_ids is not None:
-                tables.append((count, request))
+            elif rule is not None:
+                tables.append((count, rule.allowed_token_ids))
                 indices[row : row + rows] = count
                 count += 1
             row += rows
@@ -80,22 +107,12 @@ class StepMasks:
         try:
             self._filler.fill([one for _, one in wanted], masks)
         except Exception:  # whose? Each is looked at alone, from where its text stands
-            for request, one in wanted:
+            for request_id, one in wanted:
                 try:
                     one.state.settle()
                     one.state.restart()
                     self._filler.fill([one], masks)
                 except Exception as error:
-                    plan.fail(request, error)
-        for place, request in tables:
-            masks[place] = token_mask(request.params.allowed_token_ids or (), self._vocab_size)
-
-
-def _rows_of(part: Scheduled, first: int, drafts_of: Drafts) -> MaskRows:
-    """What a request's masks are of."""
-    request = part.request
-    assert request.grammar is not None
-    drafts = drafts_of(request)[: part.num_drafts].tolist() if part.num_drafts else []
-    # While a thinking is being ended by force, what is sampled is replaced.
-    opening = -1 if request.has_grammar_begun else request.think_end_token_id
-    return MaskRows(request.grammar, first, drafts, part.draft_parents, opening)
+                    plan.fail(request_id, error)
+        for place, token_ids in tables:
+            masks[place] = token_mask(token_ids, self._vocab_size)
