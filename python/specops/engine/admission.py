@@ -31,7 +31,6 @@ class Admission:
         config: EngineConfig,
         tokenizer: Tokenizer,
         drafting: Drafting,
-        *,
         max_model_len: int,
         vocab_size: int,
     ) -> None:

@@ -30,20 +30,20 @@ _BEHIND = 32  # of these, positions that drafters have missed where catching up 
 def costs_of(
     config: EngineConfig,
     tokenizer: Tokenizer,
-    runner: Runner,
     drafting: Drafting,
-    pool: PagePool,
     max_model_len: int,
+    runner: Runner,
+    pool: PagePool,
 ) -> CostTable:
     """Returns the costs of an engine that has no request yet, from its file or measured now.
 
     Args:
         config: of the engine.
         tokenizer: of the model.
-        runner: of the engine.
-        drafting: likewise.
-        pool: likewise; all pages are free before and after.
+        drafting: of the engine.
         max_model_len: tokens of the longest request.
+        runner: of the engine.
+        pool: likewise; all pages are free before and after.
     """
     path = cost_path(*_identity(config))
     table = None if config.calibrate else CostTable.load(path)

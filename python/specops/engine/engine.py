@@ -80,12 +80,8 @@ class Engine:
                 config=config, target=model, tokenizer=self.tokenizer, device=self._device
             )
         )
-        kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
-        self.num_pages = self._choose_num_pages(kv_bytes)
+        self._pool = self._new_pool(model)
         self._drafting.allocate(self.num_pages)
-        self._pool = PagePool(
-            self.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching
-        )
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=config.max_num_seqs,
@@ -104,16 +100,10 @@ class Engine:
             max_rows=config.max_num_batched_tokens,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
+        shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.selects_drafts:
-            parts = (self.tokenizer, self._runner, self._drafting, self._pool, self.max_model_len)
-            self._drafting.use_costs(costs_of(config, *parts))
-        self._admission = Admission(
-            config,
-            self.tokenizer,
-            self._drafting,
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-        )
+            self._drafting.use_costs(costs_of(config, *shared, self._runner, self._pool))
+        self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
         # What grammars take is the time of this thread, which waits while a GPU works.
@@ -404,7 +394,7 @@ class Engine:
         if part.emits:
             self.stats.speculative.count(part.num_drafts, len(result.accepted))
             outputs = [request.commit(result, part.num_drafts)]
-            self._runner.commit(part.slot, len(request.token_ids))
+            self._runner.commit(request)
             self.stats.generation_tokens += len(outputs[0].token_ids)
             # Keys and values of tokens that were cut are never read again.
             computed = min(computed, len(request.token_ids) - 1)
@@ -533,6 +523,12 @@ class Engine:
             leaf_tokens=LEAF_TOKENS[kind],
             least_saved_tokens=-(-_LEAST_SAVED_BYTES[kind] // layer_bytes),
         )
+
+    def _new_pool(self, model: Transformer) -> PagePool:
+        kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
+        self.num_pages = self._choose_num_pages(kv_bytes)
+        caching = self.config.enable_prefix_caching
+        return PagePool(self.num_pages, self.config.page_size, enable_prefix_caching=caching)
 
     def _choose_num_pages(self, bytes_per_token: int) -> int:
         config = self.config

@@ -247,5 +247,5 @@ class PromptScorer:
 
     def _tensor(self, values: Any) -> Tensor:
         """On the device; lists as int32."""
-        array = np.asarray(values, dtype=np.int32) if isinstance(values, list) else values
+        array = np.array(values, dtype=np.int32 if isinstance(values, list) else None, order="C")
         return torch.from_numpy(array).to(self._device.device)

@@ -239,9 +239,9 @@ class Runner:
                 one.thinking_state = int(state[part.slot])
         return emitted
 
-    def commit(self, slot: int, num_tokens: int) -> None:
+    def commit(self, request: Request) -> None:
         """Takes note of a request's length; the device has its tokens already."""
-        self._state[LENS, slot] = num_tokens
+        self._state[LENS, request.slot] = len(request.token_ids)
 
     def finish(self, plan: Plan) -> None:
         """Has the drafters go on when all requests of a step are committed."""

@@ -256,28 +256,34 @@ class Step:
         }
         self._gathered, self._logits = scratch.gathered.device, scratch.logits.device
 
-    def _bind_sampling(self, scratch: Scratch) -> None:
-        """Notes the tensors that choosing tokens takes."""
-        arrays, features, parts = self.arrays, self.shape.features, self._parts
+    def _choosing(self) -> dict[str, Any]:
+        """What a token is drawn from, beside the logits."""
+        arrays, features, tables = self.arrays, self.shape.features, self._parts.tables
         floats = SamplingFloats(*arrays.sampling_floats.device)
-        ints = SamplingInts(*arrays.sampling_ints.device)
         choosing: dict[str, Any] = {
             "positions": self._row.positions,
             "temperature": floats.temperature,
-            "top_k": ints.top_k,
+            "top_k": SamplingInts(*arrays.sampling_ints.device).top_k,
             "top_p": floats.top_p,
             "min_p": floats.min_p,
         }
         if features & Feature.TYPICAL_P:
             choosing["typical_p"] = floats.typical_p
         if features & Feature.PROCESSORS:
-            prompt_lens = SlotState(*arrays.slot_state.device).prompt_lens
-            choosing["processors"] = parts.tables.processors(
+            choosing["processors"] = tables.processors(
                 self._row.processor_slots,
-                prompt_lens,
+                SlotState(*arrays.slot_state.device).prompt_lens,
                 arrays.mask_indices.device,
                 arrays.token_masks.device if self.shape.masks else None,
             )
+        if arrays.trees is not None:
+            choosing["parents"] = arrays.trees.parents.device
+        return choosing
+
+    def _bind_sampling(self, scratch: Scratch) -> None:
+        """Notes the tensors that choosing tokens takes."""
+        arrays, features, parts = self.arrays, self.shape.features, self._parts
+        ints, choosing = SamplingInts(*arrays.sampling_ints.device), self._choosing()
         # Zeros before and after every call, so it lies in no block that steps share.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
         if workspace is None:  # none is needed: given, so that no call has to find out
@@ -296,6 +302,8 @@ class Step:
             "num_accepted_tokens": arrays.num_accepted.device,
             "workspace": workspace,
         }
+        if arrays.trees is not None:
+            self._verify_args["accepted_nodes"] = arrays.trees.accepted_nodes.device
         if features & Feature.DRAFT_PROBS:
             draft_probs = parts.drafting.draft_probs
             assert draft_probs is not None
@@ -314,10 +322,6 @@ class Step:
                 "output_indptr": self._indices.output_indptr,
                 "draft_token_ids": arrays.draft_token_ids.device,
             }
-        if (trees := arrays.trees) is not None:
-            parents = {"parents": trees.parents.device}
-            self._verify_args |= {**parents, "accepted_nodes": trees.accepted_nodes.device}
-            self._tops |= parents if parts.processed_logprobs else {}
 
     def _bind_commit(self) -> None:
         """Notes the tensors that committing tokens takes."""
