@@ -362,8 +362,6 @@ class Drafting:
             plan: of the step.
             results: the arrays of `StepResults`.
         """
-        if not self.width:  # nobody has ever drafted
-            return
         step = StepResults(
             parts=self.scheduled,
             proposals=self.proposals,

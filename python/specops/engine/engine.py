@@ -406,13 +406,15 @@ class Engine:
     def _release(self, plan: Plan) -> None:
         """Makes full pages findable, and takes out the requests that have ended."""
         for part in plan.parts:
+            if part.request_id in plan.failed:
+                continue
             request = self._scheduler.at[part.slot]
             try:
-                if part.request_id not in plan.failed:
-                    self._scheduler.register_full_pages(request)
+                self._scheduler.register_full_pages(request)
             except Exception as error:
                 plan.fail(part.request_id, error)
-            if request.finish_reason is not None and part.request_id not in plan.failed:
+                continue
+            if request.finish_reason is not None:
                 self._leave(request)
 
     def _end_all(self, plan: Plan, error: BaseException) -> NoReturn:

@@ -147,7 +147,8 @@ class Request:
         num_output = len(self.token_ids) - self.prompt_len
         kept = self._keep(emitted, num_output)
         self.token_ids.extend(kept)
-        self.logprobs.extend(emitted.logprobs[: len(kept)])
+        logprobs = emitted.logprobs[: len(kept)]
+        self.logprobs.extend(logprobs)
         if self.finish_reason is None and emitted.finish_reason is not FinishReason.RUNNING:
             self._note_end(emitted)
         text = self.stream.take()
@@ -157,7 +158,7 @@ class Request:
             self.request_id,
             kept,
             text,
-            emitted.logprobs[: len(kept)],
+            logprobs,
             self.finish_reason,
             emitted.drafts,
             None if num_output else self.prompt_logprobs,  # told once

@@ -34,7 +34,8 @@ def plan_decode_rows(
             parents = None
         if not slots.has_pages(request, 1 + drafts):
             drafts, parents = 0, None  # rather no drafts than another's preemption
-        if slots.make_room(request, 1, plan):
-            part = slots.part(request, 1 + drafts, drafts, emits=True)
-            part.draft_parents = parents
-            plan.parts.append(part)
+            if not slots.make_room(request, 1, plan):
+                continue
+        part = slots.part(request, 1 + drafts, drafts, emits=True)
+        part.draft_parents = parents
+        plan.parts.append(part)

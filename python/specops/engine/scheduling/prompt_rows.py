@@ -28,13 +28,13 @@ def plan_prompt_rows(plan: Plan, slots: Slots, max_rows: int, free_rows: int | N
         free_rows: that a step computes in the time that it takes however few it has; None: prompts
             may have all rows.
     """
-    prompts = [request for request in slots.running if not request.is_decoding]
     may_start = slots.may_start
-    if not (prompts or may_start):
-        return
+    if len(plan.parts) + len(plan.paused) == len(slots.running) and not may_start:
+        return  # everybody decodes
     budget = max_rows - plan.num_rows
     if budget <= 0:
         return
+    prompts = [request for request in slots.running if not request.is_decoding]
     shares = PromptShares(
         chain(prompts, slots.waiting if may_start else ()),
         decoding={client_of(slots.at[part.slot]) for part in plan.parts},

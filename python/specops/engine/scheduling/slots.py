@@ -153,8 +153,9 @@ class Slots:
 
     def take_back(self) -> None:
         """Takes back what was lent for a step."""
-        self.pool.release(self._lent)
-        self._lent.clear()
+        if self._lent:
+            self.pool.release(self._lent)
+            self._lent.clear()
         for request, count in self._borrowers:
             self.pool.release(request.pages[count:])  # nothing, if it gave all back since
             del request.pages[count:]

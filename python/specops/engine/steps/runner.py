@@ -23,7 +23,11 @@ from specops.engine.prompt_logprobs import PromptScorer, PromptScores
 from specops.engine.request import Feature, Request
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.steps.step import (
+    FINISH_REASONS,
     LENS,
+    POSITIONS,
+    SLOTS,
+    STOP_INDICES,
     THINKING_STATE,
     RequestRow,
     RunnerParts,
@@ -247,14 +251,15 @@ class Runner:
         """Has the drafters go on when all requests of a step are committed."""
         step = self._step
         assert step is not None, "the step has been run"
+        if not self._drafting.width:  # nobody has ever drafted
+            return
         count = len(plan.parts)
-        requests = RequestRow(*step.arrays.requests.host[:, :count])
-        tokens = step.arrays.token_tensor
+        requests, tokens = step.arrays.requests.host, step.arrays.token_tensor
         self._drafting.finish(
             plan,
-            slots=requests.slots,
+            slots=requests[SLOTS, :count],
             token_ids=tokens if count == step.shape.batch else tokens[:count],
-            lens_before=requests.positions,
+            lens_before=requests[POSITIONS, :count],
             lens=self._state[LENS],
         )
 
@@ -401,7 +406,7 @@ class Runner:
         requests = arrays.requests.host
         requests[:, :batch] = np.array(columns, dtype=np.int32).T
         arrays.kv_indptr.host[: batch + 1] = page_ends
-        slots = RequestRow(*requests).slots[:batch]
+        slots = requests[SLOTS, :batch]
         arrays.sampling_floats.host[:, :batch] = self._floats[:, slots]
         arrays.sampling_ints.host[:, :batch] = self._ints[:, slots]
         arrays.seeds.host[:batch] = self._seeds[slots]
@@ -446,8 +451,8 @@ class Runner:
         tokens = arrays.output_token_ids.host[:count].tolist()
         accepted = arrays.num_accepted.host[:count].tolist()
         counts = arrays.num_committed.host[:count].tolist()
-        state = SlotState(*arrays.slot_state.host)
-        reasons, stops = state.finish_reasons.tolist(), state.stop_indices.tolist()
+        state = arrays.slot_state.host
+        reasons, stops = state[FINISH_REASONS].tolist(), state[STOP_INDICES].tolist()
         emitted = []
         for index, part in enumerate(parts):
             path: Sequence[int] = range(accepted[index])

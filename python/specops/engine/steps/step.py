@@ -68,8 +68,11 @@ class SlotState(NamedTuple):
     thinking_state: Any
 
 
-LENS = SlotState._fields.index("lens")
-THINKING_STATE = SlotState._fields.index("thinking_state")
+# Rows of their arrays, where making views of all of them would take longer.
+SLOTS, POSITIONS = map(RequestRow._fields.index, ("slots", "positions"))
+LENS, FINISH_REASONS, STOP_INDICES, THINKING_STATE = map(
+    SlotState._fields.index, ("lens", "finish_reasons", "stop_indices", "thinking_state")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
