@@ -24,7 +24,7 @@ from specops.attention import append_attention, attention_workspace_size
 from specops.batching import find_shared_prefixes
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.plan import Plan
-from specops.engine.scheduling.prefixes import PrefixFinder
+from specops.engine.sharing.prefixes import PrefixFinder
 from torch import Tensor
 
 from bench import checkpoints

@@ -11,8 +11,8 @@ from specops.engine import SamplingParams, SpeculativeConfig
 from specops.engine.memory.kv_cache import DraftKv, PagePool
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
-from specops.engine.scheduling.prefixes import PrefixFinder
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.sharing.prefixes import PrefixFinder
 
 Tokens = tuple[int, ...]
 

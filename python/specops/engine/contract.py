@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 import specops
-from specops.engine.engine import LEAF_TOKENS, Engine
+from specops.engine.engine import Engine
 from specops.engine.models.loader import weight_files
+from specops.engine.sizes import LEAF_TOKENS
 
 # What of an engine's configuration it depends on.
 OPTIONS = (

@@ -17,32 +17,23 @@ from specops.engine.drafting import Drafting
 from specops.engine.errors import EngineError, ModelError, QueueFull
 from specops.engine.memory.device import open_device
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer, load_model
+from specops.engine.models import load_model
 from specops.engine.outputs import Completion, Emitted, EngineStats, RequestOutput
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.scheduling.prefixes import PrefixFinder
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.sizes import (
+    FREE_ROWS,
+    cascade_bytes_per_token,
+    num_pages_of,
+    prefix_finder_of,
+)
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-# Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
-# rest.
-_GPU_SHARE = 0.85
-_CPU_BYTES = 4 << 30  # for keys and values, where nothing else is said
-
-# Attention shares whole leaves of so many tokens. On a GPU declaring adds two launches to each
-# layer, in the time of which so many bytes are read.
-LEAF_TOKENS = {"cpu": 64, "cuda": 256}
-_LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
-
-# Rows that a step computes in about the time in which it reads the weights and starts its ops. Of
-# the bundled model on two cores of a Zen 5: 0.33 ms a step, and 0.07 to 0.11 ms a row.
-_FREE_ROWS = {"cpu": 4, "cuda": 64}
 
 
 class Engine:
@@ -80,15 +71,20 @@ class Engine:
                 config=config, target=model, tokenizer=self.tokenizer, device=self._device
             )
         )
-        self._pool = self._new_pool(model)
+        kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
+        self.num_pages = num_pages_of(config, self._device, self.max_model_len, kv_bytes)
         self._drafting.allocate(self.num_pages)
+        caching = config.enable_prefix_caching
+        self._pool = PagePool(self.num_pages, config.page_size, enable_prefix_caching=caching)
+        finder = prefix_finder_of(config, model, self._pool)
+        self._cascade_bytes_per_token = cascade_bytes_per_token(model)
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_total_draft_tokens=config.speculative_config.max_total_draft_tokens,
-            free_rows=_FREE_ROWS[self._device.device.type],
-            prefix_finder=self._new_prefix_finder(model),
+            free_rows=FREE_ROWS[self._device.device.type],
+            prefix_finder=finder,
         )
         self._runner = Runner(
             model,
@@ -511,58 +507,9 @@ class Engine:
         self._runner.leave(request)
         self._scheduler.finish(request)
 
-    def _new_prefix_finder(self, model: Transformer) -> PrefixFinder | None:
-        if not self.config.enable_cascade_attention:
-            return None
-        kind = self._device.device.type
-        layer_bytes = model.kv_bytes_per_token() // model.config.num_layers
-        # Layers with a window see no prefix that lies behind it: they are not counted.
-        windows = model.config.sliding_windows
-        num_whole = sum(one is None or one >= model.max_model_len for one in windows)
-        self._cascade_bytes_per_token = layer_bytes * num_whole
-        return PrefixFinder(
-            self._pool,
-            leaf_tokens=LEAF_TOKENS[kind],
-            least_saved_tokens=-(-_LEAST_SAVED_BYTES[kind] // layer_bytes),
-        )
-
-    def _new_pool(self, model: Transformer) -> PagePool:
-        kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
-        self.num_pages = self._choose_num_pages(kv_bytes)
-        caching = self.config.enable_prefix_caching
-        return PagePool(self.num_pages, self.config.page_size, enable_prefix_caching=caching)
-
-    def _choose_num_pages(self, bytes_per_token: int) -> int:
-        config = self.config
-        per_request = -(-self.max_model_len // config.page_size)
-        page_bytes = bytes_per_token * config.page_size
-        free = self._device.free_bytes()
-        if config.num_pages is not None:
-            pages = config.num_pages
-            if pages * page_bytes > free:
-                raise ValueError(
-                    f"num_pages must fit the memory of {self.device}: {pages} pages take "
-                    f"{_gib(pages * page_bytes)}, and {_gib(free)} are free"
-                )
-        else:
-            budget = config.kv_cache_bytes
-            if budget is None:
-                budget = _CPU_BYTES if self.device == "cpu" else int(free * _GPU_SHARE)
-            pages = min(per_request * config.max_num_seqs, min(budget, free) // page_bytes)
-        if pages < per_request:
-            raise ValueError(
-                f"num_pages must be at least {per_request} so that one request of max_model_len="
-                f"{self.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
-            )
-        return pages
-
 
 def _tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer.from_dir(config.model_dir)
     if tokenizer.vocab_size > vocab_size:
         raise ModelError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
     return tokenizer
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

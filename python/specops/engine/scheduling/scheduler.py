@@ -12,12 +12,11 @@ from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.decode_rows import plan_decode_rows
-from specops.engine.scheduling.draft_pages import lend_draft_pages
-from specops.engine.scheduling.prefixes import PrefixFinder
 from specops.engine.scheduling.prompt_rows import plan_prompt_rows
 from specops.engine.scheduling.slots import Slots
-from specops.engine.scheduling.tree_pages import lend_tree_pages
+from specops.engine.scheduling.spare_pages import lend_draft_pages, lend_tree_pages
 from specops.engine.sharing.grammar_turns import GrammarTurns
+from specops.engine.sharing.prefixes import PrefixFinder
 from specops.engine.sharing.turns import Ask, take_turns
 
 

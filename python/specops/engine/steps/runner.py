@@ -36,8 +36,8 @@ from specops.engine.steps.step import (
     SlotState,
     Step,
 )
-from specops.engine.steps.step_masks import StepMasks
 from specops.engine.steps.step_trees import tree_shape
+from specops.engine.structured import StepMasks, TokenRule
 from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
 
 _STRATEGIES = {strategy.name.lower(): int(strategy) for strategy in VerifyStrategy}
@@ -169,7 +169,8 @@ class Runner:
             has_mask=params.allowed_token_ids is not None,
             rates=config.conditional_acceptance_rates(),
         )
-        self._masks.start(request)
+        ends = request.think_end_token_id, len(request.inject_token_ids)
+        self._masks.start(slot, TokenRule(request.grammar, params.allowed_token_ids, *ends))
         tables_moved = self._tables.start(request)
         if self._drafting.start(request) or tables_moved:
             self._memory.forget()

@@ -12,19 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specops.engine.plan import Part, Plan
-from specops.engine.request import Request
-from specops.engine.steps.slot_tables import token_mask
-from specops.engine.structured import GrammarState, MaskFiller, MaskRows
+from specops.engine.structured.masks import MaskFiller, MaskRows
+from specops.engine.structured.matching import GrammarState
 
 DraftsOf = Callable[[int, int], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class TokenRule:
     """What a request's tokens must be; with a grammar, behind its thinking."""
 
     grammar: GrammarState | None
-    allowed_token_ids: Sequence[int]
+    allowed_token_ids: Sequence[int] | None
     think_end_token_id: int
     num_injected: int  # tokens that end the thinking by force
 
@@ -39,20 +38,14 @@ class StepMasks:
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self._vocab_size, self._num_threads = vocab_size, num_threads
-        self._rules: dict[int, _Rule] = {}  # by slot, of those that may not choose freely
+        self._rules: dict[int, TokenRule] = {}  # by slot, of those that may not choose freely
         self._filler: MaskFiller | None = None
 
-    def start(self, request: Request) -> None:
+    def start(self, slot: int, rule: TokenRule) -> None:
         """Notes what constrains a request that got its slot."""
-        allowed = request.params.allowed_token_ids
-        self._rules.pop(request.slot, None)
-        if request.grammar is not None or allowed is not None:
-            self._rules[request.slot] = _Rule(
-                request.grammar,
-                allowed or (),
-                request.think_end_token_id,
-                len(request.inject_token_ids),
-            )
+        self._rules.pop(slot, None)
+        if rule.grammar is not None or rule.allowed_token_ids is not None:
+            self._rules[slot] = rule
 
     def num_rows(self, parts: Sequence[Part]) -> int:
         """How many masks a step needs; 0 where no output is constrained."""
@@ -98,7 +91,7 @@ class StepMasks:
                 indices[row : row + rows] = range(count, count + rows)
                 count += rows
             elif rule is not None:
-                tables.append((count, rule.allowed_token_ids))
+                tables.append((count, rule.allowed_token_ids or ()))
                 indices[row : row + rows] = count
                 count += 1
             row += rows
@@ -116,3 +109,10 @@ class StepMasks:
                     plan.fail(request_id, error)
         for place, token_ids in tables:
             masks[place] = token_mask(token_ids, self._vocab_size)
+
+
+def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """One bit per token of a vocabulary, set for these."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
