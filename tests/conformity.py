@@ -354,7 +354,7 @@ def _transport_rows(method: str) -> list[Row]:
         *rows,
         honoured(
             method, "extra_body", shown({"top_k": 1}),
-            "[fields](engine.md#requests) that OpenAI lacks",
+            "[fields](requests.md#fields) that OpenAI lacks",
             lambda call: text(call(temperature=1.5, extra_body={"top_k": 1})) == text(call()),
         ),
         refused(method, "extra_body", {"nonsense": 1}, named="nonsense"),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents speak of files, tests and links that exist."""
 
+import contextlib
+import io
 import re
 import shlex
 from pathlib import Path
@@ -98,3 +100,15 @@ def test_lists_of_models_are_those_that_run() -> None:
         text = " ".join(path.read_text().split())
         (told,) = re.findall(r"Hugging Face checkpoint(?: of your own)?: (.+?)\. ", text)
         assert set(told.split(", ")) == {*runs, "dense GLM-4.5"}, path.name
+
+
+def test_the_engine_page_prints_what_its_comments_say() -> None:
+    page = ROOT / "docs" / "embedding.md"
+    code = "".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, page.name, "exec"), {})
+    lines = printed.getvalue().splitlines()
+    expected = re.findall(r"^ *print\(.*\)  # (.*)", code, re.MULTILINE)
+    assert list(dict.fromkeys(lines)) == list(dict.fromkeys(expected))
+    assert len(lines) == 5
