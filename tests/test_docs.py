@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "README.md"])
 TESTS = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")
@@ -112,3 +112,30 @@ def test_the_engine_page_prints_what_its_comments_say() -> None:
     expected = re.findall(r"^ *print\(.*\)  # (.*)", code, re.MULTILINE)
     assert list(dict.fromkeys(lines)) == list(dict.fromkeys(expected))
     assert len(lines) == 5
+
+
+def sentences(markdown: str) -> list[str]:
+    """The sentences of a document's prose: no code, tables, headings or pictures."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "\n\n", markdown, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^\s*(\||#|!\[).*$|^\s*([*-]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
+    found = [part for one in paragraphs for part in re.split(r"(?<=[.!?])[)*]*\s+", one)]
+    return [sentence for sentence in found if " " in sentence]
+
+
+def test_sentences_are_counted() -> None:
+    text = (
+        "# A title\n\nOne two. `a b c` [three four](x.md)!\n\n```\nno\n```\n* five six\n\n| no |\n"
+    )
+    assert sentences(text) == ["One two.", "code three four!", "five six"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_the_first_pages_have_short_sentences(name: str) -> None:
+    """At most 20 words on average, and none of more than 40."""
+    lengths = [len(sentence.split()) for sentence in sentences((ROOT / name).read_text())]
+    assert len(lengths) > 5
+    assert sum(lengths) / len(lengths) <= 20
+    assert max(lengths) <= 40
