@@ -9,8 +9,8 @@ Each case leaves one thing out of the whole call, and but for the last no kernel
 * `launch`: the requests are no longer than their rows. The grid, the plan, the results and one
   tile are left: the cost of a call before it streams.
 * `unsplit`: a workspace too small to split in. No states are written and merged: if it is faster
-than the whole call, splitting costs more than it gains; if slower, the difference is its gain. *
-`no_mma`: another build of the kernel, without one instruction of the tensor cores; its results
+  than the whole call, splitting costs more than it gains; if slower, the difference is its gain.
+* `no_mma`: another build of the kernel, without one instruction of the tensor cores; its results
   mean nothing. If it takes as long as the whole call, arithmetic is not the bottleneck.
 
 `verify` with top-p is taken apart in the same way, for 256 requests of 5 rows.
