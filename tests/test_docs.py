@@ -102,16 +102,47 @@ def test_lists_of_models_are_those_that_run() -> None:
         assert set(told.split(", ")) == {*runs, "dense GLM-4.5"}, path.name
 
 
-def test_the_engine_page_prints_what_its_comments_say() -> None:
-    page = ROOT / "docs" / "embedding.md"
-    code = "".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+def printed_and_expected(code: str) -> tuple[list[str], list[str]]:
+    """What a document's code prints, and what its comments say that it prints; each line once."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, page.name, "exec"), {})
-    lines = printed.getvalue().splitlines()
+        exec(compile(code, "document", "exec"), {})
     expected = re.findall(r"^ *print\(.*\)  # (.*)", code, re.MULTILINE)
-    assert list(dict.fromkeys(lines)) == list(dict.fromkeys(expected))
-    assert len(lines) == 5
+    return list(dict.fromkeys(printed.getvalue().splitlines())), list(dict.fromkeys(expected))
+
+
+def python_of(page: str) -> str:
+    text = (ROOT / "docs" / page).read_text()
+    return "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
+def test_the_engine_page_prints_what_its_comments_say() -> None:
+    printed, expected = printed_and_expected(python_of("embedding.md"))
+    assert printed == expected and len(printed) == 3
+
+
+def test_the_requests_of_the_page_get_what_its_comments_say() -> None:
+    pytest.importorskip("openai")
+    from serving import serving
+    from specops.engine import Engine, EngineConfig
+
+    with serving(Engine(EngineConfig(num_pages=64, seed=0))) as one:
+        code = python_of("requests.md").replace("http://127.0.0.1:8000", one.url)
+        assert one.url in code
+        printed, expected = printed_and_expected(code)
+    assert printed == expected and len(printed) == 2
+
+
+def test_the_server_page_names_every_option() -> None:
+    """And no other: those of `specops serve`, in the table of its options."""
+    pytest.importorskip("fastapi")
+    from specops.cli.serve import _parser
+
+    flags = {flag for action in _parser("specops")._actions for flag in action.option_strings}
+    text = (ROOT / "docs" / "server.md").read_text()
+    table = text.split("| options | for |")[1].split("\n\n")[0]
+    named = {flag.replace("[no-]", "") for flag in re.findall(r"`(--[a-z\[\]-]+)`", table)}
+    assert named == {flag for flag in flags if not re.match(r"-h|--help|--no-", flag)}
 
 
 def sentences(markdown: str) -> list[str]:
