@@ -561,7 +561,8 @@ INTRODUCTION = """\
 
 How the server treats every parameter of the `openai` client, version {version}. Each row is a call:
 `tests/test_conformity.py` makes it, checks the stated result, and compares this page with the
-output of `python tests/conformity.py`. Parameters come from the client's signatures, so none is missing.
+output of `python tests/conformity.py`. Parameters come from the client's signatures, so none is
+missing.
 
 - **honoured**: it has the stated effect, which the test checks.
 - **no effect**: the answer is the same as without it; the test compares the two.
