@@ -16,7 +16,7 @@ from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.contract import _SAMPLING_LEAF_TOKENS, contract_of
 from specops.engine.errors import ModelError
-from specops.engine.sizes import LEAF_TOKENS
+from specops.engine.machine import LEAF_TOKENS
 
 
 def digest(**config: Any) -> str:

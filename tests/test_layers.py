@@ -38,7 +38,7 @@ ENGINE_GROUPS = (
     {"request"},
     {"drafters", "sharing"},
     {"drafting", "scheduling"},
-    {"steps", "sizes"},
+    {"machine", "steps"},
     {"admission"},
     {"calibration"},
     {"engine"},
@@ -52,7 +52,7 @@ ENGINE_GROUPS = (
 # number in a commit that says for what.
 LOOP = ("engine.py", "plan.py", "request.py", "scheduling", "steps", "memory")
 APART = ("models", "drafters", "structured", "methods")
-BUDGETS = {"the loop": (3520, 16), "the engine without models, drafters and grammars": (7700, 50)}
+BUDGETS = {"the loop": (3460, 16), "the engine without models, drafters and grammars": (7700, 50)}
 
 
 def includes(path: Path) -> list[str]:

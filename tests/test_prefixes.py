@@ -377,7 +377,7 @@ def test_what_does_not_pay_is_not_said(
     saved = [plan.prefixes.num_saved_tokens for plan in found.shared if plan.prefixes]
     least = sorted(saved)[len(saved) // 2]
     layer_bytes = 2 * BASE["num_key_value_heads"] * BASE["head_dim"] * 2  # keys, values; bf16
-    monkeypatch.setattr("specops.engine.sizes._LEAST_SAVED_BYTES", {"cpu": least * layer_bytes})
+    monkeypatch.setattr("specops.engine.machine._LEAST_SAVED_BYTES", {"cpu": least * layer_bytes})
     watched = make(model_dir, max_num_seqs=32)
     assert watched.run() == expected
     kept = [plan.prefixes.num_saved_tokens for plan in watched.shared if plan.prefixes]

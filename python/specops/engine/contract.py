@@ -17,8 +17,8 @@ import torch
 
 import specops
 from specops.engine.engine import Engine
+from specops.engine.machine import LEAF_TOKENS
 from specops.engine.models.loader import weight_files
-from specops.engine.sizes import LEAF_TOKENS
 
 # What of an engine's configuration it depends on.
 OPTIONS = (

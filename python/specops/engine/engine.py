@@ -15,7 +15,13 @@ from specops.engine.config import EngineConfig
 from specops.engine.drafters import Drafter, DrafterContext
 from specops.engine.drafting import Drafting
 from specops.engine.errors import EngineError, ModelError, QueueFull
-from specops.engine.memory.device import open_device
+from specops.engine.machine import (
+    FREE_ROWS,
+    cascade_bytes_per_token,
+    num_pages_of,
+    open_device,
+    prefix_finder_of,
+)
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import load_model
 from specops.engine.outputs import Completion, Emitted, EngineStats, RequestOutput
@@ -23,12 +29,6 @@ from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.scheduler import Scheduler
-from specops.engine.sizes import (
-    FREE_ROWS,
-    cascade_bytes_per_token,
-    num_pages_of,
-    prefix_finder_of,
-)
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
