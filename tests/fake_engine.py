@@ -97,7 +97,7 @@ class FakeEngine:
         self.missing_methods: dict[str, str] = {}
         self.stats = EngineStats()
         cache = SimpleNamespace(num_cached_requests=0, num_cached_tokens=0, num_bytes=0)
-        self.drafters = {"suffix": SimpleNamespace(cache=cache)}
+        self.drafters = {"suffix": SimpleNamespace(cache=cache, gauges=lambda: [])}
         self.has_unsaved_drafters = False
         self.times_drafting = times_drafting
         self.num_pages = 1000

@@ -12,8 +12,12 @@ from specops.engine.drafters import Drafter, DrafterContext, DrafterStep, Target
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
+from specops.engine.methods import Method
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
+
+
+METHOD = Method(name="toy", title="toy", short="toy", drafter="toy_drafter")
 
 
 def load(context: DrafterContext) -> Drafter:

@@ -22,6 +22,7 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
+from specops.engine.methods import method_names
 from specops.engine.outputs import TARGET
 from specops.engine.tokenizer import TextStream
 
@@ -47,7 +48,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prompt", nargs="?", default="-", help="the text, - for standard input (default: -)")
     add_model_options(parser)
-    add("--method", metavar="NAME", help="naive, ngram, suffix or mtp (default: ngram)")
+    add("--method", metavar="NAME", help=f"{', '.join(method_names())} (default: ngram)")
     add_draft_lengths(parser)
     add(
         "--speculative-config",
@@ -228,7 +229,7 @@ def _report(
     report = {
         "model": engine.model_name,
         "device": engine.device,
-        "speculative_config": asdict(speculative),
+        "speculative_config": speculative.as_dict(),
         "prompt_token_ids": drafted.completion.prompt_token_ids,
         "seed": drafted.completion.seed,
         **_run_report(drafted),

@@ -30,11 +30,23 @@ from specops.engine.drafters import (
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.methods import COMPANIONS, NAIVE, drafting_order, module_of
+from specops.engine.methods import (
+    COMPANIONS,
+    METHODS,
+    NAIVE,
+    companion,
+    drafting_order,
+    method_of,
+)
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 
 logger = logging.getLogger(__name__)
+
+_NOT_LOADED = (
+    "its weights were not loaded, since the server's configuration names it neither in "
+    "speculative_config nor in methods"
+)
 
 
 class Drafting:
@@ -58,15 +70,18 @@ class Drafting:
     def __init__(self, context: DrafterContext) -> None:
         self.drafters: dict[str, Drafter] = {}
         self.missing: dict[str, str] = {}
-        wanted = context.config.speculative_config
-        for method in drafting_order():
+        for name in drafting_order():
+            method = method_of(name)
+            if not context.config.wants_method(method):
+                self.missing[name] = _NOT_LOADED
+                continue
             try:
-                self.drafters[method] = module_of(method).load(context)
+                self.drafters[name] = method.load(context)
             except MethodUnavailable as error:
-                if method in dict(wanted.draft_stages):
+                if context.config.names_method(name):
                     raise
-                self.missing[method] = error.reason
-        self._companions: list[Drafter] = [module_of(name).load(context) for name in COMPANIONS]
+                self.missing[name] = error.reason
+        self._companions: list[Drafter] = [companion(name).load(context) for name in COMPANIONS]
         everyone = (*self.drafters.values(), *self._companions)
         # Who has a slot and drafts by it.
         self._requests: dict[Drafter, set[Request]] = {one: set() for one in everyone}
@@ -85,7 +100,7 @@ class Drafting:
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods that requests may choose."""
-        return (NAIVE, *reversed(self.drafters))
+        return (NAIVE, *(name for name in METHODS if name in self.drafters))
 
     @property
     def taps(self) -> tuple[int, ...]:

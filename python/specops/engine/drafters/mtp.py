@@ -27,6 +27,7 @@ from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, rung
+from specops.engine.methods.mtp import MtpOptions
 from specops.engine.models import KvCache, MtpBatch, MtpModules, load_mtp
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
@@ -52,17 +53,18 @@ def load(context: DrafterContext) -> Drafter:
         MethodUnavailable: the checkpoint has none that can run.
         ModelError: those that the configuration names cannot be used.
     """
-    config, speculative = context.config, context.config.speculative_config
+    config = context.config
+    own = config.speculative_config.options_of(MtpOptions)
     try:
         modules = load_mtp(
             context.target,
             config.model_dir,
-            draft_directory=speculative.model,
-            draft_vocab=speculative.draft_vocab,
+            draft_directory=own.model,
+            draft_vocab=own.draft_vocab,
             load_format=config.load_format,
         )
     except ModelError as error:
-        if speculative.model is not None or speculative.draft_vocab is not None:
+        if own.model is not None or own.draft_vocab is not None:
             raise
         where = str(config.model_dir)
         reason = str(error).removeprefix(f"{where}: ").removeprefix(f"{where}{os.sep}")

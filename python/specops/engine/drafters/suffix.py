@@ -151,6 +151,23 @@ class SuffixDrafter(Drafter):
         """Whether there is a file that has not what is here."""
         return self._store.is_unsaved
 
+    def gauges(self) -> list[tuple[str, str, float]]:
+        """What the shared tree holds."""
+        cache = self.cache
+        return [
+            (
+                "suffix_cache_requests",
+                "Responses that suffix decoding drafts from",
+                cache.num_cached_requests,
+            ),
+            ("suffix_cache_tokens", "Tokens of these responses", cache.num_cached_tokens),
+            ("suffix_cache_bytes", "Memory that they take", cache.num_bytes),
+        ]
+
+    def forget(self) -> None:
+        """Drops the responses of other requests."""
+        self._store.forget()
+
     def save(self) -> None:
         """Writes the responses that drafts come from to `suffix_cache`, as a whole or not at all.
 
