@@ -378,9 +378,7 @@ def test_methods_that_there_are_not(bare: Path) -> None:
         EngineConfig(methods="mtp")  # type: ignore[arg-type]
 
 
-def tiny_engine(
-    target: Path, methods: tuple[str, ...] | None = None, **speculative: Any
-) -> Engine:
+def tiny_engine(target: Path, methods: tuple[str, ...] | None = None, **speculative: Any) -> Engine:
     config = SpeculativeConfig(**speculative)
     return Engine(
         EngineConfig(model=str(target), device="cpu", speculative_config=config, methods=methods)

@@ -16,7 +16,6 @@ from specops.engine.methods import Method
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 
-
 METHOD = Method(name="toy", title="toy", short="toy", drafter="toy_drafter")
 
 

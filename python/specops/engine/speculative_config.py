@@ -11,6 +11,7 @@ import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 from specops.engine.methods import (
@@ -79,7 +80,7 @@ def _stages(value: object) -> tuple[str, ...]:
                 f"got {part!r} in {value!r}"
             )
     order = drafting_order()
-    for before, part in zip(parts, parts[1:], strict=False):
+    for before, part in pairwise(parts):
         if not method_of(part).may_follow or order.index(part) <= order.index(before):
             raise ValueError(f"method: {part!r} cannot continue {before!r}, got {value!r}")
     return tuple(parts)

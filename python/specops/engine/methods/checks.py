@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of one value of a configuration: each refuses with the name, what is right, and the value."""
+"""Checks of one value of a configuration: each refuses with the name and what would be right."""
 
 from collections.abc import Collection
 
