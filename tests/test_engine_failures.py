@@ -27,8 +27,8 @@ from specops.engine import (
 )
 from specops.engine.draft_selection import DraftSelector
 from specops.engine.drafters import Drafter, DrafterStep
-from specops.engine.drafters.mtp import MtpStep
 from specops.engine.drafters.ngram import _NgramStep
+from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.models import Transformer
 from specops.engine.prompt_logprobs import PromptLogprobs
@@ -257,7 +257,7 @@ def drafting_engine(model_dir: Path) -> Engine:
 
 def classes_with(hook: str, method: str) -> list[type]:
     """Where the drafters of a method have a hook."""
-    steps = {"ngram": _NgramStep, "mtp": MtpStep}
+    steps = {"ngram": _NgramStep, "mtp": RecurrentStep}
     names = method.split("+")
     if hook in OF_A_LAUNCH:
         return [steps[name] for name in names if name in steps]

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specops.batching import Preorder, preorder
 from specops.engine.cost_table import CostTable
@@ -27,8 +26,9 @@ from specops.engine.drafters import (
     StepResults,
     TargetStep,
 )
+from specops.engine.drafters.draft_probs import DraftProbs
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.memory.step_memory import Layout
+from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.methods import (
     COMPANIONS,
@@ -59,6 +59,7 @@ class Drafting:
         drafters: by method, in the order in which they draft.
         missing: why methods are not among them, in words that name no path.
         proposals: for the next step, by slot.
+        draft_probs: what drafts were drawn from.
         num_failures: how often one has raised. Steps made before may not run again: a part of one
             may be missing, or recorded by halves.
 
@@ -96,6 +97,13 @@ class Drafting:
         self._all_rest = False  # nobody whose drafts are selected drafts in the step to come
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
+        drawing = {
+            name: one.drawn_from
+            for name, one in self.drafters.items()
+            if one.drawn_from is not None
+        }
+        self.draft_probs = DraftProbs(drawing, slots, context.device.device)
+        self._most_drawn = 0  # drafts of any request that one of these has drafted for
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -117,15 +125,16 @@ class Drafting:
         """What drafters keep of a token on pages."""
         return sum(one.kv_bytes_per_token for one in self.drafters.values())
 
-    @property
-    def draft_probs(self) -> Tensor | None:
-        """What drafts were drawn from, by request of the last step; None: no request wants that.
+    def taps_of(self, shape: StepShape) -> tuple[int, ...]:
+        """Those that the drafters read which have work in the steps of a shape."""
+        return tuple(
+            sorted({tap for name, _ in shape.drafters for tap in self.drafters[name].taps})
+        )
 
-        At most one drafter of an engine draws drafts with numbers of their own.
-        """
-        found = [one.draft_probs for one in self.drafters.values() if one.draft_probs is not None]
-        assert len(found) <= 1, "two drafters draw drafts with numbers of their own"
-        return found[0] if found else None
+    def draft_prob_row(self, request: Request, place: int) -> int:
+        """The row of `draft_probs` for a request that had a place in the last step; -1: none."""
+        drafter = next(iter(request.draft_stages), None)
+        return -1 if drafter is None else self.draft_probs.row(drafter, place)
 
     @property
     def has_unsaved(self) -> bool:
@@ -167,7 +176,22 @@ class Drafting:
         drafters = self._drafters_of(request)
         for drafter in drafters:
             self._requests[drafter].add(request)
+        try:
+            has_moved |= self._reserve_draft_probs(request)
+        except Exception as error:
+            self._lose("memory for draft_probs", error, [request])
+            return has_moved
         return any(self._ask_each(drafters, "start", request)) or has_moved
+
+    def _reserve_draft_probs(self, request: Request) -> bool:
+        """Makes room for what drafts of a request are drawn from, if that is wanted."""
+        for name, limit in request.draft_stages.items():
+            if self.drafters[name].drawn_from is not None:
+                self._most_drawn = max(self._most_drawn, limit)
+        # Once the table is there, drafters write all of their passes, whoever asked for them.
+        if not request.speculative.draws_drafts and self.draft_probs.probs is None:
+            return False
+        return self.draft_probs.reserve(self._most_drawn)
 
     def stop(self, request: Request, slot: int) -> None:
         """A request gave its slot back."""
@@ -343,22 +367,53 @@ class Drafting:
             key = self._ask(drafter, "plan", parts, shape)
             if key is not None:
                 work.append((name, key))
-        return shape._replace(drafters=tuple(work))
+        # With one of them, the host knows whose the drafts are that it finds.
+        reports = len(work) > 1 and any(part.request.params.report_drafts for part in parts)
+        return shape._replace(drafters=tuple(work), reports_stages=reports)
 
-    def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> list[DrafterStep]:
+    def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> list["WatchedStep"]:
         """Makes the drafters' parts of the steps of one shape, in their order."""
-        steps: list[DrafterStep] = []
+        steps: list[WatchedStep] = []
         for name, key in shape.drafters:
             drafter = self.drafters[name]
             made = self._ask(drafter, "new_step", key, shape, inputs, results)
             if made is not None:
-                steps.append(_Watched(made, drafter, self))
+                counts = None
+                if shape.reports_stages:
+                    counts = results.int32(len(self.proposals.counts))
+                steps.append(WatchedStep(made, drafter, self, counts))
         return steps
+
+    def read(self, steps: Sequence["WatchedStep"], parts: Sequence[Scheduled]) -> None:
+        """Takes over what a step's drafters on the device have drafted, and whose each draft is."""
+        proposals = self.proposals
+        for step in steps:
+            step.read(parts, proposals)
+        for part in parts:
+            request, begin = part.request, 0
+            if not request.params.report_drafts:
+                continue
+            for step in steps:
+                counts = proposals.counts if step.counts is None else step.counts.host
+                begin = self._attribute(request, step.name, begin, int(counts[request.slot]))
+
+    def _attribute(self, request: Request, drafter: str, begin: int, end: int) -> int:
+        """Notes whose the drafts from `begin` on are; returns the end, or `begin` if not its."""
+        if drafter not in request.draft_stages:
+            return begin
+        place = list(request.draft_stages).index(drafter)
+        self.proposals.stages[request.slot, begin:end] = place
+        return end
 
     def finish(self, results: StepResults) -> None:
         """Has the drafters on the host go on, when all requests of a step have taken it over."""
+        told = [part.request for part in results.parts if part.request.params.report_drafts]
+        counts = self.proposals.counts
         for drafter in self._requests:
+            before = [int(counts[request.slot]) for request in told]
             self._ask(drafter, "finish", results)
+            for request, begin in zip(told, before, strict=True):
+                self._attribute(request, drafter.name, begin, int(counts[request.slot]))
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
         """A request's drafters in their order; none, if it does not speculate."""
@@ -403,11 +458,19 @@ class Drafting:
             self.leave(request)
 
 
-class _Watched(DrafterStep):
-    """A drafter's part in the steps of one shape, as the steps see it: it does not raise."""
+class WatchedStep(DrafterStep):
+    """A drafter's part in the steps of one shape, as the steps see it: it does not raise.
 
-    def __init__(self, step: DrafterStep, drafter: Drafter, drafting: Drafting) -> None:
-        self.num_rows, self.sums_size = step.num_rows, step.sums_size
+    Attributes:
+        name: of the drafter.
+        counts: int32 [slots], how many drafts there are behind it; None: nobody asks.
+    """
+
+    def __init__(
+        self, step: DrafterStep, drafter: Drafter, drafting: Drafting, counts: Array | None
+    ) -> None:
+        self.name, self.counts = drafter.name, counts
+        self.workspace_size, self.sums_size = step.workspace_size, step.sums_size
         self._step, self._drafter, self._drafting = step, drafter, drafting
         self._error: Exception | None = None  # of a launch, while its results are on their way
 
@@ -423,6 +486,8 @@ class _Watched(DrafterStep):
             self._step.launch(target)
         except Exception as error:
             self._error = error
+        if self.counts is not None:
+            self.counts.device.copy_(target.num_draft_tokens)
 
     def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
         error, self._error = self._error, None

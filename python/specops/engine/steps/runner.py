@@ -255,8 +255,7 @@ class Runner:
             proposals.counts.fill(0)
         if before is not None:
             proposals.put(kept, before)
-        for drafter in step.arrays.drafters:
-            drafter.read(plan.parts, proposals)
+        self._drafting.read(step.arrays.drafters, plan.parts)
 
     def _prepare(self, plan: Plan) -> tuple[Step | None, int]:
         """The step of a plan, filled, and the pages in its lists; None: nobody is left.
@@ -301,7 +300,7 @@ class Runner:
                 wanted = part.request.params.logprobs
                 if wanted is not None and wanted > logprobs:
                     logprobs = wanted
-        if features & Feature.DRAFT_PROBS and self._drafting.draft_probs is None:
+        if features & Feature.DRAFT_PROBS and self._drafting.draft_probs.probs is None:
             features &= ~Feature.DRAFT_PROBS  # whoever would have written them has failed
         proposals = self._drafting.width
         if outputs:  # the same whatever was found, so that shapes come again
@@ -422,7 +421,8 @@ class Runner:
                 rates = self._rates[request.slot][: step.shape.width]
                 arrays.accept_rates.host[index, : len(rates)] = rates
             if request.features & Feature.DRAFT_PROBS and part.num_drafts:
-                arrays.draft_prob_rows.host[index] = self._places[request.slot]
+                row_of_probs = self._drafting.draft_prob_row(request, self._places[request.slot])
+                arrays.draft_prob_rows.host[index] = row_of_probs
             row += count
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import specops
 from specops import batching, sampling
 from specops.batching import BatchIndices
-from specops.engine.drafters import DrafterStep, TargetStep
+from specops.engine.drafters import TargetStep
 from specops.engine.drafting import Drafting
 from specops.engine.memory.device import raise_reported
 from specops.engine.memory.step_memory import Array, Layout, StepMemory
@@ -197,16 +197,14 @@ class Step:
             model.sums_size(shape.rows, shape.outputs), *[one.sums_size for one in drafters], 0
         )
         scratch = Scratch(shape, parts, arrays.trees_scratch)
-        rows = max(shape.rows, *[one.num_rows for one in drafters], 0)
-        floats = Layout()
-        workspace = floats.float32(
-            model.workspace_size(
-                rows,
-                max(shape.batch, shape.chains),
-                max(shape.pages, shape.chain_pages),
-                parts.cache,
-            )
+        batch, pages = max(shape.batch, shape.chains), max(shape.pages, shape.chain_pages)
+        workspace_size = max(
+            model.workspace_size(shape.rows, batch, pages, parts.cache),
+            *[one.workspace_size for one in drafters],
+            0,
         )
+        floats = Layout()
+        workspace = floats.float32(workspace_size)
         leaves = Layout()
         sums = leaves.float32(sums_size)
         # All blocks before any view: one that grows forgets the steps, this one among them.
@@ -224,7 +222,7 @@ class Step:
         if arrays.trees is not None:
             self._bind_trees(arrays.trees)
         self._bind_commit()
-        self._drafters: list[DrafterStep] = drafters
+        self._drafters = drafters
         if drafters:
             self._target = self._target_step()
 
@@ -250,9 +248,8 @@ class Step:
         )
         # Attention sees chains where others see requests.
         self._attended = self._batch if arrays.trees is None else arrays.trees.bind(self._batch)
-        self._taps = {
-            layer: states[: self.shape.rows] for layer, states in self._parts.taps.items()
-        }
+        taps = self._parts.drafting.taps_of(self.shape)
+        self._taps = {layer: self._parts.taps[layer][: self.shape.rows] for layer in taps}
         self._gathered, self._logits = scratch.gathered.device, scratch.logits.device
 
     def _bind_sampling(self, scratch: Scratch) -> None:
@@ -296,9 +293,10 @@ class Step:
             "workspace": workspace,
         }
         if features & Feature.DRAFT_PROBS:
-            draft_probs = parts.drafting.draft_probs
-            assert draft_probs is not None
-            self._verify_args["draft_probs"] = draft_probs[:, : self.shape.width]
+            table = parts.drafting.draft_probs
+            assert table.probs is not None
+            self._verify_args["draft_probs"] = table.probs
+            self._verify_args["draft_prob_token_ids"] = table.token_ids
             self._verify_args["draft_prob_rows"] = arrays.draft_prob_rows.device
         self._tops: dict[str, Any] = {
             "workspace": workspace,
@@ -370,6 +368,7 @@ class Step:
             min_p=floats.min_p,
             seeds=arrays.seeds.device,
             choice_index=ints.choice_index,
+            draft_probs=self._parts.drafting.draft_probs.views(),
             draft_token_ids=arrays.proposed_token_ids.device,
             num_draft_tokens=arrays.num_proposed.device,
             workspace=batch.workspace,
