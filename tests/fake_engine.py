@@ -96,8 +96,9 @@ class FakeEngine:
         self.runnable_methods = methods
         self.missing_methods: dict[str, str] = {}
         self.stats = EngineStats()
-        cache = SimpleNamespace(num_cached_requests=0, num_cached_tokens=0, num_bytes=0)
-        self.drafters = {"suffix": SimpleNamespace(cache=cache, gauges=lambda: [])}
+        names = [f"suffix_cache_{what}" for what in ("requests", "tokens", "bytes")]
+        gauges = [(name, "Of responses", 0) for name in names]
+        self.drafters = {"suffix": SimpleNamespace(gauges=lambda: gauges)}
         self.has_unsaved_drafters = False
         self.times_drafting = times_drafting
         self.num_pages = 1000

@@ -313,14 +313,16 @@ def _to_compare(
     steps = lengths.pop("num_model_steps", None)
     compared = []
     for method in args.method or METHODS:
-        if method not in METHODS:
+        name, _, second = method.partition("+")
+        first = method_of(name) if name in METHODS else None
+        if first is None or not (method in METHODS or first.continued_by):
             raise ValueError(f"--method must be of {', '.join(METHODS)}, got {method}")
-        first, *others = map(method_of, method.split("+"))
         if args.method is None and first.name not in runnable:
             continue
         own: dict[str, Any] = {"method": method, **lengths, **fixed}
-        if first.continued_by and not others:  # not what the server continues it by
-            own[first.continued_by] = "default"
+        if first.continued_by:  # by nothing, too: not by what the server continues it by
+            own["method"] = first.name
+            own[first.continued_by] = f"with_{second}" if second else "default"
         if first.needs_weights:
             own["num_model_steps"] = steps
         compared.append((method, own))

@@ -310,12 +310,11 @@ class SpeculativeConfig:
     @property
     def named_methods(self) -> tuple[str, ...]:
         """The methods that this configuration names: its own, and those that it gives files to."""
-        options = dict(self.options)
         return tuple(
-            one.name
-            for one in methods()
-            if one.name in self.stages
-            or any(getattr(options[one.name], file) is not None for file in one.files)
+            name
+            for name, own in self.options
+            if name in self.stages
+            or any(getattr(own, file) is not None for file in method_of(name).files)
         )
 
     def options_of(self, kind: type[O]) -> O:
@@ -574,7 +573,9 @@ class SpeculativeConfig:
         Raises:
             ValueError: a method or the strategy is not among them.
         """
-        for method in self.stages or (NAIVE,):
+        # A stage that continues the first one and has no weights can always run.
+        others = [name for name in self.stages[1:] if method_of(name).needs_weights]
+        for method in (*self.stages[:1], *others) or (NAIVE,):
             if method not in available:
                 reason = (missing or {}).get(method)
                 raise ValueError(

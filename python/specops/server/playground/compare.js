@@ -62,7 +62,7 @@ function newTable(choices, seed) {
   const notes = ["Each alone, by the server’s clock, in turn: the medians."];
   if (seed) notes.push(`Seed ${seed}.`);
   if (choices.some(learns)) {
-    notes.push("A method that drafts from texts it has seen is timed once.");
+    notes.push("One of them drafts from texts it has seen, so it is timed once.");
   }
   if (choices.filter(learns).length > 1) notes.push("The second of these has seen the first one’s.");
   const head = make("tr", {}, ...HEADS.map((text) => make("th", {scope: "col"}, text)));
