@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specops.engine.methods import METHODS, Method, checks
+from specops.engine.methods import METHODS, Method, checks, default_method
 from specops.engine.speculative_config import SpeculativeConfig
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets"
@@ -28,8 +28,7 @@ _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
 
 
 def _default_drafts() -> SpeculativeConfig:
-    # They need no other model, and gain where text repeats itself.
-    return SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    return SpeculativeConfig(method=default_method(), num_speculative_tokens=4)
 
 
 @dataclass(frozen=True, kw_only=True)

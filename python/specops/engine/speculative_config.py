@@ -209,14 +209,14 @@ def _check_request(values: object) -> dict[str, Any]:
 class SpeculativeConfig:
     """How the engine drafts and verifies; valid from the moment it exists.
 
-    It is made from the fields below and those of every method's own options by keyword, such as
-    `SpeculativeConfig(method="ngram", max_ngram_size=7)`; each can be read in the same way. A field
-    that several methods have, such as `model`, is that of the first of this configuration's methods
-    that has it, and otherwise of the first in the registry; `options` says it for one method.
+    It is made by keyword from the fields below and those of every method's own options, and both
+    are read in the same way. A field that several methods have, such as `model`, is that of the
+    first of this configuration's methods that has it, and otherwise of the first in the registry;
+    `options` says it for one method.
 
     Attributes:
         method: "naive" (no drafts), or a method of the registry, in any letter case. Several joined
-            by +, such as "mtp+ngram", are stages: each continues what those before it have drafted.
+            by +, such as "a+b", are stages: each continues what those before it have drafted.
             Which of them an engine can run is another question: `require_runnable`.
         num_speculative_tokens: drafts per step, k. None gives 1, and 0 for naive, which takes no
             other value. There is no upper limit.

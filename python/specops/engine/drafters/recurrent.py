@@ -52,7 +52,7 @@ class DraftRows(LayerBatch):
     """The rows of one pass of a head, and where their tokens and states are.
 
     A row at position i reads the state of position i, and the token behind it that the pass is for.
-    The first two are of `batching.DraftIndices`; the others as `dense.mtp_input` takes them.
+    The first two are of `batching.DraftIndices`, the others of the target's step, by slot.
     """
 
     row_to_request: Tensor  # int32 [rows]

@@ -20,6 +20,7 @@ __all__ = [
     "Options",
     "checks",
     "companion",
+    "default_method",
     "drafting_order",
     "method_choices",
     "method_names",
@@ -30,7 +31,8 @@ __all__ = [
 
 NAIVE = "naive"  # no drafter
 
-# By name, the module whose METHOD describes it.
+# By name, the module whose METHOD describes it. The first one is what an engine does where nothing
+# is said: it needs no other model, and gains where text repeats itself.
 METHODS: dict[str, str] = {
     "ngram": "specops.engine.methods.ngram",
     "suffix": "specops.engine.methods.suffix",
@@ -44,6 +46,11 @@ COMPANIONS: dict[str, str] = {"forced": "specops.engine.drafters.forced"}
 def method_names() -> tuple[str, ...]:
     """The values that `method` may have."""
     return (NAIVE, *METHODS)
+
+
+def default_method() -> str:
+    """The method of an engine that is not told any."""
+    return next(iter(METHODS))
 
 
 def method_of(name: str) -> Method:
