@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from specops.engine.drafters import Drafter, DrafterContext, MethodUnavailable, TargetStep
-from specops.engine.drafters.recurrent import DraftRows, RecurrentDrafter
+from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.errors import ModelError
 from specops.engine.methods import Method, Options, checks
 from torch import Tensor

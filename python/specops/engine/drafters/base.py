@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.config import EngineConfig
+from specops.engine.draft_trees import DraftTree
 from specops.engine.errors import ModelError
 from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import DraftKv
@@ -125,6 +126,14 @@ class Proposals:
     # [slots, k]: who made each, by its place among the request's drafters; -1: the companion, which
     # writes that itself. Of requests that report their drafts alone.
     stages: NDArray[np.int8]
+
+    def put_tree(self, slot: int, tree: DraftTree) -> None:
+        """Writes a tree in the place of a row."""
+        count = self.counts[slot] = len(tree.token_ids)
+        self.token_ids[slot, :count] = tree.token_ids
+        self.parents[slot, :count] = tree.parents
+        self.confidences[slot, :count] = tree.chances
+        self.are_trees[slot] = True
 
     def of_slots(self, slots: Sequence[int]) -> "Proposals":
         """A copy of the rows of some slots."""

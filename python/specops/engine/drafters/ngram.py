@@ -202,13 +202,8 @@ class _NgramStep(DrafterStep):
         length = int(self._found.match_lens.host[slot])
         chance = length / (length + 1)
         second_chance = (1 - chance) * _SECOND
-        tokens, parents, chances = join_chains(drafts, others, limit, chance, second_chance)
-        count = len(tokens)
-        proposals.token_ids[slot, :count] = tokens
-        proposals.parents[slot, :count] = parents
-        proposals.confidences[slot, :count] = chances
-        proposals.counts[slot] = count
-        proposals.are_trees[slot] = True
+        tree = join_chains(drafts, others, limit, chance, second_chance)
+        proposals.put_tree(slot, tree)
 
 
 def _fill(array: Array, pairs: Sequence[tuple[int, int]]) -> None:

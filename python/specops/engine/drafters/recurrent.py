@@ -2,12 +2,12 @@
 """Drafting token by token with a head: what follows goes through it with its own states.
 
 All of it that does not depend on the head is here: how far a request has come, what runs over
-again, rows and pages, kept states, choosing and drawing drafts, trees. A head is a `DraftHead`.
+again, rows and pages, kept states, choosing and drawing drafts, trees.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specops import batching, sampling
 from specops.batching import DraftIndices
+from specops.engine.draft_trees import branch_chain
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -26,10 +27,10 @@ from specops.engine.drafters.base import (
     TargetStep,
     stage_limit,
 )
+from specops.engine.drafters.head import DraftHead, DraftRows
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, rung
-from specops.engine.models import LayerBatch
 from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 from specops.sampling import Purpose
@@ -40,101 +41,7 @@ WINDOW = 128
 # Longest lag that runs again; behind a longer one heads begin anew, with so many positions.
 CATCH_UP, BEGIN_ANEW = 64, 32
 
-# The target agrees with what a head holds likeliest more often than it says. Of powers 1 to 3
-# the last brought most on the bundled model: 1 to 3 % more tokens a step than the first.
-_SHARPNESS = 3.0
-
 _MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
-
-
-@dataclass(slots=True, kw_only=True)
-class DraftRows(LayerBatch):
-    """The rows of one pass of a head, and where their tokens and states are.
-
-    A row at position i reads the state of position i, and the token behind it that the pass is for.
-    The first two are of `batching.DraftIndices`, the others of the target's step, by slot.
-    """
-
-    row_to_request: Tensor  # int32 [rows]
-    source_rows: Tensor  # int32 [rows]: a row of the states given, or of `kept`
-    slots: Tensor  # int32 [batch]
-    token_ids: Tensor  # int32 [num_slots, max_len]
-    lens: Tensor  # int32 [num_slots]
-    draft_token_ids: Tensor  # int32 [num_slots, k]
-    kept: Tensor | None = None  # [num_slots, window, hidden_size]
-
-
-class DraftHead(Protocol):
-    """What a recurrent drafter runs: weights, keys and values, and a pass."""
-
-    @property
-    def num_passes(self) -> int:
-        """How many passes go over the rows of a step.
-
-        Pass m = 0, 1, .. reads the token m + 1 places behind its row, and drafts the one behind
-        that. The last one then goes on with its own states.
-        """
-
-    @property
-    def is_chained(self) -> bool:
-        """Whether a pass reads the states of the one before it, not the target's."""
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the target whose states `target_states` reads."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Of the states that it reads, the target's and its own."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of these states."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Of its logits."""
-
-    @property
-    def token_map(self) -> Tensor | None:
-        """The token of each logit, int32 [vocab_size]; None: every token in turn."""
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """What it keeps on pages, over all passes."""
-
-    def reserve(self, rows: int) -> None:
-        """Allocates the buffers of passes with up to `rows` rows, which then stay there."""
-
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        """Allocates keys and values, on the target's pages."""
-
-    def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Returns the floats of workspace that attention takes in passes of up to these sizes."""
-
-    def sums_size(self, rows: int, outputs: int) -> int:
-        """Returns the floats that projections split their sums with, those of logits too."""
-
-    def target_states(self, target: TargetStep) -> Tensor:
-        """Returns the states that the first pass reads, [rows of the target, hidden_size]."""
-
-    def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs pass `index` over rows and writes their keys and values.
-
-        Args:
-            index: which pass, from 0.
-            rows: its rows.
-            states: [source rows, hidden_size], of the target, or what a pass gave as the second.
-
-        Returns:
-            What `logits` reads, and what the next pass, or draft, reads as states; both of all
-            rows. They lie in the head's own buffers: the next call overwrites them.
-        """
-
-    def logits(
-        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
-    ) -> Tensor:
-        """Returns the fp32 logits [rows, vocab_size] of rows that `forward` returned first."""
 
 
 class RecurrentShape(NamedTuple):
@@ -530,29 +437,15 @@ class RecurrentStep(DrafterStep):
         count = int(proposals.counts[slot])
         tokens = proposals.token_ids[slot, :count].tolist()
         chances = proposals.confidences[slot, :count].tolist()
-        candidates: list[tuple[float, float, int, int]] = []  # path's chance, its own, depth, token
-        path = 1.0
-        for depth, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
+        others: list[tuple[int, float]] = []
+        for depth, token in enumerate(tokens):
             likeliest = self._likeliest[depth].host[index]
             likeliest = likeliest if token_map is None else token_map[likeliest]
             place = int(likeliest[0] == token)
-            other = min(float(np.exp(self._their_logprobs[depth].host[index, place])), 1.0)
-            first, second = _sharpened(chance, other)
-            candidates.append((path * second, other, depth, int(likeliest[place])))
-            path *= first
-            candidates.append((path, chance, depth, token))
-        # Chances fall along a path, and the chain's own come first: parents precede.
-        order = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], 1 - i % 2))
-        on_chain = {-1: -1}  # by depth, the places of the chain's drafts
-        for place, i in enumerate(order[: part.draft_limit]):
-            _, chance, depth, token = candidates[i]
-            if i % 2:
-                on_chain[depth] = place
-            proposals.token_ids[slot, place] = token
-            proposals.confidences[slot, place] = chance
-            proposals.parents[slot, place] = on_chain[depth - 1]
-        proposals.counts[slot] = min(len(order), part.draft_limit)
-        proposals.are_trees[slot] = True
+            chance = min(float(np.exp(self._their_logprobs[depth].host[index, place])), 1.0)
+            others.append((int(likeliest[place]), chance))
+        chain = list(zip(tokens, chances, strict=True))
+        proposals.put_tree(slot, branch_chain(chain, others, part.draft_limit))
 
     def _bind(self, target: TargetStep) -> None:
         """Makes the views that launches take, once."""
@@ -717,10 +610,3 @@ class RecurrentStep(DrafterStep):
             num_draft_tokens=target.num_draft_tokens,
             out=drafter.index_view(which, size, size) if follows else None,
         )
-
-
-def _sharpened(first: float, second: float) -> tuple[float, float]:
-    """The chances of two tokens by which a tree's nodes are chosen, all others being one third."""
-    others = max(1.0 - first - second, 0.0)
-    weights = [chance**_SHARPNESS for chance in (first, second, others)]
-    return weights[0] / sum(weights), weights[1] / sum(weights)

@@ -295,8 +295,11 @@ class Step:
         if features & Feature.DRAFT_PROBS:
             table = parts.drafting.draft_probs
             assert table.probs is not None
-            self._verify_args["draft_probs"] = table.probs
-            self._verify_args["draft_prob_token_ids"] = table.token_ids
+            listed, width = table.token_ids, self.shape.width
+            self._verify_args["draft_probs"] = table.probs[:, :width]
+            self._verify_args["draft_prob_token_ids"] = (
+                None if listed is None else listed[:, :width]
+            )
             self._verify_args["draft_prob_rows"] = arrays.draft_prob_rows.device
         self._tops: dict[str, Any] = {
             "workspace": workspace,
