@@ -490,7 +490,7 @@ def test_cuda_kernels_in_the_interpreter(
         poison_model(device, engine)
         results.append(bits(run(engine, count=2, max_tokens=12)))
         assert (engine.num_captures > 0) == captures
-        if speculative.method == "mtp":  # random modules are seldom right
+        if "mtp" in speculative.stages:  # random modules are seldom right
             assert engine.stats.speculative.num_draft_tokens > 0
         elif speculative is not NAIVE:
             assert engine.stats.speculative.num_accepted_tokens > 0

@@ -81,6 +81,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(model_dir: Path, speculative: SpeculativeConfig, **config: Any) -> Engine:
     limits = {"max_num_seqs": 4, "num_pages": 14, "max_num_batched_tokens": 64} | config
     settings = {"device": "cpu", "model": str(model_dir), "load_format": "dummy"}
+    settings["methods"] = ("all",)
     return Engine(EngineConfig(speculative_config=speculative, **settings, **limits))
 
 

@@ -77,6 +77,7 @@ def make_engine(tiny: Tiny, speculative: SpeculativeConfig | None = None, **conf
             device="cpu",
             speculative_config=speculative or SpeculativeConfig(method="naive"),
             num_threads=2,
+            methods=("all",),
             **config,
         )
     )

@@ -141,8 +141,10 @@ def _own_options(
     fields_of = {one.name: one.option_names for one in methods()}
     changes: dict[str, dict[str, Any]] = {name: {} for name in fields_of}
     for key, value in values.items():
-        owner = next(name for name in (*stages, *fields_of) if key in fields_of[name])
-        changes[owner][key] = value
+        owners = [name for name in (*stages, *fields_of) if key in fields_of[name]]
+        if not owners:
+            _refuse_unknown(key, SpeculativeConfig.field_defaults())
+        changes[owners[0]][key] = value
     found: dict[str, Options] = {}
     for one in methods():
         own = by_method.get(one.name, {})
@@ -259,13 +261,8 @@ class SpeculativeConfig:
     options: tuple[tuple[str, Options], ...] = field(default=())
 
     def __init__(self, **values: Any) -> None:
-        common = {one.name: one.default for one in fields(self)}
-        known = self.field_defaults()
-        for key in values:
-            if key not in known and key != "options":
-                _refuse_unknown(key, known)
-        for name, default in common.items():
-            object.__setattr__(self, name, values.pop(name, default))
+        for one in fields(self):
+            object.__setattr__(self, one.name, values.pop(one.name, one.default))
         stages = _stages(self.method)
         given = _own_options(self.options, values, stages)
         stages = _continued(stages, given)
@@ -473,7 +470,7 @@ class SpeculativeConfig:
             raise ValueError(f"speculative_config must be an object, got {values!r}")
         known = cls.field_defaults()
         for key in values:
-            if key not in known and key != "options":
+            if key not in known and key != "options":  # before any value is looked at
                 _refuse_unknown(key, known)
         return cls(**values)
 
@@ -507,7 +504,7 @@ class SpeculativeConfig:
         """
         asked = _check_request(request)
         self._complete(asked)
-        config = replace(self, **asked)
+        config = replace(self, **asked) if asked else self
         limit = max_num_speculative_tokens
         if limit is not None and config.num_speculative_tokens > limit:
             raise ValueError(
@@ -527,34 +524,43 @@ class SpeculativeConfig:
 
     def _complete(self, asked: dict[str, Any]) -> None:
         """Adds what follows from what a request has chosen."""
-        stages = _stages(asked.get("method", self.method))
-        continued: dict[str, Any] = {}
-        for one in methods():
-            if one.continued_by is None:
-                continue
-            is_first = self.stages[:1] == (one.name,)
-            if one.continued_by in asked:
-                if is_first and "method" not in asked:
-                    stages = stages[:1]
-                continued[one.continued_by] = asked[one.continued_by]
-            else:  # whoever names the method alone leaves open what continues it
-                keeps = stages == self.stages or (is_first and stages == (one.name,))
-                continued[one.continued_by] = getattr(self, one.continued_by) if keeps else _ALONE
-        own = {"method": "+".join(stages) or NAIVE, **continued}
-        open_lengths: Any = {"num_speculative_tokens": None, "num_model_steps": None, "tree": False}
-        chosen = replace(self, **{**open_lengths, **own})
-        asked |= own
-        if chosen.stages != self.stages:
-            keeps = bool(chosen.stages and self.stages)
-            tokens = self.num_speculative_tokens if keeps else None
-            asked.setdefault("num_speculative_tokens", tokens)
-            if chosen.stages[:1] != self.stages[:1]:
-                can = len(chosen.stages) == 1 and chosen._first.can_draft_trees
-                asked.setdefault("tree", self.tree and can)
+        strategies = {one.continued_by: one.name for one in methods() if one.continued_by}
+        if "method" in asked or not strategies.keys().isdisjoint(asked):
+            self._complete_method(asked, strategies)
         if "num_speculative_tokens" in asked:
             asked.setdefault("num_model_steps", None)
         if asked.get("accept_policy", "synthetic") != "synthetic":
             asked.setdefault("synthetic_acceptance_rates", None)
+
+    def _complete_method(self, asked: dict[str, Any], strategies: Mapping[str, str]) -> None:
+        """Adds what follows from the methods that a request has chosen.
+
+        Args:
+            asked: what it has chosen.
+            strategies: the fields that say what continues a method, and whose they are.
+        """
+        stages = _stages(asked.get("method", self.method))
+        for field_name, name in strategies.items():
+            is_first = self.stages[:1] == (name,)
+            if field_name not in asked:
+                # Whoever names the method alone leaves open what continues it.
+                keeps = stages == self.stages or (is_first and stages == (name,))
+                asked[field_name] = getattr(self, field_name) if keeps else _ALONE
+            elif is_first and "method" not in asked:
+                stages = stages[:1]
+        asked["method"] = "+".join(stages) or NAIVE
+        for field_name, name in strategies.items():
+            if stages == (name,) and asked[field_name] != _ALONE:
+                stages += (str(asked[field_name]).removeprefix("with_"),)
+        before = self.stages
+        if stages == before:
+            return
+        keeps = bool(stages and before)
+        asked.setdefault("num_speculative_tokens", self.num_speculative_tokens if keeps else None)
+        asked.setdefault("num_model_steps", None)
+        if stages[:1] != before[:1]:
+            can = len(stages) == 1 and method_of(stages[0]).can_draft_trees
+            asked.setdefault("tree", self.tree and can)
 
     def require_runnable(
         self,

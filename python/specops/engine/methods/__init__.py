@@ -7,6 +7,7 @@ loaded.
 """
 
 import importlib
+from functools import cache
 from types import ModuleType
 
 from specops.engine.methods import checks
@@ -55,13 +56,17 @@ def default_method() -> str:
 
 def method_of(name: str) -> Method:
     """The description of a method of the registry."""
-    method: Method = importlib.import_module(METHODS[name]).METHOD
-    return method
+    return next(one for one in methods() if one.name == name)
 
 
 def methods() -> tuple[Method, ...]:
     """The descriptions of all methods, in the registry's order."""
-    return tuple(map(method_of, METHODS))
+    return _described(tuple(METHODS.values()))
+
+
+@cache
+def _described(modules: tuple[str, ...]) -> tuple[Method, ...]:
+    return tuple(importlib.import_module(module).METHOD for module in modules)
 
 
 def drafting_order() -> tuple[str, ...]:

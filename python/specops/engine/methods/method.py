@@ -3,6 +3,7 @@
 
 import importlib
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 
@@ -68,7 +69,7 @@ class Method:
     is_on_host: bool = False
     learns: bool = False
 
-    @property
+    @cached_property
     def option_names(self) -> tuple[str, ...]:
         """The names of its own fields."""
         return tuple(one.name for one in fields(self.options))
