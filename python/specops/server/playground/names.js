@@ -39,8 +39,8 @@ export const hasModel = (choice) => partsOf(choice)[0].needs_weights === true;
 /** Whether drafts may be trees. */
 export const hasTrees = (choice) => !isHybrid(choice) && partsOf(choice)[0].can_draft_trees === true;
 
-/** Whether a later run of the same request has better drafts, from what the first one wrote. */
-export const learns = (choice) => partsOf(choice).some((one) => one.learns);
+/** Who makes a later run of the same request have better drafts, from what the first one wrote; undefined: nobody. */
+export const learns = (choice) => partsOf(choice).find((one) => one.learns)?.title;
 
 /** The speculative_config of a choice; `steps` is null for what the server takes by itself. */
 export function configOf(choice, {k, steps, tree}) {
