@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 from specops.engine import (
     Completion,
@@ -97,8 +96,7 @@ class FakeEngine:
         self.missing_methods: dict[str, str] = {}
         self.stats = EngineStats()
         names = [f"suffix_cache_{what}" for what in ("requests", "tokens", "bytes")]
-        gauges = [(name, "Of responses", 0) for name in names]
-        self.drafters = {"suffix": SimpleNamespace(gauges=lambda: gauges)}
+        self.drafter_gauges = dict.fromkeys(names, 0)
         self.has_unsaved_drafters = False
         self.times_drafting = times_drafting
         self.num_pages = 1000

@@ -52,7 +52,8 @@ VICTIM = 1  # who fails, where it is one request
 OF_A_REQUEST = {"draft_kv", "start", "stop", "leave", "num_rows_behind"}
 OF_A_STEP = {"plan", "new_step", "finish"}
 OF_A_LAUNCH = {"fill", "launch", "read"}  # a `DrafterStep`'s
-AT_REST = {"allocate", "is_unsaved", "save"}  # when an engine begins, and has nothing to do
+# When an engine begins, and has nothing to do.
+AT_REST = {"allocate", "forget", "gauges", "is_unsaved", "save"}
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1},
@@ -354,6 +355,11 @@ def test_what_outlives_an_engine_may_raise(
     monkeypatch.setattr(kind, "is_unsaved", property(Planted(lambda self: True, times=10**9)))
     assert not engine.has_unsaved_drafters
     assert "is_unsaved of drafter ngram failed" in caplog.text
+    monkeypatch.setattr(kind, "gauges", Planted(lambda self: {}, times=10**9))
+    assert sorted(engine.drafter_gauges) == [
+        f"suffix_cache_{what}" for what in ("bytes", "requests", "tokens")
+    ]
+    assert "gauges of drafter ngram failed" in caplog.text
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])

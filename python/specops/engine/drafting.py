@@ -147,6 +147,17 @@ class Drafting:
                 logger.error("is_unsaved of drafter %s failed", drafter.name, exc_info=error)
         return False
 
+    @property
+    def gauges(self) -> dict[str, int]:
+        """What drafters have to show in metrics, as far as they can be asked."""
+        found: dict[str, int] = {}
+        for drafter in self.drafters.values():
+            try:
+                found |= drafter.gauges()
+            except Exception as error:
+                logger.error("gauges of drafter %s failed", drafter.name, exc_info=error)
+        return found
+
     def draft_kv(self, request: Request) -> DraftKv | None:
         """What a request's drafters keep on its pages; at most one keeps anything."""
         drafters = self._drafters_of(request)

@@ -26,6 +26,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from specops.engine.engine import Engine
+from specops.engine.methods import methods
 from specops.engine.outputs import Completion
 from specops.server.jobs import Span
 
@@ -200,12 +201,18 @@ class _EngineCollector(Collector):
     def _gauges(self) -> Iterator[Metric]:
         """What there is at the moment."""
         engine = self._engine
+        gauges = engine.drafter_gauges
         used = 1 - engine.num_free_pages / engine.num_pages
         for name, text, value in (
             ("num_requests_running", "Choices that run", engine.num_running),
             ("num_requests_waiting", "Choices that wait", self.num_waiting()),
             ("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1", used),
-            *(gauge for drafter in engine.drafters.values() for gauge in drafter.gauges()),
+            *(
+                (name, text, gauges[name])
+                for method in methods()
+                for name, text in method.gauges
+                if name in gauges
+            ),
         ):
             gauge = GaugeMetricFamily(f"specops:{name}", text, labels=_LABELS)
             gauge.add_metric([engine.model_name], value)

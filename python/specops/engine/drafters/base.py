@@ -255,9 +255,9 @@ class Drafter:
     def finish(self, results: StepResults) -> None:
         """Takes in a step on the host, whatever its requests; may draft into the proposals."""
 
-    def gauges(self) -> list[tuple[str, str, float]]:
-        """What it has to show in metrics: of each a name, a text, and the value now."""
-        return []
+    def gauges(self) -> Mapping[str, int]:
+        """The values of `Method.gauges`, by name."""
+        return {}
 
     def forget(self) -> None:
         """Drops what it has learnt from other requests; none is running."""

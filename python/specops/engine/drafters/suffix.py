@@ -2,6 +2,7 @@
 """Suffix decoding: what followed the last tokens, here or in other requests, most often."""
 
 import secrets
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -151,18 +152,13 @@ class SuffixDrafter(Drafter):
         """Whether there is a file that has not what is here."""
         return self._store.is_unsaved
 
-    def gauges(self) -> list[tuple[str, str, float]]:
+    def gauges(self) -> Mapping[str, int]:
         """What the shared tree holds."""
-        cache = self.cache
-        return [
-            (
-                "suffix_cache_requests",
-                "Responses that suffix decoding drafts from",
-                cache.num_cached_requests,
-            ),
-            ("suffix_cache_tokens", "Tokens of these responses", cache.num_cached_tokens),
-            ("suffix_cache_bytes", "Memory that they take", cache.num_bytes),
-        ]
+        return {
+            "suffix_cache_requests": self.cache.num_cached_requests,
+            "suffix_cache_tokens": self.cache.num_cached_tokens,
+            "suffix_cache_bytes": self.cache.num_bytes,
+        }
 
     def forget(self) -> None:
         """Drops the responses of other requests."""

@@ -51,6 +51,7 @@ class Method:
         may_follow: it can continue what another method has drafted.
         is_on_host: it drafts on the host, behind all that draft on the device.
         learns: the same request has other drafts the next time.
+        gauges: metrics of its drafter, by name, with what each says.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Method:
     may_follow: bool = False
     is_on_host: bool = False
     learns: bool = False
+    gauges: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def option_names(self) -> tuple[str, ...]:

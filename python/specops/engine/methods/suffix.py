@@ -74,4 +74,9 @@ METHOD = Method(
     may_follow=True,
     is_on_host=True,
     learns=True,
+    gauges=(
+        ("suffix_cache_requests", "Responses that suffix decoding drafts from"),
+        ("suffix_cache_tokens", "Tokens of these responses"),
+        ("suffix_cache_bytes", "Memory that they take"),
+    ),
 )
