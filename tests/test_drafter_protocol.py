@@ -308,6 +308,26 @@ def test_drafters_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proposals.counts.tolist() == [6, 6, 2]
 
 
+def test_drafts_are_their_own_stages(toy: dict[str, Any]) -> None:
+    """By how many drafts there are before and after each, on the device and on the host."""
+    engine = make(
+        SpeculativeConfig(num_speculative_tokens=6, **{**toy, "method": "toy+ngram+suffix"})
+    )
+    greedy = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, report_drafts=True)
+    text = engine.tokenizer.encode(prompts()[0])[:100]
+    found = Counter[str]()
+    cases: list[tuple[Any, int]] = [(None, 1), ({"num_model_steps": 3}, 3)]
+    for own, most in (*cases, ({"method": "ngram+suffix"}, 0)):
+        engine.add_request(text, greedy, speculative_config=own)
+        while engine.has_unfinished():
+            for output in engine.step():
+                sources = [] if output.drafts is None else output.drafts.sources
+                order = [("toy", "ngram", "suffix").index(source) for source in sources]
+                assert order == sorted(order) and sources.count("toy") <= most
+                found.update(sources)
+    assert min(found[source] for source in ("toy", "ngram", "suffix")) > 5
+
+
 def test_a_model_without_a_method_runs_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(context: DrafterContext) -> Drafter:
         raise MethodUnavailable("/models/some: it has no such head", "it has no such head")

@@ -238,6 +238,28 @@ def test_what_fastdeploys_documents_show(text: str, expected: dict[str, Any]) ->
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+def test_options_of_one_method() -> None:
+    """By method, in JSON too; what stands beside them comes first, and all can be read flat."""
+    nested = make(method="ngram", options={"ngram": {"max_ngram_size": 7}, "mtp": {"model": "/m"}})
+    assert nested == make(method="ngram", max_ngram_size=7, model="/m")
+    assert (nested.max_ngram_size, nested.min_ngram_size, nested.model) == (7, 2, "/m")
+    assert make(options={"ngram": {"max_ngram_size": 7}}, max_ngram_size=8).max_ngram_size == 8
+    assert make(**nested.as_dict()) == nested
+    assert nested.as_dict().keys() - nested.as_dict(without_files=True).keys() == {
+        "model",
+        "draft_vocab",
+    }
+    for options, message in (
+        ({"eagle": {}}, "options must be one of ngram, suffix, mtp; got 'eagle'"),
+        ({"ngram": 3}, "options.ngram must be an object, got 3"),
+        ({"ngram": {"model": "/m"}}, "has no field 'model'; known: min_ngram_size"),
+        ({"ngram": {"max_ngram_sizes": 3}}, r"did you mean max_ngram_size\?"),
+        (3, "options must be an object by method, got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(method="ngram", options=options)
+
+
 def test_json() -> None:
     text = '{"method": "ngram", "num_speculative_tokens": 5}'
     assert SpeculativeConfig.from_json(text) == make(method="ngram", num_speculative_tokens=5)
