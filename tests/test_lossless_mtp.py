@@ -190,7 +190,7 @@ class Record:
             self.drafts[key] = drafts
         if config.mtp_strategy != "default" or count < drafter.num_steps:
             return
-        logits = drafter.choices.logits[row].numpy().tobytes()
+        logits = drafter.arrays.choices.logits[row].numpy().tobytes()
         known_logits = self.logits.setdefault((*key, count), logits)
         assert known_logits == logits, f"{request.request_id}: {len(text)} tokens"
         self.num_logits_seen_again += known_logits is not logits

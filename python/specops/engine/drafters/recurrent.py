@@ -27,6 +27,7 @@ from specops.engine.drafters.base import (
     TargetStep,
     stage_limit,
 )
+from specops.engine.drafters.draft_arrays import Choices, DraftArrays
 from specops.engine.drafters.head import DraftHead, DraftRows
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
@@ -40,8 +41,6 @@ from specops.sampling import Purpose
 WINDOW = 128
 # Longest lag that runs again; behind a longer one heads begin anew, with so many positions.
 CATCH_UP, BEGIN_ANEW = 64, 32
-
-_MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
 
 
 class RecurrentShape(NamedTuple):
@@ -78,21 +77,6 @@ class _Progress:
     redraft_len: int = -1  # of this step: rows before its own that run again; -1: none runs
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """Per request of a step: what a draft is chosen from, and the choice."""
-
-    states: Tensor  # [batch, hidden_size]
-    logits: Tensor  # float32 [batch, draft vocabulary]
-    sampled: Tensor  # int32 [batch]
-    drawn: Tensor  # int32 [batch]; the same with numbers of its own
-    token_ids: Tensor  # int32 [batch]; the same but for a reduced draft vocabulary
-    positions: Tensor  # int32 [batch]; of the tokens, in a second pass over rows or later
-    anchors: Tensor  # int32 [batch]
-    is_drawn: Tensor  # bool [batch]; with numbers of its own
-    lse: Tensor  # float32 [batch]
-
-
 class RecurrentDrafter(Drafter):
     """Drafts with a head.
 
@@ -113,6 +97,8 @@ class RecurrentDrafter(Drafter):
         max_redrafts: rows before the step's that may run again in one step, but for those that
             several passes always run again.
         max_rows: rows of the longest pass.
+        arrays: that its steps share.
+        kept: [slots, WINDOW, hidden_size], the target's states of each slot's last positions.
     """
 
     def __init__(self, name: str, context: DrafterContext, head: DraftHead, *, draws: bool) -> None:
@@ -137,33 +123,9 @@ class RecurrentDrafter(Drafter):
         self.has_anchors: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self.num_steps = 0  # passes that any request has asked for
         head.reserve(self.max_rows)
+        self.arrays = DraftArrays(head, slots, self.max_rows, device)
         where, width = device.device, head.hidden_size
         self.kept = torch.zeros((slots, WINDOW, width), dtype=head.dtype, device=where)
-        # The first pass of a step, and those behind it, which read one and write the other.
-        sizes = (self.max_rows, slots, slots)
-        self._indices = [DraftIndices.empty(slots, total_rows=n, device=where) for n in sizes]
-        # Read between passes where the host may look: numpy is the quickest way to do it.
-        self._row_ends = [] if device.is_async else [one.qo_indptr.numpy() for one in self._indices]
-        self.same_rows = torch.arange(self.max_rows, dtype=torch.int32, device=where)
-        self.head_kv_lens = torch.zeros(slots, dtype=torch.int32, device=where)
-        ints = torch.zeros((5, slots), dtype=torch.int32, device=where)
-        self.choices = _Choices(
-            torch.empty((slots, width), dtype=head.dtype, device=where),
-            torch.empty((slots, head.vocab_size), dtype=torch.float32, device=where),
-            ints[0],
-            ints[1],
-            ints[0] if token_map is None else ints[2],
-            ints[3],
-            ints[4],
-            torch.zeros(slots, dtype=torch.bool, device=where),
-            torch.empty(slots, dtype=torch.float32, device=where),
-        )
-        workspace = sampling.sampling_workspace(self.choices.logits)
-        if workspace is None:  # given, so that no call has to find out
-            workspace = torch.empty(0, dtype=torch.uint8, device=where)
-        self.workspace = workspace
-        self._index_views: dict[tuple[int, int, int], DraftIndices] = {}
-        self._choice_views: dict[int, _Choices] = {}
 
     def allocate(self, num_pages: int) -> None:
         """Allocates the head's keys and values, on the target's pages."""
@@ -284,51 +246,6 @@ class RecurrentDrafter(Drafter):
     def progress_of(self, part: Scheduled) -> _Progress | None:
         """How far the head is with a request; None: it is of another method."""
         return self._progress.get(part.request.slot)
-
-    def with_rows(self, which: int, indices: DraftIndices) -> DraftIndices | None:
-        """The rows there are, where the host may look; None: there are none."""
-        if not self._row_ends:
-            return indices
-        size = indices.kv_lens.shape[0]
-        rows = int(self._row_ends[which][size])
-        return self.index_view(which, size, rows) if rows else None
-
-    def index_view(self, which: int, size: int, rows: int) -> DraftIndices:
-        """The first requests and rows of the index arrays."""
-        view = self._index_views.get((which, size, rows))
-        if view is None:
-            if len(self._index_views) >= _MAX_KEPT_VIEWS:
-                self._index_views.clear()
-            whole = self._indices[which]
-            view = self._index_views[which, size, rows] = DraftIndices(
-                qo_indptr=whole.qo_indptr[: size + 1],
-                kv_lens=whole.kv_lens[:size],
-                last_rows=whole.last_rows[:size],
-                draft_positions=whole.draft_positions[:size],
-                row_to_request=whole.row_to_request[:rows],
-                positions=whole.positions[:rows],
-                cache_slots=whole.cache_slots[:rows],
-                source_rows=whole.source_rows[:rows],
-            )
-        return view
-
-    def choice_view(self, size: int) -> _Choices:
-        """The first requests of what drafts are chosen from."""
-        view = self._choice_views.get(size)
-        if view is None:
-            whole = self.choices
-            view = self._choice_views[size] = _Choices(
-                whole.states[:size],
-                whole.logits[:size],
-                whole.sampled[:size],
-                whole.drawn[:size],
-                whole.token_ids[:size],
-                whole.positions[:size],
-                whole.anchors[:size],
-                whole.is_drawn[:size],
-                whole.lse[:size],
-            )
-        return view
 
 
 class RecurrentStep(DrafterStep):
@@ -473,7 +390,7 @@ class RecurrentStep(DrafterStep):
 
     def _draft(self, target: TargetStep, states: Tensor) -> None:
         drafter, rows, size = self._drafter, self.rows, self._step.batch
-        head = drafter.head
+        head, arrays = drafter.head, drafter.arrays
         first = batching.prepare_draft_batch(
             rows.drafting_slots,
             target.qo_indptr,
@@ -486,14 +403,14 @@ class RecurrentStep(DrafterStep):
             page_size=drafter.page_size,
             total_rows=self._shape.rows,
             window=WINDOW,
-            out=drafter.index_view(0, size, self._shape.rows),
+            out=arrays.index_view(0, size, self._shape.rows),
         )
-        indices = drafter.with_rows(0, first)
+        indices = arrays.with_rows(0, first)
         if indices is None:
             return
         count = min(drafter.num_steps, target.draft_token_ids.shape[1])
         if self._shape.has_own_numbers:
-            anchors = drafter.choice_view(size).anchors
+            anchors = drafter.arrays.choice_view(size).anchors
             torch.add(first.draft_positions, 1, out=anchors)
             anchors.mul_(rows.has_anchors)
         source_rows = indices.source_rows
@@ -502,12 +419,12 @@ class RecurrentStep(DrafterStep):
             hidden, recycled = head.forward(index, passed, states)
             if head.is_chained:
                 states = recycled
-                source_rows = drafter.same_rows[: source_rows.shape[0]]
+                source_rows = arrays.same_rows[: source_rows.shape[0]]
             if index < count:
                 self._choose(target, indices, hidden, step=index, count=count)
         for step in range(drafter.num_passes, count):
             which = 1 + step % 2
-            indices = drafter.with_rows(which, drafter.index_view(which, size, size))
+            indices = arrays.with_rows(which, arrays.index_view(which, size, size))
             if indices is None:
                 return
             passed = self._pass(target, indices, indices.source_rows)
@@ -520,7 +437,7 @@ class RecurrentStep(DrafterStep):
         if skipped is not None:
             # Some lists begin later here, and then not with what they share.
             prefix_leaders = prefix_lens = None
-            kv_lens = self._drafter.head_kv_lens[: skipped.shape[0]]
+            kv_lens = self._drafter.arrays.kv_lens[: skipped.shape[0]]
             torch.sub(indices.kv_lens, skipped, out=kv_lens)
             kv_lens.clamp_(min=0)  # without rows
         return DraftRows(
@@ -543,7 +460,7 @@ class RecurrentStep(DrafterStep):
             kept=self._drafter.kept,
         )
 
-    def _note_likeliest(self, choices: _Choices, step: int) -> None:
+    def _note_likeliest(self, choices: Choices, step: int) -> None:
         """Notes the two likeliest tokens of a pass, for trees."""
         sampling.top_logprobs(
             choices.logits,
@@ -551,7 +468,7 @@ class RecurrentStep(DrafterStep):
             token_ids=self._likeliest[step].device,
             logprobs=self._their_logprobs[step].device,
             lse=choices.lse,
-            workspace=self._drafter.workspace,
+            workspace=self._drafter.arrays.workspace,
         )
 
     def _choose(
@@ -565,14 +482,14 @@ class RecurrentStep(DrafterStep):
     ) -> None:
         """Chooses draft `step` of `count`, and makes the rows of the pass behind it."""
         drafter, head, size = self._drafter, self._drafter.head, self._step.batch
-        choices = drafter.choice_view(size)
+        choices = drafter.arrays.choice_view(size)
         batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
         head.logits(choices.states, out=choices.logits, sums=target.sums)
         positions = indices.draft_positions
         if 0 < step < drafter.num_passes and self._choosing:
             # The rows are the first pass's, and the token is one further on for each pass.
             positions = torch.add(positions, step, out=choices.positions)
-        choosing: dict[str, Any] = {**self._choosing, "workspace": drafter.workspace}
+        choosing: dict[str, Any] = {**self._choosing, "workspace": drafter.arrays.workspace}
         logprobs = self._logprobs[step].device if self._logprobs else None
         sampling.sample(
             choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
@@ -608,5 +525,5 @@ class RecurrentStep(DrafterStep):
             ahead=drafter.num_passes,
             draft_token_ids=target.draft_token_ids,
             num_draft_tokens=target.num_draft_tokens,
-            out=drafter.index_view(which, size, size) if follows else None,
+            out=drafter.arrays.index_view(which, size, size) if follows else None,
         )
