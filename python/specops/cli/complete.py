@@ -22,7 +22,7 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
-from specops.engine.methods import method_names
+from specops.engine.methods import METHODS, method_names
 from specops.engine.outputs import TARGET
 from specops.engine.tokenizer import TextStream
 
@@ -87,6 +87,9 @@ def _complete(args: argparse.Namespace) -> int:
     settings = engine_settings(args)
     if args.compare:  # the second run must not find the first one's pages
         settings["enable_prefix_caching"] = False
+    if args.method is not None:  # loads what it names; what it is not is said below
+        parts = args.method.lower().split("+")
+        settings["methods"] = tuple(name for name in parts if name in METHODS)
     engine = Engine(EngineConfig(max_num_seqs=1, **settings))
     params = SamplingParams(
         max_tokens=args.max_tokens,
