@@ -3,6 +3,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,16 +148,26 @@ def test_layers_are_tapped_for_those_that_read_them(
 def test_its_steps_are_replayed(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
-    """With the bits of plain decoding, and the drafts of steps that are not."""
+    """With the bits of plain decoding, and the drafts of steps that are not, whoever made them."""
     texts, each, expected = plain()
-    config = SpeculativeConfig(num_speculative_tokens=3, **toy)
-    eager = make(config, max_num_seqs=4).generate(texts[:6], each[:6])
+    told = [replace(one, report_drafts=True, max_tokens=40) for one in each[:4]]
+    toy = {**toy, "method": "toy+ngram", "num_speculative_tokens": 4, "num_model_steps": 2}
+
+    def run() -> tuple[Engine, list[Completion], list[Any]]:
+        engine = make(SpeculativeConfig(**toy), max_num_seqs=4)
+        names = [engine.add_request(text, one) for text, one in zip(texts, told, strict=False)]
+        drafts = []
+        while engine.has_unfinished():
+            drafts += [(one.request_id, one.drafts) for one in engine.step()]
+        return engine, [engine.completion(name) for name in names], drafts
+
+    _, _, eager = run()
     device = TwinDevice(captures=captures)
     monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
-    engine = make(config, max_num_seqs=4)
-    done = engine.generate(texts[:6], each[:6])
-    assert list(map(bits, done)) == list(map(bits, expected[:6]))
-    assert [one.stats for one in done] == [one.stats for one in eager]
+    engine, done, drafts = run()
+    assert list(map(bits, done)) == [bits(one)[:40] for one in expected[:4]]
+    assert drafts == eager
+    assert {source for _, one in drafts if one for source in one.sources} == {"toy", "ngram"}
     steps = engine._runner._memory._steps.values()
     captured = [one for one in steps if one.is_captured and one.shape.drafters]
     assert bool(captured) == captures
@@ -167,7 +178,7 @@ def test_two_drafters_draw_in_the_same_steps(
 ) -> None:
     """Each has rows of its own; of a reduced vocabulary, with the tokens of its entries."""
     texts, _, _ = plain()
-    each = [params(i, 0.8) for i in range(8)]
+    each = [replace(params(i, 0.8), max_tokens=60) for i in range(8)]
     engine = make(SpeculativeConfig(num_speculative_tokens=3, verify_strategy="rejection", **toy))
     kinds: list[dict[str, Any]] = [{"method": "toy"}, {"method": "mtp"}]
     alone = [
