@@ -60,16 +60,15 @@ _TREE_POLICIES = ("normal", "reject_all")
 _ALONE = "default"  # of `Method.continued_by`: nothing continues the method
 _UNSET = cast(int, None)  # replaced when it is made, so that readers see plain integers
 
-O = TypeVar("O", bound=Options)  # noqa: E741
+OwnOptions = TypeVar("OwnOptions", bound=Options)
 
 
 def _stages(value: object) -> tuple[str, ...]:
     """The methods that a `method` names, in their one spelling; none of "naive"."""
     names = method_names()
-    if not isinstance(value, str):
-        checks.choice("method", value, names)
     spelt = {alias: one.name for one in methods() for alias in one.aliases}
-    parts = [spelt.get(part, part) for part in cast(str, value).lower().split("+")]
+    asked = value.lower().split("+") if isinstance(value, str) else [value]
+    parts: list[Any] = [spelt.get(str(part), part) for part in asked]
     if len(parts) == 1:
         checks.choice("method", parts[0], names)
         return () if parts[0] == NAIVE else (parts[0],)
@@ -136,7 +135,7 @@ def _own_options(
         raise ValueError(f"options must be an object by method, got {given!r}") from None
     for name, own in by_method.items():
         checks.choice("options", name, tuple(METHODS))
-        if not isinstance(own, (Mapping, Options)):
+        if not isinstance(own, (Mapping, method_of(name).options)):
             raise ValueError(f"options.{name} must be an object, got {own!r}")
     fields_of = {one.name: one.option_names for one in methods()}
     changes: dict[str, dict[str, Any]] = {name: {} for name in fields_of}
@@ -314,7 +313,7 @@ class SpeculativeConfig:
             or any(getattr(own, file) is not None for file in method_of(name).files)
         )
 
-    def options_of(self, kind: type[O]) -> O:
+    def options_of(self, kind: type[OwnOptions]) -> OwnOptions:
         """A method's own fields, by their class."""
         return next(one for _, one in self.options if isinstance(one, kind))
 
