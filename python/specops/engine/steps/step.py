@@ -293,14 +293,7 @@ class Step:
             "workspace": workspace,
         }
         if features & Feature.DRAFT_PROBS:
-            table = parts.drafting.draft_probs
-            assert table.probs is not None
-            listed, width = table.token_ids, self.shape.width
-            self._verify_args["draft_probs"] = table.probs[:, :width]
-            self._verify_args["draft_prob_token_ids"] = (
-                None if listed is None else listed[:, :width]
-            )
-            self._verify_args["draft_prob_rows"] = arrays.draft_prob_rows.device
+            self._bind_draft_probs()
         self._tops: dict[str, Any] = {
             "workspace": workspace,
             "token_ids": arrays.top_ids.device,
@@ -314,6 +307,17 @@ class Step:
                 "output_indptr": self._indices.output_indptr,
                 "draft_token_ids": arrays.draft_token_ids.device,
             }
+
+    def _bind_draft_probs(self) -> None:
+        """Adds what drafts were drawn from."""
+        table, width = self._parts.drafting.draft_probs, self.shape.width
+        assert table.probs is not None
+        listed = table.token_ids
+        self._verify_args |= {
+            "draft_probs": table.probs[:, :width],
+            "draft_prob_token_ids": None if listed is None else listed[:, :width],
+            "draft_prob_rows": self.arrays.draft_prob_rows.device,
+        }
 
     def _bind_trees(self, trees: StepTrees) -> None:
         """Adds what trees have to what choosing tokens takes."""
