@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 from specops.engine import (
     Completion,
@@ -95,8 +94,8 @@ class FakeEngine:
         self.runnable_methods = methods
         self.missing_methods: dict[str, str] = {}
         self.stats = EngineStats()
-        cache = SimpleNamespace(num_cached_requests=0, num_cached_tokens=0, num_bytes=0)
-        self.drafters = {"suffix": SimpleNamespace(cache=cache)}
+        names = [f"suffix_cache_{what}" for what in ("requests", "tokens", "bytes")]
+        self.drafter_gauges = dict.fromkeys(names, 0)
         self.has_unsaved_drafters = False
         self.times_drafting = times_drafting
         self.num_pages = 1000

@@ -3,13 +3,17 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draft_lengths import RandomLengths
+from specops import sampling
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.config import BUNDLED_MODEL
 from specops.engine.drafters import (
     Drafter,
     DrafterContext,
@@ -18,20 +22,29 @@ from specops.engine.drafters import (
     TargetStep,
     stage_limit,
 )
+from specops.engine.drafters.recurrent import RecurrentDrafter, RecurrentStep
 from specops.engine.drafting import share_out
 from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.methods import METHODS, drafting_order, method_names
+from specops.engine.models import Transformer
+from specops.engine.tokenizer import Tokenizer
 from test_lossless import bits, params, prompts
-from toy_drafter import ToyDrafter, ToyStep
+from toy_drafter import ToyHead, write_weights
+from twin_device import TwinDevice
 
 NAIVE = SpeculativeConfig(method="naive")
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registry line."""
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """The registry line, and weights; what a configuration says to have it."""
+    texts, _, done = plain()
     monkeypatch.setitem(METHODS, "toy", "toy_drafter")
+    encode = Tokenizer.from_dir(BUNDLED_MODEL).encode
+    outputs = [encode(text) + one.token_ids for text, one in zip(texts, done, strict=True)]
+    write_weights(tmp_path, outputs, 4096, 192)
+    return {"method": "toy", "model": str(tmp_path)}
 
 
 def make(speculative: SpeculativeConfig, **config: Any) -> Engine:
@@ -56,18 +69,18 @@ LIMITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("limits", LIMITS, ids=["wide", "chunks", "preemption", "both"])
 @pytest.mark.corners("both")
-def test_a_drafter_of_one_file_changes_nothing(toy: None, limits: dict[str, Any]) -> None:
+def test_a_drafter_of_one_file_changes_nothing(toy: dict[str, Any], limits: dict[str, Any]) -> None:
     texts, each, expected = plain()
-    engine = make(SpeculativeConfig(method="toy", num_speculative_tokens=3), **limits)
+    engine = make(SpeculativeConfig(num_speculative_tokens=3, **toy), **limits)
     done = engine.generate(texts, each)
     assert [i for i, one in enumerate(done) if bits(one) != bits(expected[i])] == []
     spec = engine.stats.speculative
-    assert spec.num_draft_tokens > 1000 and spec.num_accepted_tokens > 0
+    assert spec.num_draft_tokens > 1000 and spec.num_accepted_tokens > spec.num_draft_tokens // 10
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
     assert engine.num_free_pages == engine.num_pages
     # Beside other methods, in the same steps and on the same pages.
     RandomLengths().decide_for(engine)
-    kinds: list[Any] = [None, {"method": "ngram"}, {"method": "mtp"}, {"method": "naive"}]
+    kinds: list[Any] = [None, {"method": "ngram"}, {"method": "mtp"}, {"method": "toy+ngram"}]
     names = [
         engine.add_request(text, one, speculative_config=kinds[i % 4])
         for i, (text, one) in enumerate(zip(texts[:24], each[:24], strict=True))
@@ -77,41 +90,167 @@ def test_a_drafter_of_one_file_changes_nothing(toy: None, limits: dict[str, Any]
     assert [bits(engine.completion(name)) for name in names] == list(map(bits, expected[:24]))
 
 
-def test_its_states_are_those_of_its_own_tokens(toy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_states_are_those_of_its_own_tokens(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Taps are the states that leave the layers, and pages found by another request have them."""
     seen: dict[tuple[int, ...], torch.Tensor] = {}
     again = Counter[bool]()
-    launch = ToyStep.launch
+    launch = RecurrentStep.launch
 
-    def watched(self: ToyStep, target: TargetStep) -> None:
+    def watched(self: RecurrentStep, target: TargetStep) -> None:
         launch(self, target)
-        size = self.drafter.config.page_size
+        head, size = self._drafter.head, self._drafter.page_size
+        if not isinstance(head, ToyHead):
+            return
         for row, slot in enumerate(target.slots.tolist()):
-            if slot not in watching:
-                continue
             pages = target.kv_indices[int(target.kv_indptr[row]) :]
-            for position in range(int(target.kv_lens[row])):
-                if position >= int(target.lens[slot]) - 1:
-                    break  # rejected drafts
+            known = int(target.lens[slot]) - 1  # the newest token has no states
+            for position in range(min(int(target.kv_lens[row]), known)):
                 key = tuple(target.token_ids[slot, : position + 1].tolist())
-                state = self.drafter.kept[int(pages[position // size]) * size + position % size]
-                known = seen.setdefault(key, state.clone())
-                again[known is not state and torch.equal(known, state)] += 1
+                state = head.kept[int(pages[position // size]) * size + position % size]
+                found = seen.setdefault(key, state.clone())
+                again[found is not state and torch.equal(found, state)] += 1
 
-    monkeypatch.setattr(ToyStep, "launch", watched)
-    engine = make(SpeculativeConfig(method="toy", num_speculative_tokens=2), max_num_seqs=4)
-    watching = set(range(4))
+    monkeypatch.setattr(RecurrentStep, "launch", watched)
+    engine = make(SpeculativeConfig(num_speculative_tokens=2, **toy), max_num_seqs=4)
     text = engine.tokenizer.encode(prompts()[0])[:80]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     # A plain request first: its pages have no states, and are no hits.
     engine.generate([text], greedy, speculative_config={"method": "naive"})
     assert engine.stats.prefix_cache_hits == 0
-    watching.clear()
-    watching |= set(range(4))
     engine.generate([text, text[:50], [*text[:70], 7, 8]], greedy)
     engine.generate([[*text, 5]], greedy)
     assert engine.stats.prefix_cache_hits > 0
     assert set(again) == {True} and again[True] > 500
+
+
+def test_layers_are_tapped_for_those_that_read_them(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tapped: list[tuple[int, ...]] = []
+    forward = Transformer.forward
+
+    def watched(self: Transformer, batch: Any, cache: Any, taps: Any = None) -> torch.Tensor:
+        tapped.append(tuple(taps or ()))
+        return forward(self, batch, cache, taps)
+
+    monkeypatch.setattr(Transformer, "forward", watched)
+    engine = make(SpeculativeConfig(num_speculative_tokens=2, **toy))
+    greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    for method, expected in (("mtp", ()), ("ngram", ()), ("naive", ()), ("toy", (0, 2))):
+        tapped.clear()
+        engine.generate([[5, 6, 7]], greedy, speculative_config={"method": method})
+        assert set(tapped) == {expected}, method
+
+
+@pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
+def test_its_steps_are_replayed(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    """With the bits of plain decoding, and the drafts of steps that are not, whoever made them."""
+    texts, each, expected = plain()
+    told = [replace(one, report_drafts=True, max_tokens=40) for one in each[:4]]
+    toy = {**toy, "method": "toy+ngram", "num_speculative_tokens": 4, "num_model_steps": 2}
+
+    def run() -> tuple[Engine, list[Completion], list[Any]]:
+        engine = make(SpeculativeConfig(**toy), max_num_seqs=4)
+        names = [engine.add_request(text, one) for text, one in zip(texts, told, strict=False)]
+        drafts = []
+        while engine.has_unfinished():
+            drafts += [(one.request_id, one.drafts) for one in engine.step()]
+        return engine, [engine.completion(name) for name in names], drafts
+
+    _, _, eager = run()
+    device = TwinDevice(captures=captures)
+    monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+    engine, done, drafts = run()
+    assert list(map(bits, done)) == [bits(one)[:40] for one in expected[:4]]
+    assert drafts == eager
+    assert {source for _, one in drafts if one for source in one.sources} == {"toy", "ngram"}
+    steps = engine._runner._memory._steps.values()
+    captured = [one for one in steps if one.is_captured and one.shape.drafters]
+    assert bool(captured) == captures
+
+
+def test_two_drafters_draw_in_the_same_steps(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has rows of its own; of a reduced vocabulary, with the tokens of its entries."""
+    texts, _, _ = plain()
+    each = [replace(params(i, 0.8), max_tokens=60) for i in range(8)]
+    engine = make(SpeculativeConfig(num_speculative_tokens=3, verify_strategy="rejection", **toy))
+    kinds: list[dict[str, Any]] = [{"method": "toy"}, {"method": "mtp"}]
+    alone = [
+        engine.generate([texts[i]], each[i], speculative_config=kinds[i % 2])[0] for i in range(8)
+    ]
+    verify, companies = sampling.verify, Counter[tuple[str, ...]]()
+    owners = {place: name for name, place in engine._drafting.draft_probs._first_row.items()}
+
+    def watched(logits: Any, indptr: Any, drafts: Any, **named: Any) -> Any:
+        rows = named.get("draft_prob_rows")
+        here = set()
+        for request, row in enumerate([] if rows is None else rows.tolist()):
+            if row < 0:
+                continue
+            here.add(owners[row // 32 * 32])
+            for place in range(int(indptr[request + 1] - indptr[request]) - 1):
+                probs = named["draft_probs"][row, place]
+                ids = named["draft_prob_token_ids"][row, place]
+                assert probs[ids == drafts[request, place]].item() > 0
+                assert probs[ids >= 0].sum().item() == pytest.approx(1, abs=1e-4)
+                assert probs[ids < 0].sum().item() == 0
+        companies[tuple(sorted(here))] += 1
+        return verify(logits, indptr, drafts, **named)
+
+    monkeypatch.setattr(sampling, "verify", watched)
+    names = [
+        engine.add_request(texts[i], each[i], speculative_config=kinds[i % 2]) for i in range(8)
+    ]
+    while engine.has_unfinished():
+        engine.step()
+    together = [engine.completion(name) for name in names]
+    assert list(map(bits, together)) == list(map(bits, alone))
+    assert companies["mtp", "toy"] > 20
+    assert all(0 < one.stats.num_accepted_tokens < one.stats.num_draft_tokens for one in together)
+
+
+def test_a_model_of_its_own(toy: dict[str, Any], tmp_path: Path) -> None:
+    """`model` is that of the configuration's own method; another method's is named for it alone."""
+    engine = make(SpeculativeConfig(**toy))
+    assert engine.runnable_methods == method_names()
+    assert SpeculativeConfig(**toy).named_methods == ("toy",)
+    assert SpeculativeConfig(method="ngram", model="/m").named_methods == ("ngram", "mtp")
+    both = SpeculativeConfig(method="toy+ngram", options={"toy": {"model": "/t"}}, draft_vocab="/d")
+    assert both.named_methods == ("ngram", "mtp", "toy") and both.model == "/t"
+    assert both.override({"method": "mtp"}).model is None
+    with pytest.raises(ModelError, match=r"toy\.safetensors: no such file"):
+        make(SpeculativeConfig(method="toy", model=str(tmp_path / "none")))
+    without = make(SpeculativeConfig())
+    assert without.runnable_methods == ("naive", "ngram", "suffix", "mtp")
+    with pytest.raises(ValueError, match=r'"toy" cannot run .*: no weights of a toy'):
+        without.add_request([1], SamplingParams(), speculative_config={"method": "toy+suffix"})
+
+
+def test_what_cannot_follow(toy: dict[str, Any]) -> None:
+    for method, words in (
+        ("toy+mtp", "'mtp' cannot continue 'toy'"),
+        ("ngram+toy", "'toy' cannot continue 'ngram'"),
+        ("suffix+ngram", "'ngram' cannot continue 'suffix'"),
+        ("ngram+ngram", "'ngram' cannot continue 'ngram'"),
+        ("mtp+eagle", "got 'eagle' in 'mtp\\+eagle'"),
+        ("naive+ngram", "'ngram' cannot continue 'naive'|got 'naive'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            SpeculativeConfig(method=method)
+    three = SpeculativeConfig(method="toy+ngram+suffix", num_speculative_tokens=6)
+    assert three.draft_stages == (("toy", 1), ("ngram", 6), ("suffix", 6))
+    same = SpeculativeConfig(method="mtp+ngram", num_speculative_tokens=6)
+    assert same == SpeculativeConfig(
+        method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=6
+    )
+    with pytest.raises(ValueError, match="mtp_strategy 'with_suffix' contradicts method"):
+        SpeculativeConfig(method="mtp+ngram", mtp_strategy="with_suffix")
 
 
 def test_what_the_registry_lists() -> None:
@@ -180,6 +319,26 @@ def test_drafters_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proposals.counts.tolist() == [6, 6, 2]
 
 
+def test_drafts_are_their_own_stages(toy: dict[str, Any]) -> None:
+    """By how many drafts there are before and after each, on the device and on the host."""
+    engine = make(
+        SpeculativeConfig(num_speculative_tokens=6, **{**toy, "method": "toy+ngram+suffix"})
+    )
+    greedy = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, report_drafts=True)
+    text = engine.tokenizer.encode(prompts()[0])[:100]
+    found = Counter[str]()
+    cases: list[tuple[Any, int]] = [(None, 1), ({"num_model_steps": 3}, 3)]
+    for own, most in (*cases, ({"method": "ngram+suffix"}, 0)):
+        engine.add_request(text, greedy, speculative_config=own)
+        while engine.has_unfinished():
+            for output in engine.step():
+                sources = [] if output.drafts is None else output.drafts.sources
+                order = [("toy", "ngram", "suffix").index(source) for source in sources]
+                assert order == sorted(order) and sources.count("toy") <= most
+                found.update(sources)
+    assert min(found[source] for source in ("toy", "ngram", "suffix")) > 5
+
+
 def test_a_model_without_a_method_runs_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(context: DrafterContext) -> Drafter:
         raise MethodUnavailable("/models/some: it has no such head", "it has no such head")
@@ -218,9 +377,10 @@ def test_share_out_is_fair() -> None:
         assert share_out(wanted, total) == expected
 
 
-def test_the_toy_needs_nothing_of_the_engine_but_its_line(toy: None) -> None:
-    engine = make(SpeculativeConfig(method="TOY", num_speculative_tokens=1))
-    assert isinstance(engine.drafters["toy"], ToyDrafter)
+def test_the_toy_needs_nothing_of_the_engine_but_its_line(toy: dict[str, Any]) -> None:
+    engine = make(SpeculativeConfig(num_speculative_tokens=1, **{**toy, "method": "TOY"}))
+    drafter = engine.drafters["toy"]
+    assert isinstance(drafter, RecurrentDrafter) and isinstance(drafter.head, ToyHead)
     assert engine.runnable_methods[-1] == "toy"
     with pytest.raises(ValueError, match="method must be one of naive, ngram, suffix, mtp, toy"):
         SpeculativeConfig(method="tox")

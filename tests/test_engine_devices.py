@@ -30,7 +30,8 @@ from specops.engine import (
     SpeculativeConfig,
     StructuredOutput,
 )
-from specops.engine.drafters.mtp import MtpDrafter, MtpShape
+from specops.engine.drafters.mtp import MtpHead
+from specops.engine.drafters.recurrent import RecurrentDrafter, RecurrentShape
 from specops.engine.machine import open_device
 from specops.engine.memory.device import CpuDevice, CudaDevice
 from specops.engine.memory.step_shape import StepShape, rounded
@@ -143,18 +144,18 @@ def bits(done: list[Completion]) -> list[Any]:
     ]
 
 
-def drafter_of(engine: Engine) -> MtpDrafter:
+def drafter_of(engine: Engine) -> RecurrentDrafter:
     drafter = engine.drafters["mtp"]
-    assert isinstance(drafter, MtpDrafter)
+    assert isinstance(drafter, RecurrentDrafter)
     return drafter
 
 
-def module_shapes(engine: Engine, captured: bool = False) -> list[MtpShape | None]:
+def module_shapes(engine: Engine, captured: bool = False) -> list[RecurrentShape | None]:
     """What modules do in the steps that are kept."""
     steps = engine._runner._memory._steps.values()
     kept = [dict(one.shape.drafters) for one in steps if one.is_captured or not captured]
     shapes = [one.get("mtp") for one in kept]
-    assert all(one is None or isinstance(one, MtpShape) for one in shapes)
+    assert all(one is None or isinstance(one, RecurrentShape) for one in shapes)
     return shapes  # type: ignore[return-value]
 
 
@@ -162,7 +163,9 @@ def poison_model(device: TwinDevice, engine: Engine) -> None:
     """The model's activations, too, are gone between steps, and its modules'."""
     owners: list[Any] = [engine._runner._parts.model]
     if "mtp" in engine.drafters:
-        owners.append(drafter_of(engine).modules)
+        head = drafter_of(engine).head
+        assert isinstance(head, MtpHead)
+        owners.append(head.modules)
     device.scratch += [
         value
         for owner in owners
@@ -488,7 +491,7 @@ def test_cuda_kernels_in_the_interpreter(
         poison_model(device, engine)
         results.append(bits(run(engine, count=2, max_tokens=12)))
         assert (engine.num_captures > 0) == captures
-        if speculative.method == "mtp":  # random modules are seldom right
+        if "mtp" in speculative.stages:  # random modules are seldom right
             assert engine.stats.speculative.num_draft_tokens > 0
         elif speculative is not NAIVE:
             assert engine.stats.speculative.num_accepted_tokens > 0

@@ -28,8 +28,8 @@ from specops.engine import (
 )
 from specops.engine.draft_selection import DraftSelector
 from specops.engine.drafters import Drafter, DrafterStep
-from specops.engine.drafters.mtp import MtpStep
 from specops.engine.drafters.ngram import _NgramStep
+from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.models import Transformer
 from specops.engine.prompt_logprobs import PromptLogprobs, PromptScorer
@@ -52,7 +52,8 @@ VICTIM = 1  # who fails, where it is one request
 OF_A_REQUEST = {"draft_kv", "start", "stop", "leave", "num_rows_behind"}
 OF_A_STEP = {"plan", "new_step", "finish"}
 OF_A_LAUNCH = {"fill", "launch", "read"}  # a `DrafterStep`'s
-AT_REST = {"allocate", "is_unsaved", "save"}  # when an engine begins, and has nothing to do
+# When an engine begins, and has nothing to do.
+AT_REST = {"allocate", "forget", "gauges", "is_unsaved", "save"}
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1},
@@ -81,6 +82,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(model_dir: Path, speculative: SpeculativeConfig, **config: Any) -> Engine:
     limits = {"max_num_seqs": 4, "num_pages": 14, "max_num_batched_tokens": 64} | config
     settings = {"device": "cpu", "model": str(model_dir), "load_format": "dummy"}
+    settings["methods"] = ("all",)
     return Engine(EngineConfig(speculative_config=speculative, **settings, **limits))
 
 
@@ -257,7 +259,7 @@ def drafting_engine(model_dir: Path) -> Engine:
 
 def classes_with(hook: str, method: str) -> list[type]:
     """Where the drafters of a method have a hook."""
-    steps = {"ngram": _NgramStep, "mtp": MtpStep}
+    steps = {"ngram": _NgramStep, "mtp": RecurrentStep}
     names = method.split("+")
     if hook in OF_A_LAUNCH:
         return [steps[name] for name in names if name in steps]
@@ -353,6 +355,11 @@ def test_what_outlives_an_engine_may_raise(
     monkeypatch.setattr(kind, "is_unsaved", property(Planted(lambda self: True, times=10**9)))
     assert not engine.has_unsaved_drafters
     assert "is_unsaved of drafter ngram failed" in caplog.text
+    monkeypatch.setattr(kind, "gauges", Planted(lambda self: {}, times=10**9))
+    assert sorted(engine.drafter_gauges) == [
+        f"suffix_cache_{what}" for what in ("bytes", "requests", "tokens")
+    ]
+    assert "gauges of drafter ngram failed" in caplog.text
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])

@@ -152,7 +152,7 @@ def test_pages_are_counted_with_their_true_bytes(model_dir: Path) -> None:
     for kind in ("auto", *KINDS):
         engine = make(model_dir, METHODS["mtp"], kv_cache_dtype=kind, **config)
         cache = engine._runner._parts.cache
-        of_modules = engine.drafters["mtp"].cache  # type: ignore[attr-defined]
+        of_modules = engine.drafters["mtp"].head.cache  # type: ignore[attr-defined]
         tensors = [*cache.tensors, *of_modules.tensors]
         assert len(tensors) == (6 if kind == "auto" else 12)
         taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -20,7 +20,7 @@ from draft_lengths import Lengths, NothingVerified, RandomRests
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
 from specops.cli.exactness import PROMPTS as SHORT_PROMPTS
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters.mtp import MtpDrafter
+from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.outputs import RequestOutput
 from specops.engine.plan import Plan
 from specops.engine.request import Request
@@ -76,6 +76,7 @@ def make_engine(tiny: Tiny, speculative: SpeculativeConfig | None = None, **conf
             device="cpu",
             speculative_config=speculative or SpeculativeConfig(method="naive"),
             num_threads=2,
+            methods=("all",),
             **config,
         )
     )
@@ -166,7 +167,7 @@ class Record:
         proposals = engine._drafting.proposals
         if request.slot < 0:
             return
-        assert isinstance(drafter, MtpDrafter)
+        assert isinstance(drafter, RecurrentDrafter)
         count, text = int(proposals.counts[request.slot]), tuple(request.token_ids)
         if config.mtp_strategy == "with_suffix":  # what it adds depends on other texts
             count = min(count, config.num_model_steps)
@@ -178,7 +179,7 @@ class Record:
             key = (*key, request.seed, params.temperature, params.top_p)
         if config.mtp_strategy == "with_ngram":  # it continues what the modules drafted
             key = (*key, config.num_model_steps)
-            if config.num_model_steps > drafter.num_modules:
+            if config.num_model_steps > drafter.num_passes:
                 return  # which may be less, where there is no page for it
         known = self.drafts.get(key, ())
         # The end of the text or of the pages may have cut one of them short.
@@ -189,7 +190,7 @@ class Record:
             self.drafts[key] = drafts
         if config.mtp_strategy != "default" or count < drafter.num_steps:
             return
-        logits = drafter.choices.logits[row].numpy().tobytes()
+        logits = drafter.arrays.choices.logits[row].numpy().tobytes()
         known_logits = self.logits.setdefault((*key, count), logits)
         assert known_logits == logits, f"{request.request_id}: {len(text)} tokens"
         self.num_logits_seen_again += known_logits is not logits
@@ -326,8 +327,8 @@ def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
         assert lengths.num_suspended > 100
         assert record.num_seen_again > 500 and record.num_logits_seen_again > 200
     with pytest.MonkeyPatch.context() as patch:  # pauses are long sooner, as texts are short
-        patch.setattr("specops.engine.drafters.mtp.CATCH_UP", 16)
-        patch.setattr("specops.engine.drafters.mtp.BEGIN_ANEW", 8)
+        patch.setattr("specops.engine.drafters.recurrent.CATCH_UP", 16)
+        patch.setattr("specops.engine.drafters.recurrent.BEGIN_ANEW", 8)
         decode(LongRests(), {"max_num_seqs": 5})
     # All texts are of plain decoding; at their ends it is asked for fewer drafts.
     num_begun_anew = sum(begin > 0 for _, begin, *_ in record.drafts)

@@ -21,6 +21,7 @@ from serving import serving
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
+from specops.engine.drafters import mtp as drafters_mtp
 from specops.engine.errors import ModelError
 
 LAYERS = 3  # of the target
@@ -255,7 +256,7 @@ def test_a_draft_vocabulary_for_no_modules(
 
 def test_a_request_for_modules_that_are_not_there(bare: Path) -> None:
     """Refused with the reason, which names no path of the server's."""
-    engine = tiny_engine(bare)
+    engine = tiny_engine(bare, methods=("all",))
     assert engine.runnable_methods == ("naive", "ngram", "suffix")
     with pytest.raises(ValueError, match="the checkpoint holds no MTP weights"):
         engine.add_request([1], SamplingParams(), speculative_config={"method": "mtp"})
@@ -281,7 +282,7 @@ def test_modules_of_a_kind_that_does_not_run(whole: Tiny, tmp_path: Path) -> Non
     expert = f"model.layers.{LAYERS}.mlp.experts.0.up_proj.weight"
     save_checkpoint(tmp_path, whole.config, whole.tensors | {expert: torch.zeros(2)})
     write_tokenizer(tmp_path)
-    engine = tiny_engine(tmp_path)
+    engine = tiny_engine(tmp_path, methods=("all",))
     assert "mtp" not in engine.runnable_methods
     with pytest.raises(ValueError, match="mixture of experts") as error:
         engine.add_request([1], SamplingParams(), speculative_config={"method": "mtp"})
@@ -331,6 +332,54 @@ def test_requests_to_an_engine_with_modules(whole: Tiny, own: dict[str, Any], me
         assert message in answer.json()["error"]["message"]
 
 
-def tiny_engine(target: Path, **speculative: Any) -> Engine:
+@pytest.mark.parametrize(
+    "methods,own,is_loaded",
+    [
+        (None, {"method": "ngram", "num_speculative_tokens": 3}, False),
+        ((), {}, False),
+        (("ngram",), {}, False),
+        (("mtp",), {}, True),
+        (("all",), {"method": "suffix"}, True),
+        (None, {"method": "mtp"}, True),
+        (None, {"method": "mtp+ngram"}, True),
+    ],
+)
+def test_only_what_is_named_is_loaded_and_paid_for(
+    whole: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    methods: tuple[str, ...] | None,
+    own: dict[str, Any],
+    is_loaded: bool,
+) -> None:
+    """Weights and pages of modules; and who asks for them elsewhere is told how to get them."""
+    loaded: list[object] = []
+    load = drafters_mtp.load_mtp
+    monkeypatch.setattr(drafters_mtp, "load_mtp", lambda *a, **b: loaded.append(a) or load(*a, **b))
+    engine = tiny_engine(whole.directory, methods=methods, **own)
+    assert len(loaded) == is_loaded
+    assert ("mtp" in engine.runnable_methods) == is_loaded == ("mtp" in engine.drafters)
+    assert (engine._drafting.kv_bytes_per_token > 0) == is_loaded
+    asked = {"method": "mtp", "num_speculative_tokens": 2}
+    if is_loaded:
+        assert len(outcome(engine, **asked)) == len(PROMPTS)
+        return
+    with pytest.raises(ValueError, match=r'method "mtp" cannot run .* methods$'):
+        engine.add_request([1], SamplingParams(), speculative_config=asked)
+
+
+def test_methods_that_there_are_not(bare: Path) -> None:
+    """What is named must run; what is named by nothing but "all" need not."""
+    with pytest.raises(ModelError, match="the checkpoint holds no MTP weights"):
+        tiny_engine(bare, methods=("mtp",))
+    assert "mtp" not in tiny_engine(bare, methods=("all",)).runnable_methods
+    with pytest.raises(ValueError, match=r"methods must be one of all, ngram, .* got 'eagle'"):
+        EngineConfig(methods=("eagle",))
+    with pytest.raises(ValueError, match=r"methods must be a list of names, got 'mtp'"):
+        EngineConfig(methods="mtp")  # type: ignore[arg-type]
+
+
+def tiny_engine(target: Path, methods: tuple[str, ...] | None = None, **speculative: Any) -> Engine:
     config = SpeculativeConfig(**speculative)
-    return Engine(EngineConfig(model=str(target), device="cpu", speculative_config=config))
+    return Engine(
+        EngineConfig(model=str(target), device="cpu", speculative_config=config, methods=methods)
+    )

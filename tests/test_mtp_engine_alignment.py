@@ -23,7 +23,7 @@ from specops import attention, batching, dense, sampling
 from specops.batching import DraftIndices
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters import TargetStep
-from specops.engine.drafters.mtp import CATCH_UP, MtpStep
+from specops.engine.drafters.recurrent import CATCH_UP, RecurrentStep
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import MtpModules, MtpOutput, load_model, load_mtp
 from specops.engine.request import Request
@@ -51,13 +51,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     """Notes every draft that modules make from now on."""
     made: list[Made] = []
     passes: list[Tensor] = []
-    logits, launch = MtpModules.logits, MtpStep.launch
+    logits, launch = MtpModules.logits, RecurrentStep.launch
 
     def watched_logits(self: MtpModules, hidden: Tensor, **how: Any) -> Tensor:
         passes.append(logits(self, hidden, **how).clone())
         return passes[-1]
 
-    def watched_launch(self: MtpStep, target: TargetStep) -> None:
+    def watched_launch(self: RecurrentStep, target: TargetStep) -> None:
         passes.clear()
         launch(self, target)
         skipped = self.num_skipped
@@ -77,7 +77,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
                 )
 
     monkeypatch.setattr(MtpModules, "logits", watched_logits)
-    monkeypatch.setattr(MtpStep, "launch", watched_launch)
+    monkeypatch.setattr(RecurrentStep, "launch", watched_launch)
     return made
 
 
@@ -434,9 +434,9 @@ def states_late(arguments: list[Any], named: dict[str, Any]) -> None:
 
 def chunk_tail_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that does not end the prompt has the token that was sampled there behind it."""
-    original = MtpStep.launch
+    original = RecurrentStep.launch
 
-    def launch(self: MtpStep, target: TargetStep) -> None:
+    def launch(self: RecurrentStep, target: TargetStep) -> None:
         token_ids = target.token_ids.clone()
         for slot, end in zip(target.slots.tolist(), target.kv_lens.tolist(), strict=True):
             if slot >= 0 and end < target.lens[slot] - 1 - DRAFTS:
@@ -444,7 +444,7 @@ def chunk_tail_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, target)
         target.token_ids.copy_(token_ids)
 
-    monkeypatch.setattr(MtpStep, "launch", launch)
+    monkeypatch.setattr(RecurrentStep, "launch", launch)
 
 
 def first_pass(change: Callable[[DraftIndices], None], **arguments: Any) -> Plant:

@@ -1330,6 +1330,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tiny_engine(model_dir: Path, **options: Any) -> Engine:
     options.setdefault("speculative_config", NGRAM)
+    options.setdefault("methods", ("all",))
     options = {"model": str(model_dir), "served_model_name": "tiny", "device": "cpu", **options}
     return Engine(EngineConfig(**options))
 

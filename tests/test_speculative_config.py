@@ -11,8 +11,8 @@ import pytest
 from specops.engine.methods import method_names
 from specops.engine.speculative_config import (
     REFUSED_FIELDS,
-    RequestSpeculativeConfig,
     SpeculativeConfig,
+    request_fields,
 )
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "drafters.md"
@@ -46,9 +46,7 @@ def table(first_column: str) -> list[list[str]]:
 
 def test_the_table_in_the_docs_has_every_field_and_its_default() -> None:
     written = {row[0].strip("`"): json.loads(row[1].strip("`")) for row in table("field")}
-    defaults = {field.name: field.default for field in dataclasses.fields(SpeculativeConfig)}
-    assert written == defaults
-    assert list(written) == list(defaults), "in the same order"
+    assert written == SpeculativeConfig.field_defaults()
 
 
 def test_the_refused_names_in_the_docs() -> None:
@@ -58,12 +56,12 @@ def test_the_refused_names_in_the_docs() -> None:
 def test_the_request_fields_in_the_docs() -> None:
     section = DOCS.read_text().split("### In a request")[1]
     first = section.split(";")[0]
-    names = [field.name for field in dataclasses.fields(RequestSpeculativeConfig)]
-    assert re.findall(r"`(\w+)`", first) == ["speculative_config", *names]
+    names = re.findall(r"`(\w+)`", first)
+    assert sorted(names) == sorted(["speculative_config", *request_fields()])
 
 
 def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
-    accepted = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    accepted = set(SpeculativeConfig.field_defaults())
     own = {"synthetic_acceptance_rates", "ngram_match", "max_total_draft_tokens"}
     own |= {"adaptive_verification", "tree", "suffix_decoding_read_on", "draft_vocab"}
     own |= {f"suffix_decoding_max_cached_{budget}" for budget in ("tokens", "bytes")}
@@ -199,7 +197,7 @@ def test_unknown_and_refused_keys(key: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculativeConfig.from_dict({"method": "ngram", key: 2})
     with pytest.raises(ValueError, match=message):
-        RequestSpeculativeConfig.from_dict({key: 2})
+        SpeculativeConfig().override({key: 2})
 
 
 @pytest.mark.parametrize(
@@ -238,6 +236,28 @@ def test_unknown_and_refused_keys(key: Any, message: str) -> None:
 def test_what_fastdeploys_documents_show(text: str, expected: dict[str, Any]) -> None:
     config = SpeculativeConfig.from_json(text)
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_options_of_one_method() -> None:
+    """By method, in JSON too; what stands beside them comes first, and all can be read flat."""
+    nested = make(method="ngram", options={"ngram": {"max_ngram_size": 7}, "mtp": {"model": "/m"}})
+    assert nested == make(method="ngram", max_ngram_size=7, model="/m")
+    assert (nested.max_ngram_size, nested.min_ngram_size, nested.model) == (7, 2, "/m")
+    assert make(options={"ngram": {"max_ngram_size": 7}}, max_ngram_size=8).max_ngram_size == 8
+    assert make(**nested.as_dict()) == nested
+    assert nested.as_dict().keys() - nested.as_dict(without_files=True).keys() == {
+        "model",
+        "draft_vocab",
+    }
+    for options, message in (
+        ({"eagle": {}}, "options must be one of ngram, suffix, mtp; got 'eagle'"),
+        ({"ngram": 3}, "options.ngram must be an object, got 3"),
+        ({"ngram": {"model": "/m"}}, "has no field 'model'; known: min_ngram_size"),
+        ({"ngram": {"max_ngram_sizes": 3}}, r"did you mean max_ngram_size\?"),
+        (3, "options must be an object by method, got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(method="ngram", options=options)
 
 
 def test_json() -> None:
@@ -285,7 +305,6 @@ def test_a_request_may_choose(request_values: dict[str, Any], expected: dict[str
     server = make(method="ngram", num_speculative_tokens=5, max_ngram_size=7)
     config = server.override(request_values)
     assert {name: getattr(config, name) for name in expected} == expected
-    assert config == server.override(RequestSpeculativeConfig(**request_values))
 
 
 def test_a_request_of_a_server_without_speculation() -> None:
@@ -327,10 +346,7 @@ def test_a_request_chooses_a_hybrid() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    sorted(
-        {field.name for field in dataclasses.fields(SpeculativeConfig)}
-        - {field.name for field in dataclasses.fields(RequestSpeculativeConfig)}
-    ),
+    sorted({"options", *SpeculativeConfig.field_defaults()} - set(request_fields())),
 )
 def test_the_rest_is_the_servers_alone(key: str) -> None:
     with pytest.raises(ValueError, match=rf"speculative_config\.{key} is the server's alone"):

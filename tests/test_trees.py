@@ -611,7 +611,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(model_dir: Path, speculative: SpeculativeConfig, **config: Any) -> Engine:
-    config.setdefault("device", "cpu")
+    config = {"device": "cpu", "methods": ("all",), **config}
     return Engine(
         EngineConfig(
             model=str(model_dir), load_format="dummy", speculative_config=speculative, **config

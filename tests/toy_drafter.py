@@ -1,72 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter as somebody would add one: this file and a line in the registry.
+"""A drafter with weights as somebody would add one: this file and a line in the registry.
 
-It reads the states of two layers, keeps their mean on pages of its own, and drafts what the LM head
-says of that mean at a request's last position and at earlier ones.
+Its weights say how likely tokens follow each token, for a reduced vocabulary. The states of two
+layers, and what it keeps on pages of the position before, make that a little more or less sure.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from specops.engine.drafters import (
-    Drafter,
-    DrafterContext,
-    DrafterStep,
-    Scheduled,
-    TargetStep,
-    stage_limit,
+from safetensors.torch import load_file, save_file
+from specops.engine.drafters import Drafter, DrafterContext, MethodUnavailable, TargetStep
+from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.recurrent import RecurrentDrafter
+from specops.engine.errors import ModelError
+from specops.engine.methods import Method, Options, checks
+from torch import Tensor
+
+FILE = "toy.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyOptions(Options):
+    """Where the weights are, and how much states weigh."""
+
+    model: str | None = None
+    toy_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        checks.path("model", self.model)
+        checks.number("toy_weight", self.toy_weight, 0.0, 1.0)
+
+
+METHOD = Method(
+    name="toy",
+    title="toy table",
+    short="toy",
+    drafter="toy_drafter",
+    options=ToyOptions,
+    files=("model",),
+    needs_weights=True,
+    draws=True,
 )
-from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.memory.step_memory import Layout
-from specops.engine.memory.step_shape import StepShape
-from specops.engine.request import Request
 
 
 def load(context: DrafterContext) -> Drafter:
-    return ToyDrafter(context)
+    own = context.config.speculative_config.options_of(ToyOptions)
+    if own.model is None:
+        raise MethodUnavailable("no weights of a toy", "no weights of a toy")
+    file = Path(own.model) / FILE
+    if not file.is_file():
+        raise ModelError(f"{file}: no such file")
+    head = ToyHead(context, load_file(file), own.toy_weight)
+    return RecurrentDrafter(METHOD.name, context, head, draws=True)
 
 
-class ToyDrafter(Drafter):
-    name = "toy"
+def write_weights(folder: Path, texts: Sequence[Sequence[int]], vocab_size: int, size: int) -> None:
+    """Counts what follows what."""
+    counts = torch.zeros(vocab_size, vocab_size)
+    for text in texts:
+        pairs = torch.tensor(text)
+        counts.index_put_((pairs[:-1], pairs[1:]), torch.ones(len(text) - 1), accumulate=True)
+    tokens = counts.sum(0).topk(size).indices.sort().values
+    tables = {"follows": (counts[:, tokens] + 0.02).log(), "tokens": tokens.int()}
+    save_file({name: table.contiguous() for name, table in tables.items()}, folder / FILE)
+
+
+class ToyHead:
+    num_passes = 1
+    is_chained = True
     taps = (0, 2)
+    dtype = torch.float32
 
-    def __init__(self, context: DrafterContext) -> None:
-        self.target, self.config = context.target, context.config
-        self.kv_bytes_per_token = 4 * context.target.config.hidden_size
+    def __init__(self, context: DrafterContext, tables: dict[str, Tensor], weight: float) -> None:
+        self.follows = tables["follows"].to(context.target.device)
+        self.token_map = tables["tokens"].to(context.target.device)
+        self.vocab_size = self.hidden_size = len(self.token_map)
+        self.kv_bytes_per_token = 4 * self.hidden_size
+        self.weight = weight
+        self.kept: Tensor
 
-    def allocate(self, num_pages: int) -> None:
-        rows = num_pages * self.config.page_size
-        self.kept = torch.zeros(rows, self.target.config.hidden_size)
+    def reserve(self, rows: int) -> None:
+        pass
 
-    def draft_kv(self, request: Request) -> DraftKv:
-        return DraftKv(self.name, 0, 0)
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        # One place more, for rows of no request.
+        shape = (num_pages * page_size + 1, self.hidden_size)
+        self.kept = torch.zeros(shape, device=self.follows.device)
 
-    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
-        is_here = [self.name in part.request.draft_stages for part in parts]
-        return True if any(is_here) else None
+    def workspace_size(self, rows: int, batch: int, pages: int) -> int:
+        return 0
 
-    def new_step(self, key: Hashable, shape: StepShape, inputs: Layout, out: Layout) -> "ToyStep":
-        return ToyStep(self)
+    def sums_size(self, rows: int, outputs: int) -> int:
+        return 0
 
+    def target_states(self, target: TargetStep) -> Tensor:
+        first, second = (target.taps[layer][:, : self.hidden_size].float() for layer in self.taps)
+        return (first + second) / 2
 
-class ToyStep(DrafterStep):
-    def __init__(self, drafter: ToyDrafter) -> None:
-        self.drafter = drafter
+    def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
+        request = rows.row_to_request.clamp(min=0)
+        own = states[rows.source_rows.clamp(min=0)]
+        if rows.kept is not None:
+            earlier = rows.kept.flatten(0, 1)[(-2 - rows.source_rows).clamp(min=0)]
+            own = torch.where(rows.source_rows[:, None] < 0, earlier, own)
+        places = torch.where(rows.cache_slots < 0, len(self.kept) - 1, rows.cache_slots)
+        self.kept.index_copy_(0, places, own)
+        before = self.kept[self._before(rows, request)]
+        hidden = self.follows[self._tokens(rows, request)] + self.weight * (own + before).tanh()
+        return hidden, own
 
-    def fill(self, parts: Sequence[Scheduled]) -> None:
-        self.limits = {row: stage_limit(part, "toy") for row, part in enumerate(parts)}
-        for part in parts:  # every row of the step is kept, whatever its request
-            part.request.num_final_draft_kv = part.request.num_computed
+    def logits(
+        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+    ) -> Tensor:
+        return hidden.float() if out is None else out.copy_(hidden)
 
-    def launch(self, target: TargetStep) -> None:
-        kept, size = self.drafter.kept, self.drafter.config.page_size
-        mean = (target.taps[0].float() + target.taps[2].float()) / 2
-        kept[target.cache_slots] = mean
-        for row, limit in self.limits.items():
-            slot, pages = int(target.slots[row]), target.kv_indices[int(target.kv_indptr[row]) :]
-            for draft in range(limit):
-                position = int(target.lens[slot]) - 2 - draft  # the newest token has no states
-                state = kept[int(pages[position // size]) * size + position % size]
-                logits = self.drafter.target.logits(state.to(target.hidden.dtype)[None])
-                target.draft_token_ids[slot, draft] = logits.argmax()
-            target.num_draft_tokens[slot] = limit
+    def _before(self, rows: DraftRows, request: Tensor) -> Tensor:
+        """Where the position before each row is kept; its own place if it has none."""
+        ends = (rows.qo_indptr[1:] - 1).clamp(min=0)
+        skipped = rows.positions[ends.clamp(max=len(rows.positions) - 1)] + 1 - rows.kv_lens
+        position = rows.positions - skipped[request] - 1
+        entry = rows.kv_indptr[request] + position.clamp(min=0) // self.page_size
+        page = rows.kv_indices[entry.clamp(0, len(rows.kv_indices) - 1)]
+        place = page.long() * self.page_size + position.clamp(min=0) % self.page_size
+        is_here = (position >= 0) & (rows.cache_slots >= 0)
+        found = torch.where(is_here, place, rows.cache_slots)
+        return torch.where(found < 0, len(self.kept) - 1, found)
+
+    def _tokens(self, rows: DraftRows, request: Tensor) -> Tensor:
+        """The token behind each row, of the text or of the drafts."""
+        slot = rows.slots[request].clamp(min=0).long()
+        position = rows.positions + 1
+        draft = position - rows.lens[slot]
+        of_text = rows.token_ids[slot, position.clamp(0, rows.token_ids.shape[1] - 1)]
+        of_drafts = rows.draft_token_ids[slot, draft.clamp(0, rows.draft_token_ids.shape[1] - 1)]
+        return torch.where(draft < 0, of_text, of_drafts).clamp(min=0).long()

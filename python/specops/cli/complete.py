@@ -22,6 +22,7 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
+from specops.engine.methods import METHODS, method_names
 from specops.engine.outputs import TARGET
 from specops.engine.tokenizer import TextStream
 
@@ -47,7 +48,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prompt", nargs="?", default="-", help="the text, - for standard input (default: -)")
     add_model_options(parser)
-    add("--method", metavar="NAME", help="naive, ngram, suffix or mtp (default: ngram)")
+    add("--method", metavar="NAME", help=f"{', '.join(method_names())} (default: ngram)")
     add_draft_lengths(parser)
     add(
         "--speculative-config",
@@ -86,6 +87,9 @@ def _complete(args: argparse.Namespace) -> int:
     settings = engine_settings(args)
     if args.compare:  # the second run must not find the first one's pages
         settings["enable_prefix_caching"] = False
+    if args.method is not None:  # loads what it names; what it is not is said below
+        parts = args.method.lower().split("+")
+        settings["methods"] = tuple(name for name in parts if name in METHODS)
     engine = Engine(EngineConfig(max_num_seqs=1, **settings))
     params = SamplingParams(
         max_tokens=args.max_tokens,
@@ -228,7 +232,7 @@ def _report(
     report = {
         "model": engine.model_name,
         "device": engine.device,
-        "speculative_config": asdict(speculative),
+        "speculative_config": speculative.as_dict(),
         "prompt_token_ids": drafted.completion.prompt_token_ids,
         "seed": drafted.completion.seed,
         **_run_report(drafted),

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
-from specops.engine.config import EngineConfig
+from specops.engine.config import ALL_METHODS, EngineConfig
 from specops.engine.contract import contract_of
-from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.engine import Engine
 from specops.engine.errors import EngineError
+from specops.engine.methods import method_choices, method_of
 from specops.engine.outputs import Completion, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
@@ -30,7 +30,7 @@ _SHOWN = 40  # characters of a prompt
 _ALTERNATIVES = 5  # of every token, compared by id and logprob
 
 # What is compared unless something is chosen, as far as the model runs it.
-METHODS = ("ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix")
+METHODS = method_choices()
 
 
 @dataclass
@@ -206,6 +206,7 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     config = settings["speculative_config"]
     # A prompt's second computation must not find the first one's.
     settings["enable_prefix_caching"] = False
+    settings.setdefault("methods", (ALL_METHODS,))
     engine = Engine(EngineConfig(**settings))
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, own in compared:
@@ -302,23 +303,24 @@ def _to_compare(
         if getattr(args, name) is not None
     }
     if args.method is None and config.method != "naive":
-        suffix = config.mtp_strategy.removeprefix("with_").replace("default", "")
-        name = f"{config.method}+{suffix}" if suffix else config.method
-        return [(name, fixed | lengths)]
+        return [(config.method, fixed | lengths)]
     if config.method == "naive":
         lengths.setdefault("num_speculative_tokens", 4)
     steps = lengths.pop("num_model_steps", None)
     compared = []
     for method in args.method or METHODS:
-        first, _, second = method.partition("+")
-        if args.method is None and first not in runnable:
-            continue
-        own: dict[str, Any] = {"method": first, **lengths, **fixed}
-        if first == "mtp":
-            own |= {"mtp_strategy": f"with_{second}" if second else "default"}
-            own |= {"num_model_steps": steps}
-        elif second:
+        name, _, second = method.partition("+")
+        first = method_of(name) if name in METHODS else None
+        if first is None or not (method in METHODS or first.continued_by):
             raise ValueError(f"--method must be of {', '.join(METHODS)}, got {method}")
+        if args.method is None and first.name not in runnable:
+            continue
+        own: dict[str, Any] = {"method": method, **lengths, **fixed}
+        if first.continued_by:  # by nothing, too: not by what the server continues it by
+            own["method"] = first.name
+            own[first.continued_by] = f"with_{second}" if second else "default"
+        if first.needs_weights:
+            own["num_model_steps"] = steps
         compared.append((method, own))
     return compared
 
@@ -394,11 +396,9 @@ def _bits(completion: Completion) -> list[tuple[Any, ...]]:
 
 
 def forget_responses(engine: Engine) -> None:
-    """Empties the suffix cache: a text that is decoded again must not be drafted from itself."""
-    cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
-    for response in cache.cached_requests:
-        cache.evict(response)
-    cache.reclaim()
+    """Drops what drafters learnt: a text that is decoded again must not be drafted from itself."""
+    for drafter in engine.drafters.values():
+        drafter.forget()
 
 
 def _float_bits(value: float) -> bytes:

@@ -54,6 +54,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         '"num_speculative_tokens": 4}\' (default: this one)',
     )
     add(
+        "--methods",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="methods with weights that requests may choose beside those of --speculative-config, "
+        "or all that the model can run (default: all of the bundled model, none of another)",
+    )
+    add(
         "--enforce-eager",
         action="store_true",
         default=None,

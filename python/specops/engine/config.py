@@ -5,10 +5,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from specops.engine.methods import METHODS, Method, checks, default_method
 from specops.engine.speculative_config import SpeculativeConfig
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets"
 BUNDLED_MODEL_NAME = "specops-bundled"
+
+ALL_METHODS = "all"  # of `EngineConfig.methods`
 
 # Each is a pass that its whole step waits for; a server may have more, a request that asks may not.
 _MAX_REQUESTED_MODEL_STEPS = 16
@@ -24,8 +27,7 @@ _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
 
 
 def _default_drafts() -> SpeculativeConfig:
-    # They need no other model, and gain where text repeats itself.
-    return SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    return SpeculativeConfig(method=default_method(), num_speculative_tokens=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,10 @@ class EngineConfig:
     Attributes:
         model: Hugging Face directory; None is the model that ships with the package.
         speculative_config: the method for requests that do not choose their own.
+        methods: the methods that requests may choose beside those that speculative_config names
+            and those without weights, which they may choose in any case; "all" is every method that
+            the model can run. Their weights and pages are paid for. None: all of the bundled model,
+            which is small, and none of any other.
         served_model_name: the name clients use; the directory's name when absent.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
         kv_cache_dtype: what keys and values are kept in: "auto" (the model's dtype), or 8 bits an
@@ -76,6 +82,7 @@ class EngineConfig:
 
     model: str | None = None
     speculative_config: SpeculativeConfig = field(default_factory=_default_drafts)
+    methods: tuple[str, ...] | None = None
     served_model_name: str | None = None
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -104,6 +111,7 @@ class EngineConfig:
             raise ValueError(
                 f"speculative_config must be a SpeculativeConfig, got {self.speculative_config!r}"
             )
+        self._check_methods()
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             # By type first: True is 1, and a list cannot be looked up.
@@ -136,7 +144,8 @@ class EngineConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs} "
                 f"(every running request needs a row), got {self.max_num_batched_tokens}"
             )
-        self._check_suffix_sources()
+        for _, options in self.speculative_config.options:
+            options.check_engine(self)
         drafts = self.speculative_config.num_speculative_tokens
         if drafts >= self.max_num_batched_tokens:
             raise ValueError(
@@ -144,17 +153,29 @@ class EngineConfig:
                 f"{self.max_num_batched_tokens}, got {drafts}"
             )
 
-    def _check_suffix_sources(self) -> None:
-        """A corpus and a file need the shared tree, which a budget of 0 switches off."""
-        for budget in ("requests", "tokens", "bytes"):
-            field_name = f"suffix_decoding_max_cached_{budget}"
-            for name in ("suffix_corpus", "suffix_cache"):
-                is_off = getattr(self.speculative_config, field_name) == 0
-                if is_off and getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} must be absent where {field_name} is 0: nothing would be kept, "
-                        f"got {getattr(self, name)!r}"
-                    )
+    def _check_methods(self) -> None:
+        if self.methods is None:
+            return
+        if isinstance(self.methods, str) or not isinstance(self.methods, (list, tuple)):
+            raise ValueError(f"methods must be a list of names, got {self.methods!r}")
+        for name in self.methods:
+            checks.choice("methods", name, (ALL_METHODS, *METHODS))
+        object.__setattr__(self, "methods", tuple(self.methods))
+
+    def wants_method(self, method: Method) -> bool:
+        """Whether a method is to be loaded; elsewhere requests that name it are refused."""
+        return not method.needs_weights or self.names_method(method.name) or self.wants_all_methods
+
+    def names_method(self, name: str) -> bool:
+        """Whether this configuration names a method: then one that cannot run is an error."""
+        return name in (*self.speculative_config.named_methods, *(self.methods or ()))
+
+    @property
+    def wants_all_methods(self) -> bool:
+        """Whether every method is to be loaded that the model can run."""
+        if self.methods is None:
+            return self.model_dir == BUNDLED_MODEL
+        return ALL_METHODS in self.methods
 
     def speculative_for(
         self,

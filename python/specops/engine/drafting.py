@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specops.batching import Preorder, preorder
 from specops.engine.cost_table import CostTable
@@ -28,14 +27,27 @@ from specops.engine.drafters import (
     StepResults,
     TargetStep,
 )
+from specops.engine.drafters.draft_probs import DraftProbs
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.memory.step_memory import Layout
+from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.methods import COMPANIONS, NAIVE, drafting_order, module_of
+from specops.engine.methods import (
+    COMPANIONS,
+    METHODS,
+    NAIVE,
+    companion,
+    drafting_order,
+    method_of,
+)
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 
 logger = logging.getLogger(__name__)
+
+_NOT_LOADED = (
+    "its weights were not loaded, since the server's configuration names it neither in "
+    "speculative_config nor in methods"
+)
 
 
 class Drafting:
@@ -49,6 +61,7 @@ class Drafting:
         missing: why methods are not among them, in words that name no path.
         proposals: for the next step, by slot.
         scheduled: the parts of the step, as drafters have them.
+        draft_probs: what drafts were drawn from.
         num_failures: how often one has raised. Steps made before may not run again: a part of one
             may be missing, or recorded by halves.
 
@@ -60,15 +73,18 @@ class Drafting:
     def __init__(self, context: DrafterContext) -> None:
         self.drafters: dict[str, Drafter] = {}
         self.missing: dict[str, str] = {}
-        wanted = context.config.speculative_config
-        for method in drafting_order():
+        for name in drafting_order():
+            method = method_of(name)
+            if not context.config.wants_method(method):
+                self.missing[name] = _NOT_LOADED
+                continue
             try:
-                self.drafters[method] = module_of(method).load(context)
+                self.drafters[name] = method.load(context)
             except MethodUnavailable as error:
-                if method in dict(wanted.draft_stages):
+                if context.config.names_method(name):
                     raise
-                self.missing[method] = error.reason
-        self._companions: list[Drafter] = [module_of(name).load(context) for name in COMPANIONS]
+                self.missing[name] = error.reason
+        self._companions: list[Drafter] = [companion(name).load(context) for name in COMPANIONS]
         everyone = (*self.drafters.values(), *self._companions)
         # Who has a slot and drafts by it.
         self._requests: dict[Drafter, set[Request]] = {one: set() for one in everyone}
@@ -85,11 +101,18 @@ class Drafting:
         self._all_rest = False  # nobody whose drafts are selected drafts in the step to come
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
+        drawing = {
+            name: one.drawn_from
+            for name, one in self.drafters.items()
+            if one.drawn_from is not None
+        }
+        self.draft_probs = DraftProbs(drawing, slots, context.device.device)
+        self._most_drawn = 0  # drafts of any request that one of these has drafted for
 
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods that requests may choose."""
-        return (NAIVE, *reversed(self.drafters))
+        return (NAIVE, *(name for name in METHODS if name in self.drafters))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -106,15 +129,16 @@ class Drafting:
         """What drafters keep of a token on pages."""
         return sum(one.kv_bytes_per_token for one in self.drafters.values())
 
-    @property
-    def draft_probs(self) -> Tensor | None:
-        """What drafts were drawn from, by request of the last step; None: no request wants that.
+    def taps_of(self, shape: StepShape) -> tuple[int, ...]:
+        """Those that the drafters read which have work in the steps of a shape."""
+        return tuple(
+            sorted({tap for name, _ in shape.drafters for tap in self.drafters[name].taps})
+        )
 
-        At most one drafter of an engine draws drafts with numbers of their own.
-        """
-        found = [one.draft_probs for one in self.drafters.values() if one.draft_probs is not None]
-        assert len(found) <= 1, "two drafters draw drafts with numbers of their own"
-        return found[0] if found else None
+    def draft_prob_row(self, slot: int, place: int) -> int:
+        """The row of `draft_probs` for a request that had a place in the last step; -1: none."""
+        drafter = next(iter(self._running[slot].draft_stages), None)
+        return -1 if drafter is None else self.draft_probs.row(drafter, place)
 
     @property
     def has_unsaved(self) -> bool:
@@ -126,6 +150,17 @@ class Drafting:
             except Exception as error:
                 logger.error("is_unsaved of drafter %s failed", drafter.name, exc_info=error)
         return False
+
+    @property
+    def gauges(self) -> dict[str, int]:
+        """What drafters have to show in metrics, as far as they can be asked."""
+        found: dict[str, int] = {}
+        for drafter in self.drafters.values():
+            try:
+                found |= drafter.gauges()
+            except Exception as error:
+                logger.error("gauges of drafter %s failed", drafter.name, exc_info=error)
+        return found
 
     def draft_kv(self, request: Request) -> DraftKv | None:
         """What a request's drafters keep on its pages; at most one keeps anything."""
@@ -157,7 +192,22 @@ class Drafting:
         drafters = self._drafters_of(request)
         for drafter in drafters:
             self._requests[drafter].add(request)
+        try:
+            has_moved |= self._reserve_draft_probs(request)
+        except Exception as error:
+            self._lose("memory for draft_probs", error, [request])
+            return has_moved
         return any(self._ask_each(drafters, "start", request)) or has_moved
+
+    def _reserve_draft_probs(self, request: Request) -> bool:
+        """Makes room for what drafts of a request are drawn from, if that is wanted."""
+        for name, limit in request.draft_stages.items():
+            if self.drafters[name].drawn_from is not None:
+                self._most_drawn = max(self._most_drawn, limit)
+        # Once the table is there, drafters write all of their passes, whoever asked for them.
+        if not request.speculative.draws_drafts and self.draft_probs.probs is None:
+            return False
+        return self.draft_probs.reserve(self._most_drawn)
 
     def stop(self, request: Request, slot: int) -> None:
         """A request gave its slot back."""
@@ -343,7 +393,11 @@ class Drafting:
             key = self._ask(drafter, "plan", self.scheduled, shape)
             if key is not None:
                 work.append((name, key))
-        return shape._replace(drafters=tuple(work))
+        # With one of them, the host knows whose the drafts are that it finds.
+        reports = len(work) > 1 and any(
+            part.request.params.report_drafts for part in self.scheduled
+        )
+        return shape._replace(drafters=tuple(work), reports_stages=reports)
 
     def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> "list[WatchedStep]":
         """Makes the drafters' parts of the steps of one shape, in their order."""
@@ -352,8 +406,32 @@ class Drafting:
             drafter = self.drafters[name]
             made = self._ask(drafter, "new_step", key, shape, inputs, results)
             if made is not None:
-                steps.append(WatchedStep(made, drafter, self))
+                counts = None
+                if shape.reports_stages:
+                    counts = results.int32(len(self.proposals.counts))
+                steps.append(WatchedStep(made, drafter, self, counts))
         return steps
+
+    def read(self, steps: "Sequence[WatchedStep]") -> None:
+        """Takes over what a step's drafters on the device have drafted, and whose each draft is."""
+        proposals = self.proposals
+        for step in steps:
+            step.read(proposals)
+        for part in self.scheduled:
+            request, begin = part.request, 0
+            if not request.params.report_drafts:
+                continue
+            for step in steps:
+                counts = proposals.counts if step.counts is None else step.counts.host
+                begin = self._attribute(request, step.name, begin, int(counts[request.slot]))
+
+    def _attribute(self, request: Request, drafter: str, begin: int, end: int) -> int:
+        """Notes whose the drafts from `begin` on are; returns the end, or `begin` if not its."""
+        if drafter not in request.draft_stages:
+            return begin
+        place = list(request.draft_stages).index(drafter)
+        self.proposals.stages[request.slot, begin:end] = place
+        return end
 
     def finish(self, plan: Plan, **results: Any) -> None:
         """Has the drafters on the host go on, when all requests of a step have taken it over.
@@ -368,8 +446,13 @@ class Drafting:
             fail=lambda request, error: plan.fail(request.request_id, error),
             **results,
         )
+        told = [part.request for part in step.parts if part.request.params.report_drafts]
+        counts = self.proposals.counts
         for drafter in self._requests:
+            before = [int(counts[request.slot]) for request in told]
             self._ask(drafter, "finish", step)
+            for request, begin in zip(told, before, strict=True):
+                self._attribute(request, drafter.name, begin, int(counts[request.slot]))
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
         """A request's drafters in their order; none, if it does not speculate."""
@@ -418,11 +501,15 @@ class WatchedStep:
     """A drafter's part in the steps of one shape, as the steps see it: it does not raise.
 
     Attributes:
-        num_rows, sums_size: as `DrafterStep` has them.
+        name: of the drafter.
+        counts: int32 [slots], how many drafts there are behind it; None: nobody asks.
     """
 
-    def __init__(self, step: DrafterStep, drafter: Drafter, drafting: Drafting) -> None:
-        self.num_rows, self.sums_size = step.num_rows, step.sums_size
+    def __init__(
+        self, step: DrafterStep, drafter: Drafter, drafting: Drafting, counts: Array | None
+    ) -> None:
+        self.name, self.counts = drafter.name, counts
+        self.workspace_size, self.sums_size = step.workspace_size, step.sums_size
         self._step, self._drafter, self._drafting = step, drafter, drafting
         self._error: Exception | None = None  # of a launch, while its results are on their way
 
@@ -440,6 +527,8 @@ class WatchedStep:
             self._step.launch(target)
         except Exception as error:
             self._error = error
+        if self.counts is not None:
+            self.counts.device.copy_(target.num_draft_tokens)
 
     def read(self, proposals: Proposals) -> None:
         """Takes over what its results say beside the drafts."""

@@ -124,6 +124,11 @@ class Engine:
         return self._drafting.drafters
 
     @property
+    def drafter_gauges(self) -> dict[str, int]:
+        """The values of `Method.gauges` now, by name."""
+        return self._drafting.gauges
+
+    @property
     def has_unsaved_drafters(self) -> bool:
         """Whether `save_drafters` would write something that is in no file."""
         return self._drafting.has_unsaved

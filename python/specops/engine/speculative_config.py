@@ -1,21 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the engine speculates: the server's configuration, and the little of it a request may change.
 
-The field names are FastDeploy's, so that a configuration can move over; docs/drafters.md lists each
-field, and each difference. Every refusal is a ValueError that says what would have been right.
+The fields here are those that all drafting methods have; each method adds its own (`Options` of
+engine/methods). The names are FastDeploy's, so that a configuration can move over; docs/drafters.md
+lists each field, and each difference. Every refusal is a ValueError that says what would have been
+right.
 """
 
 import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
-from specops.engine.methods import NAIVE, method_names
+from specops.engine.methods import (
+    METHODS,
+    NAIVE,
+    Method,
+    Options,
+    checks,
+    drafting_order,
+    method_names,
+    method_of,
+    methods,
+    option_names,
+)
 
-METHOD_ALIASES = {"ngram_match": "ngram"}
-MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
-NGRAM_MATCHES = ("most_recent", "leftmost")
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "block", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
 
@@ -32,43 +43,50 @@ REFUSED_FIELDS = {
     "enable_draft_logprob": "logprobs of drafts are not supported yet",
 }
 
-_MAX_TREE_DEPTH = 2**15 - 1
-# What can draft trees, and what can verify them.
-_TREE_METHODS = ("ngram", "suffix", "mtp")
+# What a request may set beside the options that methods let it set.
+_OF_REQUESTS = (
+    "method",
+    "num_speculative_tokens",
+    "num_model_steps",
+    "verify_strategy",
+    "accept_policy",
+    "synthetic_acceptance_rates",
+    "adaptive_verification",
+    "tree",
+)
+# What can verify trees.
 _TREE_STRATEGIES = ("target_match", "greedy", "rejection")
 _TREE_POLICIES = ("normal", "reject_all")
-_UNSET = cast(int, None)  # replaced in __post_init__, so that readers see plain integers
+_ALONE = "default"  # of `Method.continued_by`: nothing continues the method
+_UNSET = cast(int, None)  # replaced when it is made, so that readers see plain integers
+
+OwnOptions = TypeVar("OwnOptions", bound=Options)
 
 
-def _choice(name: str, value: object, choices: Collection[str]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-
-
-def _integer(name: str, value: object, lowest: int, bits: int = 32) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
-    if not lowest <= value < 1 << bits - 1:
-        raise ValueError(f"{name} must be at least {lowest} and fit {bits} bits, got {value}")
-
-
-def _number(name: str, value: object, lowest: float, highest: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    if not lowest <= value <= highest:
-        raise ValueError(f"{name} must be in [{lowest:g}, {highest:g}], got {value!r}")
-
-
-def _method(value: object) -> str:
-    """The method's one spelling: lower case, aliases resolved."""
-    if isinstance(value, str):
-        value = METHOD_ALIASES.get(value.lower(), value.lower())
-    _choice("method", value, method_names())
-    return cast(str, value)
+def _stages(value: object) -> tuple[str, ...]:
+    """The methods that a `method` names, in their one spelling; none of "naive"."""
+    names = method_names()
+    spelt = {alias: one.name for one in methods() for alias in one.aliases}
+    asked = value.lower().split("+") if isinstance(value, str) else [value]
+    parts: list[Any] = [spelt.get(str(part), part) for part in asked]
+    if len(parts) == 1:
+        checks.choice("method", parts[0], names)
+        return () if parts[0] == NAIVE else (parts[0],)
+    for part in parts:
+        if part not in METHODS:
+            raise ValueError(
+                f"method must be one of {', '.join(names)}, or several that draft joined by +; "
+                f"got {part!r} in {value!r}"
+            )
+    order = drafting_order()
+    for before, part in pairwise(parts):
+        if not method_of(part).may_follow or order.index(part) <= order.index(before):
+            raise ValueError(f"method: {part!r} cannot continue {before!r}, got {value!r}")
+    return tuple(parts)
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`; a key given twice is an error, not the last one's win."""
+    """The JSON object in `text`; duplicate keys are an error."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(items)
@@ -101,76 +119,110 @@ def _refuse_unknown(key: object, known: Iterable[str]) -> None:
     raise ValueError(f"speculative_config has no field {key!r}{hint}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestSpeculativeConfig:
-    """The part of the configuration that one request may set for itself; None leaves it alone.
+def _own_options(
+    given: Any, values: Mapping[str, Any], stages: tuple[str, ...]
+) -> dict[str, Options]:
+    """The options of every method.
 
-    Whatever names a path or a resource is the server's alone. The values are checked when
-    `SpeculativeConfig.override` combines them with the server's.
-
-    Attributes:
-        method: drafting method; "naive" turns speculation off for this request.
-        num_speculative_tokens: drafts per step.
-        num_model_steps: forward passes of the drafter per step.
-        mtp_strategy: what continues the tokens of MTP modules.
-        verify_strategy: how drafts are verified.
-        accept_policy: all but "normal" are for measuring.
-        synthetic_acceptance_rates: of accept_policy "synthetic".
-        min_ngram_size: shortest match of n-gram drafting.
-        max_ngram_size: longest match of n-gram drafting.
-        ngram_match: which of the longest matches n-gram drafting takes.
-        adaptive_verification: verify fewer drafts, or none, where that is faster.
-        tree: draft a tree.
+    Args:
+        given: by method, as options or as mappings.
+        values: single fields, which come first.
+        stages: the methods that a field which several have is of, before all others.
     """
+    try:
+        by_method = dict(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"options must be an object by method, got {given!r}") from None
+    for name, own in by_method.items():
+        checks.choice("options", name, tuple(METHODS))
+        if not isinstance(own, (Mapping, method_of(name).options)):
+            raise ValueError(f"options.{name} must be an object, got {own!r}")
+    fields_of = {one.name: one.option_names for one in methods()}
+    changes: dict[str, dict[str, Any]] = {name: {} for name in fields_of}
+    for key, value in values.items():
+        owners = [name for name in (*stages, *fields_of) if key in fields_of[name]]
+        if not owners:
+            _refuse_unknown(key, SpeculativeConfig.field_defaults())
+        changes[owners[0]][key] = value
+    found: dict[str, Options] = {}
+    for one in methods():
+        own = by_method.get(one.name, {})
+        if isinstance(own, Mapping):
+            for key in own:
+                if key not in one.option_names:
+                    _refuse_unknown(key, one.option_names)
+            own = one.options(**own)
+        found[one.name] = replace(own, **changes[one.name]) if changes[one.name] else own
+    return found
 
-    method: str | None = None
-    num_speculative_tokens: int | None = None
-    num_model_steps: int | None = None
-    mtp_strategy: str | None = None
-    verify_strategy: str | None = None
-    accept_policy: str | None = None
-    synthetic_acceptance_rates: tuple[float, ...] | None = None
-    min_ngram_size: int | None = None
-    max_ngram_size: int | None = None
-    ngram_match: str | None = None
-    adaptive_verification: bool | None = None
-    tree: bool | None = None
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "RequestSpeculativeConfig":
-        """Reads a request's own `speculative_config` object.
-
-        Raises:
-            ValueError: a key is unknown, refused, or the server's alone.
-        """
-        if not isinstance(values, Mapping):
-            raise ValueError(f"speculative_config must be an object, got {values!r}")
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key in known:
-                continue
-            if any(field.name == key for field in fields(SpeculativeConfig)):
+def _continued(stages: tuple[str, ...], options: dict[str, Options]) -> tuple[str, ...]:
+    """The stages, with what continues a method by a field of its own; both say the same then."""
+    for one in methods():
+        if one.continued_by is None:
+            continue
+        value = getattr(options[one.name], one.continued_by)
+        if stages[:1] != (one.name,):
+            if value != _ALONE:
                 raise ValueError(
-                    f"speculative_config.{key} is the server's alone; a request may set "
-                    f"{', '.join(known)}"
+                    f'{one.continued_by} {value!r} needs method "{one.name}", got '
+                    f"{'+'.join(stages) or NAIVE!r}"
                 )
-            _refuse_unknown(key, known)
-        return cls(**values)
+        elif len(stages) == 1:
+            follower = () if value == _ALONE else (value.removeprefix("with_"),)
+            stages += follower
+        elif value == _ALONE:
+            same = {one.continued_by: f"with_{stages[1]}"}
+            options[one.name] = replace(options[one.name], **same)
+        elif value != f"with_{stages[1]}":
+            raise ValueError(
+                f"{one.continued_by} {value!r} contradicts method {'+'.join(stages)!r}"
+            )
+    return stages
 
 
-@dataclass(frozen=True, kw_only=True)
+def request_fields() -> tuple[str, ...]:
+    """The fields that one request may set for itself.
+
+    Whatever names a path or a resource is the server's alone.
+    """
+    return (*_OF_REQUESTS, *option_names(of_requests=True))
+
+
+def _check_request(values: object) -> dict[str, Any]:
+    """A request's own object, without what it leaves alone; its values are not checked yet."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"speculative_config must be an object, got {values!r}")
+    known = request_fields()
+    for key in values:
+        if key in known:
+            continue
+        if key in SpeculativeConfig.field_defaults() or key == "options":
+            raise ValueError(
+                f"speculative_config.{key} is the server's alone; a request may set "
+                f"{', '.join(known)}"
+            )
+        _refuse_unknown(key, known)
+    return {key: value for key, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, init=False)
 class SpeculativeConfig:
     """How the engine drafts and verifies; valid from the moment it exists.
 
+    It is made by keyword from the fields below and those of every method's own options, and both
+    are read in the same way. A field that several methods have, such as `model`, is that of the
+    first of this configuration's methods that has it, and otherwise of the first in the registry;
+    `options` says it for one method.
+
     Attributes:
-        method: "naive" (no drafts), "ngram" (alias "ngram_match"), "suffix" or "mtp", in any letter
-            case. Which of them an engine can run is another question: `require_runnable`.
+        method: "naive" (no drafts), or a method of the registry, in any letter case. Several joined
+            by +, such as "a+b", are stages: each continues what those before it have drafted.
+            Which of them an engine can run is another question: `require_runnable`.
         num_speculative_tokens: drafts per step, k. None gives 1, and 0 for naive, which takes no
             other value. There is no upper limit.
-        num_model_steps: drafts of the MTP modules per step, at most k. None gives k, and 1 when
-            mtp_strategy is a hybrid.
-        mtp_strategy: what drafts the rest of the k: "default" (nothing: the modules draft all
-            of them, unless num_model_steps is less), "with_ngram" or "with_suffix".
+        num_model_steps: drafts per step of a method that runs a model, at most k; the stages behind
+            it draft the rest. None gives k, and 1 where another stage continues it.
         verify_strategy: "target_match", "greedy", "rejection", "block" or "topp";
             docs/exactness.md says what each promises.
         accept_policy: "normal"; for measuring, "accept_all", "reject_all" and "synthetic". The
@@ -178,109 +230,101 @@ class SpeculativeConfig:
         synthetic_acceptance_rates: with accept_policy "synthetic", how often the first draft of a
             step is emitted, the first two, and so on: at most 1, and none above the one before.
             Drafts beyond the last rate are never emitted.
-        min_ngram_size: shortest match that n-gram drafting uses.
-        max_ngram_size: longest match that n-gram drafting looks for.
-        ngram_match: which of the longest matches it takes: "most_recent" or "leftmost".
         max_total_draft_tokens: most drafts of a step, those of all requests together, which share
             them evenly. None sets no limit.
-        suffix_decoding_max_tree_depth: longest context the suffix tree holds.
-        suffix_decoding_max_cached_requests: finished requests kept in the shared tree; 0 keeps
-            none, -1 all.
-        suffix_decoding_max_spec_factor: drafts per matched token.
-        suffix_decoding_min_token_prob: least estimated probability of a drafted path.
-        suffix_decoding_max_cached_tokens: tokens kept in the shared tree; 0 keeps none, -1 all. As
-            with the other two budgets, the oldest responses make room.
-        suffix_decoding_max_cached_bytes: memory of the shared tree; 0 for no tree, -1 for no limit.
-        suffix_decoding_read_on: past the longest context, or where only one text is left, drafts
-            read on in the youngest text that matches.
-        model: directory of the MTP modules. None takes them from the target's checkpoint. Like
-            draft_vocab it may be there with any method, for requests that choose "mtp".
-        draft_vocab: safetensors file with the tensor d2t, the tokens that the MTP modules may
-            draft. None lets them draft all.
         adaptive_verification: num_speculative_tokens is the most; how many of them are verified,
             and whether the drafter runs, follows from what steps cost and drafts gain. Only where
             that cannot change a token: with verify_strategy "target_match" or "greedy", and
             accept_policy "normal". Elsewhere, and when False, all drafts are verified.
         tree: drafts are the likeliest continuations as a tree, not the likeliest one, and k is the
-            number of its nodes; with "mtp", two tokens for every pass of the modules, and the k
-            likeliest of them; with "ngram", what followed the most recent occurrence and the first
-            one. With method "ngram", "suffix" or "mtp" (and mtp_strategy "default"),
-            verify_strategy "target_match", "greedy" or "rejection", and accept_policy "normal" or
-            "reject_all". Where a step verifies drafts of other strategies or policies beside
-            them, only its first path is verified.
+            number of its nodes. With one method that can draft trees, verify_strategy
+            "target_match", "greedy" or "rejection", and accept_policy "normal" or "reject_all".
+            Where a step verifies drafts of other strategies or policies beside them, only its first
+            path is verified.
+        options: by method, its own fields: of every method of the registry. Given as a mapping from
+            methods to their fields, as in JSON, or as it is read here.
 
     Raises:
-        ValueError: a value is out of range, or two contradict each other.
+        ValueError: a value is out of range, two contradict each other, or there is no such field.
     """
 
     method: str = NAIVE
     num_speculative_tokens: int = _UNSET
     num_model_steps: int = _UNSET
-    mtp_strategy: str = "default"
     verify_strategy: str = "target_match"
     accept_policy: str = "normal"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    min_ngram_size: int = 2
-    max_ngram_size: int = 5
-    ngram_match: str = "most_recent"
     max_total_draft_tokens: int | None = None
-    suffix_decoding_max_tree_depth: int = 64
-    suffix_decoding_max_cached_requests: int = -1
-    suffix_decoding_max_spec_factor: float = 1.0
-    suffix_decoding_min_token_prob: float = 0.1
-    suffix_decoding_max_cached_tokens: int = -1
-    suffix_decoding_max_cached_bytes: int = -1
-    suffix_decoding_read_on: bool = True
-    model: str | None = None
-    draft_vocab: str | None = None
     adaptive_verification: bool = False
     tree: bool = False
+    options: tuple[tuple[str, Options], ...] = field(default=())
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "method", _method(self.method))
-        _choice("mtp_strategy", self.mtp_strategy, MTP_STRATEGIES)
-        _choice("verify_strategy", self.verify_strategy, VERIFY_STRATEGIES)
-        _choice("accept_policy", self.accept_policy, ACCEPT_POLICIES)
-        if self.mtp_strategy != "default" and self.method != "mtp":
-            raise ValueError(
-                f'mtp_strategy {self.mtp_strategy!r} needs method "mtp", got {self.method!r}'
-            )
+    def __init__(self, **values: Any) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, values.pop(one.name, one.default))
+        stages = _stages(self.method)
+        given = _own_options(self.options, values, stages)
+        stages = _continued(stages, given)
+        object.__setattr__(self, "method", "+".join(stages) or NAIVE)
+        object.__setattr__(self, "options", tuple(given.items()))
+        self._check()
+
+    def __getattr__(self, name: str) -> Any:
+        """A field of a method's own options."""
+        if not name.startswith("_"):
+            order = (*self.stages, *METHODS)
+            options = dict(self.options)
+            for method in order:
+                if method in options and name in method_of(method).option_names:
+                    return getattr(options[method], name)
+        raise AttributeError(f"SpeculativeConfig has no field {name!r}")
+
+    @classmethod
+    def field_defaults(cls) -> dict[str, Any]:
+        """Every field by name, those of all methods included, with what it is where not given."""
+        found = {one.name: one.default for one in fields(cls) if one.name != "options"}
+        for method in methods():
+            for one in fields(method.options):
+                found.setdefault(one.name, one.default)
+        return found
+
+    def as_dict(self, *, without_files: bool = False) -> dict[str, Any]:
+        """Every field by name, those of all methods included, as they are read here.
+
+        Args:
+            without_files: leave out those that name a file.
+        """
+        names = [one.name for one in fields(self) if one.name != "options"]
+        names += option_names(without_files=without_files)
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The methods that draft, in their order; none for "naive"."""
+        return () if self.method == NAIVE else tuple(self.method.split("+"))
+
+    @property
+    def named_methods(self) -> tuple[str, ...]:
+        """The methods that this configuration names: its own, and those that it gives files to."""
+        return tuple(
+            name
+            for name, own in self.options
+            if name in self.stages
+            or any(getattr(own, file) is not None for file in method_of(name).files)
+        )
+
+    def options_of(self, kind: type[OwnOptions]) -> OwnOptions:
+        """A method's own fields, by their class."""
+        return next(one for _, one in self.options if isinstance(one, kind))
+
+    def _check(self) -> None:
+        checks.choice("verify_strategy", self.verify_strategy, VERIFY_STRATEGIES)
+        checks.choice("accept_policy", self.accept_policy, ACCEPT_POLICIES)
         self._resolve_lengths()
         self._check_rates()
-        _integer("min_ngram_size", self.min_ngram_size, 1)
-        _integer("max_ngram_size", self.max_ngram_size, 1)
-        if self.max_ngram_size < self.min_ngram_size:
-            raise ValueError(
-                f"max_ngram_size must be at least min_ngram_size = {self.min_ngram_size}, "
-                f"got {self.max_ngram_size}"
-            )
-        _choice("ngram_match", self.ngram_match, NGRAM_MATCHES)
         if self.max_total_draft_tokens is not None:
-            _integer("max_total_draft_tokens", self.max_total_draft_tokens, 0)
-        depth = self.suffix_decoding_max_tree_depth
-        _integer("suffix_decoding_max_tree_depth", depth, 1)
-        if depth > _MAX_TREE_DEPTH:
-            raise ValueError(
-                f"suffix_decoding_max_tree_depth must be at most {_MAX_TREE_DEPTH}, got {depth}"
-            )
-        for budget in ("requests", "tokens", "bytes"):
-            name = f"suffix_decoding_max_cached_{budget}"
-            _integer(name, getattr(self, name), -1, bits=32 if budget == "requests" else 64)
-        _number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 1e6)
-        _number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
-        if not isinstance(self.suffix_decoding_read_on, bool):
-            raise ValueError(
-                f"suffix_decoding_read_on must be true or false, got "
-                f"{self.suffix_decoding_read_on!r}"
-            )
-        for name in ("model", "draft_vocab"):
-            path = getattr(self, name)
-            if path is not None and not (isinstance(path, str) and path):
-                raise ValueError(f"{name} must be a path or null, got {path!r}")
-        if not isinstance(self.adaptive_verification, bool):
-            raise ValueError(
-                f"adaptive_verification must be true or false, got {self.adaptive_verification!r}"
-            )
+            checks.integer("max_total_draft_tokens", self.max_total_draft_tokens, 0)
+        checks.flag("adaptive_verification", self.adaptive_verification)
         self._check_tree()
 
     def _resolve_lengths(self) -> None:
@@ -288,7 +332,7 @@ class SpeculativeConfig:
         if self.method == NAIVE:
             for name, value in (("num_speculative_tokens", tokens), ("num_model_steps", steps)):
                 if value is not None and (isinstance(value, bool) or value != 0):
-                    drafting = ", ".join(method_names()[1:])
+                    drafting = ", ".join(METHODS)
                     raise ValueError(
                         f'{name} must be 0 or absent with method "naive", which drafts nothing; '
                         f"got {value!r} (methods that draft: {drafting})"
@@ -298,10 +342,11 @@ class SpeculativeConfig:
             is_default = tokens is None
             if is_default:
                 tokens = 1
-            _integer("num_speculative_tokens", tokens, 1)
+            checks.integer("num_speculative_tokens", tokens, 1)
             if steps is None:
-                steps = tokens if self.mtp_strategy == "default" else 1
-            _integer("num_model_steps", steps, 1)
+                is_continued = len(self.stages) > 1 and self._first.needs_weights
+                steps = 1 if is_continued else tokens
+            checks.integer("num_model_steps", steps, 1)
             if steps > tokens:
                 raise ValueError(
                     "num_model_steps must be at most num_speculative_tokens = "
@@ -311,20 +356,19 @@ class SpeculativeConfig:
         object.__setattr__(self, "num_model_steps", steps)
 
     def _check_tree(self) -> None:
-        if not isinstance(self.tree, bool):
-            raise ValueError(f"tree must be true or false, got {self.tree!r}")
+        checks.flag("tree", self.tree)
         if not self.tree:
             return
-        for name, allowed in (
-            ("method", _TREE_METHODS),
-            ("mtp_strategy", ("default",)),
-            ("verify_strategy", _TREE_STRATEGIES),
-            ("accept_policy", _TREE_POLICIES),
-        ):
-            if getattr(self, name) not in allowed:
+        wanted: list[tuple[str, str, tuple[str, ...]]] = [
+            ("verify_strategy", self.verify_strategy, _TREE_STRATEGIES),
+            ("accept_policy", self.accept_policy, _TREE_POLICIES),
+        ]
+        can = tuple(one.name for one in methods() if one.can_draft_trees)
+        wanted.insert(0, ("method", self.method, can))
+        for name, value, allowed in wanted:
+            if value not in allowed:
                 raise ValueError(
-                    f"tree needs {name} {' or '.join(map(repr, allowed))}, "
-                    f"got {getattr(self, name)!r}"
+                    f"tree needs {name} {' or '.join(map(repr, allowed))}, got {value!r}"
                 )
 
     def _check_rates(self) -> None:
@@ -341,11 +385,16 @@ class SpeculativeConfig:
             raise ValueError(f"{name} must be a list of numbers, got {rates!r}")
         highest = 1.0
         for rate in rates:
-            _number(name, rate, 0.0, 1.0)
+            checks.number(name, rate, 0.0, 1.0)
             if rate > highest:
                 raise ValueError(f"{name} must not rise, got {rate!r} after {highest!r}")
             highest = rate
         object.__setattr__(self, name, tuple(map(float, rates)))
+
+    @property
+    def _first(self) -> Method:
+        """The method of the first stage."""
+        return method_of(self.stages[0])
 
     @property
     def selects_drafts(self) -> bool:
@@ -368,40 +417,36 @@ class SpeculativeConfig:
 
         A drafter continues what those before it have drafted.
         """
-        if self.method == NAIVE:
-            return ()
-        if self.method != "mtp":
-            return ((self.method, self.num_speculative_tokens),)
-        first = (self.method, self.num_model_steps)
-        if self.mtp_strategy == "default":
-            return (first,)
-        return (first, (self.mtp_strategy.removeprefix("with_"), self.num_speculative_tokens))
+        steps, tokens = self.num_model_steps, self.num_speculative_tokens
+        return tuple(
+            (name, steps if method_of(name).needs_weights else tokens) for name in self.stages
+        )
 
     @property
     def drafters_name(self) -> str:
         """The name by which costs and chances of a request's drafters are kept."""
-        return "+".join(name for name, _ in self.draft_stages)
+        return "+".join(self.stages)
 
     @property
     def drafts_with_target_numbers(self) -> bool:
-        """Whether modules draw a draft with the number that the target will draw its token with.
+        """Whether a draft is drawn with the number that the target will draw its token with.
 
         The nearer the two distributions, the oftener the two draws agree, and oftener than the
         likeliest token does.
         """
-        return self.method == "mtp" and self.verify_strategy == "target_match"
+        return self.method != NAIVE and self._first.draws and self.verify_strategy == "target_match"
 
     @property
     def draws_drafts(self) -> bool:
-        """Whether modules draw drafts with numbers of their own.
+        """Whether drafts are drawn with numbers of their own.
 
         That pays where verification weighs a draft by both distributions. Those of a tree are the
         likeliest ones.
         """
         return (
-            self.method == "mtp"
-            and self.mtp_strategy == "default"
-            and self.draft_vocab is None
+            len(self.stages) == 1
+            and self._first.draws
+            and dict(self.options)[self.method].draws
             and not self.tree
             and self.verify_strategy in ("rejection", "block")
         )
@@ -422,9 +467,9 @@ class SpeculativeConfig:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"speculative_config must be an object, got {values!r}")
-        known = [field.name for field in fields(cls)]
+        known = cls.field_defaults()
         for key in values:
-            if key not in known:
+            if key not in known and key != "options":  # before any value is looked at
                 _refuse_unknown(key, known)
         return cls(**values)
 
@@ -435,49 +480,30 @@ class SpeculativeConfig:
 
     def override(
         self,
-        request: RequestSpeculativeConfig | Mapping[str, Any],
+        request: Mapping[str, Any],
         *,
         max_num_speculative_tokens: int | None = None,
         max_num_model_steps: int | None = None,
     ) -> "SpeculativeConfig":
         """Returns this configuration with a request's own choices put in.
 
-        A request that changes the method, the number of drafts or mtp_strategy without saying
-        more gets the lengths that follow from it: 0 drafts for "naive", otherwise the server's
-        number (1 where the server has none), and the default number of model steps.
+        A request that changes the method or the number of drafts without saying more gets the
+        lengths that follow from it: 0 drafts for "naive", otherwise the server's number (1 where
+        the server has none), and the default number of model steps.
 
         Args:
-            request: the request's choices, or the object it sent.
+            request: the object that the request sent; None in it leaves a field alone.
             max_num_speculative_tokens: most drafts the engine has room for. None sets no limit.
-            max_num_model_steps: most drafts of MTP modules; where the request leaves their number
-                open, it is no more than that. None sets no limit.
+            max_num_model_steps: most drafts of methods that run a model; where the request leaves
+                their number open, it is no more than that. None sets no limit.
 
         Raises:
             ValueError: the object has a key a request may not set, a value is invalid, or the
                 request asks for more than a limit.
         """
-        if not isinstance(request, RequestSpeculativeConfig):
-            request = RequestSpeculativeConfig.from_dict(request)
-        asked: dict[str, Any] = {
-            field.name: getattr(request, field.name)
-            for field in fields(request)
-            if getattr(request, field.name) is not None
-        }
-        if "method" in asked:
-            asked["method"] = _method(asked["method"])
-            if asked["method"] != self.method:
-                asked.setdefault("mtp_strategy", "default")
-                asked.setdefault("tree", self.tree and asked["method"] in _TREE_METHODS)
-                keep = NAIVE not in (asked["method"], self.method)
-                asked.setdefault(
-                    "num_speculative_tokens", self.num_speculative_tokens if keep else None
-                )
-        if asked.get("accept_policy", "synthetic") != "synthetic":
-            asked.setdefault("synthetic_acceptance_rates", None)
-        strategy = asked.get("mtp_strategy", self.mtp_strategy)
-        if "num_speculative_tokens" in asked or strategy != self.mtp_strategy:
-            asked.setdefault("num_model_steps", None)
-        config = replace(self, **asked)
+        asked = _check_request(request)
+        self._complete(asked)
+        config = replace(self, **asked) if asked else self
         limit = max_num_speculative_tokens
         if limit is not None and config.num_speculative_tokens > limit:
             raise ValueError(
@@ -485,14 +511,55 @@ class SpeculativeConfig:
                 f"got {config.num_speculative_tokens}"
             )
         limit = max_num_model_steps
-        if limit is not None and config.method == "mtp" and config.num_model_steps > limit:
-            if request.num_model_steps is not None:
+        runs_model = any(method_of(name).needs_weights for name in config.stages)
+        if limit is not None and runs_model and config.num_model_steps > limit:
+            if asked.get("num_model_steps") is not None:
                 raise ValueError(
                     f"num_model_steps must be at most {limit} on this server, "
                     f"got {config.num_model_steps}"
                 )
             config = replace(config, num_model_steps=limit)
         return config
+
+    def _complete(self, asked: dict[str, Any]) -> None:
+        """Adds what follows from what a request has chosen."""
+        strategies = {one.continued_by: one.name for one in methods() if one.continued_by}
+        if "method" in asked or not strategies.keys().isdisjoint(asked):
+            self._complete_method(asked, strategies)
+        if "num_speculative_tokens" in asked:
+            asked.setdefault("num_model_steps", None)
+        if asked.get("accept_policy", "synthetic") != "synthetic":
+            asked.setdefault("synthetic_acceptance_rates", None)
+
+    def _complete_method(self, asked: dict[str, Any], strategies: Mapping[str, str]) -> None:
+        """Adds what follows from the methods that a request has chosen.
+
+        Args:
+            asked: what it has chosen.
+            strategies: the fields that say what continues a method, and whose they are.
+        """
+        stages = _stages(asked.get("method", self.method))
+        for field_name, name in strategies.items():
+            is_first = self.stages[:1] == (name,)
+            if field_name not in asked:
+                # Whoever names the method alone leaves open what continues it.
+                keeps = stages == self.stages or (is_first and stages == (name,))
+                asked[field_name] = getattr(self, field_name) if keeps else _ALONE
+            elif is_first and "method" not in asked:
+                stages = stages[:1]
+        asked["method"] = "+".join(stages) or NAIVE
+        for field_name, name in strategies.items():
+            if stages == (name,) and asked[field_name] != _ALONE:
+                stages += (str(asked[field_name]).removeprefix("with_"),)
+        before = self.stages
+        if stages == before:
+            return
+        keeps = bool(stages and before)
+        asked.setdefault("num_speculative_tokens", self.num_speculative_tokens if keeps else None)
+        asked.setdefault("num_model_steps", None)
+        if stages[:1] != before[:1]:
+            can = len(stages) == 1 and method_of(stages[0]).can_draft_trees
+            asked.setdefault("tree", self.tree and can)
 
     def require_runnable(
         self,
@@ -509,14 +576,17 @@ class SpeculativeConfig:
             missing: why it lacks others, by method.
 
         Raises:
-            ValueError: the method or the strategy is not among them.
+            ValueError: a method or the strategy is not among them.
         """
-        if self.method not in available:
-            reason = (missing or {}).get(self.method)
-            raise ValueError(
-                f'method "{self.method}" cannot run in this engine, which has '
-                f"{', '.join(available)}{f': {reason}' if reason else ''}"
-            )
+        # A stage that continues the first one and has no weights can always run.
+        others = [name for name in self.stages[1:] if method_of(name).needs_weights]
+        for method in (*self.stages[:1], *others) or (NAIVE,):
+            if method not in available:
+                reason = (missing or {}).get(method)
+                raise ValueError(
+                    f'method "{method}" cannot run in this engine, which has '
+                    f"{', '.join(available)}{f': {reason}' if reason else ''}"
+                )
         if self.verify_strategy not in strategies:
             raise ValueError(
                 f'verify_strategy "{self.verify_strategy}" cannot run in this engine, which has '

@@ -32,7 +32,7 @@ _FAILING = 3
 _STEP_FAILED = "a step of the engine failed; the server's log says why"
 _REQUEST_FAILED = "the request failed within the engine; the server's log says why"
 _NOT_ADDED = "the engine could not take the request; the server's log says why"
-# Between two saves of the suffix cache, which wait for a moment without requests.
+# Between two saves of what drafters learnt, which wait for a moment without requests.
 _SAVE_SECONDS = 300.0
 
 
@@ -80,7 +80,7 @@ class EngineThread:
         self._events: list[Event] = []
         self._num_requests = 0
         self._num_failures = 0  # steps that failed since the last one that succeeded
-        self._saved_at = time.monotonic()  # the suffix cache, the last time
+        self._saved_at = time.monotonic()  # what drafters learnt, the last time
 
     def start(self) -> None:
         """Starts the thread; called on the event loop that will get the results."""
@@ -172,7 +172,7 @@ class EngineThread:
         except ValueError as error:
             logger.error("%s", error)
         except Exception:
-            logger.exception("the suffix cache could not be saved")
+            logger.exception("what drafters learnt could not be saved")
 
     def _take_commands(self) -> bool:
         """Carries out what is queued, waiting for it when there is nothing else to do."""

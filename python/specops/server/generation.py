@@ -3,7 +3,6 @@
 
 import asyncio
 import time
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -13,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, QueueFull
+from specops.engine.methods import methods
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.server.answers import Answer
@@ -94,9 +94,6 @@ class Generation:
 
     def model_card(self) -> dict[str, Any]:
         """The model as /v1/models lists it, with what a client may choose."""
-        speculative = asdict(self._engine.config.speculative_config)
-        for path in ("model", "draft_vocab"):
-            del speculative[path]
         return {
             "id": self.model_name,
             "object": "model",
@@ -105,7 +102,10 @@ class Generation:
             "max_model_len": self._engine.max_model_len,
             "has_chat_template": self._chat_format.has_template,
             "methods": list(self._engine.runnable_methods),
-            "speculative_config": speculative,
+            "drafters": [one.facts() for one in methods()],
+            "speculative_config": self._engine.config.speculative_config.as_dict(
+                without_files=True
+            ),
         }
 
     def check_model(self, name: str | None) -> None:

@@ -8,7 +8,6 @@ scrape cannot read back, the distributions of times and lengths, is observed as 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,8 +25,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.engine import Engine
+from specops.engine.methods import methods
 from specops.engine.outputs import Completion
 from specops.server.jobs import Span
 
@@ -202,19 +201,18 @@ class _EngineCollector(Collector):
     def _gauges(self) -> Iterator[Metric]:
         """What there is at the moment."""
         engine = self._engine
-        cache = cast(SuffixDrafter, engine.drafters[SuffixDrafter.name]).cache
+        gauges = engine.drafter_gauges
         used = 1 - engine.num_free_pages / engine.num_pages
         for name, text, value in (
             ("num_requests_running", "Choices that run", engine.num_running),
             ("num_requests_waiting", "Choices that wait", self.num_waiting()),
             ("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1", used),
-            (
-                "suffix_cache_requests",
-                "Responses that suffix decoding drafts from",
-                cache.num_cached_requests,
+            *(
+                (name, text, gauges[name])
+                for method in methods()
+                for name, text in method.gauges
+                if name in gauges
             ),
-            ("suffix_cache_tokens", "Tokens of these responses", cache.num_cached_tokens),
-            ("suffix_cache_bytes", "Memory that they take", cache.num_bytes),
         ):
             gauge = GaugeMetricFamily(f"specops:{name}", text, labels=_LABELS)
             gauge.add_metric([engine.model_name], value)

@@ -51,6 +51,7 @@ class Model(Strict):
     max_model_len: int
     has_chat_template: bool
     methods: list[str]
+    drafters: list[dict[str, Any]]
     speculative_config: dict[str, Any]
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.config import EngineConfig
+from specops.engine.draft_trees import DraftTree
 from specops.engine.errors import ModelError
 from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import DraftKv
@@ -60,6 +61,14 @@ class DrafterContext:
     device: Device
 
 
+@dataclass(frozen=True)
+class DrawnFrom:
+    """The vocabulary that drawn drafts are from."""
+
+    size: int
+    token_map: Tensor | None  # int32 [size]: the token of each entry; None: every token in turn
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetStep:
     """The target's step as drafters on the device read it, and the table that they draft into.
@@ -89,6 +98,9 @@ class TargetStep:
     min_p: Tensor
     seeds: Tensor
     choice_index: Tensor
+    # By the names of drafters that draw drafts with numbers of their own: receives what they were
+    # drawn from, float32 [slots, drafts, vocabulary], by request of the step and draft.
+    draft_probs: Mapping[str, Tensor]
     # The proposals, by slot: zero drafts in the beginning of a step.
     draft_token_ids: Tensor  # int32 [slots, k]
     num_draft_tokens: Tensor  # int32 [slots]
@@ -110,10 +122,17 @@ class Proposals:
     # are trees, bool [slots]. Others are chains. The likeliest drafts come first.
     parents: NDArray[np.int32]
     are_trees: NDArray[np.bool_]
-    # [slots, k]: who made each, by its place among the request's drafters; -1: the companion. Of
-    # requests that report their drafts alone. They begin as 0: a drafter that others may continue
-    # marks what is not its own.
+    # [slots, k]: who made each, by its place among the request's drafters; -1: the companion, which
+    # writes that itself. Of requests that report their drafts alone.
     stages: NDArray[np.int8]
+
+    def put_tree(self, slot: int, tree: DraftTree) -> None:
+        """Writes a tree in the place of a row."""
+        count = self.counts[slot] = len(tree.token_ids)
+        self.token_ids[slot, :count] = tree.token_ids
+        self.parents[slot, :count] = tree.parents
+        self.confidences[slot, :count] = tree.chances
+        self.are_trees[slot] = True
 
     def of_slots(self, slots: Sequence[int]) -> "Proposals":
         """A copy of the rows of some slots."""
@@ -154,11 +173,11 @@ class DrafterStep:
     """A drafter's part in all steps of one shape: its arrays, and what it does in each of them.
 
     Attributes:
-        num_rows: rows of its longest pass through layers like the target's, for the workspace.
+        workspace_size: floats of workspace that its attention takes.
         sums_size: floats that its projections split their sums with.
     """
 
-    num_rows = 0
+    workspace_size = 0
     sums_size = 0
 
     def fill(self, parts: Sequence[Scheduled]) -> None:
@@ -176,16 +195,17 @@ class Drafter:
 
     Attributes:
         name: of the method, as the registry has it.
-        taps: layers of the target whose states it reads, beside those after the final norm.
+        taps: layers of the target whose states it reads, beside those after the final norm. They
+            are there in the steps that it has planned something for.
         kv_bytes_per_token: what it keeps on pages, over all its layers.
-        draft_probs: [slots, k, vocab_size], float32: what the last step's drafts were drawn from,
-            by request of that step; None while no request wants drafts that are drawn so.
+        drawn_from: the vocabulary of drafts that it draws with numbers of their own; None: it draws
+            none. It writes what they were drawn from into `TargetStep.draft_probs`.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     kv_bytes_per_token = 0
-    draft_probs: Tensor | None = None
+    drawn_from: DrawnFrom | None = None
 
     def allocate(self, num_pages: int) -> None:
         """Allocates what it keeps on the engine's pages, whose number was chosen with it."""
@@ -244,6 +264,13 @@ class Drafter:
 
     def finish(self, results: StepResults) -> None:
         """Takes in a step on the host, whatever its requests; may draft into the proposals."""
+
+    def gauges(self) -> Mapping[str, int]:
+        """The values of `Method.gauges`, by name."""
+        return {}
+
+    def forget(self) -> None:
+        """Drops what it has learnt from other requests; none is running."""
 
     @property
     def is_unsaved(self) -> bool:

@@ -24,6 +24,7 @@ from specops.engine.drafters.base import (
 )
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
+from specops.engine.methods.ngram import NgramOptions
 from specops.engine.request import Request
 from specops.ngram import NgramIndex, ngram_propose
 
@@ -61,7 +62,7 @@ class NgramDrafter(Drafter):
 
     def start(self, request: Request) -> bool:
         """Notes the request's n-gram sizes and its side; what was in the slot is forgotten."""
-        config = request.speculative
+        config, own = request.speculative, request.speculative.options_of(NgramOptions)
         has_moved = self._index is None
         if self._index is None:
             self._index = self._new_index()
@@ -69,8 +70,8 @@ class NgramDrafter(Drafter):
             self._rows = tuple(self._choices)  # shortest, longest, whether the leftmost wins or not
         if config.tree and self._other_index is None:
             has_moved, self._other_index = True, self._new_index()
-        is_leftmost = config.ngram_match == "leftmost"
-        choices = [config.min_ngram_size, config.max_ngram_size, is_leftmost, not is_leftmost]
+        is_leftmost = own.ngram_match == "leftmost"
+        choices = [own.min_ngram_size, own.max_ngram_size, is_leftmost, not is_leftmost]
         self._choices[:, request.slot] = torch.tensor(choices, dtype=torch.int32)
         self._index.reset(request.slot)
         if self._other_index is not None:
@@ -78,7 +79,7 @@ class NgramDrafter(Drafter):
         return has_moved
 
     def _new_index(self) -> NgramIndex:
-        shared = self._speculative
+        shared = self._speculative.options_of(NgramOptions)
         num_sizes = min(shared.max_ngram_size - shared.min_ngram_size + 1, _MAX_SIZES)
         return NgramIndex.empty(
             self._slots, self._max_len, num_sizes=num_sizes, device=self._device
@@ -201,13 +202,8 @@ class _NgramStep(DrafterStep):
         length = int(self._found.match_lens.host[slot])
         chance = length / (length + 1)
         second_chance = (1 - chance) * _SECOND
-        tokens, parents, chances = join_chains(drafts, others, limit, chance, second_chance)
-        count = len(tokens)
-        proposals.token_ids[slot, :count] = tokens
-        proposals.parents[slot, :count] = parents
-        proposals.confidences[slot, :count] = chances
-        proposals.counts[slot] = count
-        proposals.are_trees[slot] = True
+        tree = join_chains(drafts, others, limit, chance, second_chance)
+        proposals.put_tree(slot, tree)
 
 
 def _fill(array: Array, pairs: Sequence[tuple[int, int]]) -> None:

@@ -2,6 +2,7 @@
 """Suffix decoding: what followed the last tokens, here or in other requests, most often."""
 
 import secrets
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -150,6 +151,18 @@ class SuffixDrafter(Drafter):
     def is_unsaved(self) -> bool:
         """Whether there is a file that has not what is here."""
         return self._store.is_unsaved
+
+    def gauges(self) -> Mapping[str, int]:
+        """What the shared tree holds."""
+        return {
+            "suffix_cache_requests": self.cache.num_cached_requests,
+            "suffix_cache_tokens": self.cache.num_cached_tokens,
+            "suffix_cache_bytes": self.cache.num_bytes,
+        }
+
+    def forget(self) -> None:
+        """Drops the responses of other requests."""
+        self._store.forget()
 
     def save(self) -> None:
         """Writes the responses that drafts come from to `suffix_cache`, as a whole or not at all.

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from specops.engine.config import EngineConfig
+from specops.engine.methods.suffix import SuffixOptions
 from specops.engine.tokenizer import Tokenizer
 from specops.suffix_tree import SuffixCache
 
@@ -37,15 +38,15 @@ class SuffixStore:
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
-        speculative = config.speculative_config
+        own = config.speculative_config.options_of(SuffixOptions)
         self.cache = SuffixCache(
-            max_tree_depth=speculative.suffix_decoding_max_tree_depth,
-            max_cached_requests=speculative.suffix_decoding_max_cached_requests,
-            max_spec_factor=speculative.suffix_decoding_max_spec_factor,
-            min_token_prob=speculative.suffix_decoding_min_token_prob,
-            max_cached_tokens=speculative.suffix_decoding_max_cached_tokens,
-            max_cached_bytes=speculative.suffix_decoding_max_cached_bytes,
-            read_on=speculative.suffix_decoding_read_on,
+            max_tree_depth=own.suffix_decoding_max_tree_depth,
+            max_cached_requests=own.suffix_decoding_max_cached_requests,
+            max_spec_factor=own.suffix_decoding_max_spec_factor,
+            min_token_prob=own.suffix_decoding_min_token_prob,
+            max_cached_tokens=own.suffix_decoding_max_cached_tokens,
+            max_cached_bytes=own.suffix_decoding_max_cached_bytes,
+            read_on=own.suffix_decoding_read_on,
         )
         self._path: Path | None = None
         self._vocabulary = ""
@@ -58,6 +59,12 @@ class SuffixStore:
             self._load(self._path)
         if config.suffix_corpus is not None:
             self._add_corpus(Path(config.suffix_corpus), tokenizer)
+
+    def forget(self) -> None:
+        """Empties the cache of responses."""
+        for response in self.cache.cached_requests:
+            self.cache.evict(response)
+        self.cache.reclaim()
 
     @property
     def is_unsaved(self) -> bool:

@@ -29,6 +29,7 @@ class StepShape(NamedTuple):
     masks: int = 0  # of tokens, where an output is constrained
     # The drafters that have work behind the target, in their order, each with what it says of it.
     drafters: tuple[tuple[str, Hashable], ...] = ()
+    reports_stages: bool = False  # how many drafts there are behind each of them
 
 
 def rounded(shape: StepShape, most: StepShape) -> StepShape:

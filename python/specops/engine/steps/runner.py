@@ -304,8 +304,7 @@ class Runner:
             proposals.counts.fill(0)
         if before is not None:
             proposals.put(kept, before)
-        for drafter in step.arrays.drafters:
-            drafter.read(proposals)
+        self._drafting.read(step.arrays.drafters)
 
     def _step_of(self, plan: Plan) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
@@ -334,7 +333,7 @@ class Runner:
                 width = max(width, part.num_drafts)
                 features |= asked.features
                 logprobs = max(logprobs, asked.logprobs)
-        if features & Feature.DRAFT_PROBS and self._drafting.draft_probs is None:
+        if features & Feature.DRAFT_PROBS and self._drafting.draft_probs.probs is None:
             features &= ~Feature.DRAFT_PROBS  # whoever would have written them has failed
         proposals = self._drafting.width
         if outputs:  # the same whatever was found, so that shapes come again
@@ -443,7 +442,8 @@ class Runner:
                 rates = asked.rates[: step.shape.width]
                 arrays.accept_rates.host[index, : len(rates)] = rates
             if asked.features & Feature.DRAFT_PROBS and part.num_drafts:
-                arrays.draft_prob_rows.host[index] = self._places[slot]
+                row_of_probs = self._drafting.draft_prob_row(slot, self._places[slot])
+                arrays.draft_prob_rows.host[index] = row_of_probs
             row += count
 
     def _emitted(self, parts: Sequence[Part], step: Step) -> list[Emitted]:

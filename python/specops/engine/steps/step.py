@@ -200,16 +200,16 @@ class Step:
             model.sums_size(shape.rows, shape.outputs), *[one.sums_size for one in drafters], 0
         )
         scratch = Scratch(shape, parts, arrays.trees_scratch)
-        rows = max(shape.rows, *[one.num_rows for one in drafters], 0)
-        floats = Layout()
-        workspace = floats.float32(
-            model.workspace_size(
-                rows,
-                max(shape.batch, shape.trees.chains if shape.trees else 0),
-                max(shape.pages, shape.trees.pages if shape.trees else 0),
-                parts.cache,
-            )
+        trees = shape.trees
+        batch = max(shape.batch, trees.chains if trees else 0)
+        pages = max(shape.pages, trees.pages if trees else 0)
+        workspace_size = max(
+            model.workspace_size(shape.rows, batch, pages, parts.cache),
+            *[one.workspace_size for one in drafters],
+            0,
         )
+        floats = Layout()
+        workspace = floats.float32(workspace_size)
         leaves = Layout()
         sums = leaves.float32(sums_size)
         # All blocks before any view: one that grows forgets the steps, this one among them.
@@ -254,9 +254,8 @@ class Step:
         if arrays.trees is not None:
             num_accepted = arrays.num_accepted.device
             self._attended = arrays.trees.bind(self._batch, num_accepted, row.qo_lens)
-        self._taps = {
-            layer: states[: self.shape.rows] for layer, states in self._parts.taps.items()
-        }
+        taps = self._parts.drafting.taps_of(self.shape)
+        self._taps = {layer: self._parts.taps[layer][: self.shape.rows] for layer in taps}
         self._gathered, self._logits = scratch.gathered.device, scratch.logits.device
 
     def _choosing(self) -> dict[str, Any]:
@@ -308,10 +307,7 @@ class Step:
         if arrays.trees is not None:
             self._verify_args["accepted_nodes"] = arrays.trees.accepted_nodes.device
         if features & Feature.DRAFT_PROBS:
-            draft_probs = parts.drafting.draft_probs
-            assert draft_probs is not None
-            self._verify_args["draft_probs"] = draft_probs[:, : self.shape.width]
-            self._verify_args["draft_prob_rows"] = arrays.draft_prob_rows.device
+            self._bind_draft_probs()
         self._tops: dict[str, Any] = {
             "workspace": workspace,
             "token_ids": arrays.top_ids.device,
@@ -325,6 +321,17 @@ class Step:
                 "output_indptr": self._indices.output_indptr,
                 "draft_token_ids": arrays.draft_token_ids.device,
             }
+
+    def _bind_draft_probs(self) -> None:
+        """Adds what drafts were drawn from."""
+        table, width = self._parts.drafting.draft_probs, self.shape.width
+        assert table.probs is not None
+        listed = table.token_ids
+        self._verify_args |= {
+            "draft_probs": table.probs[:, :width],
+            "draft_prob_token_ids": None if listed is None else listed[:, :width],
+            "draft_prob_rows": self.arrays.draft_prob_rows.device,
+        }
 
     def _bind_commit(self) -> None:
         """Notes the tensors that committing tokens takes."""
@@ -375,6 +382,7 @@ class Step:
             min_p=floats.min_p,
             seeds=arrays.seeds.device,
             choice_index=ints.choice_index,
+            draft_probs=self._parts.drafting.draft_probs.views(),
             draft_token_ids=arrays.proposed_token_ids.device,
             num_draft_tokens=arrays.num_proposed.device,
             workspace=batch.workspace,

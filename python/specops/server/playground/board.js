@@ -5,7 +5,7 @@ import {hideCard, showCard} from "./card.js";
 import {acceptance, draftTree, timeline} from "./charts.js";
 import {$, make} from "./dom.js";
 import {Lane} from "./lane.js";
-import {sourceClass, sourceName} from "./names.js";
+import {sourceClass, sourceName, sourcesKnown} from "./names.js";
 
 const CHART_MILLISECONDS = 150; // between two drawings of the charts
 
@@ -102,9 +102,8 @@ const PROBABILITIES = ["90 % or more", "60 %", "30 %", "10 %", "less"];
 /** What the colours mean, of those there are; all that the page knows where there is nothing yet. */
 export function showLegend(lanes = []) {
   const found = new Set(lanes.flatMap(({generation}) => generation?.tokens.map(({source}) => source) ?? []));
-  const names = found.size ? ["target", ...[...found].filter((one) => one !== "target").sort()] : [
-    ...["target", "ngram", "suffix", "mtp"],
-  ];
+  const seen = () => ["target", ...[...found].filter((one) => one !== "target").sort()];
+  const names = found.size ? seen() : sourcesKnown();
   const keys = {
     source: names.map((name) => make("span", {class: `token ${sourceClass(name)}`}, sourceName(name))),
     probability: PROBABILITIES.map((text, i) => make("span", {class: `token p${i}`}, text)),

@@ -61,10 +61,9 @@ class Entry {
 function newTable(choices, seed) {
   const notes = ["Each alone, by the server’s clock, in turn: the medians."];
   if (seed) notes.push(`Seed ${seed}.`);
-  if (choices.some(learns)) {
-    notes.push("Suffix decoding drafts from texts it has seen, so it is timed once.");
-  }
-  if (choices.filter(learns).length > 1) notes.push("The second method with it has seen the first one’s.");
+  const learners = choices.filter(learns);
+  if (learners.length) notes.push(`The ${learns(learners[0])} drafts from texts it has seen, so it is timed once.`);
+  if (learners.length > 1) notes.push("The second method with it has seen the first one’s.");
   const head = make("tr", {}, ...HEADS.map((text) => make("th", {scope: "col"}, text)));
   const body = make("tbody");
   const table = make("table", {}, make("caption", {}, notes.join(" ")), make("thead", {}, head), body);

@@ -1,54 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
-// What methods and drafters are called, and what each does, in a sentence.
+// What methods and drafters are called and can do: as the server describes them in /v1/models.
 
-export const SOURCES = {
-  target: "target model",
-  ngram: "n-gram look-up",
-  suffix: "suffix tree",
-  mtp: "MTP module",
-  forced: "forced by the grammar",
-};
+const OTHERS = {target: "target model", forced: "forced by the grammar"};
+let drafters = new Map(); // by name, also those that this model cannot run
 
-/** A drafter's name in words; one that this page does not know keeps its own. */
-export const sourceName = (source) => SOURCES[source] ?? source;
+/** Takes over what the server says of drafters. */
+export function learnNames(card) {
+  drafters = new Map(card.drafters.map((one) => [one.name, one]));
+}
+
+/** The drafters of a choice, such as "a + b". */
+const partsOf = (choice) => choice.split(" + ").map((name) => drafters.get(name) ?? {name});
+
+/** Who tokens may be from, the target first. */
+export const sourcesKnown = () => ["target", ...drafters.keys()];
+
+/** A drafter's name in words; one that the server does not describe keeps its own. */
+export const sourceName = (source) => drafters.get(source)?.title ?? OTHERS[source] ?? source;
 
 /** A class of its own for each drafter that has a colour. */
-export const sourceClass = (source) => `from-${source in SOURCES ? source : "other"}`;
+export const sourceClass = (source) => `from-${drafters.has(source) || source in OTHERS ? source : "other"}`;
 
-// MTP may be continued by another method: strategies by what the page calls them.
-const HYBRIDS = {"mtp": "default", "mtp + ngram": "with_ngram", "mtp + suffix": "with_suffix"};
-
-/** The methods to choose from, of a server that can run `methods`. */
+/** The methods to choose from, of a server that can run `methods`: a model may be continued by another method. */
 export function choicesOf(methods) {
-  return methods.flatMap((name) => (name === "mtp" ? Object.keys(HYBRIDS) : [name]));
+  const followers = [...drafters.values()].filter((one) => one.may_follow);
+  const hybrids = (name) => followers.map((one) => `${name} + ${one.name}`);
+  return methods.flatMap((name) => [name, ...(hasModel(name) ? hybrids(name) : [])]);
 }
 
 /** What the page calls the method of a speculative_config. */
-export function choiceOf(config) {
-  if (config.method !== "mtp") return config.method;
-  return Object.keys(HYBRIDS).find((name) => HYBRIDS[name] === config.mtp_strategy);
-}
+export const choiceOf = (config) => config.method.replaceAll("+", " + ");
 
-export const isHybrid = (choice) => choice in HYBRIDS && choice !== "mtp";
-export const hasModules = (choice) => choice in HYBRIDS;
+export const isHybrid = (choice) => choice.includes(" + ");
+
+/** Whether drafts come from a model, whose passes are counted. */
+export const hasModel = (choice) => partsOf(choice)[0].needs_weights === true;
 
 /** Whether drafts may be trees. */
-export const hasTrees = (choice) => ["ngram", "suffix", "mtp"].includes(choice);
+export const hasTrees = (choice) => !isHybrid(choice) && partsOf(choice)[0].can_draft_trees === true;
 
-/** Whether a later run of the same request has better drafts, from what the first one wrote. */
-export const learns = (choice) => choice.includes("suffix");
+/** Who makes a later run of the same request have better drafts, from what the first one wrote; undefined: nobody. */
+export const learns = (choice) => partsOf(choice).find((one) => one.learns)?.title;
 
 /** The speculative_config of a choice; `steps` is null for what the server takes by itself. */
 export function configOf(choice, {k, steps, tree}) {
   if (choice === "naive") return {method: "naive"};
-  const config = {method: choice, num_speculative_tokens: k, tree: tree && hasTrees(choice)};
-  if (!hasModules(choice)) return config;
-  return {...config, method: "mtp", mtp_strategy: HYBRIDS[choice], num_model_steps: steps};
+  const [first, second] = partsOf(choice);
+  const config = {method: first.name, num_speculative_tokens: k, tree: tree && hasTrees(choice)};
+  if (first.continued_by) config[first.continued_by] = second ? `with_${second.name}` : "default";
+  else config.method = choice.replaceAll(" + ", "+");
+  return hasModel(choice) ? {...config, num_model_steps: steps} : config;
 }
 
 /** A column's or a row's heading. */
 export function titleOf(choice) {
   if (choice === "naive") return "Plain decoding";
-  const names = choice.split(" + ").map((one) => ({ngram: "n-gram", suffix: "suffix", mtp: "MTP"})[one] ?? one);
-  return `With ${names.join(" and ")} drafts`;
+  return `With ${partsOf(choice).map((one) => one.short ?? one.name).join(" and ")} drafts`;
 }

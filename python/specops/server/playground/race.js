@@ -68,7 +68,7 @@ async function conclude(context, raced) {
   try {
     if (learns(method)) {
       $("verdict-note").textContent =
-        "Not timed alone: the suffix tree has this text by now, and would draft all of it. ";
+        `Not timed alone: the ${learns(method)} has this text by now, and would draft all of it. `;
     } else if (alone && method !== "naive") {
       same = (await timeAlone(context, method, raced)) && same;
     }

@@ -2,7 +2,7 @@
 // The form's values: kept in this browser, and in links. The API key is in neither.
 
 import {$} from "./dom.js";
-import {choicesOf, choiceOf, hasModules, hasTrees, isHybrid} from "./names.js";
+import {choicesOf, choiceOf, hasModel, hasTrees, isHybrid, learnNames} from "./names.js";
 
 const STORE = "specops";
 const FIELDS = [
@@ -81,14 +81,16 @@ export const fromFragment = (fragment) => Object.fromEntries(new URLSearchParams
 /** Offers the server's methods, and sets the form to what the server does by itself. */
 export function offer(card) {
   const own = card.speculative_config;
+  learnNames(card);
   $("method").replaceChildren(...choicesOf(card.methods).map((name) => new Option(name, name)));
   const choice = choiceOf(own);
   // A race of plain decoding against itself shows little.
-  $("method").value = choice === "naive" && card.methods.includes("ngram") ? "ngram" : choice;
+  const first = card.methods.find((name) => name !== "naive" && !hasModel(name));
+  $("method").value = choice === "naive" ? first ?? choice : choice;
   if (own.num_speculative_tokens > 0) $("k").value = $("k").defaultValue = own.num_speculative_tokens;
   $("tree").checked = own.tree;
-  const usual = own.mtp_strategy === "default" ? own.num_speculative_tokens : 1;
-  if (own.method === "mtp" && own.num_model_steps !== usual) $("steps").value = own.num_model_steps;
+  const usual = isHybrid(choice) ? 1 : own.num_speculative_tokens;
+  if (hasModel(choice) && own.num_model_steps !== usual) $("steps").value = own.num_model_steps;
   $("chat-mode").hidden = !card.has_chat_template;
 }
 
@@ -98,7 +100,7 @@ export function fitForm() {
   const drafts = mode === "compare" || method !== "naive";
   $("method").disabled = mode === "compare";
   $("k").disabled = !drafts;
-  $("steps-label").hidden = mode === "compare" || !hasModules(method);
+  $("steps-label").hidden = mode === "compare" || !hasModel(method);
   for (const id of NUMBERS) $(id).placeholder = $(id).defaultValue;
   $("steps").placeholder = isHybrid(method) ? "1" : "all";
   $("tree-label").hidden = mode !== "compare" && !hasTrees(method);

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays on the device that all steps of a recurrent drafter share, and views of them by size."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specops import sampling
+from specops.batching import DraftIndices
+from specops.engine.drafters.head import DraftHead
+from specops.engine.memory.device import Device
+
+_MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Per request of a step: what a draft is chosen from, and the choice."""
+
+    states: Tensor  # [batch, hidden_size]
+    logits: Tensor  # float32 [batch, draft vocabulary]
+    sampled: Tensor  # int32 [batch]
+    drawn: Tensor  # int32 [batch]; the same with numbers of its own
+    token_ids: Tensor  # int32 [batch]; the same but for a reduced draft vocabulary
+    positions: Tensor  # int32 [batch]; of the tokens, in a second pass over rows or later
+    anchors: Tensor  # int32 [batch]
+    is_drawn: Tensor  # bool [batch]; with numbers of its own
+    lse: Tensor  # float32 [batch]
+
+
+class DraftArrays:
+    """Rows of the passes of a step, and what drafts are chosen from.
+
+    Args:
+        head: what runs.
+        slots: requests that run at once.
+        max_rows: rows of the longest pass.
+        device: where steps run.
+
+    Attributes:
+        same_rows: int32 [max_rows], 0, 1, 2 and so on.
+        kv_lens: int32 [slots], for a head that does not see all pages.
+        choices: of all requests.
+        workspace: of the ops of sampling.
+    """
+
+    def __init__(self, head: DraftHead, slots: int, max_rows: int, device: Device) -> None:
+        where, width, is_reduced = device.device, head.hidden_size, head.token_map is not None
+        # The first pass of a step, and those behind it, which read one and write the other.
+        sizes = (max_rows, slots, slots)
+        self._indices = [DraftIndices.empty(slots, total_rows=n, device=where) for n in sizes]
+        # Read between passes where the host may look: numpy is the quickest way to do it.
+        self._row_ends = [] if device.is_async else [one.qo_indptr.numpy() for one in self._indices]
+        self.same_rows = torch.arange(max_rows, dtype=torch.int32, device=where)
+        self.kv_lens = torch.zeros(slots, dtype=torch.int32, device=where)
+        ints = torch.zeros((5, slots), dtype=torch.int32, device=where)
+        self.choices = Choices(
+            torch.empty((slots, width), dtype=head.dtype, device=where),
+            torch.empty((slots, head.vocab_size), dtype=torch.float32, device=where),
+            ints[0],
+            ints[1],
+            ints[2] if is_reduced else ints[0],
+            ints[3],
+            ints[4],
+            torch.zeros(slots, dtype=torch.bool, device=where),
+            torch.empty(slots, dtype=torch.float32, device=where),
+        )
+        workspace = sampling.sampling_workspace(self.choices.logits)
+        if workspace is None:  # given, so that no call has to find out
+            workspace = torch.empty(0, dtype=torch.uint8, device=where)
+        self.workspace = workspace
+        self._index_views: dict[tuple[int, int, int], DraftIndices] = {}
+        self._choice_views: dict[int, Choices] = {}
+
+    def with_rows(self, which: int, indices: DraftIndices) -> DraftIndices | None:
+        """The rows there are, where the host may look; None: there are none."""
+        if not self._row_ends:
+            return indices
+        size = indices.kv_lens.shape[0]
+        rows = int(self._row_ends[which][size])
+        return self.index_view(which, size, rows) if rows else None
+
+    def index_view(self, which: int, size: int, rows: int) -> DraftIndices:
+        """The first requests and rows of the index arrays."""
+        view = self._index_views.get((which, size, rows))
+        if view is None:
+            if len(self._index_views) >= _MAX_KEPT_VIEWS:
+                self._index_views.clear()
+            whole = self._indices[which]
+            view = self._index_views[which, size, rows] = DraftIndices(
+                qo_indptr=whole.qo_indptr[: size + 1],
+                kv_lens=whole.kv_lens[:size],
+                last_rows=whole.last_rows[:size],
+                draft_positions=whole.draft_positions[:size],
+                row_to_request=whole.row_to_request[:rows],
+                positions=whole.positions[:rows],
+                cache_slots=whole.cache_slots[:rows],
+                source_rows=whole.source_rows[:rows],
+            )
+        return view
+
+    def choice_view(self, size: int) -> Choices:
+        """The first requests of what drafts are chosen from."""
+        view = self._choice_views.get(size)
+        if view is None:
+            whole = self.choices
+            view = self._choice_views[size] = Choices(
+                whole.states[:size],
+                whole.logits[:size],
+                whole.sampled[:size],
+                whole.drawn[:size],
+                whole.token_ids[:size],
+                whole.positions[:size],
+                whole.anchors[:size],
+                whole.is_drawn[:size],
+                whole.lse[:size],
+            )
+        return view

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafts were drawn from: one table for all drafters that draw them, as `verify` takes it."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specops.engine.drafters.base import DrawnFrom
+
+
+class DraftProbs:
+    """Each drafter has as many rows of the table as there are slots.
+
+    Where one of them has a reduced vocabulary, the table has the tokens of all entries beside them.
+    That depends on what is loaded, and not on a step: a request's bits are the same in any company.
+
+    Args:
+        owners: the drafters by name, and the vocabularies that they draw from.
+        slots: requests that run at once.
+        device: where steps run.
+
+    Attributes:
+        probs: [rows, drafts, entries], float32; None: no request has asked for any.
+        token_ids: int32, the same shape, -1 padded; None: entry i is token i.
+    """
+
+    def __init__(self, owners: Mapping[str, DrawnFrom], slots: int, device: torch.device) -> None:
+        self._owners, self._slots, self._device = dict(owners), slots, device
+        self._first_row = {name: slots * place for place, name in enumerate(owners)}
+        self._is_listed = any(one.token_map is not None for one in owners.values())
+        self.probs: Tensor | None = None
+        self.token_ids: Tensor | None = None
+
+    def reserve(self, drafts: int) -> bool:
+        """Makes room for so many drafts a request; returns whether the table has moved."""
+        old = self.probs
+        if old is not None and old.shape[1] >= drafts:
+            return False
+        rows = self._slots * len(self._owners)
+        shape = (rows, drafts, max(one.size for one in self._owners.values()))
+        self.probs = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        if old is not None:  # those of drafts that the next step verifies
+            self.probs[:, : old.shape[1]] = old
+        if self._is_listed:
+            self.token_ids = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+            for name, one in self._owners.items():
+                tokens = one.token_map
+                if tokens is None:
+                    tokens = torch.arange(one.size, dtype=torch.int32, device=self._device)
+                self.token_ids[self._rows_of(name), :, : one.size] = tokens
+        return True
+
+    def views(self) -> dict[str, Tensor]:
+        """By drafter, where it writes: [slots, drafts, its vocabulary]; none while nobody draws."""
+        if self.probs is None:
+            return {}
+        return {
+            name: self.probs[self._rows_of(name), :, : one.size]
+            for name, one in self._owners.items()
+        }
+
+    def row(self, name: str, place: int) -> int:
+        """The row of the table that a drafter wrote for the request at a place of the step."""
+        return self._first_row[name] + place
+
+    def _rows_of(self, name: str) -> slice:
+        return slice(self._first_row[name], self._first_row[name] + self._slots)

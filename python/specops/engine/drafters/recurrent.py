@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting token by token with a head: what follows goes through it with its own states.
+
+All of it that does not depend on the head is here: how far a request has come, what runs over
+again, rows and pages, kept states, choosing and drawing drafts, trees.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specops import batching, sampling
+from specops.batching import DraftIndices
+from specops.engine.draft_trees import branch_chain
+from specops.engine.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterStep,
+    DrawnFrom,
+    Proposals,
+    Scheduled,
+    StepResults,
+    TargetStep,
+    stage_limit,
+)
+from specops.engine.drafters.draft_arrays import Choices, DraftArrays
+from specops.engine.drafters.head import DraftHead, DraftRows
+from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.memory.step_memory import Layout
+from specops.engine.memory.step_shape import StepShape, rung
+from specops.engine.request import Request
+from specops.sampling import Purpose
+
+# Positions of a request whose states are kept, for heads that have been behind: as many as they
+# catch up with, and as they begin anew with, what is before these on their page included.
+WINDOW = 128
+# Longest lag that runs again; behind a longer one heads begin anew, with so many positions.
+CATCH_UP, BEGIN_ANEW = 64, 32
+
+
+class RecurrentShape(NamedTuple):
+    """What the head's part of a step depends on."""
+
+    rows: int  # of the first pass; 0: they only keep the target's states
+    skips_pages: bool  # the head does not see all pages of a request
+    draws: bool  # some drafts are drawn, not all the likeliest tokens
+    has_own_numbers: bool  # some of those with numbers of their own
+    tells: bool  # how likely each draft is
+    branches: bool  # and which token is the likeliest beside it, for trees
+
+
+class _Inputs(NamedTuple):
+    """Per request of a step; names of the rows of one int32 array."""
+
+    slots: Tensor  # -1: a request of another method
+    drafting_slots: Tensor  # -1: or one that the head does not run for
+    redraft_lens: Tensor  # rows before the step's that run again
+    skipped: Tensor  # positions before the first that the head sees
+    # Drafts are drawn with numbers of their own, not with those that the target will draw with; and
+    # these are anchored, as BLOCK wants them. 0 or 1.
+    own_numbers: Tensor
+    has_anchors: Tensor
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the head is with the request of a slot."""
+
+    request: Request
+    num_drafted: int  # leading positions whose draft keys and values are final
+    begin: int = 0  # what is before it is not there for the head
+    redraft_len: int = -1  # of this step: rows before its own that run again; -1: none runs
+
+
+class RecurrentDrafter(Drafter):
+    """Drafts with a head.
+
+    In every step the head runs over the rows whose next token the step made known, in place of what
+    it drafted there before, and then on into the drafts. While a request wants no drafts the states
+    of its last positions are kept; they run again, in one go, when it wants some. After a longer
+    pause the head begins anew with the last of them, and sees nothing before.
+
+    Args:
+        name: of the method.
+        context: of the engine.
+        head: on the target's device.
+        draws: it may draw drafts with numbers of their own.
+
+    Attributes:
+        head: what runs.
+        num_passes: of the head, over the rows of a step.
+        max_redrafts: rows before the step's that may run again in one step, but for those that
+            several passes always run again.
+        max_rows: rows of the longest pass.
+        arrays: that its steps share.
+        kept: [slots, WINDOW, hidden_size], the target's states of each slot's last positions.
+    """
+
+    def __init__(self, name: str, context: DrafterContext, head: DraftHead, *, draws: bool) -> None:
+        slots, max_rows = context.config.max_num_seqs, context.config.max_num_batched_tokens
+        self.name, self.taps = name, head.taps
+        self.head, self.num_passes = head, head.num_passes
+        self.kv_bytes_per_token = head.kv_bytes_per_token
+        self.max_redrafts = max(max_rows, WINDOW)
+        self.max_rows = max_rows + self.max_redrafts + slots * (head.num_passes - 1)
+        # From the drafts' vocabulary to the target's, on the host; None: they are the same.
+        token_map = head.token_map
+        self.token_map = None if token_map is None else token_map.cpu().numpy()
+        if draws:
+            self.drawn_from = DrawnFrom(head.vocab_size, token_map)
+        self.page_size = context.config.page_size
+        self.slots = slots
+        self._device = device = context.device
+        self._progress: dict[int, _Progress] = {}  # by slot
+        # By slot: what drafts are drawn with.
+        self.temperatures: NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
+        self.own_numbers: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self.has_anchors: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self.num_steps = 0  # passes that any request has asked for
+        head.reserve(self.max_rows)
+        self.arrays = DraftArrays(head, slots, self.max_rows, device)
+        where, width = device.device, head.hidden_size
+        self.kept = torch.zeros((slots, WINDOW, width), dtype=head.dtype, device=where)
+
+    def allocate(self, num_pages: int) -> None:
+        """Allocates the head's keys and values, on the target's pages."""
+        self.head.allocate(num_pages, self.page_size)
+
+    def draft_kv(self, request: Request) -> DraftKv | None:
+        """The head's keys and values, which depend on as many tokens behind them as passes read."""
+        if not self.kv_bytes_per_token:
+            return None
+        return DraftKv(self.name, self.num_passes, request.draft_stages[self.name])
+
+    def start(self, request: Request) -> bool:
+        """Makes room for what the request asks of its drafts."""
+        config, slot = request.speculative, request.slot
+        self._progress[slot] = _Progress(request, request.num_computed)
+        draws = config.draws_drafts or config.drafts_with_target_numbers
+        self.temperatures[slot] = request.params.temperature if draws else 0.0
+        self.own_numbers[slot] = config.draws_drafts
+        self.has_anchors[slot] = config.verify_strategy == "block"
+        passes = request.draft_stages[self.name]
+        has_moved = passes > self.num_steps
+        self.num_steps = max(self.num_steps, passes)
+        return has_moved
+
+    def stop(self, request: Request, slot: int) -> None:
+        """Forgets how far the head is: shared pages record their own draft KV."""
+        self._progress.pop(slot, None)
+
+    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+        """Decides whom the head runs for, and over what; states are kept of all."""
+        if not self._progress:
+            return None
+        ours = [
+            (part, progress)
+            for part in parts
+            if (progress := self._progress.get(part.request.slot)) is not None
+        ]
+        if not ours:
+            return None
+        redrafts, room = 0, self.max_redrafts
+        runs = draws = own_numbers = skips = tells = branches = False
+        for part, progress in ours:
+            progress.redraft_len = -1
+            slot = part.request.slot
+            if part.emits:
+                draws = draws or bool(self.temperatures[slot] > 0)
+                own_numbers = own_numbers or bool(
+                    self.own_numbers[slot] and self.temperatures[slot] > 0
+                )
+                if not part.draft_limit and part.num_rows - part.num_drafts == 1:
+                    continue  # no drafts are wanted; but prompts go through the head in any case
+            missing = self._redraft_len(progress, room)
+            progress.redraft_len = missing
+            if missing >= 0:
+                runs = True
+                branches = branches or part.request.speculative.tree
+                tells = tells or branches or part.request.speculative.selects_drafts
+                redrafts += missing
+                room -= max(missing - (self.num_passes - 1), 0)
+                skips = skips or progress.begin > 0
+        if not runs:
+            return RecurrentShape(0, False, draws, own_numbers, tells=False, branches=False)
+        rows = self.max_rows  # on the CPU one size, so that shapes come again: see `with_rows`
+        if self._device.is_async:
+            rows = min(shape.rows + (rung(redrafts) if redrafts else 0), self.max_rows)
+        return RecurrentShape(rows, skips, draws, own_numbers, tells, branches)
+
+    def num_rows_behind(self, request: Request) -> int:
+        """Rows before the step's, but for those that several passes always run again."""
+        begin = self._begin(self._progress[request.slot])
+        return max(request.num_computed - begin - (self.num_passes - 1), 0)
+
+    def _begin(self, progress: _Progress) -> int:
+        """The first position that runs when the head runs in the next step."""
+        begin, end = progress.num_drafted, progress.request.num_computed
+        if end - begin <= CATCH_UP:
+            return begin
+        return max(begin, (end - BEGIN_ANEW) // self.page_size * self.page_size)
+
+    def _redraft_len(self, progress: _Progress, room: int) -> int:
+        """How many rows before the step's run over again; -1: the head cannot run.
+
+        Where it is far behind, it begins anew, on a page's first position.
+
+        Args:
+            progress: of a request.
+            room: rows that may run again in the step, but for those that always do.
+        """
+        begin = self._begin(progress)
+        missing = progress.request.num_computed - begin
+        if missing < 0 or missing - (self.num_passes - 1) > room:
+            return -1
+        if begin > progress.num_drafted:
+            progress.num_drafted = progress.begin = begin
+        return missing
+
+    def new_step(
+        self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
+    ) -> DrafterStep:
+        """Makes the head's part of the steps of one shape."""
+        assert isinstance(key, RecurrentShape)
+        return RecurrentStep(self, key, shape, inputs, results)
+
+    def finish(self, results: StepResults) -> None:
+        """Takes note of what the head has run over, after a step and its commit."""
+        if not self._progress:
+            return
+        for part in results.parts:
+            progress = self._progress.get(part.request.slot)
+            if progress is None or progress.redraft_len < 0:
+                continue
+            request = part.request
+            known = len(request.token_ids) - self.num_passes
+            progress.num_drafted = max(progress.num_drafted, min(request.num_computed, known))
+            # Rows that do not see all before them are nobody else's.
+            request.num_final_draft_kv = 0 if progress.begin else progress.num_drafted
+
+    def progress_of(self, part: Scheduled) -> _Progress | None:
+        """How far the head is with a request; None: it is of another method."""
+        return self._progress.get(part.request.slot)
+
+
+class RecurrentStep(DrafterStep):
+    """What the head does behind the steps of one shape.
+
+    Attributes:
+        rows: per request, what the host says of it; bound when the step is launched.
+        max_draft_tokens: [slots], int32.
+    """
+
+    def __init__(
+        self,
+        drafter: RecurrentDrafter,
+        shape: RecurrentShape,
+        step: StepShape,
+        inputs: Layout,
+        results: Layout,
+    ) -> None:
+        self._drafter, self._shape, self._step = drafter, shape, step
+        batch = step.batch
+        self._ints = inputs.int32(len(_Inputs._fields), batch)
+        self._temperatures = inputs.float32(batch)
+        self._max_drafts = inputs.int32(drafter.slots)
+        self._kv_indptr = inputs.int32(batch + 1 if shape.skips_pages else 0)
+        passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
+        self._logprobs = [results.float32(batch) for _ in range(passes)]  # of the drafts, by pass
+        passes = passes if shape.branches else 0
+        self._likeliest = [results.int32(batch, 2) for _ in range(passes)]
+        self._their_logprobs = [results.float32(batch, 2) for _ in range(passes)]
+        if shape.rows:
+            self.workspace_size = drafter.head.workspace_size(shape.rows, batch, step.pages)
+            self.sums_size = drafter.head.sums_size(shape.rows, batch)
+        self.rows: _Inputs
+        self.max_draft_tokens: Tensor
+        self._choosing: Mapping[str, Tensor]
+        self._target: TargetStep | None = None
+
+    def fill(self, parts: Sequence[Scheduled]) -> None:
+        """Writes which requests the head runs for, and over what."""
+        drafter, ints, count = self._drafter, self._ints.host, len(parts)
+        slots, drafting, redrafts, skipped, own_numbers, has_anchors = ints
+        self._max_drafts.host.fill(0)
+        ints.fill(0)
+        slots.fill(-1)
+        drafting.fill(-1)
+        for index, part in enumerate(parts):
+            progress = drafter.progress_of(part)
+            if progress is None:
+                continue
+            slot = slots[index] = part.request.slot
+            if progress.redraft_len >= 0:
+                drafting[index] = slot
+                redrafts[index] = progress.redraft_len
+                skipped[index] = progress.begin
+                self._max_drafts.host[slot] = stage_limit(part, drafter.name)
+        if self._shape.draws:
+            of_request = [part.request.slot for part in parts]
+            own_numbers[:count] = drafter.own_numbers[of_request]
+            has_anchors[:count] = drafter.has_anchors[of_request]
+            self._temperatures.host[:count] = drafter.temperatures[of_request]
+            self._temperatures.host[count:] = 0  # greedy
+        if self._shape.skips_pages:
+            ends = np.cumsum([0] + [len(part.request.pages) for part in parts])
+            indptr = self._kv_indptr.host
+            indptr[: count + 1] = ends
+            indptr[count + 1 :] = ends[-1]
+            # A list that is too long at its end, by what the next request skips, is not read there.
+            indptr[:-1] += skipped // drafter.page_size
+
+    def launch(self, target: TargetStep) -> None:
+        """Runs the head behind the target's step and fills the drafts."""
+        if self._target is not target:
+            self._bind(target)
+        states = self._drafter.head.target_states(target)
+        if self._shape.rows:
+            self._draft(target, states)
+        # After the passes: these rows may take the place of some that ran again.
+        rows = self.rows
+        batching.keep_hidden_rows(
+            states,
+            rows.slots,
+            target.qo_indptr,
+            target.kv_lens,
+            target.lens,
+            self._drafter.kept,
+        )
+
+    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+        """Takes over how likely the head holds its drafts, and makes trees of chains."""
+        if not self._logprobs:
+            return
+        # Those of requests that did not draft may be anything.
+        probs = np.exp(np.minimum([array.host for array in self._logprobs], 0)).clip(1e-6, 1)
+        for index, part in enumerate(parts):
+            progress = self._drafter.progress_of(part)
+            if progress is not None and progress.redraft_len >= 0:
+                slot = part.request.slot
+                count = min(stage_limit(part, self._drafter.name), len(probs))
+                proposals.confidences[slot, :count] = probs[:count, index]
+                if self._likeliest and part.request.speculative.tree:
+                    self._branch(part, index, proposals)
+
+    def _branch(self, part: Scheduled, index: int, proposals: Proposals) -> None:
+        """Makes a tree of a request's chain: with a second token for each of its drafts."""
+        slot, token_map = part.request.slot, self._drafter.token_map
+        count = int(proposals.counts[slot])
+        tokens = proposals.token_ids[slot, :count].tolist()
+        chances = proposals.confidences[slot, :count].tolist()
+        others: list[tuple[int, float]] = []
+        for depth, token in enumerate(tokens):
+            likeliest = self._likeliest[depth].host[index]
+            likeliest = likeliest if token_map is None else token_map[likeliest]
+            place = int(likeliest[0] == token)
+            chance = min(float(np.exp(self._their_logprobs[depth].host[index, place])), 1.0)
+            others.append((int(likeliest[place]), chance))
+        chain = list(zip(tokens, chances, strict=True))
+        proposals.put_tree(slot, branch_chain(chain, others, part.draft_limit))
+
+    def _bind(self, target: TargetStep) -> None:
+        """Makes the views that launches take, once."""
+        self._target = target
+        self.rows = _Inputs(*self._ints.device)
+        self.max_draft_tokens = self._max_drafts.device
+        self._kv_indptr_seen = target.kv_indptr
+        if self._shape.skips_pages:
+            self._kv_indptr_seen = self._kv_indptr.device
+        self._choosing = {}
+        if self._shape.draws:
+            self._choosing = {
+                "temperature": self._temperatures.device,
+                "top_k": target.top_k,
+                "top_p": target.top_p,
+                "min_p": target.min_p,
+                "seeds": target.seeds,
+                "choice_index": target.choice_index,
+            }
+
+    @property
+    def num_skipped(self) -> Tensor | None:
+        """Positions that the head does not see, by request; None: it sees all."""
+        return self.rows.skipped if self._shape.skips_pages else None
+
+    def _draft(self, target: TargetStep, states: Tensor) -> None:
+        drafter, rows, size = self._drafter, self.rows, self._step.batch
+        head, arrays = drafter.head, drafter.arrays
+        first = batching.prepare_draft_batch(
+            rows.drafting_slots,
+            target.qo_indptr,
+            target.kv_lens,
+            rows.redraft_lens,
+            target.kv_indptr,
+            target.kv_indices,
+            target.lens,
+            self.max_draft_tokens,
+            page_size=drafter.page_size,
+            total_rows=self._shape.rows,
+            window=WINDOW,
+            out=arrays.index_view(0, size, self._shape.rows),
+        )
+        indices = arrays.with_rows(0, first)
+        if indices is None:
+            return
+        count = min(drafter.num_steps, target.draft_token_ids.shape[1])
+        if self._shape.has_own_numbers:
+            anchors = drafter.arrays.choice_view(size).anchors
+            torch.add(first.draft_positions, 1, out=anchors)
+            anchors.mul_(rows.has_anchors)
+        source_rows = indices.source_rows
+        for index in range(drafter.num_passes):
+            passed = self._pass(target, indices, source_rows)
+            hidden, recycled = head.forward(index, passed, states)
+            if head.is_chained:
+                states = recycled
+                source_rows = arrays.same_rows[: source_rows.shape[0]]
+            if index < count:
+                self._choose(target, indices, hidden, step=index, count=count)
+        for step in range(drafter.num_passes, count):
+            which = 1 + step % 2
+            indices = arrays.with_rows(which, arrays.index_view(which, size, size))
+            if indices is None:
+                return
+            passed = self._pass(target, indices, indices.source_rows)
+            hidden, recycled = head.forward(drafter.num_passes - 1, passed, recycled)
+            self._choose(target, indices, hidden, step=step, count=count)
+
+    def _pass(self, target: TargetStep, indices: DraftIndices, source_rows: Tensor) -> DraftRows:
+        kv_lens, skipped = indices.kv_lens, self.num_skipped
+        prefix_leaders, prefix_lens = target.prefix_leaders, target.prefix_lens
+        if skipped is not None:
+            # Some lists begin later here, and then not with what they share.
+            prefix_leaders = prefix_lens = None
+            kv_lens = self._drafter.arrays.kv_lens[: skipped.shape[0]]
+            torch.sub(indices.kv_lens, skipped, out=kv_lens)
+            kv_lens.clamp_(min=0)  # without rows
+        return DraftRows(
+            positions=indices.positions,
+            cache_slots=indices.cache_slots,
+            qo_indptr=indices.qo_indptr,
+            kv_indptr=self._kv_indptr_seen,
+            kv_indices=target.kv_indices,
+            kv_lens=kv_lens,
+            prefix_leaders=prefix_leaders,
+            prefix_lens=prefix_lens,
+            workspace=target.workspace,
+            sums=target.sums,
+            row_to_request=indices.row_to_request,
+            source_rows=source_rows,
+            slots=self.rows.drafting_slots,
+            token_ids=target.token_ids,
+            lens=target.lens,
+            draft_token_ids=target.draft_token_ids,
+            kept=self._drafter.kept,
+        )
+
+    def _note_likeliest(self, choices: Choices, step: int) -> None:
+        """Notes the two likeliest tokens of a pass, for trees."""
+        sampling.top_logprobs(
+            choices.logits,
+            2,
+            token_ids=self._likeliest[step].device,
+            logprobs=self._their_logprobs[step].device,
+            lse=choices.lse,
+            workspace=self._drafter.arrays.workspace,
+        )
+
+    def _choose(
+        self,
+        target: TargetStep,
+        indices: DraftIndices,
+        hidden: Tensor,
+        *,
+        step: int,
+        count: int,
+    ) -> None:
+        """Chooses draft `step` of `count`, and makes the rows of the pass behind it."""
+        drafter, head, size = self._drafter, self._drafter.head, self._step.batch
+        choices = drafter.arrays.choice_view(size)
+        batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
+        head.logits(choices.states, out=choices.logits, sums=target.sums)
+        positions = indices.draft_positions
+        if 0 < step < drafter.num_passes and self._choosing:
+            # The rows are the first pass's, and the token is one further on for each pass.
+            positions = torch.add(positions, step, out=choices.positions)
+        choosing: dict[str, Any] = {**self._choosing, "workspace": drafter.arrays.workspace}
+        logprobs = self._logprobs[step].device if self._logprobs else None
+        sampling.sample(
+            choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
+        )
+        if self._likeliest:
+            self._note_likeliest(choices, step)
+        if self._shape.has_own_numbers:
+            sampling.sample(
+                choices.logits,
+                positions,
+                **choosing,
+                anchors=choices.anchors,
+                purpose=Purpose.DRAFT,
+                probs=target.draft_probs[drafter.name][:size, step],
+                out=choices.drawn,
+            )
+            torch.ne(self.rows.own_numbers, 0, out=choices.is_drawn)
+            torch.where(choices.is_drawn, choices.drawn, choices.sampled, out=choices.sampled)
+        if head.token_map is not None:
+            torch.index_select(head.token_map, 0, choices.sampled, out=choices.token_ids)
+        follows = drafter.num_passes <= step + 1 < count
+        which = 1 + (step + 1) % 2
+        batching.advance_draft_batch(
+            choices.token_ids,
+            indices.last_rows,
+            self.rows.drafting_slots,
+            target.kv_indptr,
+            target.kv_indices,
+            target.lens,
+            self.max_draft_tokens,
+            page_size=drafter.page_size,
+            step=step,
+            ahead=drafter.num_passes,
+            draft_token_ids=target.draft_token_ids,
+            num_draft_tokens=target.num_draft_tokens,
+            out=drafter.arrays.index_view(which, size, size) if follows else None,
+        )

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction, as the configuration knows it; drafters/mtp.py does it."""
+
+from dataclasses import dataclass
+
+from specops.engine.methods import checks
+from specops.engine.methods.method import Method, Options
+
+MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpOptions(Options):
+    """Where the modules come from, and what continues them.
+
+    Attributes:
+        mtp_strategy: what drafts the rest of the k: "default" (nothing: the modules draft all
+            of them, unless num_model_steps is less), "with_ngram" or "with_suffix". The same as
+            method "mtp", "mtp+ngram" and "mtp+suffix".
+        model: directory of the modules. None takes them from the target's checkpoint. Like
+            draft_vocab it may be there with a method that has no weights, for requests that choose
+            "mtp".
+        draft_vocab: safetensors file with the tensor d2t, the tokens that the modules may draft.
+            None lets them draft all.
+    """
+
+    mtp_strategy: str = "default"
+    model: str | None = None
+    draft_vocab: str | None = None
+
+    def __post_init__(self) -> None:
+        checks.choice("mtp_strategy", self.mtp_strategy, MTP_STRATEGIES)
+        checks.path("model", self.model)
+        checks.path("draft_vocab", self.draft_vocab)
+
+    @property
+    def draws(self) -> bool:
+        """Not from a reduced vocabulary: its requests have had the likeliest tokens, by seed."""
+        return self.draft_vocab is None
+
+
+METHOD = Method(
+    name="mtp",
+    title="MTP module",
+    short="MTP",
+    drafter="specops.engine.drafters.mtp",
+    options=MtpOptions,
+    of_requests=("mtp_strategy",),
+    files=("model", "draft_vocab"),
+    continued_by="mtp_strategy",
+    needs_weights=True,
+    can_draft_trees=True,
+    draws=True,
+)

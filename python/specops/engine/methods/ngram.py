@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt lookup, as the configuration knows it; drafters/ngram.py does it."""
+
+from dataclasses import dataclass
+
+from specops.engine.methods import checks
+from specops.engine.methods.method import Method, Options
+
+NGRAM_MATCHES = ("most_recent", "leftmost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramOptions(Options):
+    """What n-gram drafting looks for.
+
+    Attributes:
+        min_ngram_size: shortest match that is used.
+        max_ngram_size: longest match that is looked for.
+        ngram_match: which of the longest matches is taken: "most_recent" or "leftmost".
+    """
+
+    min_ngram_size: int = 2
+    max_ngram_size: int = 5
+    ngram_match: str = "most_recent"
+
+    def __post_init__(self) -> None:
+        checks.integer("min_ngram_size", self.min_ngram_size, 1)
+        checks.integer("max_ngram_size", self.max_ngram_size, 1)
+        if self.max_ngram_size < self.min_ngram_size:
+            raise ValueError(
+                f"max_ngram_size must be at least min_ngram_size = {self.min_ngram_size}, "
+                f"got {self.max_ngram_size}"
+            )
+        checks.choice("ngram_match", self.ngram_match, NGRAM_MATCHES)
+
+
+METHOD = Method(
+    name="ngram",
+    title="n-gram look-up",
+    short="n-gram",
+    drafter="specops.engine.drafters.ngram",
+    options=NgramOptions,
+    of_requests=("min_ngram_size", "max_ngram_size", "ngram_match"),
+    aliases=("ngram_match",),
+    can_draft_trees=True,
+    may_follow=True,
+)
