@@ -162,12 +162,7 @@ def poison_model(device: TwinDevice, engine: Engine) -> None:
     owners: list[Any] = [engine._runner._parts.model]
     if "mtp" in engine.drafters:
         owners.append(drafter_of(engine).modules)
-    device.scratch += [
-        value
-        for owner in owners
-        for value in vars(owner._activations._buffers).values()
-        if isinstance(value, torch.Tensor)
-    ]
+    device.scratch += [value for owner in owners for value in owner.activations.tensors]
 
 
 BUNDLED_PROMPTS = ["def add(a, b):\n    return", "import os\n\ndef main() -> None:\n"]

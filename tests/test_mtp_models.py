@@ -230,7 +230,6 @@ class Faulty(SlowModules):
         self.fault = fault
         self.rotated = 0
         name = NAMES[tiny.naming]["projection"]
-        assert name is not None
         name = name.format(i=0, l=tiny.config["num_hidden_layers"])
         if fault == "swapped_halves":
             self.tensors[name] = torch.cat(self.tensors[name].chunk(2, 1)[::-1], 1)
@@ -247,7 +246,7 @@ class Faulty(SlowModules):
         return (state.bfloat16().float() if self.fault == "bfloat16_state" else state), recycled
 
     def _norm(self, x: Tensor, name: str, offset: float | None = None) -> Tensor:
-        if self.fault in NORMS and name == (NAMES[self.tiny.naming][self.fault] or "").format(
+        if self.fault in NORMS and name == NAMES[self.tiny.naming][self.fault].format(
             i=0, l=self.tiny.config["num_hidden_layers"]
         ):
             return x
@@ -280,8 +279,6 @@ def test_the_comparison_catches_faults(
     (allowed,) = rounding_errors(lambda: float32.text(ids, 1), exact)
     assert_error_at_most(distance(float32.text(ids, 1)[0], exact[0]), allowed)
     for fault in FAULTS:
-        if fault in NORMS and NAMES[naming][fault] is None:
-            continue
         (faulty,) = Faulty(tiny, fault).text(ids, 1)
         with pytest.raises(AssertionError, match="max error"):
             assert_error_at_most(distance(faulty, exact[0]), allowed)
@@ -618,6 +615,8 @@ def test_the_document_says_what_the_table_says() -> None:
             ("decoder layer", one.block),
         ):
             assert told[title].startswith(f"`{name}`")
-        assert told["head's norm"] == (f"`{one.head_norm}`" if one.head_norm else "none")
+        assert told["head's norm"] == (
+            f"`{one.head_norm}`" if one.head_norm else "the target's final norm"
+        )
         assert told["halves of the projection"].strip("*").startswith("hidden") == one.hidden_first
         assert told["norm weights"].strip("*") == ("1 + w" if one.norm_offset else "w")

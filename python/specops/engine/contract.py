@@ -17,7 +17,7 @@ import torch
 
 import specops
 from specops.engine.engine import LEAF_TOKENS, Engine
-from specops.engine.models.loader import weight_files
+from specops.engine.models.weights import weight_files
 
 # What of an engine's configuration it depends on.
 OPTIONS = (

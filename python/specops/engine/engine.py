@@ -552,15 +552,12 @@ class Engine:
         if not self.config.enable_cascade_attention:
             return None
         kind = self._device.device.type
-        layer_bytes = model.kv_bytes_per_token() // model.config.num_layers
-        # Layers with a window see no prefix that lies behind it: they are not counted.
-        windows = model.config.sliding_windows
-        num_whole = sum(one is None or one >= model.max_model_len for one in windows)
-        self._cascade_bytes_per_token = layer_bytes * num_whole
+        self._cascade_bytes_per_token = model.bytes_of_whole_layers()
+        least_bytes = _LEAST_SAVED_BYTES[kind] * len(model.layers)
         return PrefixFinder(
             self._pool,
             leaf_tokens=LEAF_TOKENS[kind],
-            least_saved_tokens=-(-_LEAST_SAVED_BYTES[kind] // layer_bytes),
+            least_saved_tokens=-(-least_bytes // model.kv_bytes_per_token()),
         )
 
     def _choose_num_pages(self, bytes_per_token: int) -> int:
