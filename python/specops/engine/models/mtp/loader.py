@@ -239,10 +239,6 @@ def _refuse_unread(
         prefix = convention.block.format(index=index, layer=layer)
         copies = tuple(one.format(index=index, layer=layer) for one in convention.copies)
         for name in sorted(source.names()):
-            if (
-                not name.startswith(prefix)
-                or name in source.read
-                or name.startswith(copies or ("\0",))
-            ):
-                continue
-            raise ModelError(f"{where}: tensor {name} has no place in a dense MTP module")
+            is_left = name.startswith(prefix) and name not in source.read
+            if is_left and not name.startswith(copies or ("\0",)):
+                raise ModelError(f"{where}: tensor {name} has no place in a dense MTP module")
