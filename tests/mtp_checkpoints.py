@@ -100,14 +100,14 @@ def make_mtp_checkpoint(
     def random(shape: tuple[int, ...], scale: float, mean: float = 0.0) -> Tensor:
         return mean + scale * torch.randn(shape, generator=generator)
 
-    names = NAMES[naming]
+    names, of_target = NAMES[naming], set(tensors)
     for index in range(modules):
 
         def named(part: str, i: int = index) -> str:
             return names[part].format(i=i, l=layers + i)
 
         for part in ("embed_norm", "hidden_norm", "head_norm"):
-            if named(part) not in tensors:
+            if named(part) not in of_target:
                 tensors[named(part)] = random((hidden,), 0.1, 1.0 - offset)
         tensors[named("projection")] = random((hidden, 2 * hidden), 0.2)
         if projection_bias:
