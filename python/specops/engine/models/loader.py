@@ -258,7 +258,7 @@ def load_layer(
         o=dense.pack_weight(get("self_attn.o_proj.weight", hidden, q_size)),
         o_bias=get("self_attn.o_proj.bias", hidden) if config.o_bias else None,
         post_norm=get("post_attention_layernorm.weight", hidden),
-        gate_up=dense.pack_weight(gate_up, gate_up=True),
+        gate_up=dense.pack_weight(gate_up, activation="silu"),
         gate_up_bias=gate_up_bias,
         down=dense.pack_weight(get("mlp.down_proj.weight", hidden, inner)),
         down_bias=get("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
