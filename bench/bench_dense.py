@@ -51,15 +51,12 @@ def _gate_up(bench: Bench) -> None:
     copies = -(-COLD_BYTES // (2 * outputs * inputs))
     plain = [torch.randn(outputs, inputs).to(torch.bfloat16) * 0.02 for _ in range(copies)]
     weights = {
-        gate_up: [pack_weight(weight, gate_up=gate_up) for weight in plain]
-        for gate_up in (True, False)
+        "one call": [pack_weight(weight, activation="silu") for weight in plain],
+        "two calls": [pack_weight(weight) for weight in plain],
     }
     for rows in (1, 5, 64):
         x = torch.randn(rows, inputs).to(torch.bfloat16)
-        calls = {
-            name: _in_turn(_gated(x, weights[name == "one call"], outputs))
-            for name in ("one call", "two calls")
-        }
+        calls = {name: _in_turn(_gated(x, packed, outputs)) for name, packed in weights.items()}
         with torch.inference_mode():
             timing = bench.alternate(calls, rounds=7, window_s=0.1)
         bench.add(
@@ -85,7 +82,7 @@ def _gated(x: Tensor, weights: list[PackedWeight], outputs: int) -> list[Call]:
     multiply = _linear(x.shape[0], weights)
 
     def call(weight: PackedWeight) -> None:
-        if weight.gate_up:
+        if weight.activation:
             multiply(x, weight, out=out)
         else:
             silu_mul(multiply(x, weight, out=apart), out=out)
@@ -278,7 +275,7 @@ def _cuda_gate_up(bench: CudaBench) -> None:
     outputs, inputs = bench.pick(CUDA_LAYER[2], (64, 64))
     copies = range(bench.copies(2 * outputs * inputs))
     plain = [bench.randn(outputs, inputs, scale=0.02) for _ in copies]
-    fused = [pack_weight(weight, gate_up=True) for weight in plain]
+    fused = [pack_weight(weight, activation="silu") for weight in plain]
     apart = [pack_weight(weight) for weight in plain]
     for rows in (1, 8, 64, 512, 2048):
         x = bench.randn(rows, inputs)

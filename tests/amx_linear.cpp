@@ -20,7 +20,7 @@ extern "C" void linear(const void* x,
                        int64_t num_inputs,
                        int64_t x_stride,
                        bool is_float,
-                       bool gate_up) {
+                       int activation) {
   specops::LinearParams params{};
   params.x = x;
   params.packed = packed;
@@ -32,6 +32,6 @@ extern "C" void linear(const void* x,
   params.x_stride = x_stride;
   params.dtype = specops::DType::kBFloat16;
   params.out_dtype = is_float ? specops::DType::kFloat32 : specops::DType::kBFloat16;
-  params.gate_up = gate_up;
+  params.activation = static_cast<specops::Activation>(activation);
   specops::amx_model::linear_cpu(params);
 }

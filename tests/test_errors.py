@@ -272,8 +272,12 @@ def silu_mul() -> dict[str, Any]:
     return {"gate_up": torch.zeros(3, 8), "out": torch.zeros(3, 4)}
 
 
+def gelu_tanh_mul() -> dict[str, Any]:
+    return silu_mul()
+
+
 def pack_weight() -> dict[str, Any]:
-    return {"weight": torch.zeros(5, 4), "packed": torch.zeros(1, 4, 16), "gate_up": False}
+    return {"weight": torch.zeros(5, 4), "packed": torch.zeros(1, 4, 16), "activation": None}
 
 
 def linear() -> dict[str, Any]:
@@ -282,7 +286,7 @@ def linear() -> dict[str, Any]:
         "packed": dense.pack_weight(torch.zeros(5, 4)).data,
         "packed_outputs": 5,
         "packed_inputs": 4,
-        "gate_up": False,
+        "activation": None,
         "bias": torch.zeros(5),
         "out": torch.zeros(3, 5),
         "workspace": torch.zeros(8),
@@ -498,6 +502,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         compact_kv,
         copy_kv,
         silu_mul,
+        gelu_tanh_mul,
         pack_weight,
         linear,
         rms_norm,

@@ -201,7 +201,7 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
         "element_bytes": 2,
         "num_outputs": 5,
         "num_inputs": 4,
-        "gate_up": False,
+        "activation": None,
     }
     for name, good in (
         ("attention_workspace_size", {**sizes, "device": -1}),
@@ -264,7 +264,7 @@ def whole_call(name: str) -> dict[str, Any]:
         "sliding_window",
         "is_causal",
         "interleaved",
-        "gate_up",
+        "activation",
     )
     options += ("hidden_first", "mask_first_position", "processed_logprobs", "purpose", "strategy")
     options += ("policy", "processors", "max_total_draft_tokens", "page_size", "max_seq_len")
@@ -290,7 +290,7 @@ ALSO_CALLED = {
     **PUBLIC_NAMES,
     ("linear", "packed_outputs"): "weight.num_outputs",
     ("linear", "packed_inputs"): "weight.num_inputs",
-    ("linear", "gate_up"): "weight.gate_up",
+    ("linear", "activation"): "weight.activation",
     ("linear_kernels", "rows"): "num_rows",
     ("ngram_propose", "scan_tokens"): "index.scan_tokens",
     ("ngram_propose", "index_tokens"): "index.index_tokens",

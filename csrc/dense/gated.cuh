@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated activation on CUDA: one function, so that silu_mul and linear give the same bits.
+// Gated activations on CUDA: one function, so that the ops and linear give the same bits.
 #pragma once
 
 #include "common/device.cuh"
+#include "dense/gated.h"
 
 namespace specops {
 
-// gate / (1 + e^-gate) * up.
-__device__ inline float silu_mul_of(float gate, float up) {
-  float silu = __fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate)));
-  return __fmul_rn(silu, up);
+// As gated.h says; `activation` is kSilu or kGeluTanh.
+__device__ inline float gated_of(Activation activation, float gate, float up) {
+  float t = gate;
+  if (activation == Activation::kGeluTanh) {
+    float slope = __fmul_rn(kGeluCubic, __fmul_rn(gate, gate));
+    t = __fmul_rn(gate, __fadd_rn(kGeluLinear, slope));
+  }
+  float activated = __fdiv_rn(gate, __fadd_rn(1.0f, expf(-t)));
+  return __fmul_rn(activated, up);
 }
 
 }  // namespace specops

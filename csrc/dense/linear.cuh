@@ -71,7 +71,7 @@ __device__ inline float finish_gated(const LinearParams& params,
     gate = rounded.x;
     up = rounded.y;
   }
-  return silu_mul_of(gate, up);
+  return gated_of(params.activation, gate, up);
 }
 
 template <typename T>
@@ -109,7 +109,7 @@ __device__ inline void finish4_gated(
 template <typename T>
 __device__ inline void finish4(
     const LinearParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
-  if (params.gate_up) return finish4_gated<T>(params, quads, row, output, sum);
+  if (is_gated(params.activation)) return finish4_gated<T>(params, quads, row, output, sum);
   float sums[4] = {sum.x, sum.y, sum.z, sum.w};
   if (!quads) {
 #pragma unroll
@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(kPackThreads)
   int64_t block = index / kWarpSize / steps;  // the group; of 16-bit types the tile
   auto load = [&](int64_t output, int64_t first) {
     if (output >= params.num_outputs || first >= params.num_inputs) return make_uint4(0, 0, 0, 0);
-    int64_t from = params.gate_up ? output / 2 + output % 2 * (params.num_outputs / 2) : output;
+    int64_t from =
+        is_gated(params.activation) ? output / 2 + output % 2 * (params.num_outputs / 2) : output;
     const T* row = static_cast<const T*>(params.weight) + from * params.weight_stride;
     int n = static_cast<int>(min(params.num_inputs - first, int64_t{kChunk<T>}));
     return load_chunk(row + first, n, aligned);
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kPackThreads)
 constexpr int kStreamRing = 1280;  // uint4 of a warp
 
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for at most 8 * kColumns rows; of gate and
-// up: silu(out[row, n]) * out[row, width + n], both rounded first.
+// up: activation(out[row, n]) * out[row, width + n], both rounded first.
 // Grid:    x = kTiles tiles of 16 outputs each, several to a block where there are few leaves.
 // Block:   up to 4 warps; a warp owns one leaf of kTiles tiles and all rows.
 // Smem:    a ring of 20 KiB a warp; a lane reads back what it copied itself, so that no warp waits
@@ -313,7 +314,7 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
     }
     return sum;
   };
-  int apart = params.gate_up ? 2 : 1;  // a gate and its up are one item
+  int apart = is_gated(params.activation) ? 2 : 1;  // a gate and its up are one item
   for (int turn = leaf * kWarpSize + lane; turn * apart < kItems; turn += plan.leaves * kWarpSize) {
     int item = turn * apart;
     int row = item / kOutputs, i = item % kOutputs;
@@ -321,7 +322,7 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
     // One tile alone has every other pair of its group.
     if (kTiles == 1) output = unit / 2 * kLinearGroup + i / 2 * 4 + unit % 2 * 2 + i % 2;
     if (row >= params.rows || output >= params.num_outputs) continue;
-    if (params.gate_up) {
+    if (is_gated(params.activation)) {
       float value = finish_gated<T>(params, output / 2, sum_of(item), sum_of(item + 1));
       store_gated<T>(params, row, output / 2, value);
     } else {
@@ -705,7 +706,7 @@ __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, 
       }
       return sum;
     };
-    if (!params.gate_up) {
+    if (!is_gated(params.activation)) {
       finish<float>(params, first_row + r, output, sum_of(lane));
     } else if (lane % 2 == 0) {
       float value = finish_gated<float>(params, output / 2, sum_of(lane), sum_of(lane + 1));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear: x * weight^T (+ bias) over packed weights, one order of additions per output element; of a
-// weight that holds gate and up, silu(gate) * up of these.
+// weight that holds gates and ups, activation(gate) * up of these.
 // pack_weight: brings a weight into that layout.
 //
 // Layout on cpu: outputs in blocks of 16, inputs in steps of one 32-bit word: a float, or two
@@ -32,6 +32,7 @@
 #include "common/error_flag.h"
 #include "common/host_device.h"
 #include "common/isa.h"
+#include "dense/gated.h"
 
 namespace specops {
 
@@ -42,8 +43,8 @@ inline int64_t linear_blocks(int64_t num_outputs) {
 }
 
 // Of all of a packed weight.
-inline int64_t linear_packed_blocks(int64_t num_outputs, bool gate_up) {
-  return gate_up ? 2 * linear_blocks(num_outputs / 2) : linear_blocks(num_outputs);
+inline int64_t linear_packed_blocks(int64_t num_outputs, Activation activation) {
+  return is_gated(activation) ? 2 * linear_blocks(num_outputs / 2) : linear_blocks(num_outputs);
 }
 
 inline int64_t linear_steps(int64_t num_inputs, DType dtype) {
@@ -153,7 +154,7 @@ struct PackWeightParams {
   int64_t num_inputs;
   int64_t weight_stride;  // elements between rows
   DType dtype;            // bfloat16 or float32; CUDA: or float16
-  bool gate_up;           // the first half of the outputs are gates, the others ups
+  Activation activation;  // if any, the first half of the outputs are gates, the others ups
 };
 
 struct LinearParams {
@@ -167,7 +168,7 @@ struct LinearParams {
   int64_t x_stride;        // elements between rows
   DType dtype;             // bfloat16 or float32, CUDA: or float16; of x, weight and bias
   DType out_dtype;         // of out: dtype, or float32; of gate and up dtype
-  bool gate_up;            // packed and bias hold gates, then ups
+  Activation activation;   // if any, packed and bias hold gates, then ups
   float* workspace;        // CUDA: counters and leaves of split sums; may be nullptr
   int64_t workspace_size;  // floats; too few: nothing is split
   LinearKernel kernel;     // CUDA, 16-bit types

@@ -113,7 +113,7 @@ void tile(const LinearParams& params, const Tail& tail, int64_t row, int64_t row
     if constexpr (kBlocks > 2) store_tile<2>(sums + 2 * kLinearBlock, kStride * 4);
     if constexpr (kBlocks > 3) store_tile<3>(sums + 3 * kLinearBlock, kStride * 4);
   }
-  auto* end = params.gate_up ? finish_gated<bfloat16> : finish<bfloat16>;
+  auto* end = is_gated(params.activation) ? finish_gated<bfloat16> : finish<bfloat16>;
   end(params, row, block, static_cast<int>(rows), kBlocks, sums);
 }
 
@@ -169,8 +169,8 @@ void run_range(const LinearParams& params,
 
 // Ranges as in linear_cpu.cpp. A block of gates and that of their ups are never parted.
 void run(const LinearParams& params) {
-  int64_t together = params.gate_up ? 2 : 1;
-  int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
+  int64_t together = is_gated(params.activation) ? 2 : 1;
+  int64_t blocks = linear_packed_blocks(params.num_outputs, params.activation);
   int64_t row_tiles = ceil_div(params.rows, kMaxRows);
   int64_t bytes = blocks * linear_steps(params.num_inputs, params.dtype) * 64;
   int64_t cost = bytes * row_tiles;  // a tile of rows takes about as long as its weights

@@ -255,7 +255,7 @@ Rows<T> rows_from(const LinearParams& params, int64_t row, int64_t rows) {
 }
 
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for a tile of kRows rows, kBlocks blocks;
-// of gates and ups: silu(out[row, n]) * out[row, width + n].
+// of gates and ups: activation(out[row, n]) * out[row, width + n].
 // Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products a step.
 // Assumes: weights packed by pack_weight; any alignment. `fetch` may point anywhere.
 // Order:   one accumulator chain per output over the steps in order, whatever the tile's shape: a
@@ -342,7 +342,7 @@ template <typename T, int kRows, int kBlocks>
     unrolled<kBlocks>(
         [&](int b) SPECOPS_INLINE { put(sums + (r * kBlocks + b) * kLinearBlock, acc[r][b]); });
   });
-  auto* end = params.gate_up ? finish_gated<T> : finish<T>;
+  auto* end = is_gated(params.activation) ? finish_gated<T> : finish<T>;
   end(params, row, block, kRows, kBlocks, sums);
 }
 
@@ -406,7 +406,7 @@ void run_range(const LinearParams& params,
   int64_t fetch_rows = Shape<T>::kFetchRows;
   if (block_bytes <= (16 << 10)) fetch_rows = min64(fetch_rows, 3);
   int64_t fetch_row = tile_begin<T>(rows, row_tiles, max64(row_tiles - kFetchTiles, 0));
-  int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
+  int64_t blocks = linear_packed_blocks(params.num_outputs, params.activation);
   bool keeps = rows <= kKeptRows;
   Rows<T> all{};
   if (keeps) all = rows_from<T>(params, row_begin, rows);
@@ -452,8 +452,8 @@ void run_range(const LinearParams& params,
 // gates and that of their ups are never parted.
 template <typename T>
 void run(const LinearParams& params) {
-  int64_t together = params.gate_up ? 2 : 1;
-  int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
+  int64_t together = is_gated(params.activation) ? 2 : 1;
+  int64_t blocks = linear_packed_blocks(params.num_outputs, params.activation);
   int64_t row_tiles = ceil_div(params.rows, Shape<T>::kMaxRows);
   // Time in bytes of cached weights: from one row to sixty-four it grows as (rows + 2) / 3.
   int64_t bytes = blocks * linear_steps(params.num_inputs, params.dtype) * 64;
@@ -492,11 +492,11 @@ void pack(const PackWeightParams& params) {
   constexpr int64_t kStrip = 64;  // steps whose 4 KiB stay in cache while 16 rows are read
   int64_t steps = linear_steps(params.num_inputs, params.dtype);
   int64_t full_steps = params.num_inputs / kInputs;
-  int64_t width = params.gate_up ? params.num_outputs / 2 : params.num_outputs;
-  int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
+  int64_t width = is_gated(params.activation) ? params.num_outputs / 2 : params.num_outputs;
+  int64_t blocks = linear_packed_blocks(params.num_outputs, params.activation);
   parallel_for(blocks, 1, [&](int64_t block, int64_t) {
-    int64_t first = (params.gate_up ? block / 2 : block) * kLinearBlock;
-    int64_t from = params.gate_up && block % 2 != 0 ? width : 0;
+    int64_t first = (is_gated(params.activation) ? block / 2 : block) * kLinearBlock;
+    int64_t from = is_gated(params.activation) && block % 2 != 0 ? width : 0;
     auto* packed = static_cast<uint32_t*>(params.packed) + block * steps * kLinearBlock;
     for (int64_t strip = 0; strip < steps; strip += kStrip) {
       int64_t end = min64(strip + kStrip, steps);

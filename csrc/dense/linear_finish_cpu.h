@@ -84,7 +84,7 @@ template <typename T>
       sum = round_to<T>(sum);
       if (is_up) {
         if (b == 0) gate = load_partial(out, n);
-        store_partial(out, silu_mul_of(gate, sum), n);
+        store_partial(out, gated_of(params.activation, gate, sum), n);
       } else {
         gate = sum;
         if (b + 1 == blocks) store_partial(out, gate, n);

@@ -12,10 +12,10 @@
 
 #include "common/tensor_view.h"
 #include "dense/embedding.h"
+#include "dense/gated_mul.h"
 #include "dense/linear.h"
 #include "dense/mtp_input.h"
 #include "dense/rms_norm.h"
-#include "dense/silu_mul.h"
 
 namespace specops {
 namespace {
@@ -34,8 +34,30 @@ class ReleaseGil {
   std::optional<pybind11::gil_scoped_release> release_;
 };
 
-void silu_mul(const TensorView& gate_up, const TensorView& out) {
-  Checker check("silu_mul");
+struct ActivationName {
+  const char* name;
+  Activation activation;
+};
+
+constexpr ActivationName kActivations[] = {
+    {"silu", Activation::kSilu},
+    {"gelu_tanh", Activation::kGeluTanh},
+};
+
+// By its name; None: no activation.
+Activation read_activation(Checker& check, const char* argument, Argument given) {
+  if (!given.defined()) return Activation::kNone;
+  const char* expected = "'silu', 'gelu_tanh' or None";
+  std::string name = check.text(argument, given, expected);
+  for (const ActivationName& one : kActivations) {
+    if (name == one.name) return one.activation;
+  }
+  check.fail(argument, expected, "'" + name + "'");
+}
+
+template <Activation kActivation>
+void gated_mul(const TensorView& gate_up, const TensorView& out) {
+  Checker check(kActivation == Activation::kSilu ? "silu_mul" : "gelu_tanh_mul");
   Dim rows{"rows"}, width{"width"}, two_width{"2 * width"};
   check.tensor("gate_up",
                gate_up,
@@ -46,16 +68,17 @@ void silu_mul(const TensorView& gate_up, const TensorView& out) {
   width.value = two_width / 2;
   check.tensor("out", out, {gate_up.dtype()}, {&rows, &width});
   if (rows == 0 || width == 0) return;
-  SiluMulParams params{
+  GatedMulParams params{
       .gate_up = gate_up.raw(),
       .out = out.raw(),
       .rows = rows,
       .width = width,
       .gate_up_stride = gate_up.stride(0),
       .dtype = out.dtype(),
+      .activation = kActivation,
   };
-  if (check.on_cuda()) return silu_mul_cuda(params, check.stream());
-  silu_mul_cpu(params);
+  if (check.on_cuda()) return gated_mul_cuda(params, check.stream());
+  gated_mul_cpu(params);
 }
 
 // The shape of a packed weight: [blocks, steps, word], as linear.h describes the layouts.
@@ -64,10 +87,10 @@ struct PackedDims {
 };
 
 PackedDims packed_dims(
-    bool on_cuda, DType dtype, int64_t num_outputs, int64_t num_inputs, bool gate_up) {
+    bool on_cuda, DType dtype, int64_t num_outputs, int64_t num_inputs, Activation activation) {
   PackedDims dims;
   if (!on_cuda) {
-    dims.blocks.value = linear_packed_blocks(num_outputs, gate_up);
+    dims.blocks.value = linear_packed_blocks(num_outputs, activation);
     dims.steps.value = linear_steps(num_inputs, dtype);
     dims.word.value = kLinearBlock * 4 / dtype_bytes(dtype);
   } else if (dtype == DType::kFloat32) {
@@ -107,7 +130,7 @@ std::array<int64_t, 5> packed_weight_layout(Argument device,
                                             Argument element_bytes,
                                             Argument outputs,
                                             Argument inputs,
-                                            Argument has_gates) {
+                                            Argument activation_given) {
   Checker check("pack_weight");
   bool on_cuda =
       check.text("device", device, "the type of a device") == "cuda" || interprets_cuda();
@@ -115,8 +138,8 @@ std::array<int64_t, 5> packed_weight_layout(Argument device,
   DType dtype = is_narrow ? DType::kBFloat16 : DType::kFloat32;
   int64_t num_outputs = check.integer("num_outputs", outputs, 0, kMostInputs);
   int64_t num_inputs = check.integer("num_inputs", inputs, 0, kMostInputs);
-  bool gate_up = check.flag("gate_up", has_gates);
-  PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, gate_up);
+  Activation activation = read_activation(check, "activation", activation_given);
+  PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, activation);
   int64_t leaves = 1, split_rows = 0;
   if (on_cuda) {
     leaves = linear_leaves(num_inputs).leaves;
@@ -126,18 +149,24 @@ std::array<int64_t, 5> packed_weight_layout(Argument device,
 }
 
 // Gates and ups are of one number.
-void check_halves(Checker& check, const char* argument, int64_t num_outputs, bool gate_up) {
-  check.that(!gate_up || num_outputs % 2 == 0, argument, "gates and as many ups", num_outputs);
+void check_halves(Checker& check,
+                  const char* argument,
+                  int64_t num_outputs,
+                  Activation activation) {
+  check.that(!is_gated(activation) || num_outputs % 2 == 0,
+             argument,
+             "gates and as many ups",
+             num_outputs);
 }
 
-void pack_weight(const TensorView& weight, const TensorView& packed, Argument has_gates) {
+void pack_weight(const TensorView& weight, const TensorView& packed, Argument activation_given) {
   Checker check("pack_weight");
   Dim num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
-  bool gate_up = check.flag("gate_up", has_gates);
+  Activation activation = read_activation(check, "activation", activation_given);
   check_weight(check, weight, {&num_outputs, &num_inputs}, Layout::kRows);
-  check_halves(check, "weight", num_outputs, gate_up);
+  check_halves(check, "weight", num_outputs, activation);
   DType dtype = weight.dtype();
-  PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs, gate_up);
+  PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs, activation);
   check.tensor("packed", packed, {dtype}, {&dims.blocks, &dims.steps, &dims.word});
   if (num_outputs == 0 || num_inputs == 0) return;
   if (check.on_cuda()) check.on_16_bytes("packed", packed);
@@ -148,7 +177,7 @@ void pack_weight(const TensorView& weight, const TensorView& packed, Argument ha
       .num_inputs = num_inputs,
       .weight_stride = weight.stride(0),
       .dtype = dtype,
-      .gate_up = gate_up,
+      .activation = activation,
   };
   if (check.on_cuda()) return pack_weight_cuda(params, check.stream());
   ReleaseGil release(num_outputs * num_inputs > (256 << 10));
@@ -201,7 +230,7 @@ void linear(const TensorView& x,
             const TensorView& packed,
             Argument packed_outputs,
             Argument packed_inputs,
-            Argument has_gates,
+            Argument activation_given,
             const TensorView& bias,
             const TensorView& out,
             const TensorView& workspace) {
@@ -210,15 +239,15 @@ void linear(const TensorView& x,
   Dim width{"num_outputs / 2"}, workspace_size{"floats"};
   num_outputs.value = check.integer("weight.num_outputs", packed_outputs, 0, kMostInputs);
   num_inputs.value = check.integer("weight.num_inputs", packed_inputs, 0, kMostInputs);
-  bool gate_up = check.flag("weight.gate_up", has_gates);
+  Activation activation = read_activation(check, "weight.activation", activation_given);
   width.value = num_outputs / 2;
-  check_halves(check, "num_outputs", num_outputs, gate_up);
+  check_halves(check, "num_outputs", num_outputs, activation);
   DType dtype = packed.dtype();
-  PackedDims dims = packed_dims(wants_cuda(packed), dtype, num_outputs, num_inputs, gate_up);
+  PackedDims dims = packed_dims(wants_cuda(packed), dtype, num_outputs, num_inputs, activation);
   check_weight(check, packed, {&dims.blocks, &dims.steps, &dims.word});
   check.tensor("x", x, {dtype}, {&rows, &num_inputs}, Layout::kRows);
   check.optional("bias", bias, {dtype}, {&num_outputs});
-  if (gate_up) {
+  if (is_gated(activation)) {
     check.tensor("out", out, {dtype}, {&rows, &width});
   } else if (dtype == DType::kFloat32) {
     check.tensor("out", out, {DType::kFloat32}, {&rows, &num_outputs});
@@ -242,7 +271,7 @@ void linear(const TensorView& x,
       .x_stride = x.stride(0),
       .dtype = dtype,
       .out_dtype = out.dtype(),
-      .gate_up = gate_up,
+      .activation = activation,
       .workspace = workspace.data<float>(),
       .workspace_size = workspace.defined() ? workspace_size.value : 0,
       .kernel = LinearKernel::kByShape,
@@ -402,7 +431,8 @@ void mtp_input(const TensorView& row_to_request,
 }  // namespace
 
 void register_dense(pybind11::module_& m) {
-  m.def("silu_mul", &silu_mul);
+  m.def("silu_mul", &gated_mul<Activation::kSilu>);
+  m.def("gelu_tanh_mul", &gated_mul<Activation::kGeluTanh>);
   m.def("packed_weight_layout", &packed_weight_layout);
   m.def("pack_weight", &pack_weight);
   m.def("linear_kernels", &linear_kernels);

@@ -30,8 +30,8 @@ class PackedWeight:
         dtype: dtype of the original weight, and of the `x` it is multiplied with.
         num_leaves: of how many chains of additions a sum is made; 1 on cpu, up to 4 on CUDA.
         max_split_rows: up to how many rows `linear` gains from a workspace; 0 on cpu.
-        gate_up: whether its outputs are gates, then as many ups, of which `linear` makes
-            `silu(gate) * up`.
+        activation: if any, its outputs are gates, then as many ups, of which `linear` makes
+            `activation(gate) * up`.
     """
 
     data: Tensor
@@ -40,22 +40,22 @@ class PackedWeight:
     dtype: torch.dtype
     num_leaves: int = 1
     max_split_rows: int = 0
-    gate_up: bool = False
+    activation: str | None = None
 
 
-def pack_weight(weight: Tensor, *, gate_up: bool = False) -> PackedWeight:
+def pack_weight(weight: Tensor, *, activation: str | None = None) -> PackedWeight:
     """Copies a weight into the layout `linear` reads.
 
     Args:
         weight: [num_outputs, num_inputs], bfloat16 or float32; on CUDA also float16. Rows may be
             strided.
-        gate_up: whether the first half of its rows makes gates and the other half ups. `linear`
-            then returns `silu(gate) * up`, half as wide.
+        activation: of a weight whose first half of rows makes gates and the other half ups: "silu"
+            or "gelu_tanh". `linear` then returns `activation(gate) * up`, half as wide.
 
     Returns:
-        The packed copy. It takes the bytes of `weight`, with num_outputs (of gate_up: each half of
-        it) rounded up to 16 and, for bfloat16, num_inputs to 2; on CUDA to 32 and 64. `weight` may
-        be freed.
+        The packed copy. It takes the bytes of `weight`, with num_outputs (with an activation: each
+        half of it) rounded up to 16 and, for bfloat16, num_inputs to 2; on CUDA to 32 and 64.
+        `weight` may be freed.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above.
@@ -69,12 +69,12 @@ def pack_weight(weight: Tensor, *, gate_up: bool = False) -> PackedWeight:
         )
     num_outputs, num_inputs = weight.shape
     *shape, num_leaves, max_split_rows = _C.packed_weight_layout(
-        weight.device.type, weight.element_size(), num_outputs, num_inputs, gate_up
+        weight.device.type, weight.element_size(), num_outputs, num_inputs, activation
     )
     data = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-    _C.pack_weight(weight, data, gate_up)
+    _C.pack_weight(weight, data, activation)
     return PackedWeight(
-        data, num_outputs, num_inputs, weight.dtype, num_leaves, max_split_rows, gate_up
+        data, num_outputs, num_inputs, weight.dtype, num_leaves, max_split_rows, activation
     )
 
 
@@ -90,15 +90,15 @@ def linear(
     """Multiplies rows with a packed weight: `x @ weight.T + bias`.
 
     Same as `reference.linear` on the weight before packing: products summed in fp32, bias added
-    last, rounded once. A weight packed with `gate_up` makes `silu_mul` of that, to the same bits
-    as the op `silu_mul` after it.
+    last, rounded once. A weight packed with an activation makes `silu_mul` or `gelu_tanh_mul` of
+    that, to the same bits as that op after it.
 
     Args:
         x: [rows, num_inputs], dtype of the weight. Rows may be strided.
         weight: [num_outputs, num_inputs], packed by `pack_weight`.
         bias: [num_outputs], dtype of the weight; or None.
-        out: [rows, num_outputs], dtype of the weight, or float32; of gate_up: [rows, num_outputs /
-            2], dtype of the weight. Allocated when absent.
+        out: [rows, num_outputs], dtype of the weight, or float32; with an activation: [rows,
+            num_outputs / 2], dtype of the weight. Allocated when absent.
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
         workspace: [floats], float32, for partial sums when a CUDA device would be left idle by few
             rows and outputs; see `linear_workspace_size`. Allocated when absent; a short one means
@@ -121,7 +121,7 @@ def linear(
     if out_dtype is not None:
         _check_out_dtype(out_dtype, weight, out)
     if out is None:
-        width = weight.num_outputs // 2 if weight.gate_up else weight.num_outputs
+        width = weight.num_outputs // 2 if weight.activation else weight.num_outputs
         # The op refuses sizes below 0.
         out = empty(lambda: ((x.shape[0], max(width, 0)), out_dtype, x))
     if workspace is None and weight.max_split_rows > 0:
@@ -134,7 +134,7 @@ def linear(
         weight.data,
         weight.num_outputs,
         weight.num_inputs,
-        weight.gate_up,
+        weight.activation,
         bias,
         out,
         workspace,
@@ -146,7 +146,7 @@ def _check_out_dtype(out_dtype: torch.dtype, weight: PackedWeight, out: Tensor |
     if isinstance(out, Tensor):
         allowed = {out.dtype}
     else:
-        allowed = {weight.dtype} if weight.gate_up else {weight.dtype, torch.float32}
+        allowed = {weight.dtype} if weight.activation else {weight.dtype, torch.float32}
     if not isinstance(out_dtype, torch.dtype) or out_dtype not in allowed:
         names = " or ".join(sorted(map(describe, allowed)))
         raise ValueError(f"linear: out_dtype must be {names}, got {describe(out_dtype)}")
@@ -293,6 +293,35 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = empty(lambda: ((gate_up.shape[0], gate_up.shape[-1] // 2), None, gate_up))
     _C.silu_mul(gate_up, out)
+    return out
+
+
+def gelu_tanh_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Applies the gated activation `gelu(gate) * up`, gelu in its form with tanh.
+
+        gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))
+
+    Same as `reference.gelu_tanh_mul`: computed in fp32, rounded once to the dtype of `gate_up`.
+
+    Args:
+        gate_up: [rows, 2 * width], float32, bfloat16 or float16. Each row holds gate, then up; rows
+            may be strided.
+        out: [rows, width], dtype of `gate_up`. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+
+    Note:
+        Deterministic; elementwise.
+
+    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; gated: Shazeer 2020. Gemma's.
+    """
+    if out is None:
+        out = empty(lambda: ((gate_up.shape[0], gate_up.shape[-1] // 2), None, gate_up))
+    _C.gelu_tanh_mul(gate_up, out)
     return out
 
 

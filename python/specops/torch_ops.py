@@ -21,7 +21,14 @@ from specops import _C
 
 # Kinds of _C.pyi in the words of schemas. A parameter that may be one number for all rows is a
 # tensor in a graph, of that dtype.
-_TYPES = {"Tensor": "Tensor", "Size": "SymInt", "int": "int", "bool": "bool", "float": "float"}
+_TYPES = {
+    "Tensor": "Tensor",
+    "Size": "SymInt",
+    "int": "int",
+    "bool": "bool",
+    "float": "float",
+    "str": "str",
+}
 _NUMBERS = {"Tensor | float | None": torch.float32, "Tensor | int | None": torch.int32}
 _PROCESSORS = "tuple[Tensor | None, ...]"
 

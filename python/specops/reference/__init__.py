@@ -27,7 +27,14 @@ from specops.reference.batching import (
     prepare_draft_batch,
     tree_chains,
 )
-from specops.reference.dense import embedding, linear, mtp_input, rms_norm, silu_mul
+from specops.reference.dense import (
+    embedding,
+    gelu_tanh_mul,
+    linear,
+    mtp_input,
+    rms_norm,
+    silu_mul,
+)
 from specops.reference.distribution import (
     ACCEPT,
     DRAFT,
@@ -84,6 +91,7 @@ __all__ = [
     "find_shared_prefixes",
     "gather_input_ids",
     "gather_output_rows",
+    "gelu_tanh_mul",
     "keep_hidden_rows",
     "kept_tokens",
     "linear",

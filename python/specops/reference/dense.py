@@ -2,6 +2,7 @@
 """The dense layers in plain PyTorch."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -9,7 +10,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` in fp32 (fp64 for fp64 input), rounded once."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up`, gelu by tanh, in fp32 (fp64 for fp64 input), rounded once."""
+    wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+    gate, up = wide.chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+GATED = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
 def linear(
@@ -18,18 +29,18 @@ def linear(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     *,
-    gate_up: bool = False,
+    activation: str | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` in fp32 (fp64 for fp64 input), rounded once to out_dtype.
 
-    gate_up: then `silu_mul` of that.
+    activation: then `silu_mul` or `gelu_tanh_mul` of that.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.to(wide) @ weight.to(wide).T
     if bias is not None:
         out = out + bias.to(wide)
     out = out.to(out_dtype or x.dtype)
-    return silu_mul(out) if gate_up else out
+    return GATED[activation](out) if activation else out
 
 
 def rms_norm(

@@ -110,7 +110,8 @@ def linear(generator: torch.Generator, move: Move) -> Call:
     dtype = _dtype(generator)
     x = move(_randn(generator, rows, inputs, dtype=dtype))
     weight = move(_randn(generator, outputs, inputs, dtype=dtype))
-    packed = dense.pack_weight(weight, gate_up=_one_of(generator, 0, 1) == 1)
+    activation = (None, "silu", "gelu_tanh")[_number(generator, 0, 2)]
+    packed = dense.pack_weight(weight, activation=activation)
     return lambda: [dense.linear(x, packed)]
 
 
@@ -123,10 +124,10 @@ def rms_norm(generator: torch.Generator, move: Move) -> Call:
 
 
 def silu_mul(generator: torch.Generator, move: Move) -> Call:
-    """Gate and up."""
+    """Gate and up, under both activations."""
     rows, width, dtype = _number(generator, 1, 9), 8 * _number(generator, 1, 200), _dtype(generator)
     x = move(_randn(generator, rows, 2 * width, dtype=dtype) * 4)
-    return lambda: [dense.silu_mul(x)]
+    return lambda: [dense.silu_mul(x), dense.gelu_tanh_mul(x)]
 
 
 def rope_append_kv(generator: torch.Generator, move: Move) -> Call:

@@ -73,7 +73,7 @@ class WeightSource(ABC):
         outputs: Sequence[int],
         inputs: int,
         *,
-        gate: str | None = None,
+        activation: str | None = None,
     ) -> PackedWeight:
         """Returns a projection.
 
@@ -82,16 +82,16 @@ class WeightSource(ABC):
             parts: modules whose outputs lie side by side, such as q_proj, k_proj and v_proj.
             outputs: outputs of each part.
             inputs: inputs of all of them.
-            gate: of two parts, a gate and an up: the activation of the gate, "silu". `linear` then
-                makes their product.
+            activation: of two parts, a gate and an up: `dense.linear` then makes
+                `activation(gate) * up`; see `dense.pack_weight`.
         """
         named = zip(parts, outputs, strict=True)
         weights = [self.tensor(f"{prefix}{part}.weight", size, inputs) for part, size in named]
-        return self.pack(torch.cat(weights) if len(weights) > 1 else weights[0], gate=gate)
+        return self.pack(torch.cat(weights) if len(weights) > 1 else weights[0], activation)
 
-    def pack(self, weight: Tensor, *, gate: str | None = None) -> PackedWeight:
+    def pack(self, weight: Tensor, activation: str | None = None) -> PackedWeight:
         """Packs a weight [outputs, inputs] as it is; see `linear`."""
-        return dense.pack_weight(weight, gate_up=gate is not None)
+        return dense.pack_weight(weight, activation=activation)
 
     def _named(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.read.add(name)

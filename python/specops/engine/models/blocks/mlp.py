@@ -51,7 +51,7 @@ class DenseMlpConfig:
 
     Attributes:
         width: between the projections.
-        activation: of the gates, "silu".
+        activation: of the gates, "silu" or "gelu_tanh".
         has_bias: whether all projections have biases.
     """
 
@@ -73,7 +73,7 @@ class DenseMlpConfig:
         down = ("down_proj",)
         return DenseMlp(
             DenseMlpShape(self.width),
-            source.linear(prefix, _GATE_UP, sizes, hidden, gate=self.activation),
+            source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation),
             source.bias(prefix, _GATE_UP, sizes) if self.has_bias else None,
             source.linear(prefix, down, (hidden,), self.width),
             source.bias(prefix, down, (hidden,)) if self.has_bias else None,

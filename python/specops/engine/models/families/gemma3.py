@@ -85,7 +85,7 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
                 o_bias=has_bias,
                 qk_norm=True,
             ),
-            mlp=DenseMlpConfig(width=count(raw, "intermediate_size"), activation=_GELU),
+            mlp=DenseMlpConfig(width=count(raw, "intermediate_size"), activation="gelu_tanh"),
             names=_NAMES,
         )
         for kind in kinds
