@@ -83,7 +83,7 @@ def load_model(
             if load_format == "dummy"
             else Checkpoint(directory, kind, device, stack)
         )
-        return _build(config, source, kv_kind, max_model_len or config.max_model_len)
+        return build(config, source, kv_kind, max_model_len or config.max_model_len)
 
 
 def load_head(config: ModelConfig, source: WeightSource) -> Tensor:
@@ -100,9 +100,21 @@ def place_of(config: ModelConfig, source: WeightSource) -> Place:
     return found[0] if found else config.places[0]
 
 
-def _build(
+def build(
     config: ModelConfig, source: WeightSource, kv_dtype: torch.dtype, max_model_len: int
 ) -> Transformer:
+    """Makes a model.
+
+    Args:
+        config: what it is made from.
+        source: of its weights.
+        kv_dtype: of keys and values on pages.
+        max_model_len: positions to prepare.
+
+    Raises:
+        ModelError: a tensor is missing, or has another shape.
+        ValueError: an op refuses a size.
+    """
     # Up to the end of any page: drafting modules may run on behind the longest text.
     max_positions = -(-max_model_len // _LARGEST_PAGE) * _LARGEST_PAGE
     source.norm_offset = config.norm_offset
@@ -140,7 +152,7 @@ def _refuse_what_ops_refuse(
 ) -> None:
     """Runs a narrow model with the heads, windows and positions of `config`, before it is read."""
     try:
-        dry_run(_build(config.narrowed(_NARROW), source, kv_dtype, max_model_len=1))
+        dry_run(build(config.narrowed(_NARROW), source, kv_dtype, max_model_len=1))
     except ValueError as error:
         op, _, sentence = str(error).partition(": ")
         sentence = re.sub(r"\w+", lambda word: _FIELD_OF_ARGUMENT.get(word[0], word[0]), sentence)
