@@ -348,6 +348,62 @@ def test_the_loop_names_no_method(name: str) -> None:
     assert METHOD_NAMES.findall(text) == []
 
 
+MODELS = PACKAGE / "engine" / "models"
+FAMILY_FILES = {
+    path.stem: path
+    for path in sources(MODELS / "families", ".py")
+    if "FAMILY = Family(" in path.read_text()
+}
+# How tools are called is a matter of formats, which bear the names of their first families.
+CALL_FORMATS = "server/call_forms.py"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for folder in ("engine", "server")
+        for path in sources(PACKAGE / folder, ".py", ".js", ".html")
+        if path.parent != MODELS / "families" and not relative(path).endswith(CALL_FORMATS)
+    ],
+    ids=relative,
+)
+def test_what_runs_every_family_names_none(path: Path) -> None:
+    """A family of models is its own file and a line of the registry."""
+    stems = {re.split(r"[\d_]", name)[0] for name in FAMILY_FILES}
+    assert {"llama", "qwen", "gemma", "ernie"} < stems
+    assert re.findall("|".join(sorted(stems)), path.read_text(), re.IGNORECASE) == []
+
+
+@pytest.mark.parametrize("path", FAMILY_FILES.values(), ids=lambda path: path.stem)
+def test_a_family_is_one_file_and_one_line(path: Path) -> None:
+    assert not {name for name in imports(path) if name.split(".")[-2] in FAMILY_FILES}
+    registry = (MODELS / "families" / "__init__.py").read_text()
+    assert registry.count(f"{path.stem}.FAMILY,") == 1
+    assert len(path.read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("path", sources(MODELS, ".py"), ids=relative)
+def test_models_import_in_one_direction(path: Path) -> None:
+    """Blocks know no model, models no family, families no loader."""
+    floors = (
+        {"batch", "kv", "weights"},
+        {"blocks"},
+        {"config"},
+        {"families", "transformer"},
+        {"dry_run"},
+        {"loader"},
+        {"mtp"},
+        {"__init__"},
+    )
+    floor_of = {name: floor for floor, names in enumerate(floors) for name in names}
+    own = floor_of[path.relative_to(MODELS).parts[0].removesuffix(".py")]
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[:3] == ["specops", "engine", "models"]:
+            assert floor_of[parts[3]] <= own, name
+
+
 def test_the_engine_imports_without_what_is_optional() -> None:
     code = f"""
 import sys
