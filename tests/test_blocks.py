@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that differ in everything, rows that see what follows, and keys made of other states."""
 
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from conftest import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
 from specops.engine.models import KvCache, LayerBatch, Transformer
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope
+from specops.engine.models.blocks.latent_attention import LatentAttentionConfig
 from specops.engine.models.blocks.layer import LayerConfig, LayerNames
 from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.loader import build
-from specops.engine.models.weights import RandomWeights
+from specops.engine.models.weights import Checkpoint, RandomWeights
 from test_models import Runner, random_ids
 from test_mtp_models import step_of
 from torch import Tensor
@@ -212,3 +217,88 @@ def test_keys_and_values_of_other_states() -> None:
     exact = slow.attended(states.double(), states.double(), prefix, of)[25:]
     assert (out - exact).abs().max().item() < 1e-4
     assert exact.std().item() > 0.1
+
+
+# ---- latent attention ----
+
+
+def latent_model(directory: Path, **changes: Any) -> tuple[Transformer, Any]:
+    """A decoder of DeepSeek-V3's whose layers are all dense, in transformers and of our blocks."""
+    theirs = make_checkpoint(
+        directory,
+        "DeepseekV3",
+        num_key_value_heads=4,
+        first_k_dense_replace=3,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=48,
+        **changes,
+    )
+    found = theirs.config
+    attention = LatentAttentionConfig(
+        num_qo_heads=4,
+        q_rank=found.q_lora_rank,
+        nope_dim=32,
+        value_dim=48,
+        sm_scale=theirs.model.layers[0].self_attn.scaling,
+        rope=Rope(theta=found.rope_parameters["rope_theta"], scaling=None, dim=64),
+        interleaved=found.rope_interleave,
+        has_bias=found.attention_bias,
+    )
+    layer = LayerConfig(attention=attention, mlp=DenseMlpConfig(width=96))
+    config = replace(CONFIG, hidden_size=64, layers=(layer,) * 3, embedding_scale=1.0)
+    with ExitStack() as stack:
+        source = Checkpoint(directory, torch.float32, CPU, stack)
+        return build(config, source, torch.float32, 256), theirs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"q_lora_rank": 24}, {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True}],
+    ids=["ranks", "biases"],
+)
+def test_latent_attention_equals_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    ours, theirs = latent_model(tmp_path, **changes)
+    theirs.set_attn_implementation("eager")
+    ids = random_ids(60)
+
+    def logits(dtype: torch.dtype) -> Tensor:
+        with torch.no_grad():
+            return theirs.to(dtype)(torch.tensor([ids])).logits[0]
+
+    allowed = rounding_errors(lambda: [logits(torch.float32)], [exact := logits(torch.float64)])[0]
+    for _ in every_isa():
+        whole = Runner(ours).run([ids], [[60]])[0]
+        assert_error_at_most(distance(whole, exact), allowed)
+        chunked = Runner(ours, page_size=32, shuffle=True).run([ids], [[30], [1], [5], [24]])[0]
+        assert torch.equal(whole, chunked)
+    assert exact.std().item() > 0.5
+    assert ours.kv_bytes_per_token() == 3 * 576 * 4
+
+
+def test_latents_move_with_their_tokens(tmp_path: Path) -> None:
+    """As in trees, whose chains see copies: a request on a copied page has the same rows."""
+    model, _ = latent_model(tmp_path, q_lora_rank=24)
+    ids = random_ids(24)
+    cache = model.new_kv_cache(20, 16)
+    want = model.logits(model.forward(step_of(ids, 0), cache))[20:].clone()
+    cache = model.new_kv_cache(20, 16)
+    step = step_of(ids[:20], 0)
+    place = torch.tensor([1], dtype=torch.int64)  # the second page, copied behind the rows
+    pages = step.kv_indices.long()
+    copied = 19
+    assert copied not in pages.tolist()
+    offsets = torch.arange(4)
+    step = replace(
+        step,
+        from_slots=pages[place] * 16 + offsets,
+        to_slots=copied * 16 + offsets,
+    )
+    model.forward(step, cache)
+    rest = step_of(ids[20:], 20)
+    kv_indices = rest.kv_indices.clone()
+    kv_indices[1] = copied
+    slots = copied * 16 + 4 + offsets
+    rest = replace(rest, kv_indices=kv_indices, cache_slots=slots)
+    assert torch.equal(model.logits(model.forward(rest, cache)), want)

@@ -2,7 +2,7 @@
 """Attention with grouped queries: some query heads to each head of keys and values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -161,6 +161,10 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+
+    def without_window(self) -> "AttentionConfig":
+        """The same, but that rows see all positions."""
+        return replace(self, sliding_window=None)
 
     def load(self, loader: BlockLoader, prefix: str) -> Attention:
         """Loads the block whose tensors begin with `prefix`.

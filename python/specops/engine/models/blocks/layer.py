@@ -8,7 +8,6 @@ from typing import Protocol
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import LayerViews, Rows
-from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, MlpBlock, Norm
 from specops.engine.models.kv import LayerKv
 
@@ -54,10 +53,20 @@ class Layer:
             self.output_norm(branch, out=branch)
 
 
-class MlpConfig(Protocol):
+class AnyAttentionConfig(Protocol):
+    """What attention is made from."""
+
+    def without_window(self) -> "AnyAttentionConfig":
+        """The same, but that rows see all positions."""
+
+    def load(self, loader: BlockLoader, prefix: str) -> AttentionBlock:
+        """Loads the block whose tensors begin with `prefix`."""
+
+
+class AnyMlpConfig(Protocol):
     """What an MLP is made from."""
 
-    def narrowed(self, width: int) -> "MlpConfig":
+    def narrowed(self, width: int) -> "AnyMlpConfig":
         """The same, as narrow as can be."""
 
     def load(self, loader: BlockLoader, prefix: str) -> MlpBlock:
@@ -83,8 +92,8 @@ class LayerNames:
 class LayerConfig:
     """What a layer is made from."""
 
-    attention: AttentionConfig
-    mlp: MlpConfig
+    attention: AnyAttentionConfig
+    mlp: AnyMlpConfig
     names: LayerNames = LayerNames()
 
     def narrowed(self, width: int) -> "LayerConfig":

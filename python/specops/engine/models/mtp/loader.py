@@ -210,7 +210,7 @@ def _load_module(
 def _block(config: ModelConfig) -> LayerConfig:
     """What modules' layers are made from: the target's last, without a window."""
     last = config.layers[-1]
-    return replace(last, attention=replace(last.attention, sliding_window=None))
+    return replace(last, attention=last.attention.without_window())
 
 
 def _refuse_foreign(
