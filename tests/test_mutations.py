@@ -221,8 +221,8 @@ MUTATIONS = [
     Mutation(
         "a tile of weights past the last is read",
         "dense/linear.cuh",
-        "linear_groups(params.num_outputs) * 2 - 1);",
-        "linear_groups(params.num_outputs) * 2);",
+        "weight_groups(params.weight.num_outputs) * 2 - 1);",
+        "weight_groups(params.weight.num_outputs) * 2);",
         LINEAR_RACE,
         "race",
     ),
@@ -237,8 +237,8 @@ MUTATIONS = [
     Mutation(
         "a row too many is written",
         "dense/linear.cuh",
-        "if (row >= params.rows || output >= params.num_outputs) continue;",
-        "if (row > params.rows || output >= params.num_outputs) continue;",
+        "if (row >= params.rows || output >= params.weight.num_outputs) continue;",
+        "if (row > params.rows || output >= params.weight.num_outputs) continue;",
         LINEAR_RACE,
         "race",
     ),
@@ -259,7 +259,7 @@ MUTATIONS = [
     Mutation(
         "every up has the bias of a gate",
         "dense/linear.cuh",
-        "gates[params.num_outputs / 2 + column]",
+        "gates[params.weight.num_outputs / 2 + column]",
         "gates[column]",
         LINEAR,
     ),

@@ -3,17 +3,16 @@
 // output element is its own chain of products, whatever stands beside it. The inputs of a step of 32
 // are dealt to the two instructions as the packed layout has them: of lane t's eight, the first four
 // to the first. A vector of packed weights is the A fragment of one instruction, in the order of its
-// registers. linear_leaves() says where chains begin anew and how they are added.
+// registers. sum_leaves() says where chains begin anew and how they are added.
 #pragma once
 
-#include "dense/chunk.cuh"
-#include "dense/gated.cuh"
 #include "dense/linear.h"
+#include "gemm/finish.cuh"
 
 namespace specops {
 
 struct LinearPlan {
-  int stages;  // as linear_leaves() has them
+  int stages;  // as sum_leaves() has them
   int leaf_stages;
   int leaves;
   bool split;    // each leaf of a tile has a block of its own
@@ -36,102 +35,6 @@ template <typename T, int kHalf>
 __device__ inline void multiply(float (&d)[4], uint4 w, uint4 x) {
   uint2 half = kHalf == 0 ? make_uint2(x.x, x.y) : make_uint2(x.z, x.w);
   ptx::mma_m16n8k16<T>(d, {w.x, w.y, w.z, w.w}, {half.x, half.y});
-}
-
-// Outputs are finished here and nowhere else: bias in fp32, then one rounding.
-template <typename T>
-__device__ inline void finish(const LinearParams& params, int64_t row, int64_t output, float sum) {
-  if (params.bias != nullptr) {
-    sum = __fadd_rn(sum, to_float(static_cast<const T*>(params.bias)[output]));
-  }
-  int64_t at = row * params.num_outputs + output;
-  if constexpr (sizeof(T) == 2) {
-    if (params.out_dtype != DType::kFloat32) {
-      static_cast<T*>(params.out)[at] = T{static_cast<uint16_t>(ptx::pack2<T>(sum, 0.0f))};
-      return;
-    }
-  }
-  static_cast<float*>(params.out)[at] = sum;
-}
-
-// A gate and its up, which are outputs 2 * column and 2 * column + 1 of the packed weight: finished as
-// above, rounding included, and multiplied.
-template <typename T>
-__device__ inline float finish_gated(const LinearParams& params,
-                                     int64_t column,
-                                     float gate,
-                                     float up) {
-  if (params.bias != nullptr) {
-    const T* gates = static_cast<const T*>(params.bias);
-    gate = __fadd_rn(gate, to_float(gates[column]));
-    up = __fadd_rn(up, to_float(gates[params.num_outputs / 2 + column]));
-  }
-  if constexpr (sizeof(T) == 2) {
-    float2 rounded = ptx::unpack2<T>(ptx::pack2<T>(gate, up));
-    gate = rounded.x;
-    up = rounded.y;
-  }
-  return gated_of(params.activation, gate, up);
-}
-
-template <typename T>
-__device__ inline void store_gated(const LinearParams& params,
-                                   int64_t row,
-                                   int64_t column,
-                                   float value) {
-  int64_t at = row * (params.num_outputs / 2) + column;
-  if constexpr (sizeof(T) == 2) {
-    static_cast<T*>(params.out)[at] = T{static_cast<uint16_t>(ptx::pack2<T>(value, 0.0f))};
-  } else {
-    static_cast<float*>(params.out)[at] = value;
-  }
-}
-
-// Two gates and ups, of four neighbouring outputs.
-template <typename T>
-__device__ inline void finish4_gated(
-    const LinearParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
-  if (output >= params.num_outputs) return;
-  int64_t column = output / 2;
-  float low = finish_gated<T>(params, column, sum.x, sum.y);
-  bool has_high = output + 2 < params.num_outputs;
-  float high = has_high ? finish_gated<T>(params, column + 1, sum.z, sum.w) : 0.0f;
-  if (quads) {
-    int64_t at = row * (params.num_outputs / 2) + column;
-    *reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + at) = ptx::pack2<T>(low, high);
-    return;
-  }
-  store_gated<T>(params, row, column, low);
-  if (has_high) store_gated<T>(params, row, column + 1, high);
-}
-
-// Four neighbouring outputs; the first is a multiple of four.
-template <typename T>
-__device__ inline void finish4(
-    const LinearParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
-  if (is_gated(params.activation)) return finish4_gated<T>(params, quads, row, output, sum);
-  float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  if (!quads) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (output + i < params.num_outputs) finish<T>(params, row, output + i, sums[i]);
-    }
-    return;
-  }
-  if (output >= params.num_outputs) return;
-  if (params.bias != nullptr) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sums[i] = __fadd_rn(sums[i], to_float(static_cast<const T*>(params.bias)[output + i]));
-    }
-  }
-  int64_t at = row * params.num_outputs + output;
-  if (params.out_dtype == DType::kFloat32) {
-    ptx::store_vector(static_cast<float*>(params.out) + at, pack_chunk<float>(sums));
-  } else {
-    ptx::store_vector(static_cast<T*>(params.out) + at,
-                      make_uint2(ptx::pack2<T>(sums[0], sums[1]), ptx::pack2<T>(sums[2], sums[3])));
-  }
 }
 
 constexpr int kPackThreads = 256;
@@ -161,10 +64,10 @@ __global__ void __launch_bounds__(kPackThreads)
     return load_chunk(row + first, n, aligned);
   };
   auto* packed = static_cast<uint4*>(params.packed);
-  if constexpr (sizeof(T) == 4) {
-    packed[index] = load(block * kLinearGroup + lane, step * 4);
+  if constexpr (sizeof(T) != 2) {
+    packed[index] = load(block * kWeightGroup + lane, step * kChunk<T>);
   } else {
-    int64_t output = block / 2 * kLinearGroup + lane / 4 * 4 + block % 2 * 2;
+    int64_t output = block / 2 * kWeightGroup + lane / 4 * 4 + block % 2 * 2;
     int64_t first = step * 32 + lane % 4 * 8;
     uint4 low = load(output, first), high = load(output + 1, first);
     uint4* to = packed + index / kWarpSize * kStepVectors + lane;
@@ -185,7 +88,7 @@ constexpr int kStreamRing = 1280;  // uint4 of a warp
 //          them asked for before the kernel before this one has ended. Of x what the first-level
 //          cache does not hold: num_inputs * 2 bytes a row and block.
 // Assumes: rows <= 8 * kColumns; weights packed by pack_weight.
-// Order:   linear_leaves(): a chain of mma.m16n8k16 a leaf, then leaves in order, then the bias.
+// Order:   sum_leaves(): a chain of mma.m16n8k16 a leaf, then leaves in order, then the bias.
 // Source:  weights on the M side ("swap AB"), as TensorRT-LLM and FlashInfer do for few rows.
 template <typename T, int kTiles, int kColumns>
 __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params, LinearPlan plan) {
@@ -197,15 +100,15 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
   int slots = static_cast<int>(blockDim.x) / (kWarpSize * plan.leaves);
   int slot = warp / plan.leaves, leaf = warp % plan.leaves;
   int64_t unit = int64_t{blockIdx.x} * slots + slot;
-  int64_t units = linear_groups(params.num_outputs) * 2 / kTiles;
+  int64_t units = weight_groups(params.weight.num_outputs) * 2 / kTiles;
   auto* rings = reinterpret_cast<uint4*>(shared_memory());
   uint4* ring = rings + warp * kStreamRing;
 
   int first_stage = leaf * plan.leaf_stages;
   int count = unit < units ? min(plan.leaf_stages, plan.stages - first_stage) : 0;
   int64_t tile_vectors = int64_t{plan.stages} * kStageVectors;
-  const uint4* weights = static_cast<const uint4*>(params.packed) + unit * kTiles * tile_vectors +
-                         int64_t{first_stage} * kStageVectors + lane;
+  const uint4* weights = static_cast<const uint4*>(params.weight.data) +
+                         unit * kTiles * tile_vectors + int64_t{first_stage} * kStageVectors + lane;
   // What the ring holds first comes near while the kernel before this one ends. Near is the
   // second-level cache, which later writes reach, too: should weights be written just now, the new
   // ones are read below.
@@ -236,10 +139,10 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
     int row = 8 * c + lane / 4;
     rows[c] = row < params.rows ? static_cast<const T*>(params.x) + row * params.x_stride : nullptr;
   }
-  int num_inputs = static_cast<int>(params.num_inputs);
+  int num_inputs = static_cast<int>(params.weight.num_inputs);
   uint4 next[2][kColumns];
   auto fetch_x = [&](int stage) {
-    int first = static_cast<int>((first_stage + stage) * kLinearStage) + lane % 4 * 8;
+    int first = static_cast<int>((first_stage + stage) * kWeightStage) + lane % 4 * 8;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
 #pragma unroll
@@ -314,15 +217,15 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
     }
     return sum;
   };
-  int apart = is_gated(params.activation) ? 2 : 1;  // a gate and its up are one item
+  int apart = is_gated(params.weight.activation) ? 2 : 1;  // a gate and its up are one item
   for (int turn = leaf * kWarpSize + lane; turn * apart < kItems; turn += plan.leaves * kWarpSize) {
     int item = turn * apart;
     int row = item / kOutputs, i = item % kOutputs;
     int64_t output = unit * kOutputs + i;
     // One tile alone has every other pair of its group.
-    if (kTiles == 1) output = unit / 2 * kLinearGroup + i / 2 * 4 + unit % 2 * 2 + i % 2;
-    if (row >= params.rows || output >= params.num_outputs) continue;
-    if (is_gated(params.activation)) {
+    if (kTiles == 1) output = unit / 2 * kWeightGroup + i / 2 * 4 + unit % 2 * 2 + i % 2;
+    if (row >= params.rows || output >= params.weight.num_outputs) continue;
+    if (is_gated(params.weight.activation)) {
       float value = finish_gated<T>(params, output / 2, sum_of(item), sum_of(item + 1));
       store_gated<T>(params, row, output / 2, value);
     } else {
@@ -385,7 +288,7 @@ __global__ void __launch_bounds__(2 * kRows)
 
   // Which tile
   int64_t row_tiles = (params.rows + kRows - 1) / kRows;
-  int64_t output_tiles = (params.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
+  int64_t output_tiles = (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
   int64_t band = blockIdx.x / (output_tiles * kTileBand);
   int64_t in_band = blockIdx.x % (output_tiles * kTileBand);
   int64_t band_rows = min(row_tiles - band * kTileBand, int64_t{kTileBand});
@@ -413,8 +316,8 @@ __global__ void __launch_bounds__(2 * kRows)
     return row * kRowChunks + (kSteps == 2 ? chunk ^ (row % 2 * 4) : chunk);
   };
   int64_t tile = min(output_tile * Shape::kTiles + thread / kTileThreads,
-                     linear_groups(params.num_outputs) * 2 - 1);
-  const uint4* weights = static_cast<const uint4*>(params.packed) +
+                     weight_groups(params.weight.num_outputs) * 2 - 1);
+  const uint4* weights = static_cast<const uint4*>(params.weight.data) +
                          tile * plan.stages * kStageVectors + thread % kTileThreads;
   ptx::forget(weights);
   uint4* w_to = smem + thread / kTileThreads * kTileVectors + thread % kTileThreads;
@@ -432,7 +335,7 @@ __global__ void __launch_bounds__(2 * kRows)
   // Stages are copied one after the other to the slots of the ring in turn. Behind the last one zeros
   // are written and nothing is read, so that no turn of the loop differs from another.
   constexpr int kStageInputs = kSteps * 32;
-  int num_inputs = static_cast<int>(params.num_inputs);
+  int num_inputs = static_cast<int>(params.weight.num_inputs);
   int input = first_stage * kStageInputs, end_input = last_stage * kStageInputs;
   int x_end = min(end_input, num_inputs) - x_chunk * 8;
   auto fetch_weights = [&](uint4* put) {
@@ -561,7 +464,7 @@ __global__ void __launch_bounds__(2 * kRows)
   // Item i of a lane: four outputs of one row.
   constexpr int kItems = kWarpTiles * kColumns;
   auto row_of = [&](int i) { return warp_rows + i / 2 % kColumns * 8 + lane % 4 * 2 + i % 2; };
-  auto output_of = [&](int i) { return output + i / 2 / kColumns * kLinearGroup; };
+  auto output_of = [&](int i) { return output + i / 2 / kColumns * kWeightGroup; };
   auto sum_of = [&](int i) {
     int c = i / 2 % kColumns, pair = i / 2 / kColumns;
     const auto& low = sums[2 * pair][c];
@@ -570,7 +473,7 @@ __global__ void __launch_bounds__(2 * kRows)
   };
   if constexpr (Shape::kSplits) {
     if (plan.split) {
-      int64_t width = linear_groups(params.num_outputs) * kLinearGroup;
+      int64_t width = weight_groups(params.weight.num_outputs) * kWeightGroup;
       auto leaf_at = [&](int leaf, int i) {
         int64_t row = leaf * params.rows + first_row + row_of(i);
         return params.workspace + kLinearCounters + row * width + output_of(i);
@@ -594,11 +497,11 @@ __global__ void __launch_bounds__(2 * kRows)
       __threadfence();
 #pragma unroll
       for (int first = 0; first < kItems; first += kFoldedItems) {
-        float4 leaves[kFoldedItems][kLinearMaxLeaves];
+        float4 leaves[kFoldedItems][kMaxLeaves];
 #pragma unroll
         for (int i = 0; i < kFoldedItems; ++i) {
 #pragma unroll
-          for (int leaf = 0; leaf < kLinearMaxLeaves; ++leaf) {
+          for (int leaf = 0; leaf < kMaxLeaves; ++leaf) {
             leaves[i][leaf] = sum_of(first + i);
             if (leaf == first_leaf || leaf >= plan.leaves || !exists(first + i)) continue;
             leaves[i][leaf] = *reinterpret_cast<const float4*>(leaf_at(leaf, first + i));
@@ -608,7 +511,7 @@ __global__ void __launch_bounds__(2 * kRows)
         for (int i = 0; i < kFoldedItems; ++i) {
           float4 sum = leaves[i][0];
 #pragma unroll
-          for (int leaf = 1; leaf < kLinearMaxLeaves; ++leaf) {
+          for (int leaf = 1; leaf < kMaxLeaves; ++leaf) {
             if (leaf >= plan.leaves) continue;
             const float4& more = leaves[i][leaf];
             sum.x = __fadd_rn(sum.x, more.x);
@@ -641,7 +544,7 @@ constexpr int kFloatRows = 8;
 // Cost:    4 * num_inputs bytes of weights an output and tile of rows; below about 30 rows bound by
 //          memory, above by the reads of x from the first-level cache.
 // Assumes: weights packed by pack_weight.
-// Order:   linear_leaves(): a chain of fma a leaf, then leaves in order, then the bias.
+// Order:   sum_leaves(): a chain of fma a leaf, then leaves in order, then the bias.
 // Source:  -
 template <bool kAligned>
 __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, LinearPlan plan) {
@@ -654,14 +557,15 @@ __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, 
   int64_t row_tiles = (params.rows + kFloatRows - 1) / kFloatRows;
   int64_t first_row = blockIdx.x % row_tiles * kFloatRows;
   int64_t group = blockIdx.x / row_tiles * slots + slot;
-  bool present = group < linear_groups(params.num_outputs);
+  bool present = group < weight_groups(params.weight.num_outputs);
 
-  int quads = static_cast<int>((params.num_inputs + 3) / 4);
-  int leaf_quads = plan.leaf_stages * static_cast<int>(kLinearStage / 4);
+  int quads = static_cast<int>((params.weight.num_inputs + 3) / 4);
+  int leaf_quads = plan.leaf_stages * static_cast<int>(kWeightStage / 4);
   int first = leaf * leaf_quads;
   int last = present ? min(first + leaf_quads, quads) : first;
-  const auto* weights = static_cast<const uint4*>(params.packed) + group * quads * kWarpSize + lane;
-  int num_inputs = static_cast<int>(params.num_inputs);
+  const auto* weights =
+      static_cast<const uint4*>(params.weight.data) + group * quads * kWarpSize + lane;
+  int num_inputs = static_cast<int>(params.weight.num_inputs);
   const float* rows[kFloatRows];
 #pragma unroll
   for (int r = 0; r < kFloatRows; ++r) {
@@ -695,8 +599,8 @@ __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, 
 #pragma unroll
   for (int r = 0; r < kFloatRows; ++r) leaves[(warp * kFloatRows + r) * kWarpSize + lane] = sums[r];
   __syncthreads();
-  int64_t output = group * kLinearGroup + lane;
-  if (output >= params.num_outputs) return;
+  int64_t output = group * kWeightGroup + lane;
+  if (output >= params.weight.num_outputs) return;
   for (int r = leaf; r < kFloatRows && first_row + r < params.rows; r += plan.leaves) {
     auto sum_of = [&](int place) {
       const float* from = leaves + (slot * plan.leaves * kFloatRows + r) * kWarpSize + place;
@@ -706,7 +610,7 @@ __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, 
       }
       return sum;
     };
-    if (!is_gated(params.activation)) {
+    if (!is_gated(params.weight.activation)) {
       finish<float>(params, first_row + r, output, sum_of(lane));
     } else if (lane % 2 == 0) {
       float value = finish_gated<float>(params, output / 2, sum_of(lane), sum_of(lane + 1));

@@ -6,6 +6,7 @@ from os import PathLike
 
 from torch import Tensor
 
+from specops.dense import PackedWeight
 from specops.suffix_tree import SuffixDraft, TokenIds
 
 Written = Tensor  # an argument that the op writes
@@ -237,10 +238,7 @@ def linear_kernels(rows: Size) -> list[str]: ...
 def set_linear_kernel(kernel: str | None) -> None: ...
 def linear(
     x: Tensor,
-    packed: Tensor,
-    packed_outputs: Size,
-    packed_inputs: Size,
-    activation: str | None,
+    weight: PackedWeight,
     bias: Tensor | None,
     out: Written,
     workspace: Written | None,
