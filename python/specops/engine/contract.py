@@ -21,7 +21,7 @@ from specops.engine.models.weights import weight_files
 
 # What of an engine's configuration it depends on.
 OPTIONS = (
-    *("model", "device", "dtype", "kv_cache_dtype", "load_format"),
+    *("model", "device", "dtype", "kv_cache_dtype", "quantization", "load_format"),
     *("logprobs_mode", "json_whitespace"),
 )
 
@@ -58,6 +58,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
             "kv_cache_dtype": (
                 engine.model_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
             ),
+            "quantization": config.quantization,
         },
         "attention_leaf_tokens": LEAF_TOKENS[kind],
         "sampling_leaf_tokens": _SAMPLING_LEAF_TOKENS[kind],

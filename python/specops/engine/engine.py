@@ -94,6 +94,7 @@ class Engine:
             device=self._device.device,
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
+            quantization=config.quantization,
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specops import dense
 from specops.engine.errors import ModelError
 from specops.engine.models.blocks.block import BlockLoader, RopeTables
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
 from specops.engine.models.transformer import Transformer
-from specops.engine.models.weights import Checkpoint, RandomWeights, WeightSource
+from specops.engine.models.weights import QUANTIZATIONS, Checkpoint, RandomWeights, WeightSource
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
@@ -38,6 +39,7 @@ def load_model(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     kv_cache_dtype: str = "auto",
+    quantization: str = "none",
 ) -> Transformer:
     """Loads a checkpoint of one of the families.
 
@@ -48,6 +50,7 @@ def load_model(
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
+        quantization: of the layers' projections, as they are loaded: "none" or "wint8".
 
     Raises:
         ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, or
@@ -73,15 +76,18 @@ def load_model(
         raise ModelError(
             f"kv_cache_dtype must be {', '.join(_KV_CACHE_DTYPES)}, got {kv_cache_dtype}"
         )
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"quantization must be {' or '.join(QUANTIZATIONS)}, got {quantization}")
     kind = _DTYPES[chosen]
     kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
     device = torch.device(device)
-    _refuse_what_ops_refuse(config, RandomWeights(kind, device), kv_kind, file)
+    random_weights = RandomWeights(kind, device, quantization)
+    _refuse_what_ops_refuse(config, random_weights, kv_kind, file)
     with ExitStack() as stack:
         source: WeightSource = (
-            RandomWeights(kind, device)
+            random_weights
             if load_format == "dummy"
-            else Checkpoint(directory, kind, device, stack)
+            else Checkpoint(directory, kind, device, stack, quantization)
         )
         return build(config, source, kv_kind, max_model_len or config.max_model_len)
 
@@ -129,7 +135,7 @@ def build(
     shape = (config.vocab_size, config.hidden_size)
     embedding = source.tensor(f"{prefix}embed_tokens.weight", *shape)
     head = embedding if config.tie_word_embeddings else load_head(config, source)
-    lm_head = source.pack(head)
+    lm_head = dense.pack_weight(head)
     if config.embedding_scale != 1.0:  # to the same bits as rows that are scaled one by one
         embedding = embedding * torch.tensor(config.embedding_scale, dtype=source.dtype)
     layers = [
@@ -143,6 +149,7 @@ def build(
         final_norm=loader.norm(f"{prefix}norm"),
         lm_head=lm_head,
         kv_dtype=kv_dtype,
+        quantization=source.quantization,
         ropes=loader.ropes,
     )
 

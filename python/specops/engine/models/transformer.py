@@ -31,6 +31,7 @@ class Transformer(LayerStack):
         final_norm: behind them.
         lm_head: makes logits.
         kv_dtype: of keys and values on pages.
+        quantization: of the layers' projections.
         ropes: the layers' tables, for those of drafting modules.
     """
 
@@ -44,6 +45,7 @@ class Transformer(LayerStack):
         final_norm: Norm,
         lm_head: PackedWeight,
         kv_dtype: torch.dtype,
+        quantization: str,
         ropes: RopeTables,
     ) -> None:
         super().__init__(
@@ -57,7 +59,7 @@ class Transformer(LayerStack):
         self.max_model_len = max_model_len
         self.embedding = embedding
         self.final_norm = final_norm
-        self.kv_dtype, self.ropes = kv_dtype, ropes
+        self.kv_dtype, self.quantization, self.ropes = kv_dtype, quantization, ropes
         # The norm that follows each layer: the next layer's input norm, or the final one.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._row_numbers = torch.empty(0, dtype=torch.int32, device=self.device)

@@ -21,6 +21,8 @@ from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 
+QUANTIZATIONS = ("none", "wint8")
+
 
 class WeightSource(ABC):
     """The weights of a model by name.
@@ -28,13 +30,17 @@ class WeightSource(ABC):
     Attributes:
         dtype: of the tensors that it gives.
         device: where they are.
+        quantization: of projections, as they are loaded: "none"; or "wint8", 8 bits a number and a
+            scale for each output, as FastDeploy makes them.
         norm_offset: added to every norm weight, before it is rounded to the dtype: 1 where a
             checkpoint holds w of norms that multiply with 1 + w.
         read: the names that were asked for.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, quantization: str = "none"
+    ) -> None:
+        self.dtype, self.device, self.quantization = dtype, device, quantization
         self.norm_offset = 0.0
         self.read: set[str] = set()
 
@@ -87,10 +93,9 @@ class WeightSource(ABC):
         """
         named = zip(parts, outputs, strict=True)
         weights = [self.tensor(f"{prefix}{part}.weight", size, inputs) for part, size in named]
-        return self.pack(torch.cat(weights) if len(weights) > 1 else weights[0], activation)
-
-    def pack(self, weight: Tensor, activation: str | None = None) -> PackedWeight:
-        """Packs a weight [outputs, inputs] as it is; see `linear`."""
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        if self.quantization == "wint8":
+            return dense.quantize_weight(weight, kind="int8", activation=activation)
         return dense.pack_weight(weight, activation=activation)
 
     def _named(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -109,15 +114,21 @@ class Checkpoint(WeightSource):
         dtype: of the tensors that it gives, whatever the files have.
         device: where they are put.
         stack: closes the files.
+        quantization: see `WeightSource`.
 
     Raises:
         ModelError: a file is missing or damaged.
     """
 
     def __init__(
-        self, directory: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        stack: ExitStack,
+        quantization: str = "none",
     ) -> None:
-        super().__init__(dtype, device)
+        super().__init__(dtype, device, quantization)
         self._directory = directory
         self._where: dict[str, Any] = {}
         for name in weight_files(directory):
@@ -148,8 +159,10 @@ class RandomWeights(WeightSource):
     Matrices are scaled so that activations neither grow nor vanish with depth.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, quantization: str = "none"
+    ) -> None:
+        super().__init__(dtype, device, quantization)
         self._generator = torch.Generator(device)
 
     def names(self) -> Collection[str]:

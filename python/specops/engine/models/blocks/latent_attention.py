@@ -233,8 +233,10 @@ class LatentAttentionConfig:
             kv=source.linear(prefix, ("kv_a_proj_with_mqa",), (key_dim,), hidden),
             kv_bias=bias("kv_a_proj_with_mqa", key_dim),
             kv_norm=source.norm(f"{prefix}kv_a_layernorm.weight", LATENT_DIM),
-            key_of_head=[source.pack(one[: self.nope_dim].T.contiguous()) for one in of_heads],
-            value_of_head=[source.pack(one[self.nope_dim :]) for one in of_heads],
+            key_of_head=[
+                dense.pack_weight(one[: self.nope_dim].T.contiguous()) for one in of_heads
+            ],
+            value_of_head=[dense.pack_weight(one[self.nope_dim :]) for one in of_heads],
             o=source.linear(prefix, ("o_proj",), (hidden,), heads * self.value_dim),
             o_bias=bias("o_proj", hidden),
         )

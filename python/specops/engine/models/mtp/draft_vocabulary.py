@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.loader import load_head
@@ -66,4 +67,4 @@ def reduced_head(
             else Checkpoint(directory, target.dtype, target.device, stack)
         )
         head = load_head(target.config, source)
-        return source.pack(head[token_map.long().to(target.device)])
+        return dense.pack_weight(head[token_map.long().to(target.device)])

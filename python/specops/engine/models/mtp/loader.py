@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specops import dense
 from specops.engine.errors import ModelError
 from specops.engine.models.blocks.block import BlockLoader, Norm
 from specops.engine.models.blocks.layer import LayerConfig
@@ -68,12 +69,13 @@ def load_mtp(
                 f"{where / 'config.json'}: {field} is {raw[field]}, but the target in {directory} "
                 f"has {wanted}"
             )
+    dtype, device, quantization = target.dtype, target.device, target.quantization
     with ExitStack() as stack:
         if load_format == "dummy":
-            source: WeightSource = RandomWeights(target.dtype, target.device)
+            source: WeightSource = RandomWeights(dtype, device, quantization)
             convention, layers = _dummy_layers(config, raw, where)
         else:
-            source = Checkpoint(where, target.dtype, target.device, stack)
+            source = Checkpoint(where, dtype, device, stack, quantization)
             convention, layers = _found_layers(source.names(), raw, where)
         source.norm_offset = convention.norm_offset
         modules = [
@@ -194,13 +196,14 @@ def _load_module(
         return loader.norm(named(convention.head_norm))
 
     hidden, projection = config.hidden_size, named(convention.projection)
+    weight = source.tensor(f"{projection}.weight", hidden, 2 * hidden)
     bias = None
     if f"{projection}.bias" in source.names():
         bias = source.bias("", (projection,), (hidden,))
     return MtpModule(
         embed_norm=loader.norm(named(convention.embed_norm)),
         hidden_norm=loader.norm(named(convention.hidden_norm)),
-        projection=source.pack(source.tensor(f"{projection}.weight", hidden, 2 * hidden)),
+        projection=dense.pack_weight(weight),
         projection_bias=bias,
         layer=_block(config).load(loader, named(convention.block)),
         head_norm=head_norm(),
