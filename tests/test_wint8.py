@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections of 8 bits, made as they are loaded: which they are, what they cost, and their bits."""
+"""Projections of 8 bits, made as they are loaded: which they are, how near, and their bits."""
 
 from functools import lru_cache
 from pathlib import Path

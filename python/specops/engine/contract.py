@@ -40,7 +40,8 @@ def contract_of(engine: Engine) -> dict[str, Any]:
     Returns:
         JSON: "specops", the version; "kernels", what was compiled and by what; "torch", the version
         that the RoPE table comes from; "device", the instruction set or the GPU; "model", the
-        digest of its configuration and weights, and the dtypes of weights and of keys and values;
+        digest of its configuration and weights, the dtypes of weights and of keys and values, and
+        how projections are quantized;
         "attention_leaf_tokens", after how many tokens attention rounds; "sampling_leaf_tokens",
         after how many logits sums over the vocabulary round; "logprobs_mode" and
         "json_whitespace", as configured; and "digest", of all that.

@@ -225,6 +225,7 @@ class LatentAttentionConfig:
         per_head = self.nope_dim + self.value_dim
         expanding = source.tensor(f"{prefix}kv_b_proj.weight", heads * per_head, LATENT_DIM)
         of_heads = expanding.view(heads, per_head, LATENT_DIM)
+        keys = [one[: self.nope_dim].T.contiguous() for one in of_heads]
         weights = LatentWeights(
             q_low_rank=q_low_rank,
             q_low_rank_bias=bias("q_a_proj", inputs) if q_low_rank is not None else None,
@@ -233,9 +234,7 @@ class LatentAttentionConfig:
             kv=source.linear(prefix, ("kv_a_proj_with_mqa",), (key_dim,), hidden),
             kv_bias=bias("kv_a_proj_with_mqa", key_dim),
             kv_norm=source.norm(f"{prefix}kv_a_layernorm.weight", LATENT_DIM),
-            key_of_head=[
-                dense.pack_weight(one[: self.nope_dim].T.contiguous()) for one in of_heads
-            ],
+            key_of_head=[dense.pack_weight(key) for key in keys],
             value_of_head=[dense.pack_weight(one[self.nope_dim :]) for one in of_heads],
             o=source.linear(prefix, ("o_proj",), (hidden,), heads * self.value_dim),
             o_bias=bias("o_proj", hidden),
