@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from conftest import every_isa
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import load_file, save_file
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -37,12 +36,11 @@ def test_logits_are_those_of_weights_that_were_rounded_before(tmp_path: Path) ->
         if name.endswith("_proj.weight"):
             tensors[name] = dequantized(one)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    for _ in every_isa():
-        want = Runner(load_model(tmp_path)).run([ids], [[60]])[0]
-        got = Runner(quantized).run([ids], [[60]])[0]
-        assert torch.equal(got, Runner(quantized).run([ids], [[30], [1], [5], [24]])[0])
-        of_weights = (want - whole).abs().max().item()
-        assert (got - want).abs().max().item() < of_weights / 50
+    want = Runner(load_model(tmp_path)).run([ids], [[60]])[0]
+    got = Runner(quantized).run([ids], [[60]])[0]
+    assert torch.equal(got, Runner(quantized).run([ids], [[30], [1], [5], [24]])[0])
+    of_weights = (want - whole).abs().max().item()
+    assert (got - want).abs().max().item() < of_weights / 50
     assert of_weights > 0.01
 
 
@@ -68,11 +66,11 @@ def model_dir() -> str:
 
 
 def completions(method: str, **options: Any) -> list[Completion]:
-    drafts = {"naive": {}, "ngram": {"num_speculative_tokens": 4}, "mtp": {"num_model_steps": 2}}
+    drafts = None if method == "naive" else 3
     engine = Engine(
         EngineConfig(
             model=model_dir(),
-            speculative_config=SpeculativeConfig(method=method, **drafts[method]),
+            speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
             num_pages=100,
             **options,
         )
@@ -84,7 +82,7 @@ def completions(method: str, **options: Any) -> list[Completion]:
     ]
     results = engine.generate([period * 5, period * 5 + [3] * 20, [11]], params)
     if method != "naive":
-        assert engine.stats.speculative.num_draft_tokens > 20
+        assert engine.stats.speculative.num_draft_tokens > 10
     return results
 
 
