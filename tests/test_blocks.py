@@ -210,7 +210,7 @@ def test_keys_and_values_of_other_states() -> None:
     layer.attention.append_kv(given, first, cache.layers[0], rows.layers[0].attention)
     batch = replace(step_of([0] * 5, 25), is_causal=False)
     views, out = model.activations.first(5).layers[0].attention, torch.empty_like(own)
-    layer.attention.run(own, batch, cache.layers[0], views, out=out)
+    layer.attention.run(own, batch, cache.layers[0], views, out)
     slow = Slow(torch.float64)
     slow.is_causal = False
     of, prefix = LAYERS[2].attention, "model.layers.0.self_attn."

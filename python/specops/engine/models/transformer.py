@@ -99,10 +99,11 @@ class Transformer(LayerStack):
         rows = self.activations.first(batch.token_ids.shape[0])
         residual, normed, branch = rows.residual, rows.normed, rows.branch
         dense.embedding(batch.token_ids, self.embedding, out=residual)
-        self.layers[0].input_norm(residual, out=normed)
+        dense.rms_norm(residual, *self.layers[0].input_norm, out=normed)
         for index, layer in enumerate(self.layers):
             layer.run(batch, cache.layers[index], rows, rows.layers[index])
-            self._next_norms[index](branch, residual=residual, out=normed)
+            weight, eps = self._next_norms[index]
+            dense.rms_norm(branch, weight, eps, residual=residual, out=normed)
             if taps and index in taps:
                 numbers = self.row_numbers(residual.shape[0])
                 batching.gather_output_rows(residual, numbers, out=taps[index])

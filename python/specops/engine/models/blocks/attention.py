@@ -111,7 +111,7 @@ class Attention(AttentionBlock):
                 attention.copy_kv(*pair, batch.from_slots, batch.to_slots)
 
     def run(
-        self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews, *, out: Tensor
+        self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews, out: Tensor
     ) -> None:
         """Writes keys and values, and attends."""
         self.append_kv(x, batch, cache, views)

@@ -4,12 +4,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from specops import attention, dense
+from specops import attention
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.kv import KvSpec, LayerKv
@@ -71,7 +71,7 @@ class AttentionBlock(Block):
         """
 
     @abstractmethod
-    def run(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: Any, *, out: Tensor) -> None:
+    def run(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: Any, out: Tensor) -> None:
         """Writes keys and values, and attends.
 
         Args:
@@ -87,7 +87,7 @@ class MlpBlock(Block):
     """A part that computes every row from itself."""
 
     @abstractmethod
-    def run(self, x: Tensor, sums: Tensor | None, views: Any, *, out: Tensor) -> None:
+    def run(self, x: Tensor, sums: Tensor | None, views: Any, out: Tensor) -> None:
         """Computes rows.
 
         Args:
@@ -98,16 +98,11 @@ class MlpBlock(Block):
         """
 
 
-@dataclass(frozen=True)
-class Norm:
-    """An RMSNorm."""
+class Norm(NamedTuple):
+    """An RMSNorm, as `dense.rms_norm` takes it."""
 
     weight: Tensor
     eps: float
-
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None, out: Tensor) -> Tensor:
-        """Writes `x`, or what it makes of `residual` when it is added to that, normed."""
-        return dense.rms_norm(x, self.weight, self.eps, residual=residual, out=out)
 
 
 @dataclass(frozen=True, kw_only=True)

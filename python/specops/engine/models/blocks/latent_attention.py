@@ -131,7 +131,7 @@ class LatentAttention(AttentionBlock):
                 attention.copy_kv(*pair, batch.from_slots, batch.to_slots)
 
     def run(
-        self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews, *, out: Tensor
+        self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews, out: Tensor
     ) -> None:
         """Writes latents and keys, and attends."""
         own, sums = self._weights, batch.sums
@@ -163,7 +163,7 @@ class LatentAttention(AttentionBlock):
         if own.q_low_rank is not None and own.q_norm is not None:
             low_rank = views.low_rank
             dense.linear(x, own.q_low_rank, own.q_low_rank_bias, out=low_rank, workspace=sums)
-            x = own.q_norm(low_rank, out=low_rank)
+            x = dense.rms_norm(low_rank, *own.q_norm, out=low_rank)
         dense.linear(x, own.q, out=views.q_rows, workspace=sums)
         for head, weight in enumerate(own.key_of_head):
             dense.linear(views.q[:, head, :nope], weight, out=views.of_head, workspace=sums)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import LayerViews, Rows
@@ -44,13 +45,16 @@ class Layer:
         caller's: it belongs to what comes next.
         """
         normed, branch = rows.normed, rows.branch
-        self.attention.run(normed, batch, cache, views.attention, out=branch)
-        if self.attention_norm is not None:
-            self.attention_norm(branch, out=branch)
-        self.mlp_norm(branch, residual=rows.residual, out=normed)
-        self.mlp.run(normed, batch.sums, views.mlp, out=branch)
-        if self.output_norm is not None:
-            self.output_norm(branch, out=branch)
+        self.attention.run(normed, batch, cache, views.attention, branch)
+        norm = self.attention_norm
+        if norm is not None:
+            dense.rms_norm(branch, norm.weight, norm.eps, out=branch)
+        norm = self.mlp_norm
+        dense.rms_norm(branch, norm.weight, norm.eps, residual=rows.residual, out=normed)
+        self.mlp.run(normed, batch.sums, views.mlp, branch)
+        norm = self.output_norm
+        if norm is not None:
+            dense.rms_norm(branch, norm.weight, norm.eps, out=branch)
 
 
 class AnyAttentionConfig(Protocol):

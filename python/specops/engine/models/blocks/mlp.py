@@ -39,7 +39,7 @@ class DenseMlp(MlpBlock):
         """Its projections."""
         return (self.gate_up, self.down)
 
-    def run(self, x: Tensor, sums: Tensor | None, views: Tensor, *, out: Tensor) -> None:
+    def run(self, x: Tensor, sums: Tensor | None, views: Tensor, out: Tensor) -> None:
         """Computes rows."""
         dense.linear(x, self.gate_up, self.gate_up_bias, out=views, workspace=sums)
         dense.linear(views, self.down, self.down_bias, out=out, workspace=sums)

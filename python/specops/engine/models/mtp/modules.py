@@ -147,10 +147,12 @@ class MtpModules(LayerStack):
             out=rows.residual,
             workspace=batch.sums,
         )
-        module.layer.input_norm(rows.residual, out=rows.normed)
+        dense.rms_norm(rows.residual, *module.layer.input_norm, out=rows.normed)
         module.layer.run(batch, cache.layers[index], rows, rows.layers[index])
         return self._finish(module, rows)
 
     def _finish(self, module: MtpModule, rows: Rows) -> MtpOutput:
-        hidden = module.head_norm(rows.branch, residual=rows.residual, out=rows.normed)
+        hidden = dense.rms_norm(
+            rows.branch, *module.head_norm, residual=rows.residual, out=rows.normed
+        )
         return MtpOutput(hidden, hidden if self.convention.recycle_normed else rows.residual)
