@@ -35,6 +35,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
 }
+# What multimodal files say outside of the part about text.
+_AROUND = ("tie_word_embeddings", "dtype", "torch_dtype")
 _GELU = "gelu_pytorch_tanh"
 _NAMES = LayerNames(
     attention_norm="post_attention_layernorm",
@@ -55,8 +57,9 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
         KeyError: a field is missing.
         ModelError: a field holds what it cannot hold, or what does not run.
     """
+    around = {name: whole[name] for name in _AROUND if name in whole}
     said = {name: value for name, value in text_config(whole).items() if value is not None}
-    raw = {**_DEFAULTS, **said}
+    raw = {**_DEFAULTS, **around, **said}
     refuse_values(
         raw,
         {
@@ -98,11 +101,7 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=number("rms_norm_eps", raw["rms_norm_eps"], or_zero=True),
         max_model_len=count(raw, "max_position_embeddings"),
         tie_word_embeddings=bool(raw["tie_word_embeddings"]),
-        dtype=raw.get("dtype")
-        or raw.get("torch_dtype")
-        or whole.get("dtype")
-        or whole.get("torch_dtype")
-        or "float32",
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         norm_offset=1.0,
         embedding_scale=hidden_size**0.5,
         places=_PLACES,
