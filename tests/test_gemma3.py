@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError
 from specops.engine.models import load_model
+from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
 from test_models import Runner, random_ids
 
@@ -192,3 +193,13 @@ def test_tokens_are_those_of_transformers() -> None:
             torch.tensor([PERIOD * 9]), max_new_tokens=50, do_sample=False, eos_token_id=None
         )
     assert greedy == want[0, 72:].tolist()
+
+
+def test_every_device_computes_it(tmp_path: Path, device: str) -> None:
+    theirs = make_checkpoint(tmp_path, "Gemma3", **SIZES)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([[0]])).logits[0]
+    assert expected.std().item() > 0.5
+    got = dry_run(load_model(tmp_path, device=device))
+    assert (got - expected).abs().max().item() <= 1e-4
+    assert dry_run(load_model(tmp_path, dtype="bfloat16", device=device)).isfinite().all()
