@@ -493,6 +493,21 @@ def test_random_weights_need_no_file_but_the_configuration(tmp_path: Path) -> No
     assert load_mtp(model, tmp_path, load_format="dummy").num_modules == 2
 
 
+def test_random_weights_are_the_same_whenever_they_are_read(tmp_path: Path) -> None:
+    """Each by its name: a reduced head, which is read on its own, has rows of the target's."""
+    make_mtp_checkpoint(tmp_path, "mimo")  # its head is not its embedding
+    (tmp_path / "model.safetensors").unlink()
+    kept = torch.tensor([0, 1, 5, 17, 99])
+    path = tmp_path / "draft_vocab.safetensors"
+    save_file({"d2t": kept - torch.arange(len(kept))}, path)
+    model = load_model(tmp_path, load_format="dummy")
+    modules = load_mtp(model, tmp_path, draft_vocab=path, load_format="dummy")
+    states = torch.randn(3, 64)
+    assert torch.equal(modules.logits(states), model.logits(states)[:, kept])
+    first, other = model.layers[0].mlp.weights[0], modules.layers[0].mlp.weights[0]
+    assert not torch.equal(first.data, other.data)  # nor does a module repeat its target's
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Tiny:
     """A checkpoint with two modules in DeepSeek-V3's naming, to be damaged."""
