@@ -1,38 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of models that are known: a file and a line each."""
 
+from importlib import import_module
 from pathlib import Path
 
 from specops.engine.errors import ModelError
 from specops.engine.models.config import ModelConfig
-from specops.engine.models.families import (
-    deepseek_v3,
-    ernie4_5,
-    gemma3,
-    glm4_moe,
-    llama,
-    mimo,
-    mistral,
-    qwen2,
-    qwen3,
-    qwen3_next,
-)
 from specops.engine.models.families.family import Family, MtpConvention
 from specops.engine.models.families.fields import read_config
 
-FAMILIES: tuple[Family, ...] = (
-    llama.FAMILY,
-    mistral.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    deepseek_v3.FAMILY,
-    mimo.FAMILY,
-    glm4_moe.FAMILY,
-    ernie4_5.FAMILY,
-    qwen3_next.FAMILY,
-    gemma3.FAMILY,
+# The file of each.
+_FILES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "deepseek_v3",
+    "mimo",
+    "glm4_moe",
+    "ernie4_5",
+    "qwen3_next",
+    "gemma3",
 )
 
+FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__name__}.{name}").FAMILY for name in _FILES)
 CONVENTIONS: dict[str, MtpConvention] = {
     family.mtp.name: family.mtp for family in FAMILIES if family.mtp is not None
 }
