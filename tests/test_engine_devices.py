@@ -300,7 +300,7 @@ def test_a_step_is_one_copy_each_way_and_one_wait(
     engine = make(model_dir, speculative, max_num_seqs=4)
     for index in range(3):
         engine.add_request([4 + index, 5] * 5, SamplingParams(max_tokens=90, temperature=0))
-    for _ in range(12):
+    for _ in range(24):
         engine.step()
     device.log.clear()
     calls = TorchCalls()
