@@ -23,6 +23,8 @@ from specops.engine.errors import ModelError
 
 QUANTIZATIONS = ("none", "wint8")
 
+_SEED = 1  # of random weights
+
 
 class WeightSource(ABC):
     """The weights of a model by name.
@@ -179,7 +181,7 @@ class RandomWeights(WeightSource):
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
-        generator = self._generator.manual_seed(zlib.crc32(name.encode()))
+        generator = self._generator.manual_seed(zlib.crc32(name.encode(), _SEED))
         return weight.normal_(std=shape[-1] ** -0.5, generator=generator)
 
 
