@@ -409,7 +409,7 @@ def test_the_compiler_copies_no_cache(model: Transformer) -> None:
     calls = re.findall(r"torch\.ops\.specops\.(\w+)\.default\(", code)
     assert calls.count("rope_append_kv") == model.config.num_layers
     assert "copy_" not in code and "clone" not in code
-    cache_shape = (12, 16, model.config.num_kv_heads, model.config.head_dim)
+    cache_shape = tuple(model.new_kv_cache(12, 16).layers[0].k.shape)
     assert f"empty_strided_cpu({cache_shape}" not in code
 
 
