@@ -174,7 +174,7 @@ def asks_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = dense.pack_weight
 
     def split(weight, **how):
-        return dataclasses.replace(pack(weight, **how), num_leaves=2, max_split_rows=4096)
+        return pack(weight, **how)._replace(num_leaves=2, max_split_rows=4096)
 
     monkeypatch.setattr(bench_dense, "pack_weight", split)
 

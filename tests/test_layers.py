@@ -17,6 +17,8 @@ CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "specops"
 
 FAMILIES = ("batching", "attention", "dense", "sampling", "suffix_tree")
+# What several families are made of, and which these are.
+SHARED = {"gemm": ("dense",)}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
 # The other commands' modules import without torch.
@@ -88,6 +90,9 @@ def test_includes(path: Path) -> None:
         if other in FAMILIES:
             assert (CSRC / name).is_file(), f"{name} is not a file of csrc"
             assert area == other or path.name == "bindings.cpp", "families never include each other"
+        if other in SHARED:
+            assert (CSRC / name).is_file(), f"{name} is not a file of csrc"
+            assert area in (other, *SHARED[other]), f"{other} lies below {SHARED[other]} alone"
         if other == "pybind11" or name.endswith("dlpack.h"):
             assert binds, (
                 f"{name} belongs to tensor_view.h, *ops.cpp, checks.h, ops.h, bindings.cpp"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "dense/chunk.cuh"
-#include "dense/gated.cuh"
+#include "common/chunk.cuh"
 #include "dense/gated_mul.h"
+#include "gemm/gated.cuh"
 
 namespace specops {
 

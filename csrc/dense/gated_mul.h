@@ -7,7 +7,7 @@
 #include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/isa.h"
-#include "dense/gated.h"
+#include "gemm/gated.h"
 
 namespace specops {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
-#include "dense/gated_cpu.h"
 #include "dense/gated_mul.h"
+#include "gemm/gated_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {

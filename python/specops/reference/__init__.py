@@ -30,8 +30,10 @@ from specops.reference.batching import (
 from specops.reference.dense import (
     embedding,
     gelu_tanh_mul,
+    int8_linear,
     linear,
     mtp_input,
+    quantize_weight,
     rms_norm,
     silu_mul,
 )
@@ -92,6 +94,7 @@ __all__ = [
     "gather_input_ids",
     "gather_output_rows",
     "gelu_tanh_mul",
+    "int8_linear",
     "keep_hidden_rows",
     "kept_tokens",
     "linear",
@@ -104,6 +107,7 @@ __all__ = [
     "prepare_batch",
     "prepare_draft_batch",
     "process_logits",
+    "quantize_weight",
     "quantized",
     "rms_norm",
     "rope_append_kv",

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/device.cuh"
-#include "dense/gated.h"
+#include "gemm/gated.h"
 
 namespace specops {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/simd.h"
-#include "dense/gated.h"
+#include "gemm/gated.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
