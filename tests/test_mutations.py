@@ -33,6 +33,7 @@ class Mutation:
 
 LINEAR = "test_dense.py linear and not wide_output"
 LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits or test_linear_kernels_keep"
+INT8 = "test_quantized.py bits or gates"
 RMS_NORM = "test_dense.py rms_norm"
 DRAFT_ROWS = "test_draft_batch.py prepare or advance or keep"
 MTP_INPUT = "test_draft_batch.py input or halves"
@@ -124,21 +125,21 @@ MUTATIONS = [
     ),
     Mutation(
         "the same in the tiled kernel",
-        "dense/linear.cuh",
-        "ptx::cp_async_wait<kStages - 2>();",
-        "ptx::cp_async_wait<kStages - 1>();",
+        "gemm/tile.cuh",
+        "ptx::cp_async_wait<Shape::kStages - 2>();",
+        "ptx::cp_async_wait<Shape::kStages - 1>();",
         LINEAR,
     ),
     Mutation(
         "no barrier between a stage's arrival and its use",
-        "dense/linear.cuh",
-        "ptx::cp_async_wait<kStages - 2>();\n          __syncthreads();",
-        "ptx::cp_async_wait<kStages - 2>();",
+        "gemm/tile.cuh",
+        "ptx::cp_async_wait<Shape::kStages - 2>();\n        __syncthreads();",
+        "ptx::cp_async_wait<Shape::kStages - 2>();",
         LINEAR,
     ),
     Mutation(
         "two rows of the A fragment exchanged",
-        "dense/linear.cuh",
+        "gemm/fragments.cuh",
         "{w.x, w.y, w.z, w.w}",
         "{w.y, w.x, w.z, w.w}",
         LINEAR,
@@ -152,14 +153,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the halves of the B fragment exchanged",
-        "dense/linear.cuh",
+        "gemm/fragments.cuh",
         "make_uint2(x.z, x.w)",
         "make_uint2(x.w, x.z)",
         LINEAR,
     ),
     Mutation(
         "leaves folded in another order by one of the schedules",
-        "dense/linear.cuh",
+        "gemm/tile.cuh",
         "const float4& more = leaves[i][leaf];",
         "const float4& more = leaves[i][plan.leaves - leaf];",
         LINEAR,
@@ -173,17 +174,17 @@ MUTATIONS = [
     ),
     Mutation(
         "a leaf is counted before a fence has published it",
-        "dense/linear.cuh",
-        "      __threadfence();\n      __syncthreads();\n      bool is_last",
-        "      __syncthreads();\n      bool is_last",
+        "gemm/tile.cuh",
+        "  __threadfence();\n  __syncthreads();\n  bool is_last",
+        "  __syncthreads();\n  bool is_last",
         LINEAR_RACE,
         "race",
     ),
     Mutation(
         "a leaf is counted before every warp has stored its part",
-        "dense/linear.cuh",
-        "      __threadfence();\n      __syncthreads();\n      bool is_last",
-        "      __threadfence();\n      bool is_last",
+        "gemm/tile.cuh",
+        "  __threadfence();\n  __syncthreads();\n  bool is_last",
+        "  __threadfence();\n  bool is_last",
         LINEAR_RACE,
         "race",
     ),
@@ -212,15 +213,15 @@ MUTATIONS = [
     ),
     Mutation(
         "the same in the tiled kernel",
-        "dense/linear.cuh",
-        "min(x_row + i * kRowsApart, rows_left - 1);",
-        "min(x_row + i * kRowsApart, rows_left);",
+        "gemm/tile.cuh",
+        "min(x_row + i * kRowsApart, place.rows_left - 1);",
+        "min(x_row + i * kRowsApart, place.rows_left);",
         LINEAR_RACE,
         "race",
     ),
     Mutation(
         "a tile of weights past the last is read",
-        "dense/linear.cuh",
+        "gemm/tile.cuh",
         "weight_groups(params.weight.num_outputs) * 2 - 1);",
         "weight_groups(params.weight.num_outputs) * 2);",
         LINEAR_RACE,
@@ -228,9 +229,9 @@ MUTATIONS = [
     ),
     Mutation(
         "inputs past the last are read by chunks",
-        "dense/linear.cuh",
-        "int x_end = min(end_input, num_inputs) - x_chunk * 8;",
-        "int x_end = end_input - x_chunk * 8;",
+        "gemm/tile.cuh",
+        "x_end = min(end_input, num_inputs) - x_chunk * 8;",
+        "x_end = end_input - x_chunk * 8;",
         LINEAR_RACE,
         "race",
     ),
@@ -251,17 +252,45 @@ MUTATIONS = [
     ),
     Mutation(
         "gates are not rounded before they are multiplied",
-        "dense/linear.cuh",
+        "gemm/finish.cuh",
         "    gate = rounded.x;\n",
         "",
         LINEAR,
     ),
     Mutation(
         "every up has the bias of a gate",
-        "dense/linear.cuh",
+        "gemm/finish.cuh",
         "gates[params.weight.num_outputs / 2 + column]",
         "gates[column]",
         LINEAR,
+    ),
+    Mutation(
+        "a group's largest input is that of half of its lanes",
+        "gemm/integer_rows.cuh",
+        "int apart = kWarpSize / 2;",
+        "int apart = kWarpSize / 4;",
+        INT8,
+    ),
+    Mutation(
+        "inputs past the last are read as integers",
+        "gemm/integer_rows.cuh",
+        "row != nullptr && input < num_inputs",
+        "row != nullptr",
+        INT8,
+    ),
+    Mutation(
+        "no barrier between the groups' products and their sum",
+        "dense/linear_int8.cuh",
+        "    __syncthreads();\n    for (int other",
+        "    for (int other",
+        INT8,
+    ),
+    Mutation(
+        "every up has the scale of a gate",
+        "dense/linear_int8.cuh",
+        "output / 2 + output % 2 * half",
+        "output / 2",
+        INT8,
     ),
     Mutation(
         "no barrier between the warps' sums and their total",

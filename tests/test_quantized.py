@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in 8-bit codes: the codes, and `linear` of them, which has its reference's bits."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import specops
@@ -251,14 +253,23 @@ def test_quantized_weights_are_near_their_own(device: str) -> None:
     assert (error.abs() < 6 * one).all() and error.std() > 0.3 * one.mean()
 
 
+def test_the_example_of_the_documents() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "weights.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "docs/weights.md", "exec"), {})
+
+
 def test_quantized_weights_refuse(device: str, on_cuda: bool) -> None:
     x, codes, scales, bias = make(device, 3, 8, 6, torch.bfloat16)
     packed = dense.pack_weight(codes, scales=scales)
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: dense.pack_weight(codes), r"pack_weight: scales must be float32 \[6\].*got None"),
+        (
+            lambda: dense.pack_weight(codes),
+            r"pack_weight: scales must be float32 .num_outputs=6\], got None",
+        ),
         (
             lambda: dense.pack_weight(codes, scales=scales[:5]),
-            r"pack_weight: scales must be float32 \[6\] of int8 codes, got float32 \[5\]",
+            r"pack_weight: scales must be float32 .num_outputs=6\], got float32 \[5\]",
         ),
         (
             lambda: dense.pack_weight(codes, scales=scales.double()),
@@ -266,7 +277,7 @@ def test_quantized_weights_refuse(device: str, on_cuda: bool) -> None:
         ),
         (
             lambda: dense.pack_weight(x, scales=scales[:3]),
-            "pack_weight: scales must be None of a plain weight, got float32",
+            "pack_weight: scales must be None of a plain weight, got Tensor float32",
         ),
         (
             lambda: dense.quantize_weight(x, kind="int4"),

@@ -31,7 +31,7 @@ void pack(const PackWeightParams& params, CudaStream stream) {
 }
 
 template <typename T, int kTiles, int kColumns>
-void stream_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void stream_rows(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int slots = 4 / plan.leaves;
   int64_t units = weight_groups(params.weight.num_outputs) * 2 / kTiles;
   int warps = slots * plan.leaves;
@@ -45,7 +45,7 @@ void stream_rows(const LinearParams& params, const LinearPlan& plan, CudaStream 
 }
 
 template <typename T, int kWarpTiles, int kRows, bool kAligned>
-void tile_rows(const LinearParams& params, LinearPlan plan, CudaStream stream) {
+void tile_rows(const LinearParams& params, GemmPlan plan, CudaStream stream) {
   using Shape = TileShape<kWarpTiles, kRows>;
   int64_t tiles =
       ceil_div(params.rows, kRows) * ceil_div(params.weight.num_outputs, Shape::kOutputs);
@@ -61,7 +61,7 @@ void tile_rows(const LinearParams& params, LinearPlan plan, CudaStream stream) {
 }
 
 template <typename T, int kRows>
-void tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void tile_rows(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   plan.aligned ? tile_rows<T, 2, kRows, true>(params, plan, stream)
                : tile_rows<T, 2, kRows, false>(params, plan, stream);
 }
@@ -69,7 +69,7 @@ void tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream st
 using LargeTile = TileShape<4, 128>;
 
 template <typename T>
-void large_tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void large_tile_rows(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   if (!plan.aligned) {
     throw std::invalid_argument("linear: the kernel tile_256x128 reads rows of x on 16 bytes only");
   }
@@ -94,7 +94,7 @@ bool large_tiles_pay(const LinearParams& params, CudaStream stream) {
 
 // Two tiles a warp share what is read of x; one keeps more SMs reading where outputs are few. From
 // nine rows on tiles of 128 outputs read less of x, and are enough of them in wide layers.
-LinearKernel suits(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+LinearKernel suits(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int64_t groups = weight_groups(params.weight.num_outputs);
   if (params.rows <= 8) return groups < 96 ? LinearKernel::kStream16x8 : LinearKernel::kStream32x8;
   if (params.rows <= kLinearStreamRows && groups < 512) {
@@ -106,7 +106,7 @@ LinearKernel suits(const LinearParams& params, const LinearPlan& plan, CudaStrea
 }
 
 template <typename T>
-void run(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void run(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   LinearKernel kernel = params.kernel;
   if (kernel == LinearKernel::kByShape) kernel = suits(params, plan, stream);
   switch (kernel) {
@@ -127,7 +127,7 @@ void run(const LinearParams& params, const LinearPlan& plan, CudaStream stream) 
   }
 }
 
-void run_float(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void run_float(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int slots = 4 / plan.leaves;
   int warps = slots * plan.leaves;
   launch(plan.aligned ? linear_float_kernel<true> : linear_float_kernel<false>,
@@ -177,7 +177,7 @@ void linear_cuda(const LinearParams& params, CudaStream stream) {
       params.dtype == DType::kFloat32
           ? chunk_aligned<float>(params.x, params.x_stride) && params.weight.num_inputs % 4 == 0
           : chunk_aligned<bfloat16>(params.x, params.x_stride) && params.weight.num_inputs % 8 == 0;
-  LinearPlan plan{
+  GemmPlan plan{
       .stages = static_cast<int>(leaves.stages),
       .leaf_stages = static_cast<int>(leaves.leaf_stages),
       .leaves = static_cast<int>(leaves.leaves),

@@ -82,7 +82,10 @@ std::array<int64_t, 5> packed_weight_layout(Argument device,
   return {dims.blocks, dims.steps, dims.word, leaves, split_rows};
 }
 
-void pack_weight(const TensorView& weight, const TensorView& packed, Argument activation_given) {
+void pack_weight(const TensorView& weight,
+                 const TensorView& scales,
+                 const TensorView& packed,
+                 Argument activation_given) {
   Checker check("pack_weight");
   Dim num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
   Activation activation = read_activation(check, "activation", activation_given);
@@ -92,6 +95,7 @@ void pack_weight(const TensorView& weight, const TensorView& packed, Argument ac
   } else {
     check_real(check, "weight", weight, wants_cuda(weight), shape, Layout::kRows);
   }
+  check_scales(check, "scales", scales, weight.dtype() == DType::kInt8, num_outputs);
   check_halves(check, "weight", num_outputs, activation);
   DType dtype = weight.dtype();
   PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs, activation);

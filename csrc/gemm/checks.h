@@ -96,6 +96,19 @@ inline void check_halves(Checker& check,
   check.that(has_halves, argument, "gates and as many ups", num_outputs);
 }
 
+// Codes have scales, and nothing else has.
+inline void check_scales(Checker& check,
+                         const char* argument,
+                         const TensorView& scales,
+                         bool has_codes,
+                         Dim& num_outputs) {
+  if (has_codes) {
+    check.tensor(argument, scales, {DType::kFloat32}, {&num_outputs});
+  } else if (scales.defined()) {
+    check.fail(argument, "None of a plain weight", Checker::describe_object(scales.object));
+  }
+}
+
 // What is multiplied: rows, and plain weights.
 inline const TensorView& check_real(Checker& check,
                                     const char* argument,
@@ -154,13 +167,13 @@ inline PackedWeightArgument check_packed_weight(Checker& check,
   DType dtype = kind == WeightKind::kInt8 ? DType::kInt8 : fields.data.dtype();
   PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, activation);
   std::initializer_list<Dim*> shape = {&dims.blocks, &dims.steps, &dims.word};
-  if (kind == WeightKind::kPlain) {
+  bool is_plain = kind == WeightKind::kPlain;
+  if (is_plain) {
     check_real(check, "weight.data", fields.data, on_cuda, shape);
-    check.that(!fields.scales.defined(), "weight.scales", "None of a plain weight", "a value");
   } else {
     check.tensor("weight.data", fields.data, {dtype}, shape);
-    check.tensor("weight.scales", fields.scales, {DType::kFloat32}, {&num_outputs});
   }
+  check_scales(check, "weight.scales", fields.scales, !is_plain, num_outputs);
   if (check.on_cuda()) check.on_16_bytes("weight.data", fields.data);
   return {.params = {.kind = kind,
                      .data = fields.data.raw(),

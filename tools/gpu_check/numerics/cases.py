@@ -115,6 +115,17 @@ def linear(generator: torch.Generator, move: Move) -> Call:
     return lambda: [dense.linear(x, packed)]
 
 
+def int8_linear(generator: torch.Generator, move: Move) -> Call:
+    """Codes: sums of integers, which round nowhere in another way."""
+    rows, inputs = _number(generator, 1, 20), _number(generator, 1, 700)
+    outputs, dtype = _number(generator, 1, 200), _dtype(generator)
+    x = move(_randn(generator, rows, inputs, dtype=dtype))
+    codes = move(torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8))
+    scales = move(torch.rand(outputs, generator=generator) / 100)
+    packed = dense.pack_weight(codes, scales=scales)
+    return lambda: [dense.linear(x, packed)]
+
+
 def rms_norm(generator: torch.Generator, move: Move) -> Call:
     """Rows of any width."""
     rows, width, dtype = _number(generator, 1, 9), 8 * _number(generator, 1, 300), _dtype(generator)
@@ -331,6 +342,7 @@ OPS: dict[str, Op] = {
     "prepare_batch": Op(prepare_batch),
     "ngram_propose": Op(ngram_propose),
     "linear": Op(linear, APPROXIMATE),
+    "linear int8": Op(int8_linear),
     "rms_norm": Op(rms_norm, APPROXIMATE),
     "silu_mul": Op(silu_mul, APPROXIMATE),
     "rope_append_kv": Op(rope_append_kv, APPROXIMATE),
