@@ -15,8 +15,8 @@ from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.contract import _SAMPLING_LEAF_TOKENS, contract_of
-from specops.engine.engine import LEAF_TOKENS
 from specops.engine.errors import ModelError
+from specops.engine.machine import LEAF_TOKENS
 
 
 def digest(**config: Any) -> str:

@@ -31,7 +31,8 @@ from specops.engine import (
     StructuredOutput,
 )
 from specops.engine.drafters.mtp import MtpDrafter, MtpShape
-from specops.engine.memory.device import CpuDevice, CudaDevice, open_device
+from specops.engine.machine import open_device
+from specops.engine.memory.device import CpuDevice, CudaDevice
 from specops.engine.memory.step_shape import StepShape, rounded
 from specops.engine.request import Request
 from torch.utils._python_dispatch import TorchDispatchMode

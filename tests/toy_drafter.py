@@ -8,11 +8,17 @@ says of that mean at a request's last position and at earlier ones.
 from collections.abc import Hashable, Sequence
 
 import torch
-from specops.engine.drafters import Drafter, DrafterContext, DrafterStep, TargetStep, stage_limit
+from specops.engine.drafters import (
+    Drafter,
+    DrafterContext,
+    DrafterStep,
+    Scheduled,
+    TargetStep,
+    stage_limit,
+)
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 import specops
-from specops.engine.engine import LEAF_TOKENS, Engine
+from specops.engine.engine import Engine
+from specops.engine.machine import LEAF_TOKENS
 from specops.engine.models.weights import weight_files
 
 # What of an engine's configuration it depends on.

@@ -24,6 +24,7 @@ from specops.engine.drafters import (
     DrafterStep,
     MethodUnavailable,
     Proposals,
+    Scheduled,
     StepResults,
     TargetStep,
 )
@@ -31,7 +32,7 @@ from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.methods import COMPANIONS, NAIVE, drafting_order, module_of
-from specops.engine.plan import Scheduled
+from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Drafting:
         drafters: by method, in the order in which they draft.
         missing: why methods are not among them, in words that name no path.
         proposals: for the next step, by slot.
+        scheduled: the parts of the step, as drafters have them.
         num_failures: how often one has raised. Steps made before may not run again: a part of one
             may be missing, or recorded by halves.
 
@@ -77,7 +79,9 @@ class Drafting:
         # no drafter of theirs runs, and they have no drafts.
         self._verified: dict[Request, list[float]] | None = {}
         self._others = 0
-        self._trees: dict[Request, Preorder] = {}  # of the step to come
+        self._trees: dict[int, Preorder] = {}  # of the step to come, by slot
+        self._running: dict[int, Request] = {}  # by slot
+        self.scheduled: list[Scheduled] = []
         self._all_rest = False  # nobody whose drafts are selected drafts in the step to come
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
@@ -137,6 +141,7 @@ class Drafting:
 
     def start(self, request: Request) -> bool:
         """A request got its slot; returns whether memory has moved that steps use."""
+        self._running[request.slot] = request
         if not request.draft_stages:
             return False
         has_moved = request.speculative.num_speculative_tokens > self.width
@@ -253,7 +258,7 @@ class Drafting:
         """How many rows of earlier steps its drafters run again when it wants drafts now."""
         return sum(self._ask_each(self._drafters_of(request), "num_rows_behind", request))
 
-    def observe(self, parts: Sequence[Scheduled], accepted: Sequence[Sequence[int]]) -> int:
+    def observe(self, parts: Sequence[Part], accepted: Sequence[Sequence[int]]) -> int:
         """Learns from a step whose drafts `select` has chosen.
 
         Args:
@@ -267,7 +272,8 @@ class Drafting:
             return 0
         states_of = self._states
         if self._verified is None:
-            resting = [state for part in parts if (state := states_of.get(part.request))]
+            requests = [self._running[part.slot] for part in parts]
+            resting = [state for one in requests if (state := states_of.get(one))]
             if resting:
                 self._selector.rest(resting)
                 self._all_rest = not any(state.drafts for state in resting)
@@ -276,7 +282,8 @@ class Drafting:
             return 0
         states, verified, paths, parents = [], [], [], []
         for part, path in zip(parts, accepted, strict=True):
-            confidences, state = self._verified.get(part.request), states_of.get(part.request)
+            request = self._running[part.slot]
+            confidences, state = self._verified.get(request), states_of.get(request)
             if confidences is not None and state is not None and part.emits:
                 states.append(state)
                 verified.append(confidences[: part.num_drafts] if confidences else confidences)
@@ -301,49 +308,68 @@ class Drafting:
     def _verify_tree(self, request: Request, nodes: Sequence[int]) -> Preorder:
         """Notes which of a request's proposals it verifies, in which order."""
         tree = preorder(self.proposals.parents[request.slot].tolist(), nodes)
-        self._trees[request] = tree
+        self._trees[request.slot] = tree
         if num_chains(tree.parents) > 1:
             request.draft_parents = tree.parents
         return tree
 
-    def drafts_of(self, request: Request) -> NDArray[np.int32]:
-        """The drafts that a request verifies."""
-        tree = self._trees.get(request)
-        nodes = slice(request.num_drafts) if tree is None else tree.nodes
-        return self.proposals.token_ids[request.slot, nodes]
+    def drafts_of(self, slot: int, count: int) -> NDArray[np.int32]:
+        """The first of the drafts that a slot's request verifies."""
+        return self.proposals.token_ids[slot, self._nodes(slot, count)]
 
-    def sources_of(self, request: Request, count: int) -> list[str]:
-        """Who proposed the first of the drafts that a request verifies, by the drafters' names."""
-        tree = self._trees.get(request)
-        nodes = slice(count) if tree is None else tree.nodes[:count]
-        names = (*request.draft_stages, *reversed(COMPANIONS))  # -1 is the first companion
-        return [names[stage] for stage in self.proposals.stages[request.slot, nodes].tolist()]
+    def sources_of(self, slot: int, count: int) -> list[str]:
+        """Who proposed these, by the drafters' names."""
+        stages = self.proposals.stages[slot, self._nodes(slot, count)].tolist()
+        # -1 is the first companion.
+        names = (*self._running[slot].draft_stages, *reversed(COMPANIONS))
+        return [names[stage] for stage in stages]
 
-    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> StepShape:
+    def _nodes(self, slot: int, count: int) -> slice | Sequence[int]:
+        """Their places in the table."""
+        tree = self._trees.get(slot)
+        return slice(count) if tree is None else tree.nodes[:count]
+
+    def plan(self, parts: Sequence[Part], shape: StepShape) -> StepShape:
         """Adds to a step's shape what drafters do behind it."""
         if not self.width:
             return shape
+        running = self._running
+        self.scheduled = [
+            Scheduled(running[one.slot], one.num_rows, one.num_drafts, one.emits, one.draft_limit)
+            for one in parts
+        ]
         work: list[tuple[str, Hashable]] = []
         for name, drafter in self.drafters.items():
-            key = self._ask(drafter, "plan", parts, shape)
+            key = self._ask(drafter, "plan", self.scheduled, shape)
             if key is not None:
                 work.append((name, key))
         return shape._replace(drafters=tuple(work))
 
-    def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> list[DrafterStep]:
+    def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> "list[WatchedStep]":
         """Makes the drafters' parts of the steps of one shape, in their order."""
-        steps: list[DrafterStep] = []
+        steps: list[WatchedStep] = []
         for name, key in shape.drafters:
             drafter = self.drafters[name]
             made = self._ask(drafter, "new_step", key, shape, inputs, results)
             if made is not None:
-                steps.append(_Watched(made, drafter, self))
+                steps.append(WatchedStep(made, drafter, self))
         return steps
 
-    def finish(self, results: StepResults) -> None:
-        """Has the drafters on the host go on, when all requests of a step have taken it over."""
+    def finish(self, plan: Plan, **results: Any) -> None:
+        """Has the drafters on the host go on, when all requests of a step have taken it over.
+
+        Args:
+            plan: of the step.
+            results: the arrays of `StepResults`.
+        """
+        step = StepResults(
+            parts=self.scheduled,
+            proposals=self.proposals,
+            fail=lambda request, error: plan.fail(request.request_id, error),
+            **results,
+        )
         for drafter in self._requests:
-            self._ask(drafter, "finish", results)
+            self._ask(drafter, "finish", step)
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
         """A request's drafters in their order; none, if it does not speculate."""
@@ -388,34 +414,41 @@ class Drafting:
             self.leave(request)
 
 
-class _Watched(DrafterStep):
-    """A drafter's part in the steps of one shape, as the steps see it: it does not raise."""
+class WatchedStep:
+    """A drafter's part in the steps of one shape, as the steps see it: it does not raise.
+
+    Attributes:
+        num_rows, sums_size: as `DrafterStep` has them.
+    """
 
     def __init__(self, step: DrafterStep, drafter: Drafter, drafting: Drafting) -> None:
         self.num_rows, self.sums_size = step.num_rows, step.sums_size
         self._step, self._drafter, self._drafting = step, drafter, drafting
         self._error: Exception | None = None  # of a launch, while its results are on their way
 
-    def fill(self, parts: Sequence[Scheduled]) -> None:
+    def fill(self) -> None:
+        """Writes the host's side of its arrays, before the step runs."""
         self._error = None
         try:
-            self._step.fill(parts)
+            self._step.fill(self._drafting.scheduled)
         except Exception as error:
             self._drafting.lose_all_of(self._drafter, "fill", error)
 
     def launch(self, target: TargetStep) -> None:
+        """Drafts on the device."""
         try:
             self._step.launch(target)
         except Exception as error:
             self._error = error
 
-    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+    def read(self, proposals: Proposals) -> None:
+        """Takes over what its results say beside the drafts."""
         error, self._error = self._error, None
         if error is not None:
             self._drafting.lose_all_of(self._drafter, "launch", error)
             return
         try:
-            self._step.read(parts, proposals)
+            self._step.read(self._drafting.scheduled, proposals)
         except Exception as wrong:
             self._drafting.lose_all_of(self._drafter, "read", wrong)
 

@@ -19,6 +19,7 @@ from specops.engine.drafters.base import (
     DrafterStep,
     MethodUnavailable,
     Proposals,
+    Scheduled,
     StepResults,
     TargetStep,
     stage_limit,
@@ -28,7 +29,6 @@ from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, rung
 from specops.engine.models import KvCache, MtpBatch, MtpModules, load_mtp
-from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 from specops.sampling import Purpose
 
