@@ -41,8 +41,61 @@ def run_linear(bench: Bench) -> None:
     ):
         _matrices(bench, f"linear.{name}.layer", LAYER, dtype, row_counts)
     _matrices(bench, "linear.bf16.head", HEAD, torch.bfloat16, (1, 5, 8))
+    _int8(bench)
     _gate_up(bench)
     _cached(bench)
+
+
+def _int8(bench: Bench) -> None:
+    """A layer of int8 codes: share of the read line, and torch's product of the same codes."""
+    num_bytes = sum(outputs * inputs for outputs, inputs in LAYER)
+    copies = -(-COLD_BYTES // num_bytes)
+    plain = [
+        [torch.randint(-127, 128, size, dtype=torch.int8) for size in LAYER] for _ in range(copies)
+    ]
+    scales = [torch.full((outputs,), 1e-3) for outputs, _ in LAYER]
+    packed = [
+        [pack_weight(codes, scales=scale) for codes, scale in zip(layer, scales, strict=True)]
+        for layer in plain
+    ]
+    cases: dict[str, Callable[[], object]] = {}
+    for rows in (1, 5, 8):
+        inputs = [torch.randn(rows, shape[1]).to(torch.bfloat16) for shape in LAYER]
+        cases[f"m{rows}"] = _ours(packed, inputs)
+        cases[f"torch m{rows}"] = _torch_int8(plain, inputs, scales)
+    with torch.inference_mode():
+        timing = bench.alternate(cases, rounds=7, window_s=0.1)
+    for rows in (1, 5, 8):
+        case, peer = f"m{rows}", f"torch m{rows}"
+        read = timing.read_gb_s(case)
+        bench.add(
+            Figure(
+                f"linear.int8.layer.m{rows}",
+                f"linear of int8 codes, M={rows}, cold weights: share of read bandwidth",
+                num_bytes * 1e-9 / timing.median(case),
+                "GB/s",
+                "read bandwidth",
+                read,
+                timing.share(case, num_bytes),
+                None,
+                threads=bench.num_threads,
+                read_gb_s=read,
+            )
+        )
+        bench.add(
+            Figure(
+                f"linear.int8.layer.m{rows}.vs_torch",
+                f"linear of int8 codes, M={rows}, cold weights: times faster than torch's",
+                timing.median(case) * 1e6,
+                "us",
+                "torch _weight_int8pack_mm",
+                timing.median(peer) * 1e6,
+                timing.ratio(peer, case),
+                None,
+                threads=bench.num_threads,
+                read_gb_s=timing.read_gb_s(case, peer),
+            )
+        )
 
 
 def _gate_up(bench: Bench) -> None:
@@ -51,15 +104,12 @@ def _gate_up(bench: Bench) -> None:
     copies = -(-COLD_BYTES // (2 * outputs * inputs))
     plain = [torch.randn(outputs, inputs).to(torch.bfloat16) * 0.02 for _ in range(copies)]
     weights = {
-        gate_up: [pack_weight(weight, gate_up=gate_up) for weight in plain]
-        for gate_up in (True, False)
+        "one call": [pack_weight(weight, activation="silu") for weight in plain],
+        "two calls": [pack_weight(weight) for weight in plain],
     }
     for rows in (1, 5, 64):
         x = torch.randn(rows, inputs).to(torch.bfloat16)
-        calls = {
-            name: _in_turn(_gated(x, weights[name == "one call"], outputs))
-            for name in ("one call", "two calls")
-        }
+        calls = {name: _in_turn(_gated(x, packed, outputs)) for name, packed in weights.items()}
         with torch.inference_mode():
             timing = bench.alternate(calls, rounds=7, window_s=0.1)
         bench.add(
@@ -85,7 +135,7 @@ def _gated(x: Tensor, weights: list[PackedWeight], outputs: int) -> list[Call]:
     multiply = _linear(x.shape[0], weights)
 
     def call(weight: PackedWeight) -> None:
-        if weight.gate_up:
+        if weight.activation:
             multiply(x, weight, out=out)
         else:
             silu_mul(multiply(x, weight, out=apart), out=out)
@@ -224,6 +274,19 @@ def _torch(plain: list[list[Tensor]], inputs: list[Tensor]) -> Callable[[], None
     return call
 
 
+def _torch_int8(
+    plain: list[list[Tensor]], inputs: list[Tensor], scales: list[Tensor]
+) -> Callable[[], None]:
+    layers = cycle(plain)
+    rounded = [scale.to(torch.bfloat16) for scale in scales]
+
+    def call() -> None:
+        for x, codes, scale in zip(inputs, next(layers), rounded, strict=True):
+            torch._weight_int8pack_mm(x, codes, scale)
+
+    return call
+
+
 # On a GPU: the layer and the head of Llama 3.1 8B
 
 CUDA_LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -278,7 +341,7 @@ def _cuda_gate_up(bench: CudaBench) -> None:
     outputs, inputs = bench.pick(CUDA_LAYER[2], (64, 64))
     copies = range(bench.copies(2 * outputs * inputs))
     plain = [bench.randn(outputs, inputs, scale=0.02) for _ in copies]
-    fused = [pack_weight(weight, gate_up=True) for weight in plain]
+    fused = [pack_weight(weight, activation="silu") for weight in plain]
     apart = [pack_weight(weight) for weight in plain]
     for rows in (1, 8, 64, 512, 2048):
         x = bench.randn(rows, inputs)

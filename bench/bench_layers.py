@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from specops import runtime
-from specops.engine.models import load_model
-from specops.engine.models.transformer import KvCache, StepBatch, Transformer
+from specops.engine.models import KvCache, StepBatch, Transformer, load_model
 
 from bench.checkpoints import QWEN06, QWEN8, decode_bytes, without_weights
 from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from specops import batching
 from specops.batching import OutputMode
-from specops.engine.models.loader import load_model
-from specops.engine.models.transformer import StepBatch, Transformer
+from specops.engine.models import StepBatch, Transformer, load_model
 from specops.engine.tokenizer import Tokenizer
 from torch import Tensor
 

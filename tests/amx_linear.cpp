@@ -6,7 +6,7 @@
 #include "dense/linear.h"
 
 namespace specops::avx512_bf16 {
-void linear_cpu(const LinearParams&) { std::abort(); }  // float32: the tests have none
+void linear_cpu(const LinearParams&) { std::abort(); }  // others have no tiles
 }  // namespace specops::avx512_bf16
 
 extern "C" void set_threads(int count) { specops::set_num_threads(count); }
@@ -20,18 +20,18 @@ extern "C" void linear(const void* x,
                        int64_t num_inputs,
                        int64_t x_stride,
                        bool is_float,
-                       bool gate_up) {
+                       int activation) {
   specops::LinearParams params{};
   params.x = x;
-  params.packed = packed;
+  params.weight.data = packed;
   params.bias = bias;
   params.out = out;
   params.rows = rows;
-  params.num_outputs = num_outputs;
-  params.num_inputs = num_inputs;
+  params.weight.num_outputs = num_outputs;
+  params.weight.num_inputs = num_inputs;
   params.x_stride = x_stride;
   params.dtype = specops::DType::kBFloat16;
   params.out_dtype = is_float ? specops::DType::kFloat32 : specops::DType::kBFloat16;
-  params.gate_up = gate_up;
+  params.weight.activation = static_cast<specops::Activation>(activation);
   specops::amx_model::linear_cpu(params);
 }

@@ -24,16 +24,19 @@ BASE: dict[str, Any] = {
 
 
 def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
-    """Saves a random fp32 model of a family ("Llama", "Mistral", "Qwen2", "Qwen3"); returns it."""
+    """Saves a random fp32 model of a family ("Llama", "Qwen3", "Gemma3" ..); returns it."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
+    kind = getattr(transformers, f"{family}TextConfig", None)  # of multimodal families
+    kind = kind or getattr(transformers, f"{family}Config")
+    config = kind(**{**BASE, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # The default init is so flat that wrong attention would hardly show.
             scale = 0.2 if parameter.dim() == 2 else 0.1
-            offset = 1.0 if "norm" in name else 0.0
+            # Norms begin at what leaves a row as it is: 1, or 0 where they multiply with 1 + w.
+            offset = parameter.flatten()[0].item() if "norm" in name else 0.0
             parameter.copy_(offset + scale * torch.randn_like(parameter))
     model.save_pretrained(directory)
     return model

@@ -15,7 +15,7 @@ from torch import Tensor
 
 # The names of a module's own tensors, written out by hand and apart from the engine's table:
 # {i} counts modules from 0, {l} decoder layers.
-NAMES: dict[str, dict[str, str | None]] = {
+NAMES: dict[str, dict[str, str]] = {
     "deepseek_v3": {
         "embed_norm": "model.layers.{l}.enorm.weight",
         "hidden_norm": "model.layers.{l}.hnorm.weight",
@@ -35,7 +35,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "hidden_norm": "model.mtp_hidden_norm.{i}.weight",
         "projection": "model.mtp_linear_proj.{i}.weight",
         "projection_bias": "model.mtp_linear_proj.{i}.bias",
-        "head_norm": None,
+        "head_norm": "model.norm.weight",  # the target's own
         "block": "model.mtp_block.{i}.",
     },
     "qwen3_next": {
@@ -100,14 +100,14 @@ def make_mtp_checkpoint(
     def random(shape: tuple[int, ...], scale: float, mean: float = 0.0) -> Tensor:
         return mean + scale * torch.randn(shape, generator=generator)
 
-    names = NAMES[naming]
+    names, of_target = NAMES[naming], set(tensors)
     for index in range(modules):
 
         def named(part: str, i: int = index) -> str:
-            return (names[part] or "").format(i=i, l=layers + i)
+            return names[part].format(i=i, l=layers + i)
 
         for part in ("embed_norm", "hidden_norm", "head_norm"):
-            if names[part]:
+            if named(part) not in of_target:
                 tensors[named(part)] = random((hidden,), 0.1, 1.0 - offset)
         tensors[named("projection")] = random((hidden, 2 * hidden), 0.2)
         if projection_bias:
@@ -186,7 +186,7 @@ class SlowModules:
         names, layers = NAMES[self.tiny.naming], self.tiny.config["num_hidden_layers"]
 
         def named(part: str) -> str:
-            return (names[part] or "").format(i=index, l=layers + index)
+            return names[part].format(i=index, l=layers + index)
 
         embedded = self.tensors["model.embed_tokens.weight"][torch.tensor(token_ids)]
         if self.masks_position_0:
@@ -202,8 +202,6 @@ class SlowModules:
         if names.get("projection_bias") and named("projection_bias") in self.tensors:
             x = x + self.tensors[named("projection_bias")]
         x = self._block(named("block"), x)
-        if not names["head_norm"]:
-            return x, x
         normed = self._norm(x, named("head_norm"))
         return normed, normed if self.recycle_normed else x
 

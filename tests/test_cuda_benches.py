@@ -174,7 +174,7 @@ def asks_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = dense.pack_weight
 
     def split(weight, **how):
-        return dataclasses.replace(pack(weight, **how), num_leaves=2, max_split_rows=4096)
+        return pack(weight, **how)._replace(num_leaves=2, max_split_rows=4096)
 
     monkeypatch.setattr(bench_dense, "pack_weight", split)
 
@@ -436,14 +436,14 @@ def test_the_arithmetic_of_figures() -> None:
 
 
 def test_a_variant_differs_in_its_constants_alone(tmp_path: Path) -> None:
-    edits = variants.constants(kSiluMulThreads=64)
-    variants.write_overlay(tmp_path, "dense/silu_mul.cuh", edits)
-    ours = (ROOT / "csrc/dense/silu_mul.cuh").read_text().splitlines()
-    other = (tmp_path / "dense/silu_mul.cuh").read_text().splitlines()
+    edits = variants.constants(kGatedMulThreads=64)
+    variants.write_overlay(tmp_path, "dense/gated_mul.cuh", edits)
+    ours = (ROOT / "csrc/dense/gated_mul.cuh").read_text().splitlines()
+    other = (tmp_path / "dense/gated_mul.cuh").read_text().splitlines()
     changed = [pair for pair in zip(ours, other, strict=True) if pair[0] != pair[1]]
-    assert [pair[1] for pair in changed] == ["constexpr int kSiluMulThreads = 64;"]
-    with pytest.raises(AssertionError, match=r"silu_mul.cuh has 0 times .*kNone"):
-        variants.write_overlay(tmp_path, "dense/silu_mul.cuh", variants.constants(kNone=1))
+    assert [pair[1] for pair in changed] == ["constexpr int kGatedMulThreads = 64;"]
+    with pytest.raises(AssertionError, match=r"gated_mul.cuh has 0 times .*kNone"):
+        variants.write_overlay(tmp_path, "dense/gated_mul.cuh", variants.constants(kNone=1))
     for edits in bench_attention_cuda.FREE_SPLITS.values():
         variants.write_overlay(tmp_path, bench_attention_cuda.SPLITS_HEADER, edits)
 

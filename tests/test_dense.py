@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense family against its reference, and row identity."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,33 +10,57 @@ from conftest import assert_close, expect_fault
 from specops import dense, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ACTIVATIONS = ("silu", "gelu_tanh")
 COUNTERS = 128  # at the head of linear's workspace
+
+
+def gated_mul(activation: str) -> Callable[..., torch.Tensor]:
+    """The op that a weight packed with this activation stands for."""
+    return dense.silu_mul if activation == "silu" else dense.gelu_tanh_mul
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,width", [(0, 64), (1, 64), (5, 77), (1500, 128)])
 @pytest.mark.no_bf16
-def test_silu_mul(device: str, isa: str, dtype: torch.dtype, rows: int, width: int) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_mul(
+    device: str, isa: str, dtype: torch.dtype, rows: int, width: int, activation: str
+) -> None:
     gate_up = (4 * torch.randn(rows, 2 * width)).to(dtype).to(device)
-    out = dense.silu_mul(gate_up)
+    out = gated_mul(activation)(gate_up)
     assert out.shape == (rows, width)
     if rows:
-        assert_close(reference.silu_mul, out, gate_up)
+        assert_close(reference.dense.GATED[activation], out, gate_up)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.no_bf16
-def test_silu_mul_strided_rows(device: str, isa: str) -> None:
+def test_gated_mul_of_any_gate(device: str, isa: str, activation: str) -> None:
+    """Gates whose square or exponential overflows, and those that are no numbers."""
+    gate = torch.tensor([1e30, -1e30, 3e19, -3e19, 90.0, -90.0, 1e-30, -1e-30, 0.0, torch.nan])
+    out = gated_mul(activation)(torch.cat([gate, torch.ones(10)])[None].to(device)).cpu()[0]
+    assert torch.equal(out[[0, 2, 4]], gate[[0, 2, 4]])
+    assert (out[[1, 3, 5]] == 0).all() and out[8] == 0 and out[9].isnan()
+    torch.testing.assert_close(out[6:8], gate[6:8] / 2, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.no_bf16
+def test_gated_mul_strided_rows(device: str, isa: str, activation: str) -> None:
+    op = gated_mul(activation)
     wide = torch.randn(6, 300, device=device)
     for view in (wide[:, 10:266], wide[:, 4:260], wide[:, 7:171]):
-        assert torch.equal(dense.silu_mul(view), dense.silu_mul(view.contiguous()))
+        assert torch.equal(op(view), op(view.contiguous()))
 
 
-def test_silu_mul_of_wide_rows(device: str) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_mul_of_wide_rows(device: str, activation: str) -> None:
+    op = gated_mul(activation)
     gate_up = torch.randn(2, 2 * 5000).to(device)
-    whole = dense.silu_mul(gate_up)
-    assert_close(reference.silu_mul, whole, gate_up)
+    whole = op(gate_up)
+    assert_close(reference.dense.GATED[activation], whole, gate_up)
     part = torch.cat([gate_up[1:, :77], gate_up[1:, 5000:5077]], 1)
-    assert torch.equal(dense.silu_mul(part), whole[1:, :77])
+    assert torch.equal(op(part), whole[1:, :77])
 
 
 # linear
@@ -466,9 +489,9 @@ def test_linear_refuses_views_off_16_bytes(device: str, on_cuda: bool) -> None:
     data = shifted(packed.data.numel(), torch.bfloat16).view(packed.data.shape).copy_(packed.data)
     calls = [
         lambda: dense.linear(x, packed, bias, workspace=shifted(floats, torch.float32)),
-        lambda: dense.linear(x, dataclasses.replace(packed, data=data), bias),
+        lambda: dense.linear(x, packed._replace(data=data), bias),
     ]
-    for call, name in zip(calls, ["workspace", "weight"], strict=True):
+    for call, name in zip(calls, ["workspace", "weight.data"], strict=True):
         if on_cuda:
             with pytest.raises(ValueError, match=f"linear: {name} must be aligned to 16 bytes"):
                 call()
@@ -476,14 +499,14 @@ def test_linear_refuses_views_off_16_bytes(device: str, on_cuda: bool) -> None:
             assert torch.equal(call(), expected)
 
 
-# linear, of gates and ups: the bits of `linear`, then `silu_mul`
+# linear, of gates and ups: the bits of `linear`, then of the activation's op
 
 
 def gated_apart(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
-    """What a weight packed with gate_up must give, in two calls."""
-    return dense.silu_mul(dense.linear(x, dense.pack_weight(weight), bias))
+    """What a weight packed with an activation must give, in two calls."""
+    return gated_mul(activation)(dense.linear(x, dense.pack_weight(weight), bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -504,32 +527,48 @@ def test_linear_gate_up(
 ) -> None:
     x, weight, all_bias = make_linear(device, rows, num_inputs, 2 * width, dtype)
     bias = all_bias if use_bias else None
-    slack = torch.full((rows * width + 64,), 7.0, dtype=dtype, device=device)
-    out = slack[: rows * width].view(rows, width)
-    packed = dense.pack_weight(weight, gate_up=True)
-    assert dense.linear(x, packed, bias, out=out) is out
-    assert torch.equal(out, gated_apart(x, weight, bias))
-    assert torch.equal(dense.linear(x, packed, bias), out)
-    assert (slack[rows * width :] == 7.0).all()
-    if rows:
+    for activation in ACTIVATIONS:
+        slack = torch.full((rows * width + 64,), 7.0, dtype=dtype, device=device)
+        out = slack[: rows * width].view(rows, width)
+        packed = dense.pack_weight(weight, activation=activation)
+        assert dense.linear(x, packed, bias, out=out) is out
+        assert torch.equal(out, gated_apart(x, weight, bias, activation))
+        assert torch.equal(dense.linear(x, packed, bias), out)
+        assert (slack[rows * width :] == 7.0).all()
+        if rows:
 
-        def op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            return reference.linear(x, weight, bias if use_bias else None, gate_up=True)
+            def op(
+                x: torch.Tensor,
+                weight: torch.Tensor,
+                bias: torch.Tensor,
+                activation: str = activation,
+            ) -> torch.Tensor:
+                given = bias if use_bias else None
+                return reference.linear(x, weight, given, activation=activation)
 
-        assert_close(op, out, x, weight, all_bias)
+            assert_close(op, out, x, weight, all_bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_inputs,width", [(256, 1000), (77, 50), (1030, 24)])
+@pytest.mark.parametrize(
+    "num_inputs,width,activation",
+    [(256, 1000, "silu"), (77, 50, "silu"), (77, 50, "gelu_tanh"), (1030, 24, "gelu_tanh")],
+)
 def test_linear_gate_up_rows_keep_their_bits(
-    device: str, isa: str, on_cuda: bool, dtype: torch.dtype, num_inputs: int, width: int
+    device: str,
+    isa: str,
+    on_cuda: bool,
+    dtype: torch.dtype,
+    num_inputs: int,
+    width: int,
+    activation: str,
 ) -> None:
     """Alone and in batches, from strided rows, on 1 to 3 threads: gates meet their own ups."""
     many = 18 if on_cuda else 130
     width = min(width, 60) if on_cuda else width
     x, weight, bias = make_linear(device, many, num_inputs, 2 * width, dtype)
-    packed = dense.pack_weight(weight, gate_up=True)
-    whole = gated_apart(x, weight, bias)
+    packed = dense.pack_weight(weight, activation=activation)
+    whole = gated_apart(x, weight, bias, activation)
     wide = torch.full((many, num_inputs + 3), float("nan"), dtype=dtype, device=device)
     wide[:, 1:-2] = x
     for num_threads in (1, 2, 3):
@@ -544,13 +583,14 @@ def test_linear_gate_up_rows_keep_their_bits(
 
 
 @pytest.mark.parametrize(
-    "rows,num_inputs,width,dtype",
+    "rows,num_inputs,width,dtype,activation",
     [
-        (1, 40, 12, torch.bfloat16),
-        (8, 1100, 131, torch.float16),
-        (16, 568, 20, torch.bfloat16),
-        (66, 104, 149, torch.float16),
-        (130, 1208, 35, torch.bfloat16),
+        (1, 40, 12, torch.bfloat16, "silu"),
+        (8, 1100, 131, torch.float16, "gelu_tanh"),
+        (16, 568, 20, torch.bfloat16, "gelu_tanh"),
+        (66, 104, 149, torch.float16, "silu"),
+        (66, 104, 45, torch.bfloat16, "gelu_tanh"),
+        (130, 1208, 35, torch.bfloat16, "silu"),
     ],
 )
 def test_linear_gate_up_kernels_keep_their_bits(
@@ -561,13 +601,14 @@ def test_linear_gate_up_kernels_keep_their_bits(
     num_inputs: int,
     width: int,
     dtype: torch.dtype,
+    activation: str,
 ) -> None:
     """Whichever kernel multiplies, with a workspace and without."""
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 weights are for CUDA")
     x, weight, bias = make_linear(device, rows, num_inputs, 2 * width, dtype)
-    packed = dense.pack_weight(weight, gate_up=True)
-    whole = gated_apart(x, weight, bias)
+    packed = dense.pack_weight(weight, activation=activation)
+    whole = gated_apart(x, weight, bias, activation)
     workspace = torch.zeros(dense.linear_workspace_size(rows, packed), device=device)
     short = torch.zeros(3, device=device)
     for name in dense.linear_kernels(rows):
@@ -585,8 +626,8 @@ def test_linear_gate_up_kernels_keep_their_bits(
 def test_linear_gate_up_of_any_alignment(device: str, dtype: torch.dtype, rows: int) -> None:
     """Where out begins changes nothing."""
     x, weight, bias = make_linear(device, rows, 72, 48, dtype)
-    packed = dense.pack_weight(weight, gate_up=True)
-    expected = gated_apart(x, weight, bias)
+    packed = dense.pack_weight(weight, activation="gelu_tanh")
+    expected = gated_apart(x, weight, bias, "gelu_tanh")
     for shift in (1, 2, 4, 8):
         memory = torch.full((rows * 24 + shift,), float("nan"), dtype=dtype, device=device)
         out = memory[shift:].view(rows, 24)
@@ -596,9 +637,21 @@ def test_linear_gate_up_of_any_alignment(device: str, dtype: torch.dtype, rows: 
 
 def test_linear_gate_up_refuses(device: str) -> None:
     x, weight, bias = make_linear(device, 2, 8, 6, torch.bfloat16)
-    packed = dense.pack_weight(weight, gate_up=True)
+    packed = dense.pack_weight(weight, activation="silu")
+    names = "'silu', 'gelu_tanh' or None"
     for call, words in [
-        (lambda: dense.pack_weight(weight[:5], gate_up=True), "pack_weight: weight must be .* 5"),
+        (
+            lambda: dense.pack_weight(weight[:5], activation="gelu_tanh"),
+            "pack_weight: weight must be .* 5",
+        ),
+        (
+            lambda: dense.pack_weight(weight, activation="gelu"),
+            f"pack_weight: activation must be {names}, got 'gelu'",
+        ),
+        (
+            lambda: dense.pack_weight(weight, activation=True),  # type: ignore[arg-type]
+            f"pack_weight: activation must be {names}, got True",
+        ),
         (
             lambda: dense.linear(x, packed, out_dtype=torch.float32),
             "linear: out_dtype must be bfloat16",

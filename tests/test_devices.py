@@ -129,21 +129,28 @@ def test_take_error(device: str, on_cuda: bool) -> None:
 
 def test_every_error_code_has_a_sentence() -> None:
     header = (CSRC / "common" / "error_flag.h").read_text()
+    families = dict(re.findall(r"constexpr int32_t (k\w+Codes) = (\d+);", header))
     enums = {
-        name: {key: int(value) for key, value in re.findall(r"(k\w+) = (\d+)", body)}
+        name: {
+            key: int(families.get(family, 0)) + int(rule)
+            for key, family, rule in re.findall(r"(k\w+) = (?:(k\w+) \+ )?(\d+)", body)
+        }
         for name, body in re.findall(r"enum class (\w+) : int32_t \{(.*?)\};", header, re.DOTALL)
     }
     codes, ops, rules = (enums[name] for name in ("ErrorCode", "SamplingOp", "SamplingRule"))
-    assert max(codes.values()) < min(ops.values()) and max(rules.values()) < 100
+    assert len({int(first) for first in families.values()}) == len(families) == 5
+    assert all(int(first) % 1000 == 0 for first in families.values())
+    sampling_codes = [code for code in codes.values() if code // 1000 == ops["kSample"] // 1000]
+    assert max(sampling_codes) < min(ops.values()) and max(rules.values()) < 100
     assert len(rules) == len(set(rules.values())) > 5
     for rule in rules.values():  # verify has them all
-        found = re.match(r"verify: (\w+)[\w.]* must .*, got \S", _C.error_sentence(200 + rule))
+        sentence = _C.error_sentence(ops["kVerify"] + rule)
+        found = re.match(r"verify: (\w+)[\w.]* must .*, got \S", sentence)
         assert found is not None and found[1] in TENSOR_OPS["verify"]
         for op, name in ((ops["kSample"], "sample"), (ops["kTopLogprobs"], "top_logprobs")):
-            sentence = _C.error_sentence(op + rule)
-            assert sentence == _C.error_sentence(200 + rule).replace("verify", name, 1)
-    assert _C.error_sentence(99) is None and _C.error_sentence(100) is None
-    assert _C.error_sentence(400 + rules["kTopP"]) is None
+            assert _C.error_sentence(op + rule) == sentence.replace("verify", name, 1)
+    assert _C.error_sentence(99) is None and _C.error_sentence(ops["kSample"]) is None
+    assert _C.error_sentence(ops["kTopLogprobs"] + 100 + rules["kTopP"]) is None
     assert codes.pop("kNone") == 0 and len(codes) == len(set(codes.values())) > 5
     assert _C.error_sentence(0) is None
     for name, code in codes.items():

@@ -166,12 +166,7 @@ def poison_model(device: TwinDevice, engine: Engine) -> None:
         head = drafter_of(engine).head
         assert isinstance(head, MtpHead)
         owners.append(head.modules)
-    device.scratch += [
-        value
-        for owner in owners
-        for value in vars(owner._activations._buffers).values()
-        if isinstance(value, torch.Tensor)
-    ]
+    device.scratch += [value for owner in owners for value in owner.activations.tensors]
 
 
 BUNDLED_PROMPTS = ["def add(a, b):\n    return", "import os\n\ndef main() -> None:\n"]
@@ -309,7 +304,7 @@ def test_a_step_is_one_copy_each_way_and_one_wait(
     engine = make(model_dir, speculative, max_num_seqs=4)
     for index in range(3):
         engine.add_request([4 + index, 5] * 5, SamplingParams(max_tokens=90, temperature=0))
-    for _ in range(12):
+    for _ in range(24):
         engine.step()
     device.log.clear()
     calls = TorchCalls()

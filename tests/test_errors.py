@@ -12,7 +12,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,6 @@ FIELDS = "tuple[Tensor | None, ...]"
 
 OPS_OF_TORCH = torch_ops.OPS
 
-# Where the message speaks of another name than _C.pyi: the one the user knows.
-PUBLIC_NAMES = {("linear", "packed"): "weight"}
-
-
 # Arrays of DraftIndices that go by another name than the op's other arguments.
 PUBLIC_DRAFT_NAMES = {"qo_indptr": "draft_qo_indptr", "kv_lens": "draft_kv_lens"}
 # Optional arguments without which others of commit's good call could not be.
@@ -53,6 +48,18 @@ NEEDED_IN_COMMIT |= {"finish_reasons"}
 
 # Ops that compute nothing a reference could say better.
 NO_REFERENCE = {"pack_weight", "take_error"}
+
+
+def fields_apart(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A good call's arguments as `torch.ops` has them: a packed weight by its fields."""
+    apart = {}
+    for name, value in arguments.items():
+        if isinstance(value, dense.PackedWeight):
+            fields = list(value._asdict().items())[:6]
+            apart |= {f"{name}_{field}": of for field, of in fields}
+        else:
+            apart[name] = value
+    return apart
 
 
 def ints(*values: int) -> Tensor:
@@ -272,17 +279,23 @@ def silu_mul() -> dict[str, Any]:
     return {"gate_up": torch.zeros(3, 8), "out": torch.zeros(3, 4)}
 
 
+def gelu_tanh_mul() -> dict[str, Any]:
+    return silu_mul()
+
+
 def pack_weight() -> dict[str, Any]:
-    return {"weight": torch.zeros(5, 4), "packed": torch.zeros(1, 4, 16), "gate_up": False}
+    return {
+        "weight": torch.zeros(5, 4, dtype=torch.int8),
+        "scales": torch.zeros(5),
+        "packed": torch.zeros(1, 2, 32, dtype=torch.int8),
+        "activation": None,
+    }
 
 
 def linear() -> dict[str, Any]:
     return {
         "x": torch.zeros(3, 4),
-        "packed": dense.pack_weight(torch.zeros(5, 4)).data,
-        "packed_outputs": 5,
-        "packed_inputs": 4,
-        "gate_up": False,
+        "weight": dense.pack_weight(torch.zeros(5, 4)),
         "bias": torch.zeros(5),
         "out": torch.zeros(3, 5),
         "workspace": torch.zeros(8),
@@ -498,6 +511,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         compact_kv,
         copy_kv,
         silu_mul,
+        gelu_tanh_mul,
         pack_weight,
         linear,
         rms_norm,
@@ -562,6 +576,7 @@ def test_the_good_calls_are_good(name: str) -> None:
             needed |= NEEDED_IN_COMMIT if name == "commit" else set()
             # The mask by its starts, values by keys that are no latents.
             needed |= {"mask", "v_cache"} if name == "append_attention" else set()
+            needed |= {"scales"} if name == "pack_weight" else set()  # codes have some
             if not together and argument not in needed:
                 getattr(_C, name)(*without.values())
         if kind == FIELDS:
@@ -584,10 +599,9 @@ def test_wrong_argument(name: str, argument: str, wrong: str) -> None:
     arguments = GOOD_CALLS[name]()
     change, got = WRONG[wrong]
     arguments[argument] = change(arguments[argument])
-    public = PUBLIC_NAMES.get((name, argument), argument)
     with pytest.raises(ValueError) as caught:
         getattr(_C, name)(*arguments.values())
-    assert re.search(rf"^{name}: {public} must be .*{got}", str(caught.value)), str(caught.value)
+    assert re.search(rf"^{name}: {argument} must be .*{got}", str(caught.value)), str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "none"])
@@ -602,6 +616,42 @@ def test_wrong_field(name: str, field: str, wrong: str) -> None:
         getattr(_C, name)(*arguments.values())
     message = str(caught.value)
     assert re.search(rf"^{name}: processors\.{field} must be .*{got}", message), message
+
+
+@pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "none"])
+@pytest.mark.parametrize("field", ["data", "scales"])
+def test_wrong_field_of_a_weight(field: str, wrong: str) -> None:
+    weight = dense.quantize_weight(torch.zeros(5, 4))
+    change, got = WRONG[wrong]
+    changed = weight._replace(**{field: change(getattr(weight, field))})
+    with pytest.raises(ValueError) as caught:
+        _C.linear(torch.zeros(3, 4), changed, None, torch.zeros(3, 5), None)
+    assert re.search(rf"^linear: weight\.{field} must be .*{got}", str(caught.value))
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8"])
+def test_fields_of_a_weight_agree(kind: str) -> None:
+    packed = {"plain": dense.pack_weight, "int8": dense.quantize_weight}
+    weight, other = packed.pop(kind)(torch.zeros(5, 4)), packed.popitem()[1](torch.zeros(5, 4))
+    x, out = torch.zeros(3, 4), torch.zeros(3, 5)
+    _C.linear(x, weight, None, out, None)
+    for changes, words in [
+        ({"kind": "int4"}, r"weight\.kind must be 'plain' or 'int8', got 'int4'"),
+        ({"kind": 8}, r"weight\.kind must be 'plain' or 'int8', got 8"),
+        ({"kind": other.kind}, r"weight\.data must be "),
+        ({"data": other.data}, r"weight\.data must be "),
+        ({"data": None}, r"weight\.data must be .*, got None"),
+        ({"scales": other.scales}, r"weight\.scales must be .*, got "),
+        ({"num_outputs": 17}, r"weight\.data must be "),
+        ({"num_inputs": 6}, r"weight\.data must be "),
+        ({"activation": "relu"}, r"weight\.activation must be .*, got 'relu'"),
+        ({"activation": "silu"}, r"weight\.num_outputs must be gates and as many ups, got 5"),
+    ]:
+        with pytest.raises(ValueError, match=f"^linear: {words}"):
+            _C.linear(x, weight._replace(**changes), None, out, None)
+    for whole in (None, (), tuple(weight)[:5], list(weight), weight.data):
+        with pytest.raises(ValueError, match=r"^linear: weight must be a PackedWeight, got"):
+            _C.linear(x, whole, None, out, None)
 
 
 @pytest.mark.parametrize("field", sampling.LogitsProcessors._fields)
@@ -671,11 +721,9 @@ def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The documented function of an op, and a good call of it that leaves allocation to it."""
     function = next(getattr(family, name) for family in FAMILIES if hasattr(family, name))
     good = GOOD_CALLS[name]()
-    if name == "linear":
-        good["weight"] = dense.pack_weight(torch.zeros(5, 4))
     if name == "top_logprobs":
         good = {"logits": good["logits"], "n": 3}
-    given = {"residual", "bias", "k_scales", "v_scales"}
+    given = {"residual", "bias", "k_scales", "v_scales", "scales"}
     needed = {
         argument
         for argument, parameter in inspect.signature(function).parameters.items()
@@ -811,17 +859,17 @@ def test_a_gradient_is_refused(name: str, argument: str) -> None:
     """Not silently dropped: in eager mode, by torch.ops and by what traces a graph."""
     arguments = GOOD_CALLS[name]()
     arguments[argument].requires_grad_()
-    public = PUBLIC_NAMES.get((name, argument), argument)
     by_torch = OPS_OF_TORCH[name]
-    for call, called in ((getattr(_C, name), public), (by_torch, public)):
-        with pytest.raises(ValueError, match=f"^{name}: {called} {NO_GRADIENT}"):
-            call(*arguments.values())
+    apart = fields_apart(arguments)
+    for call, given in ((getattr(_C, name), arguments), (by_torch, apart)):
+        with pytest.raises(ValueError, match=f"^{name}: {argument} {NO_GRADIENT}"):
+            call(*given.values())
         with torch.no_grad():
-            call(*arguments.values())
+            call(*given.values())
     with FakeTensorMode() as mode:
         fake = {
             key: mode.from_tensor(value) if isinstance(value, Tensor) else value
-            for key, value in arguments.items()
+            for key, value in apart.items()
         }
         fake.update({key: () for key, kind in OPS[name].items() if kind == FIELDS})
         with pytest.raises(ValueError, match=f"^{name}: {argument} {NO_GRADIENT}"):
@@ -904,7 +952,7 @@ def test_the_size_that_is_wrong_is_named() -> None:
     for n in (7, 999999, 2**70, 1.5, float("nan")):
         refused(r"(n|token_ids) must be .*, got", "top_logprobs", n=n, **given)
     for sizes in ({"num_outputs": -5}, {"num_inputs": -4}, {"num_inputs": 2**70}):
-        weight = replace(dense.pack_weight(torch.zeros(5, 4)), **sizes)
+        weight = dense.pack_weight(torch.zeros(5, 4))._replace(**sizes)
         refused(f"weight.{next(iter(sizes))} must be", "linear", weight=weight)
     with pytest.raises(ValueError, match=r"^linear_workspace_size: weight must be a PackedW"):
         dense.linear_workspace_size(3, None)  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "specops"
 
 FAMILIES = ("batching", "attention", "dense", "sampling", "suffix_tree")
+# What several families are made of, and which these are.
+SHARED = {"gemm": ("dense",)}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
 # The other commands' modules import without torch.
@@ -97,6 +99,9 @@ def test_includes(path: Path) -> None:
         if other in FAMILIES:
             assert (CSRC / name).is_file(), f"{name} is not a file of csrc"
             assert area == other or path.name == "bindings.cpp", "families never include each other"
+        if other in SHARED:
+            assert (CSRC / name).is_file(), f"{name} is not a file of csrc"
+            assert area in (other, *SHARED[other]), f"{other} lies below {SHARED[other]} alone"
         if other == "pybind11" or name.endswith("dlpack.h"):
             assert binds, (
                 f"{name} belongs to tensor_view.h, *ops.cpp, checks.h, ops.h, bindings.cpp"
@@ -404,6 +409,62 @@ def test_the_loop_names_no_method(path: Path) -> None:
 def test_a_name_of_a_method_is_found() -> None:
     for line in ('if method == "mtp":', "MtpDrafter(x)", "min_ngram_size", "x.suffix_decoding_y"):
         assert METHOD_NAMES.search(OTHER_WORDS.sub("", line)), line
+
+
+MODELS = PACKAGE / "engine" / "models"
+FAMILY_FILES = {
+    path.stem: path
+    for path in sources(MODELS / "families", ".py")
+    if "FAMILY = Family(" in path.read_text()
+}
+# How tools are called is a matter of formats, which bear the names of their first families.
+CALL_FORMATS = "server/call_forms.py"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for folder in ("engine", "server")
+        for path in sources(PACKAGE / folder, ".py", ".js", ".html")
+        if path.parent != MODELS / "families" and not relative(path).endswith(CALL_FORMATS)
+    ],
+    ids=relative,
+)
+def test_what_runs_every_family_names_none(path: Path) -> None:
+    """A family of models is its own file and a line of the registry."""
+    stems = {re.split(r"[\d_]", name)[0] for name in FAMILY_FILES}
+    assert {"llama", "qwen", "gemma", "ernie"} < stems
+    assert re.findall("|".join(sorted(stems)), path.read_text(), re.IGNORECASE) == []
+
+
+@pytest.mark.parametrize("path", FAMILY_FILES.values(), ids=lambda path: path.stem)
+def test_a_family_is_one_file_and_one_line(path: Path) -> None:
+    assert not {name for name in imports(path) if name.split(".")[-2] in FAMILY_FILES}
+    registry = (MODELS / "families" / "__init__.py").read_text()
+    assert len(re.findall(rf'^    "{path.stem}",$', registry, re.MULTILINE)) == 1
+    assert len(path.read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("path", sources(MODELS, ".py"), ids=relative)
+def test_models_import_in_one_direction(path: Path) -> None:
+    """Blocks know no model, models no family, families no loader."""
+    floors = (
+        {"batch", "kv", "weights"},
+        {"blocks"},
+        {"config"},
+        {"families", "transformer"},
+        {"dry_run"},
+        {"loader"},
+        {"mtp"},
+        {"__init__"},
+    )
+    floor_of = {name: floor for floor, names in enumerate(floors) for name in names}
+    own = floor_of[path.relative_to(MODELS).parts[0].removesuffix(".py")]
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[:3] == ["specops", "engine", "models"]:
+            assert floor_of[parts[3]] <= own, name
 
 
 # Who may write which fields of a request: a file, or the folder of drafters.

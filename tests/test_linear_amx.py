@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import specops
 import torch
-from specops import dense
+from specops import dense, reference
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +26,7 @@ SOURCES = (
 )
 FLAGS = "-std=c++20 -O2 -Wall -Wextra -Werror -ffp-contract=off -fno-math-errno -shared -fPIC"
 MODEL = "-pthread -DSPECOPS_ISA=amx_model -DSPECOPS_AMX_MODEL -Icsrc -Itests"
+ACTIVATIONS = (None, "silu", "gelu_tanh")  # in the order of C++'s Activation
 LEAF = 32  # inputs of one product of tiles
 
 Linear = Callable[..., Tensor]
@@ -81,7 +82,7 @@ def over_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
         out_dtype: torch.dtype = torch.float32,
         threads: int = 1,
     ) -> Tensor:
-        width = weight.num_outputs // 2 if weight.gate_up else weight.num_outputs
+        width = weight.num_outputs // 2 if weight.activation else weight.num_outputs
         # What is not written stays NaN, and what lies behind is not touched.
         memory = torch.full((x.shape[0] * width + 64,), torch.nan, dtype=out_dtype)
         library.set_threads(threads)
@@ -92,7 +93,7 @@ def over_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
             ctypes.c_void_p(memory.data_ptr()),
             *(ctypes.c_int64(n) for n in (x.shape[0], weight.num_outputs, x.shape[1], x.stride(0))),
             ctypes.c_bool(out_dtype == torch.float32),
-            ctypes.c_bool(weight.gate_up),
+            ctypes.c_int(ACTIVATIONS.index(weight.activation)),
         )
         assert memory[-64:].isnan().all()
         return memory[:-64].view(x.shape[0], width)
@@ -141,9 +142,11 @@ def test_bits_are_those_of_the_description(
 
 
 @pytest.mark.parametrize("outputs,inputs", [(1024, 256), (100, 77), (40, 1030), (2500, 64)])
-@pytest.mark.parametrize("gate_up", [False, True])
-def test_rows_keep_their_bits(linear: Linear, outputs: int, inputs: int, gate_up: bool) -> None:
-    weight = dense.pack_weight(numbers(outputs, inputs), gate_up=gate_up)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_rows_keep_their_bits(
+    linear: Linear, outputs: int, inputs: int, activation: str | None
+) -> None:
+    weight = dense.pack_weight(numbers(outputs, inputs), activation=activation)
     bias, x = numbers(outputs), numbers(150, inputs)
     dtype = torch.bfloat16
     alone = torch.cat([linear(x[i : i + 1], weight, bias, dtype) for i in range(len(x))])
@@ -176,13 +179,13 @@ def test_neighbours_and_strides_change_nothing(linear: Linear) -> None:
     assert not spoilt[7].isfinite().any() and spoilt[:, 9].isnan().all()
 
 
-def test_gates_are_silu_mul_of_what_linear_gives(linear: Linear) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_gates_are_the_activation_of_what_linear_gives(linear: Linear, activation: str) -> None:
     weight, bias, x = numbers(160, 70), numbers(160), numbers(37, 70)
     apart = linear(x, dense.pack_weight(weight), bias, torch.bfloat16)
-    got = linear(x, dense.pack_weight(weight, gate_up=True), bias, torch.bfloat16)
-    gate, up = apart.double().chunk(2, dim=1)
-    want = gate / (1 + torch.exp(-gate)) * up
-    assert torch.allclose(got.double(), want, rtol=2**-8, atol=0)
+    got = linear(x, dense.pack_weight(weight, activation=activation), bias, torch.bfloat16)
+    want = reference.dense.GATED[activation](apart.double())
+    assert torch.allclose(got.double(), want, rtol=2**-8, atol=1e-12)  # 1 + tanh is that far off
 
 
 def test_denormals_are_zeros(linear: Linear) -> None:

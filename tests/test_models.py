@@ -62,6 +62,22 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
             },
         },
     ),
+    ("Gemma3", {"sliding_window": 20, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50}),
+    (
+        "Gemma3",
+        {
+            "head_dim": 128,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 30,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
 ]
 
 
@@ -154,13 +170,13 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[st
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["Mistral", "Qwen3"])
+@pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma3"])
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str
 ) -> None:
     import specops
 
-    make_checkpoint(tmp_path, family, **({"sliding_window": 24} if family == "Mistral" else {}))
+    make_checkpoint(tmp_path, family, **({} if family == "Qwen3" else {"sliding_window": 24}))
     model = load_model(tmp_path, dtype=dtype)
     ids = random_ids(100)
     alone = Runner(model).run([ids], [[90]] + [[1]] * 10)[0]

@@ -230,7 +230,6 @@ class Faulty(SlowModules):
         self.fault = fault
         self.rotated = 0
         name = NAMES[tiny.naming]["projection"]
-        assert name is not None
         name = name.format(i=0, l=tiny.config["num_hidden_layers"])
         if fault == "swapped_halves":
             self.tensors[name] = torch.cat(self.tensors[name].chunk(2, 1)[::-1], 1)
@@ -247,7 +246,7 @@ class Faulty(SlowModules):
         return (state.bfloat16().float() if self.fault == "bfloat16_state" else state), recycled
 
     def _norm(self, x: Tensor, name: str, offset: float | None = None) -> Tensor:
-        if self.fault in NORMS and name == (NAMES[self.tiny.naming][self.fault] or "").format(
+        if self.fault in NORMS and name == NAMES[self.tiny.naming][self.fault].format(
             i=0, l=self.tiny.config["num_hidden_layers"]
         ):
             return x
@@ -280,8 +279,6 @@ def test_the_comparison_catches_faults(
     (allowed,) = rounding_errors(lambda: float32.text(ids, 1), exact)
     assert_error_at_most(distance(float32.text(ids, 1)[0], exact[0]), allowed)
     for fault in FAULTS:
-        if fault in NORMS and NAMES[naming][fault] is None:
-            continue
         (faulty,) = Faulty(tiny, fault).text(ids, 1)
         with pytest.raises(AssertionError, match="max error"):
             assert_error_at_most(distance(faulty, exact[0]), allowed)
@@ -496,6 +493,21 @@ def test_random_weights_need_no_file_but_the_configuration(tmp_path: Path) -> No
     assert load_mtp(model, tmp_path, load_format="dummy").num_modules == 2
 
 
+def test_random_weights_are_the_same_whenever_they_are_read(tmp_path: Path) -> None:
+    """Each by its name: a reduced head, which is read on its own, has rows of the target's."""
+    make_mtp_checkpoint(tmp_path, "mimo")  # its head is not its embedding
+    (tmp_path / "model.safetensors").unlink()
+    kept = torch.tensor([0, 1, 5, 17, 99])
+    path = tmp_path / "draft_vocab.safetensors"
+    save_file({"d2t": kept - torch.arange(len(kept))}, path)
+    model = load_model(tmp_path, load_format="dummy")
+    modules = load_mtp(model, tmp_path, draft_vocab=path, load_format="dummy")
+    states = torch.randn(3, 64)
+    assert torch.equal(modules.logits(states), model.logits(states)[:, kept])
+    first, other = model.layers[0].mlp.weights[0], modules.layers[0].mlp.weights[0]
+    assert not torch.equal(first.data, other.data)  # nor does a module repeat its target's
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Tiny:
     """A checkpoint with two modules in DeepSeek-V3's naming, to be damaged."""
@@ -618,6 +630,8 @@ def test_the_document_says_what_the_table_says() -> None:
             ("decoder layer", one.block),
         ):
             assert told[title].startswith(f"`{name}`")
-        assert told["head's norm"] == (f"`{one.head_norm}`" if one.head_norm else "none")
+        assert told["head's norm"] == (
+            f"`{one.head_norm}`" if one.head_norm else "the target's final norm"
+        )
         assert told["halves of the projection"].strip("*").startswith("hidden") == one.hidden_first
         assert told["norm weights"].strip("*") == ("1 + w" if one.norm_offset else "w")

@@ -17,7 +17,7 @@ from specops import _C, batching, dense, ngram, sampling, torch_ops
 from specops.batching import BatchIndices, OutputMode
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
 from specops.ngram import NgramIndex
-from test_errors import FIELDS, GOOD_CALLS, OPS, TENSOR_OPS, ints
+from test_errors import FIELDS, GOOD_CALLS, OPS, TENSOR_OPS, fields_apart, ints
 from torch import Tensor
 
 # Not an op of a graph: torch_ops.py says why.
@@ -31,7 +31,7 @@ def overloads(name: str) -> list[Any]:
 
 def good_arguments(op: Any) -> list[Any]:
     """The good call of the op, one whose types are those of this overload."""
-    arguments = GOOD_CALLS[op._schema.name.split("::")[1]]()
+    arguments = fields_apart(GOOD_CALLS[op._schema.name.split("::")[1]]())
     for argument in op._schema.arguments:
         kind = {"int": int, "bool": bool}.get(str(argument.type))
         if isinstance(arguments[argument.name], Tensor) and kind is not None:
@@ -49,9 +49,11 @@ def test_every_op_has_a_schema_of_its_own_arguments(name: str) -> None:
     assert overloads(name), f"torch_ops.py has made no schema of {name}"
     for op in overloads(name):
         arguments = op._schema.arguments
-        assert [argument.name for argument in arguments] == list(OPS[name])
+        assert [argument.name for argument in arguments] == list(fields_apart(GOOD_CALLS[name]()))
         assert not op._schema.returns
         for argument in arguments:
+            if argument.name not in OPS[name]:  # a field of a packed weight
+                continue
             # Of `int | Tensor`, each overload is one side.
             wanted = OPS[name][argument.name]
             if wanted not in ("int | Tensor", "bool | Tensor"):
@@ -87,7 +89,11 @@ def test_what_an_op_writes_is_what_its_schema_says(op: Any) -> None:
     before = [v.clone() if isinstance(v, Tensor) else v for v in poisoned]
     op(*poisoned)
     direct = good_arguments(op)
-    getattr(_C, op._schema.name.split("::")[1])(*direct)
+    name = op._schema.name.split("::")[1]
+    whole = direct
+    if len(OPS[name]) < len(direct):  # takes a packed weight, which is the op's second argument
+        whole = [direct[0], dense.PackedWeight(*direct[1:7]), *direct[7:]]
+    getattr(_C, name)(*whole)
     for argument, old, got, want in zip(
         op._schema.arguments, before, poisoned, direct, strict=True
     ):
@@ -403,7 +409,7 @@ def test_the_compiler_copies_no_cache(model: Transformer) -> None:
     calls = re.findall(r"torch\.ops\.specops\.(\w+)\.default\(", code)
     assert calls.count("rope_append_kv") == model.config.num_layers
     assert "copy_" not in code and "clone" not in code
-    cache_shape = (12, 16, model.config.num_kv_heads, model.config.head_dim)
+    cache_shape = tuple(model.new_kv_cache(12, 16).layers[0].k.shape)
     assert f"empty_strided_cpu({cache_shape}" not in code
 
 

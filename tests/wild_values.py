@@ -26,7 +26,7 @@ import specops
 import torch
 from conftest import OP_MODULES
 from specops import _C, attention, batching, dense, ngram, sampling
-from test_errors import GOOD_CALLS, OPS, PUBLIC_NAMES, public_call
+from test_errors import GOOD_CALLS, OPS, public_call
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -201,7 +201,7 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
         "element_bytes": 2,
         "num_outputs": 5,
         "num_inputs": 4,
-        "gate_up": False,
+        "activation": None,
     }
     for name, good in (
         ("attention_workspace_size", {**sizes, "device": -1}),
@@ -264,7 +264,7 @@ def whole_call(name: str) -> dict[str, Any]:
         "sliding_window",
         "is_causal",
         "interleaved",
-        "gate_up",
+        "activation",
     )
     options += ("hidden_first", "mask_first_position", "processed_logprobs", "purpose", "strategy")
     options += ("policy", "processors", "max_total_draft_tokens", "page_size", "max_seq_len")
@@ -287,10 +287,6 @@ def whole_call(name: str) -> dict[str, Any]:
 SENTENCE = re.compile(r"(?s)^(\w+): (.+?) (must be .+, got .+|has no key .+)")
 # Where the message speaks of another name than the caller's: the argument it goes on into.
 ALSO_CALLED = {
-    **PUBLIC_NAMES,
-    ("linear", "packed_outputs"): "weight.num_outputs",
-    ("linear", "packed_inputs"): "weight.num_inputs",
-    ("linear", "gate_up"): "weight.gate_up",
     ("linear_kernels", "rows"): "num_rows",
     ("ngram_propose", "scan_tokens"): "index.scan_tokens",
     ("ngram_propose", "index_tokens"): "index.index_tokens",

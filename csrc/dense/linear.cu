@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/launch.cuh"
 #include "dense/linear.cuh"
+#include "dense/linear_int8.cuh"
 
 namespace specops {
 namespace {
@@ -13,10 +14,10 @@ dim3 grid_of(int64_t x, int64_t y = 1) {
 
 template <typename T>
 void pack(const PackWeightParams& params, CudaStream stream) {
-  int64_t groups = linear_groups(params.num_outputs);
-  int64_t steps =
-      sizeof(T) == 4 ? ceil_div(params.num_inputs, 4) : 2 * linear_leaves(params.num_inputs).stages;
-  int64_t lanes = groups * steps * (sizeof(T) == 4 ? kWarpSize : 2 * kWarpSize);
+  int64_t groups = weight_groups(params.num_outputs);
+  int64_t steps = sizeof(T) == 2 ? 2 * sum_leaves(params.num_inputs).stages
+                                 : ceil_div(params.num_inputs, kChunk<T>);
+  int64_t lanes = groups * steps * (sizeof(T) == 2 ? 2 * kWarpSize : kWarpSize);
   bool aligned = chunk_aligned<T>(params.weight, params.weight_stride);
   launch(pack_weight_kernel<T>,
          grid_of(ceil_div(lanes, kPackThreads)),
@@ -30,9 +31,9 @@ void pack(const PackWeightParams& params, CudaStream stream) {
 }
 
 template <typename T, int kTiles, int kColumns>
-void stream_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void stream_rows(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int slots = 4 / plan.leaves;
-  int64_t units = linear_groups(params.num_outputs) * 2 / kTiles;
+  int64_t units = weight_groups(params.weight.num_outputs) * 2 / kTiles;
   int warps = slots * plan.leaves;
   launch(linear_stream_kernel<T, kTiles, kColumns>,
          grid_of(ceil_div(units, slots)),
@@ -44,9 +45,10 @@ void stream_rows(const LinearParams& params, const LinearPlan& plan, CudaStream 
 }
 
 template <typename T, int kWarpTiles, int kRows, bool kAligned>
-void tile_rows(const LinearParams& params, LinearPlan plan, CudaStream stream) {
+void tile_rows(const LinearParams& params, GemmPlan plan, CudaStream stream) {
   using Shape = TileShape<kWarpTiles, kRows>;
-  int64_t tiles = ceil_div(params.rows, kRows) * ceil_div(params.num_outputs, Shape::kOutputs);
+  int64_t tiles =
+      ceil_div(params.rows, kRows) * ceil_div(params.weight.num_outputs, Shape::kOutputs);
   // Tiles smaller than those that linear_splits() counts may be too many for the counters.
   plan.split = plan.split && Shape::kSplits && tiles <= kLinearCounters;
   launch(linear_tile_kernel<T, kWarpTiles, kRows, kAligned>,
@@ -59,7 +61,7 @@ void tile_rows(const LinearParams& params, LinearPlan plan, CudaStream stream) {
 }
 
 template <typename T, int kRows>
-void tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void tile_rows(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   plan.aligned ? tile_rows<T, 2, kRows, true>(params, plan, stream)
                : tile_rows<T, 2, kRows, false>(params, plan, stream);
 }
@@ -67,7 +69,7 @@ void tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream st
 using LargeTile = TileShape<4, 128>;
 
 template <typename T>
-void large_tile_rows(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void large_tile_rows(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   if (!plan.aligned) {
     throw std::invalid_argument("linear: the kernel tile_256x128 reads rows of x on 16 bytes only");
   }
@@ -85,15 +87,15 @@ bool large_tiles_pay(const LinearParams& params, CudaStream stream) {
   if (max_shared_bytes(stream) < LargeTile::kSmemBytes) return false;
   int64_t row_tiles = ceil_div(params.rows, 128);
   int64_t sms = num_sms(stream);
-  int64_t large = ceil_div(row_tiles * ceil_div(params.num_outputs, 256), sms);
-  int64_t small = ceil_div(row_tiles * ceil_div(params.num_outputs, 128), sms);
+  int64_t large = ceil_div(row_tiles * ceil_div(params.weight.num_outputs, 256), sms);
+  int64_t small = ceil_div(row_tiles * ceil_div(params.weight.num_outputs, 128), sms);
   return 3 * large <= 2 * small;
 }
 
 // Two tiles a warp share what is read of x; one keeps more SMs reading where outputs are few. From
 // nine rows on tiles of 128 outputs read less of x, and are enough of them in wide layers.
-LinearKernel suits(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
-  int64_t groups = linear_groups(params.num_outputs);
+LinearKernel suits(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
+  int64_t groups = weight_groups(params.weight.num_outputs);
   if (params.rows <= 8) return groups < 96 ? LinearKernel::kStream16x8 : LinearKernel::kStream32x8;
   if (params.rows <= kLinearStreamRows && groups < 512) {
     return groups < 96 ? LinearKernel::kStream16x16 : LinearKernel::kStream32x16;
@@ -104,7 +106,7 @@ LinearKernel suits(const LinearParams& params, const LinearPlan& plan, CudaStrea
 }
 
 template <typename T>
-void run(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void run(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   LinearKernel kernel = params.kernel;
   if (kernel == LinearKernel::kByShape) kernel = suits(params, plan, stream);
   switch (kernel) {
@@ -125,11 +127,11 @@ void run(const LinearParams& params, const LinearPlan& plan, CudaStream stream) 
   }
 }
 
-void run_float(const LinearParams& params, const LinearPlan& plan, CudaStream stream) {
+void run_float(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int slots = 4 / plan.leaves;
   int warps = slots * plan.leaves;
   launch(plan.aligned ? linear_float_kernel<true> : linear_float_kernel<false>,
-         grid_of(ceil_div(linear_groups(params.num_outputs), slots) *
+         grid_of(ceil_div(weight_groups(params.weight.num_outputs), slots) *
                  ceil_div(params.rows, kFloatRows)),
          dim3(static_cast<unsigned>(warps * kWarpSize)),
          warps * kFloatRows * kWarpSize * sizeof(float),
@@ -138,31 +140,51 @@ void run_float(const LinearParams& params, const LinearPlan& plan, CudaStream st
          plan);
 }
 
+template <typename T>
+void run_int8(const LinearParams& params, CudaStream stream) {
+  int64_t row_tiles = ceil_div(params.rows, kInt8Rows);
+  launch(linear_int8_kernel<T>,
+         grid_of(weight_groups(params.weight.num_outputs) * row_tiles),
+         dim3(kInt8Warps * kWarpSize),
+         sizeof(Int8Shared),
+         stream,
+         params);
+}
+
 }  // namespace
 
 void pack_weight_cuda(const PackWeightParams& params, CudaStream stream) {
   if (params.dtype == DType::kBFloat16) return pack<bfloat16>(params, stream);
   if (params.dtype == DType::kFloat16) return pack<float16>(params, stream);
+  if (params.dtype == DType::kInt8) return pack<int8_t>(params, stream);
   pack<float>(params, stream);
 }
 
 void linear_cuda(const LinearParams& params, CudaStream stream) {
-  LinearLeaves leaves = linear_leaves(params.num_inputs);
-  bool split = linear_splits(params.rows, params.num_outputs, params.num_inputs, params.dtype) &&
-               params.workspace_size >=
-                   linear_workspace_floats(params.rows, params.num_outputs, params.num_inputs);
+  if (params.weight.kind == WeightKind::kInt8) {
+    if (params.dtype == DType::kBFloat16) return run_int8<bfloat16>(params, stream);
+    if (params.dtype == DType::kFloat16) return run_int8<float16>(params, stream);
+    return run_int8<float>(params, stream);
+  }
+  SumLeaves leaves = sum_leaves(params.weight.num_inputs);
+  bool split =
+      linear_splits(
+          params.rows, params.weight.num_outputs, params.weight.num_inputs, params.dtype) &&
+      params.workspace_size >=
+          linear_workspace_floats(params.rows, params.weight.num_outputs, params.weight.num_inputs);
   // A row may be read by whole chunks only if it ends with one: what lies behind it is not ours.
   bool aligned =
       params.dtype == DType::kFloat32
-          ? chunk_aligned<float>(params.x, params.x_stride) && params.num_inputs % 4 == 0
-          : chunk_aligned<bfloat16>(params.x, params.x_stride) && params.num_inputs % 8 == 0;
-  LinearPlan plan{
+          ? chunk_aligned<float>(params.x, params.x_stride) && params.weight.num_inputs % 4 == 0
+          : chunk_aligned<bfloat16>(params.x, params.x_stride) && params.weight.num_inputs % 8 == 0;
+  GemmPlan plan{
       .stages = static_cast<int>(leaves.stages),
       .leaf_stages = static_cast<int>(leaves.leaf_stages),
       .leaves = static_cast<int>(leaves.leaves),
       .split = split,
       .aligned = aligned,
-      .quads = params.num_outputs % 4 == 0 && reinterpret_cast<uintptr_t>(params.out) % 16 == 0,
+      .quads =
+          params.weight.num_outputs % 4 == 0 && reinterpret_cast<uintptr_t>(params.out) % 16 == 0,
   };
   if (params.dtype == DType::kBFloat16) return run<bfloat16>(params, plan, stream);
   if (params.dtype == DType::kFloat16) return run<float16>(params, plan, stream);

@@ -1,138 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights are the 16 rows of mma.m16n8k16 and rows of x its 8 columns, in every kernel here: each
-// output element is its own chain of products, whatever stands beside it. The inputs of a step of 32
-// are dealt to the two instructions as the packed layout has them: of lane t's eight, the first four
-// to the first. A vector of packed weights is the A fragment of one instruction, in the order of its
-// registers. linear_leaves() says where chains begin anew and how they are added.
+// The kernels of linear for plain weights (gemm/fragments.cuh), and pack_weight's.
 #pragma once
 
-#include "dense/chunk.cuh"
-#include "dense/gated.cuh"
 #include "dense/linear.h"
+#include "gemm/tile.cuh"
 
 namespace specops {
-
-struct LinearPlan {
-  int stages;  // as linear_leaves() has them
-  int leaf_stages;
-  int leaves;
-  bool split;    // each leaf of a tile has a block of its own
-  bool aligned;  // rows of x can be read by chunks of 16 bytes
-  bool quads;    // out can be written by four outputs
-};
-
-constexpr int kStepVectors = 64;                 // uint4 of a tile and a step
-constexpr int kStageVectors = 2 * kStepVectors;  // of a tile and a stage
-
-// Inputs first to first + 7 of a row, zeros past the last; of no row: zeros.
-template <typename T>
-__device__ inline uint4 load_inputs(const T* row, int first, int num_inputs, bool aligned) {
-  if (row == nullptr || first >= num_inputs) return make_uint4(0, 0, 0, 0);
-  return load_chunk(row + first, num_inputs - first, aligned);
-}
-
-// d += the products of half a step: of a tile with eight rows of x.
-template <typename T, int kHalf>
-__device__ inline void multiply(float (&d)[4], uint4 w, uint4 x) {
-  uint2 half = kHalf == 0 ? make_uint2(x.x, x.y) : make_uint2(x.z, x.w);
-  ptx::mma_m16n8k16<T>(d, {w.x, w.y, w.z, w.w}, {half.x, half.y});
-}
-
-// Outputs are finished here and nowhere else: bias in fp32, then one rounding.
-template <typename T>
-__device__ inline void finish(const LinearParams& params, int64_t row, int64_t output, float sum) {
-  if (params.bias != nullptr) {
-    sum = __fadd_rn(sum, to_float(static_cast<const T*>(params.bias)[output]));
-  }
-  int64_t at = row * params.num_outputs + output;
-  if constexpr (sizeof(T) == 2) {
-    if (params.out_dtype != DType::kFloat32) {
-      static_cast<T*>(params.out)[at] = T{static_cast<uint16_t>(ptx::pack2<T>(sum, 0.0f))};
-      return;
-    }
-  }
-  static_cast<float*>(params.out)[at] = sum;
-}
-
-// A gate and its up, which are outputs 2 * column and 2 * column + 1 of the packed weight: finished as
-// above, rounding included, and multiplied.
-template <typename T>
-__device__ inline float finish_gated(const LinearParams& params,
-                                     int64_t column,
-                                     float gate,
-                                     float up) {
-  if (params.bias != nullptr) {
-    const T* gates = static_cast<const T*>(params.bias);
-    gate = __fadd_rn(gate, to_float(gates[column]));
-    up = __fadd_rn(up, to_float(gates[params.num_outputs / 2 + column]));
-  }
-  if constexpr (sizeof(T) == 2) {
-    float2 rounded = ptx::unpack2<T>(ptx::pack2<T>(gate, up));
-    gate = rounded.x;
-    up = rounded.y;
-  }
-  return silu_mul_of(gate, up);
-}
-
-template <typename T>
-__device__ inline void store_gated(const LinearParams& params,
-                                   int64_t row,
-                                   int64_t column,
-                                   float value) {
-  int64_t at = row * (params.num_outputs / 2) + column;
-  if constexpr (sizeof(T) == 2) {
-    static_cast<T*>(params.out)[at] = T{static_cast<uint16_t>(ptx::pack2<T>(value, 0.0f))};
-  } else {
-    static_cast<float*>(params.out)[at] = value;
-  }
-}
-
-// Two gates and ups, of four neighbouring outputs.
-template <typename T>
-__device__ inline void finish4_gated(
-    const LinearParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
-  if (output >= params.num_outputs) return;
-  int64_t column = output / 2;
-  float low = finish_gated<T>(params, column, sum.x, sum.y);
-  bool has_high = output + 2 < params.num_outputs;
-  float high = has_high ? finish_gated<T>(params, column + 1, sum.z, sum.w) : 0.0f;
-  if (quads) {
-    int64_t at = row * (params.num_outputs / 2) + column;
-    *reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + at) = ptx::pack2<T>(low, high);
-    return;
-  }
-  store_gated<T>(params, row, column, low);
-  if (has_high) store_gated<T>(params, row, column + 1, high);
-}
-
-// Four neighbouring outputs; the first is a multiple of four.
-template <typename T>
-__device__ inline void finish4(
-    const LinearParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
-  if (params.gate_up) return finish4_gated<T>(params, quads, row, output, sum);
-  float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  if (!quads) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (output + i < params.num_outputs) finish<T>(params, row, output + i, sums[i]);
-    }
-    return;
-  }
-  if (output >= params.num_outputs) return;
-  if (params.bias != nullptr) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sums[i] = __fadd_rn(sums[i], to_float(static_cast<const T*>(params.bias)[output + i]));
-    }
-  }
-  int64_t at = row * params.num_outputs + output;
-  if (params.out_dtype == DType::kFloat32) {
-    ptx::store_vector(static_cast<float*>(params.out) + at, pack_chunk<float>(sums));
-  } else {
-    ptx::store_vector(static_cast<T*>(params.out) + at,
-                      make_uint2(ptx::pack2<T>(sums[0], sums[1]), ptx::pack2<T>(sums[2], sums[3])));
-  }
-}
 
 constexpr int kPackThreads = 256;
 
@@ -154,16 +27,17 @@ __global__ void __launch_bounds__(kPackThreads)
   int64_t block = index / kWarpSize / steps;  // the group; of 16-bit types the tile
   auto load = [&](int64_t output, int64_t first) {
     if (output >= params.num_outputs || first >= params.num_inputs) return make_uint4(0, 0, 0, 0);
-    int64_t from = params.gate_up ? output / 2 + output % 2 * (params.num_outputs / 2) : output;
+    int64_t from =
+        is_gated(params.activation) ? output / 2 + output % 2 * (params.num_outputs / 2) : output;
     const T* row = static_cast<const T*>(params.weight) + from * params.weight_stride;
     int n = static_cast<int>(min(params.num_inputs - first, int64_t{kChunk<T>}));
     return load_chunk(row + first, n, aligned);
   };
   auto* packed = static_cast<uint4*>(params.packed);
-  if constexpr (sizeof(T) == 4) {
-    packed[index] = load(block * kLinearGroup + lane, step * 4);
+  if constexpr (sizeof(T) != 2) {
+    packed[index] = load(block * kWeightGroup + lane, step * kChunk<T>);
   } else {
-    int64_t output = block / 2 * kLinearGroup + lane / 4 * 4 + block % 2 * 2;
+    int64_t output = block / 2 * kWeightGroup + lane / 4 * 4 + block % 2 * 2;
     int64_t first = step * 32 + lane % 4 * 8;
     uint4 low = load(output, first), high = load(output + 1, first);
     uint4* to = packed + index / kWarpSize * kStepVectors + lane;
@@ -175,7 +49,7 @@ __global__ void __launch_bounds__(kPackThreads)
 constexpr int kStreamRing = 1280;  // uint4 of a warp
 
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for at most 8 * kColumns rows; of gate and
-// up: silu(out[row, n]) * out[row, width + n], both rounded first.
+// up: activation(out[row, n]) * out[row, width + n], both rounded first.
 // Grid:    x = kTiles tiles of 16 outputs each, several to a block where there are few leaves.
 // Block:   up to 4 warps; a warp owns one leaf of kTiles tiles and all rows.
 // Smem:    a ring of 20 KiB a warp; a lane reads back what it copied itself, so that no warp waits
@@ -184,10 +58,10 @@ constexpr int kStreamRing = 1280;  // uint4 of a warp
 //          them asked for before the kernel before this one has ended. Of x what the first-level
 //          cache does not hold: num_inputs * 2 bytes a row and block.
 // Assumes: rows <= 8 * kColumns; weights packed by pack_weight.
-// Order:   linear_leaves(): a chain of mma.m16n8k16 a leaf, then leaves in order, then the bias.
+// Order:   sum_leaves(): a chain of mma.m16n8k16 a leaf, then leaves in order, then the bias.
 // Source:  weights on the M side ("swap AB"), as TensorRT-LLM and FlashInfer do for few rows.
 template <typename T, int kTiles, int kColumns>
-__global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params, LinearPlan plan) {
+__global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params, GemmPlan plan) {
   constexpr int kDepth = kStreamRing / (kTiles * kStageVectors);  // stages
   constexpr int kOutputs = 16 * kTiles;
   constexpr int kItems = 8 * kColumns * kOutputs;
@@ -196,15 +70,15 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
   int slots = static_cast<int>(blockDim.x) / (kWarpSize * plan.leaves);
   int slot = warp / plan.leaves, leaf = warp % plan.leaves;
   int64_t unit = int64_t{blockIdx.x} * slots + slot;
-  int64_t units = linear_groups(params.num_outputs) * 2 / kTiles;
+  int64_t units = weight_groups(params.weight.num_outputs) * 2 / kTiles;
   auto* rings = reinterpret_cast<uint4*>(shared_memory());
   uint4* ring = rings + warp * kStreamRing;
 
   int first_stage = leaf * plan.leaf_stages;
   int count = unit < units ? min(plan.leaf_stages, plan.stages - first_stage) : 0;
   int64_t tile_vectors = int64_t{plan.stages} * kStageVectors;
-  const uint4* weights = static_cast<const uint4*>(params.packed) + unit * kTiles * tile_vectors +
-                         int64_t{first_stage} * kStageVectors + lane;
+  const uint4* weights = static_cast<const uint4*>(params.weight.data) +
+                         unit * kTiles * tile_vectors + int64_t{first_stage} * kStageVectors + lane;
   // What the ring holds first comes near while the kernel before this one ends. Near is the
   // second-level cache, which later writes reach, too: should weights be written just now, the new
   // ones are read below.
@@ -235,10 +109,10 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
     int row = 8 * c + lane / 4;
     rows[c] = row < params.rows ? static_cast<const T*>(params.x) + row * params.x_stride : nullptr;
   }
-  int num_inputs = static_cast<int>(params.num_inputs);
+  int num_inputs = static_cast<int>(params.weight.num_inputs);
   uint4 next[2][kColumns];
   auto fetch_x = [&](int stage) {
-    int first = static_cast<int>((first_stage + stage) * kLinearStage) + lane % 4 * 8;
+    int first = static_cast<int>((first_stage + stage) * kWeightStage) + lane % 4 * 8;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
 #pragma unroll
@@ -313,46 +187,21 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
     }
     return sum;
   };
-  int apart = params.gate_up ? 2 : 1;  // a gate and its up are one item
+  int apart = is_gated(params.weight.activation) ? 2 : 1;  // a gate and its up are one item
   for (int turn = leaf * kWarpSize + lane; turn * apart < kItems; turn += plan.leaves * kWarpSize) {
     int item = turn * apart;
     int row = item / kOutputs, i = item % kOutputs;
     int64_t output = unit * kOutputs + i;
     // One tile alone has every other pair of its group.
-    if (kTiles == 1) output = unit / 2 * kLinearGroup + i / 2 * 4 + unit % 2 * 2 + i % 2;
-    if (row >= params.rows || output >= params.num_outputs) continue;
-    if (params.gate_up) {
+    if (kTiles == 1) output = unit / 2 * kWeightGroup + i / 2 * 4 + unit % 2 * 2 + i % 2;
+    if (row >= params.rows || output >= params.weight.num_outputs) continue;
+    if (is_gated(params.weight.activation)) {
       float value = finish_gated<T>(params, output / 2, sum_of(item), sum_of(item + 1));
       store_gated<T>(params, row, output / 2, value);
     } else {
       finish<T>(params, row, output, sum_of(item));
     }
   }
-}
-
-// How linear_tile_kernel cuts its work: 8 warps, or 4 for 64 rows; each has kWarpTiles tiles of 16
-// outputs and 64 rows. With four tiles the sums of a leaf take all registers there are, and what
-// came before waits in shared memory.
-template <int kWarpTiles, int kRows>
-struct TileShape {
-  static constexpr int kTiles = 4 * kWarpTiles;
-  static constexpr int kOutputs = 16 * kTiles;
-  static constexpr int kThreads = 2 * kRows;
-  static constexpr int kSteps = kWarpTiles == 2 ? 2 : 1;  // of a stage
-  static constexpr int kStages = kRows == 128 && kSteps == 2 ? 3 : 4;
-  static constexpr int kWeights = kTiles * kSteps * kStepVectors;  // uint4 of a stage
-  static constexpr int kInputs = kRows * kSteps * 4;               // uint4 of a stage
-  static constexpr bool kKeepTotals = kWarpTiles == 4;             // in shared memory
-  static constexpr bool kSplits = kWarpTiles == 2;  // whether blocks may share a tile by leaves
-  static constexpr int kTotals = kKeepTotals ? kThreads * kWarpTiles * 8 : 0;  // float4
-  static constexpr int kSmemBytes = (kStages * (kWeights + kInputs) + kTotals) * 16;
-};
-
-constexpr int kTileBand = 16;    // tiles of rows
-constexpr int kFoldedItems = 4;  // whose leaves are read at once
-
-__device__ inline uint4* moved(uint4* pointer, int num_bytes) {
-  return reinterpret_cast<uint4*>(reinterpret_cast<char*>(pointer) + num_bytes);
 }
 
 // The same for any number of rows, in tiles of 128 or 256 outputs and 64 or 128 rows.
@@ -371,263 +220,49 @@ __device__ inline uint4* moved(uint4* pointer, int num_bytes) {
 // Source:  multistage cp.async GEMM as in CUTLASS, with fragments read whole from both layouts.
 template <typename T, int kWarpTiles, int kRows, bool kAligned>
 __global__ void __launch_bounds__(2 * kRows)
-    linear_tile_kernel(LinearParams params, LinearPlan plan) {
+    linear_tile_kernel(LinearParams params, GemmPlan plan) {
   wait_for_previous_kernel();
   using Shape = TileShape<kWarpTiles, kRows>;
-  constexpr int kThreads = Shape::kThreads;
-  constexpr int kSteps = Shape::kSteps;
-  constexpr int kStages = Shape::kStages;
-  constexpr int kRing = Shape::kWeights + Shape::kInputs;
-  int thread = static_cast<int>(threadIdx.x);
-  int lane = thread % kWarpSize, warp = thread / kWarpSize;
   auto* smem = reinterpret_cast<uint4*>(shared_memory());
-
-  // Which tile
-  int64_t row_tiles = (params.rows + kRows - 1) / kRows;
-  int64_t output_tiles = (params.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
-  int64_t band = blockIdx.x / (output_tiles * kTileBand);
-  int64_t in_band = blockIdx.x % (output_tiles * kTileBand);
-  int64_t band_rows = min(row_tiles - band * kTileBand, int64_t{kTileBand});
-  int64_t first_row = (band * kTileBand + in_band % band_rows) * kRows;
-  int64_t output_tile = in_band / band_rows;
-
-  // Which leaves, and of them stage by stage
-  constexpr int kStagesOfPlan = 2 / kSteps;
-  int leaf_stages = plan.leaf_stages * kStagesOfPlan;
-  int first_leaf = static_cast<int>(blockIdx.y);
-  int last_leaf = plan.split ? first_leaf + 1 : plan.leaves;
-  int first_stage = first_leaf * leaf_stages;
-  int last_stage = min(last_leaf * leaf_stages, plan.stages * kStagesOfPlan);
-
-  // What a thread copies: vectors of one tile, and one chunk of every kRowsApart-th row. Eight lanes
-  // that read chunks of two rows must meet all banks: rows of 64 bytes do that by themselves; of
-  // rows of 128 bytes every other one has its halves exchanged. Instead of tiles and rows past the
-  // last one, that one is copied: what comes of it is dropped.
-  constexpr int kTileVectors = kSteps * kStepVectors;
-  constexpr int kTileThreads = kThreads / Shape::kTiles;
-  constexpr int kRowChunks = kSteps * 4;
-  constexpr int kRowsApart = kThreads / kRowChunks;
-  constexpr int kCopiedRows = kRows / kRowsApart;
-  auto x_place = [](int row, int chunk) {
-    return row * kRowChunks + (kSteps == 2 ? chunk ^ (row % 2 * 4) : chunk);
-  };
-  int64_t tile = min(output_tile * Shape::kTiles + thread / kTileThreads,
-                     linear_groups(params.num_outputs) * 2 - 1);
-  const uint4* weights = static_cast<const uint4*>(params.packed) +
-                         tile * plan.stages * kStageVectors + thread % kTileThreads;
-  ptx::forget(weights);
-  uint4* w_to = smem + thread / kTileThreads * kTileVectors + thread % kTileThreads;
-  int x_row = thread / kRowChunks, x_chunk = thread % kRowChunks;
-  int rows_left = static_cast<int>(min(params.rows - first_row, int64_t{kRows}));
-  const T* xs[kCopiedRows];
+  TilePlace<Shape> place(params, plan);
+  TileCopy<T, Shape, kAligned> copy(params, plan, place, smem);
+  TileProducts<T, Shape> products(copy, smem);
+  TileTotals<Shape> totals(smem);
+  constexpr int kSlotBytes = TileProducts<T, Shape>::kSlotBytes;
 #pragma unroll
-  for (int i = 0; i < kCopiedRows; ++i) {
-    int64_t row = first_row + min(x_row + i * kRowsApart, rows_left - 1);
-    xs[i] = static_cast<const T*>(params.x) + row * params.x_stride + x_chunk * 8;
-    ptx::forget(xs[i]);
+  for (int i = 0; i < Shape::kStages; ++i) {
+    copy.fetch_weights(moved(copy.w_to, i * kSlotBytes));
+    copy.fetch_x(moved(copy.x_to, i * kSlotBytes));
   }
-  uint4* x_to = smem + Shape::kWeights + x_place(x_row, x_chunk);
-
-  // Stages are copied one after the other to the slots of the ring in turn. Behind the last one zeros
-  // are written and nothing is read, so that no turn of the loop differs from another.
-  constexpr int kStageInputs = kSteps * 32;
-  int num_inputs = static_cast<int>(params.num_inputs);
-  int input = first_stage * kStageInputs, end_input = last_stage * kStageInputs;
-  int x_end = min(end_input, num_inputs) - x_chunk * 8;
-  auto fetch_weights = [&](uint4* put) {
-#pragma unroll
-    for (int i = 0; i < kTileVectors; i += kTileThreads) {
-      const uint4* from = weights + int64_t{input} * (kStepVectors / 32) + i;
-      ptx::cp_async_16(put + i, from, input < end_input);
-    }
-  };
-  auto fetch_x = [&](uint4* put) {
-#pragma unroll
-    for (int i = 0; i < kCopiedRows; ++i) {
-      uint4* to = put + i * kThreads;
-      if constexpr (kAligned) {
-        ptx::cp_async_16(to, xs[i] + input, input < x_end);
-      } else {
-        *to = load_inputs(input < x_end ? xs[i] : nullptr, input, num_inputs - x_chunk * 8, false);
-      }
-    }
-    input += kStageInputs;
-    ptx::cp_async_commit();
-  };
-
-  // What a warp multiplies, and what a lane holds of it: rows 8 c + 2 t, 2 t + 1 and of each pair of
-  // tiles, which are a group, outputs 4 g to 4 g + 3. Fragments of the next step replace those at
-  // hand as these have been used: weights of the first half-step, then x, then the other weights.
-  constexpr int kColumns = 8;
-  int warp_outputs = warp % 4 * kWarpTiles * 16, warp_rows = warp / 4 * 64;
-  uint4* w_from = smem + warp % 4 * kWarpTiles * kTileVectors + lane;
-  uint4* x_from[kSteps];
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    x_from[step] = smem + Shape::kWeights + x_place(warp_rows + lane / 4, step * 4 + lane % 4);
-  }
-  uint4 w[kWarpTiles][2], x[kColumns];
-  auto load_weights = [&](int slot, int step, int half) {
-#pragma unroll
-    for (int i = 0; i < kWarpTiles; ++i) {
-      w[i][half] = moved(w_from, slot)[(i * kSteps + step) * kStepVectors + half * kWarpSize];
-    }
-  };
-  auto load_x = [&](int slot, int step, int c) {
-    x[c] = moved(x_from[step], slot)[8 * c * kRowChunks];
-  };
-  float sums[kWarpTiles][kColumns][4] = {};
-  float totals[Shape::kKeepTotals ? 1 : kWarpTiles][kColumns][4] = {};
-  auto* kept = reinterpret_cast<float4*>(smem + kStages * kRing) + thread;
-
-  int64_t output = output_tile * Shape::kOutputs + warp_outputs + lane / 4 * 4;
-  constexpr int kSlotBytes = kRing * 16;
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) {
-    fetch_weights(moved(w_to, i * kSlotBytes));
-    fetch_x(moved(x_to, i * kSlotBytes));
-  }
-  ptx::cp_async_wait<kStages - 1>();
+  ptx::cp_async_wait<Shape::kStages - 1>();
   __syncthreads();
-  load_weights(0, 0, 0);
-  load_weights(0, 0, 1);
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) load_x(0, 0, c);
-  int slot = 0;                        // of the stage at hand: where it begins, in bytes
-  uint4 *w_put = w_to, *x_put = x_to;  // in it
-  for (int leaf = first_leaf; leaf < last_leaf; ++leaf) {
-    int end = min((leaf + 1) * leaf_stages, last_stage);
-    for (int stage = leaf * leaf_stages; stage < end; ++stage) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int i = 0; i < kWarpTiles * kColumns; ++i) {
-          int tile_of = i % kWarpTiles, c = i / kWarpTiles;
-          multiply<T, 0>(sums[tile_of][c], w[tile_of][0], x[c]);
-        }
-        int next = (step + 1) % kSteps;
-        if (next == 0) {
-          // The next stage has arrived, and all warps have read this one.
-          ptx::cp_async_wait<kStages - 2>();
-          __syncthreads();
-          slot = slot == (kStages - 1) * kSlotBytes ? 0 : slot + kSlotBytes;
-        }
-        load_weights(slot, next, 0);
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          if (c == kColumns / 2 && next == 0) fetch_weights(w_put);
-#pragma unroll
-          for (int i = 0; i < kWarpTiles; ++i) multiply<T, 1>(sums[i][c], w[i][1], x[c]);
-          load_x(slot, next, c);
-        }
-        load_weights(slot, next, 1);
-        if (next == 0) {
-          fetch_x(x_put);
-          w_put = moved(w_to, slot);
-          x_put = moved(x_to, slot);
-        }
-      }
+  products.start();
+  uint4 *w_put = copy.w_to, *x_put = copy.x_to;  // in the slot of the stage at hand
+  for (int leaf = place.first_leaf; leaf < place.last_leaf; ++leaf) {
+    int end = min((leaf + 1) * place.leaf_stages, place.last_stage);
+    for (int stage = leaf * place.leaf_stages; stage < end; ++stage) {
+      products.add_stage(copy, w_put, x_put);
     }
-    // What was, plus the leaf; the last leaf leaves it in `sums`.
-    bool is_first = leaf == first_leaf, is_last = leaf + 1 == last_leaf;
-#pragma unroll
-    for (int i = 0; i < kWarpTiles * kColumns; ++i) {
-      auto& sum = sums[i / kColumns][i % kColumns];
-      float4 total;
-      if constexpr (Shape::kKeepTotals) {
-        if (!is_first) total = kept[i * kThreads];
-      } else {
-        const auto& t = totals[i / kColumns][i % kColumns];
-        total = make_float4(t[0], t[1], t[2], t[3]);
-      }
-      if (!is_first) {
-        sum[0] = __fadd_rn(total.x, sum[0]);
-        sum[1] = __fadd_rn(total.y, sum[1]);
-        sum[2] = __fadd_rn(total.z, sum[2]);
-        sum[3] = __fadd_rn(total.w, sum[3]);
-      }
-      if (is_last) continue;
-      if constexpr (Shape::kKeepTotals) {
-        kept[i * kThreads] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (!Shape::kKeepTotals) totals[i / kColumns][i % kColumns][j] = sum[j];
-        sum[j] = 0.0f;
-      }
-    }
+    totals.fold(products.sums, leaf == place.first_leaf, leaf + 1 == place.last_leaf);
   }
-  // Item i of a lane: four outputs of one row.
-  constexpr int kItems = kWarpTiles * kColumns;
-  auto row_of = [&](int i) { return warp_rows + i / 2 % kColumns * 8 + lane % 4 * 2 + i % 2; };
-  auto output_of = [&](int i) { return output + i / 2 / kColumns * kLinearGroup; };
-  auto sum_of = [&](int i) {
-    int c = i / 2 % kColumns, pair = i / 2 / kColumns;
-    const auto& low = sums[2 * pair][c];
-    const auto& high = sums[2 * pair + 1][c];
-    return make_float4(low[i % 2], low[2 + i % 2], high[i % 2], high[2 + i % 2]);
+
+  TileItems<Shape> items(products.sums, place);
+  auto finish_item = [&](int i, float4 sum) {
+    int row = items.row_of(i);
+    if (row >= place.rows_left) return;
+    finish4<T>(params, plan.quads, place.first_row + row, items.output_of(i), sum);
   };
   if constexpr (Shape::kSplits) {
     if (plan.split) {
-      int64_t width = linear_groups(params.num_outputs) * kLinearGroup;
-      auto leaf_at = [&](int leaf, int i) {
-        int64_t row = leaf * params.rows + first_row + row_of(i);
-        return params.workspace + kLinearCounters + row * width + output_of(i);
-      };
-      auto exists = [&](int i) { return row_of(i) < rows_left && output_of(i) < width; };
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        float4 sum = sum_of(i);
-        float values[4] = {sum.x, sum.y, sum.z, sum.w};
-        if (exists(i)) ptx::store_vector(leaf_at(first_leaf, i), pack_chunk<float>(values));
-      }
-      // The last block of the tile to arrive adds what all have left, in the order of leaves.
-      __threadfence();
-      __syncthreads();
-      bool is_last = false;
-      if (thread == 0) {
-        int32_t* counter = reinterpret_cast<int32_t*>(params.workspace) + blockIdx.x;
-        is_last = count_arrival(counter, plan.leaves, params.error, ErrorCode::kLinearWorkspace);
-      }
-      if (!__syncthreads_or(is_last)) return;
-      __threadfence();
-#pragma unroll
-      for (int first = 0; first < kItems; first += kFoldedItems) {
-        float4 leaves[kFoldedItems][kLinearMaxLeaves];
-#pragma unroll
-        for (int i = 0; i < kFoldedItems; ++i) {
-#pragma unroll
-          for (int leaf = 0; leaf < kLinearMaxLeaves; ++leaf) {
-            leaves[i][leaf] = sum_of(first + i);
-            if (leaf == first_leaf || leaf >= plan.leaves || !exists(first + i)) continue;
-            leaves[i][leaf] = *reinterpret_cast<const float4*>(leaf_at(leaf, first + i));
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kFoldedItems; ++i) {
-          float4 sum = leaves[i][0];
-#pragma unroll
-          for (int leaf = 1; leaf < kLinearMaxLeaves; ++leaf) {
-            if (leaf >= plan.leaves) continue;
-            const float4& more = leaves[i][leaf];
-            sum.x = __fadd_rn(sum.x, more.x);
-            sum.y = __fadd_rn(sum.y, more.y);
-            sum.z = __fadd_rn(sum.z, more.z);
-            sum.w = __fadd_rn(sum.w, more.w);
-          }
-          int row = row_of(first + i);
-          if (row >= rows_left) continue;
-          finish4<T>(params, plan.quads, first_row + row, output_of(first + i), sum);
-        }
-      }
-      return;
+      LeafWorkspace workspace{reinterpret_cast<int32_t*>(params.workspace),
+                              params.workspace + kLinearCounters,
+                              params.error,
+                              ErrorCode::kLinearWorkspace};
+      return meet_leaves(items, params, plan, place, workspace, finish_item);
     }
   }
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (row_of(i) >= rows_left) continue;
-    finish4<T>(params, plan.quads, first_row + row_of(i), output_of(i), sum_of(i));
-  }
+  for (int i = 0; i < TileItems<Shape>::kItems; ++i) finish_item(i, items.sum_of(i));
 }
 
 constexpr int kFloatRows = 8;
@@ -640,10 +275,10 @@ constexpr int kFloatRows = 8;
 // Cost:    4 * num_inputs bytes of weights an output and tile of rows; below about 30 rows bound by
 //          memory, above by the reads of x from the first-level cache.
 // Assumes: weights packed by pack_weight.
-// Order:   linear_leaves(): a chain of fma a leaf, then leaves in order, then the bias.
+// Order:   sum_leaves(): a chain of fma a leaf, then leaves in order, then the bias.
 // Source:  -
 template <bool kAligned>
-__global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, LinearPlan plan) {
+__global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, GemmPlan plan) {
   wait_for_previous_kernel();
   constexpr int kQuads = 4;  // loaded together
   int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -653,14 +288,15 @@ __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, 
   int64_t row_tiles = (params.rows + kFloatRows - 1) / kFloatRows;
   int64_t first_row = blockIdx.x % row_tiles * kFloatRows;
   int64_t group = blockIdx.x / row_tiles * slots + slot;
-  bool present = group < linear_groups(params.num_outputs);
+  bool present = group < weight_groups(params.weight.num_outputs);
 
-  int quads = static_cast<int>((params.num_inputs + 3) / 4);
-  int leaf_quads = plan.leaf_stages * static_cast<int>(kLinearStage / 4);
+  int quads = static_cast<int>((params.weight.num_inputs + 3) / 4);
+  int leaf_quads = plan.leaf_stages * static_cast<int>(kWeightStage / 4);
   int first = leaf * leaf_quads;
   int last = present ? min(first + leaf_quads, quads) : first;
-  const auto* weights = static_cast<const uint4*>(params.packed) + group * quads * kWarpSize + lane;
-  int num_inputs = static_cast<int>(params.num_inputs);
+  const auto* weights =
+      static_cast<const uint4*>(params.weight.data) + group * quads * kWarpSize + lane;
+  int num_inputs = static_cast<int>(params.weight.num_inputs);
   const float* rows[kFloatRows];
 #pragma unroll
   for (int r = 0; r < kFloatRows; ++r) {
@@ -694,8 +330,8 @@ __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, 
 #pragma unroll
   for (int r = 0; r < kFloatRows; ++r) leaves[(warp * kFloatRows + r) * kWarpSize + lane] = sums[r];
   __syncthreads();
-  int64_t output = group * kLinearGroup + lane;
-  if (output >= params.num_outputs) return;
+  int64_t output = group * kWeightGroup + lane;
+  if (output >= params.weight.num_outputs) return;
   for (int r = leaf; r < kFloatRows && first_row + r < params.rows; r += plan.leaves) {
     auto sum_of = [&](int place) {
       const float* from = leaves + (slot * plan.leaves * kFloatRows + r) * kWarpSize + place;
@@ -705,7 +341,7 @@ __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, 
       }
       return sum;
     };
-    if (!params.gate_up) {
+    if (!is_gated(params.weight.activation)) {
       finish<float>(params, first_row + r, output, sum_of(lane));
     } else if (lane % 2 == 0) {
       float value = finish_gated<float>(params, output / 2, sum_of(lane), sum_of(lane + 1));

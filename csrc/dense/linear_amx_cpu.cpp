@@ -3,11 +3,11 @@
 
 #include "common/parallel.h"
 #include "dense/linear.h"
-#include "dense/linear_finish_cpu.h"
-#include "dense/tiles_cpu.h"
+#include "gemm/finish_cpu.h"
+#include "gemm/tiles_cpu.h"
 
 namespace specops::avx512_bf16 {
-void linear_cpu(const LinearParams& params);  // float32 has no tiles
+void linear_cpu(const LinearParams& params);  // float32 and int8 have no tiles
 }
 
 namespace specops::SPECOPS_ISA {
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kSteps = 16;    // of two inputs, in a tile
 constexpr int64_t kMaxRows = 32;  // two tiles high
-constexpr int64_t kWords = kSteps * kLinearBlock;
+constexpr int64_t kWords = kSteps * kWeightBlock;
 
 // What is left of the inputs behind the last whole tile, and zeros: of the rows at hand.
 struct Tail {
@@ -23,13 +23,13 @@ struct Tail {
 };
 
 inline void fill_tail(const LinearParams& params, int64_t row, int64_t rows, Tail& tail) {
-  int64_t first = params.num_inputs / (2 * kSteps) * (2 * kSteps);
+  int64_t first = params.weight.num_inputs / (2 * kSteps) * (2 * kSteps);
   std::memset(tail.x, 0, sizeof(tail.x));
   const auto* x = static_cast<const bfloat16*>(params.x) + row * params.x_stride + first;
   for (int64_t r = 0; r < rows; ++r) {
     std::memcpy(tail.x + r * 2 * kSteps,
                 x + r * params.x_stride,
-                static_cast<size_t>(params.num_inputs - first) * sizeof(bfloat16));
+                static_cast<size_t>(params.weight.num_inputs - first) * sizeof(bfloat16));
   }
 }
 
@@ -80,40 +80,40 @@ inline void add_products(const bfloat16* x, int64_t stride, const uint32_t* w, i
 // Threads: none here.
 template <int kHigh, int kBlocks>
 void tile(const LinearParams& params, const Tail& tail, int64_t row, int64_t rows, int64_t block) {
-  int64_t steps = linear_steps(params.num_inputs, params.dtype);
-  int64_t full = params.num_inputs / (2 * kSteps);
+  int64_t steps = (params.weight.num_inputs + 1) / 2;
+  int64_t full = params.weight.num_inputs / (2 * kSteps);
   const auto* x = static_cast<const bfloat16*>(params.x) + row * params.x_stride;
-  const auto* w = static_cast<const uint32_t*>(params.packed) + block * steps * kLinearBlock;
+  const auto* w = static_cast<const uint32_t*>(params.weight.data) + block * steps * kWeightBlock;
   zero_tile<0>();
   zero_tile<1>();
   zero_tile<2>();
   zero_tile<3>();
   for (int64_t t = 0; t < full; ++t) {
     add_products<kHigh, kBlocks>(
-        x + t * 2 * kSteps, params.x_stride * 2, w + t * kWords, steps * kLinearBlock);
+        x + t * 2 * kSteps, params.x_stride * 2, w + t * kWords, steps * kWeightBlock);
   }
   if (full * kSteps < steps) {
     alignas(64) uint32_t rest[kBlocks * kWords] = {};
     for (int b = 0; b < kBlocks; ++b) {
       std::memcpy(rest + b * kWords,
-                  w + (b * steps + full * kSteps) * kLinearBlock,
-                  static_cast<size_t>((steps - full * kSteps) * kLinearBlock) * 4);
+                  w + (b * steps + full * kSteps) * kWeightBlock,
+                  static_cast<size_t>((steps - full * kSteps) * kWeightBlock) * 4);
     }
     add_products<kHigh, kBlocks>(tail.x, kTileRowBytes, rest, kWords);
   }
-  constexpr int64_t kStride = kBlocks * kLinearBlock;
+  constexpr int64_t kStride = kBlocks * kWeightBlock;
   alignas(64) float sums[kHigh * kTileRows * kStride];
   store_tile<0>(sums, kStride * 4);
-  if constexpr (kBlocks > 1) store_tile<1>(sums + kLinearBlock, kStride * 4);
+  if constexpr (kBlocks > 1) store_tile<1>(sums + kWeightBlock, kStride * 4);
   if constexpr (kHigh == 2) {
     store_tile<2>(sums + kTileRows * kStride, kStride * 4);
     if constexpr (kBlocks > 1)
-      store_tile<3>(sums + kTileRows * kStride + kLinearBlock, kStride * 4);
+      store_tile<3>(sums + kTileRows * kStride + kWeightBlock, kStride * 4);
   } else {
-    if constexpr (kBlocks > 2) store_tile<2>(sums + 2 * kLinearBlock, kStride * 4);
-    if constexpr (kBlocks > 3) store_tile<3>(sums + 3 * kLinearBlock, kStride * 4);
+    if constexpr (kBlocks > 2) store_tile<2>(sums + 2 * kWeightBlock, kStride * 4);
+    if constexpr (kBlocks > 3) store_tile<3>(sums + 3 * kWeightBlock, kStride * 4);
   }
-  auto* end = params.gate_up ? finish_gated<bfloat16> : finish<bfloat16>;
+  auto* end = is_gated(params.weight.activation) ? finish_gated<bfloat16> : finish<bfloat16>;
   end(params, row, block, static_cast<int>(rows), kBlocks, sums);
 }
 
@@ -148,7 +148,7 @@ void run_range(const LinearParams& params,
                int64_t row_end,
                int64_t block_begin,
                int64_t block_end) {
-  int64_t block_bytes = max64(1, linear_steps(params.num_inputs, params.dtype) * 64);
+  int64_t block_bytes = max64(1, (params.weight.num_inputs + 1) / 2) * 64;
   int64_t panel = max64(kPanelBytes / block_bytes / 4, 1) * 4;
   Tail tail;
   for (int64_t first = block_begin; first < block_end; first += panel) {
@@ -157,7 +157,7 @@ void run_range(const LinearParams& params,
       int64_t rows = min64(kMaxRows, row_end - row);
       int64_t most = rows > kTileRows ? 2 : 4;
       configure(rows);
-      if (params.num_inputs % (2 * kSteps) != 0) fill_tail(params, row, rows, tail);
+      if (params.weight.num_inputs % (2 * kSteps) != 0) fill_tail(params, row, rows, tail);
       for (int64_t block = first; block < last; block += most) {
         int blocks = static_cast<int>(min64(most, last - block));
         tile_of(params, tail, row, rows, block, blocks);
@@ -169,10 +169,10 @@ void run_range(const LinearParams& params,
 
 // Ranges as in linear_cpu.cpp. A block of gates and that of their ups are never parted.
 void run(const LinearParams& params) {
-  int64_t together = params.gate_up ? 2 : 1;
-  int64_t blocks = linear_packed_blocks(params.num_outputs, params.gate_up);
+  int64_t together = is_gated(params.weight.activation) ? 2 : 1;
+  int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);
   int64_t row_tiles = ceil_div(params.rows, kMaxRows);
-  int64_t bytes = blocks * linear_steps(params.num_inputs, params.dtype) * 64;
+  int64_t bytes = blocks * ((params.weight.num_inputs + 1) / 2) * 64;
   int64_t cost = bytes * row_tiles;  // a tile of rows takes about as long as its weights
   int64_t threads = num_threads();
   constexpr int64_t kInlineCost = 192 << 10;
@@ -194,7 +194,8 @@ void run(const LinearParams& params) {
 }  // namespace
 
 void linear_cpu(const LinearParams& params) {
-  if (params.dtype != DType::kBFloat16) return avx512_bf16::linear_cpu(params);
+  bool has_tiles = params.weight.kind == WeightKind::kPlain && params.dtype == DType::kBFloat16;
+  if (!has_tiles) return avx512_bf16::linear_cpu(params);
   run(params);
 }
 

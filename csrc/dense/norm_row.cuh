@@ -2,7 +2,7 @@
 // One row of an RMSNorm by a block: the kernels that normalise rows give the same bits.
 #pragma once
 
-#include "dense/chunk.cuh"
+#include "common/chunk.cuh"
 
 namespace specops {
 

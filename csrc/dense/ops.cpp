@@ -12,16 +12,14 @@
 
 #include "common/tensor_view.h"
 #include "dense/embedding.h"
+#include "dense/gated_mul.h"
 #include "dense/linear.h"
 #include "dense/mtp_input.h"
 #include "dense/rms_norm.h"
-#include "dense/silu_mul.h"
+#include "gemm/checks.h"
 
 namespace specops {
 namespace {
-
-// Of a weight, and the most outputs: sizes made of them stay far within 64 bits.
-constexpr int64_t kMostInputs = int64_t{1} << 40;
 
 // Lets other Python threads run while an op takes long enough (about 50 us) for it to pay.
 class ReleaseGil {
@@ -34,8 +32,9 @@ class ReleaseGil {
   std::optional<pybind11::gil_scoped_release> release_;
 };
 
-void silu_mul(const TensorView& gate_up, const TensorView& out) {
-  Checker check("silu_mul");
+template <Activation kActivation>
+void gated_mul(const TensorView& gate_up, const TensorView& out) {
+  Checker check(kActivation == Activation::kSilu ? "silu_mul" : "gelu_tanh_mul");
   Dim rows{"rows"}, width{"width"}, two_width{"2 * width"};
   check.tensor("gate_up",
                gate_up,
@@ -46,59 +45,17 @@ void silu_mul(const TensorView& gate_up, const TensorView& out) {
   width.value = two_width / 2;
   check.tensor("out", out, {gate_up.dtype()}, {&rows, &width});
   if (rows == 0 || width == 0) return;
-  SiluMulParams params{
+  GatedMulParams params{
       .gate_up = gate_up.raw(),
       .out = out.raw(),
       .rows = rows,
       .width = width,
       .gate_up_stride = gate_up.stride(0),
       .dtype = out.dtype(),
+      .activation = kActivation,
   };
-  if (check.on_cuda()) return silu_mul_cuda(params, check.stream());
-  silu_mul_cpu(params);
-}
-
-// The shape of a packed weight: [blocks, steps, word], as linear.h describes the layouts.
-struct PackedDims {
-  Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
-};
-
-PackedDims packed_dims(
-    bool on_cuda, DType dtype, int64_t num_outputs, int64_t num_inputs, bool gate_up) {
-  PackedDims dims;
-  if (!on_cuda) {
-    dims.blocks.value = linear_packed_blocks(num_outputs, gate_up);
-    dims.steps.value = linear_steps(num_inputs, dtype);
-    dims.word.value = kLinearBlock * 4 / dtype_bytes(dtype);
-  } else if (dtype == DType::kFloat32) {
-    dims.blocks.value = linear_groups(num_outputs);
-    dims.steps.value = (num_inputs + 3) / 4;
-    dims.word.value = kLinearGroup * 4;
-  } else {
-    dims.blocks.value = linear_groups(num_outputs) * 2;
-    dims.steps.value = linear_leaves(num_inputs).stages * 2;
-    dims.word.value = kLinearGroup / 2 * kLinearStage / 2;
-  }
-  return dims;
-}
-
-// Whether an op on this weight runs CUDA kernels, which have layouts and dtypes of their own.
-bool wants_cuda(const TensorView& weight) {
-  return interprets_cuda() ||
-         (has_cuda() && weight.is_tensor && weight.dl.device.device_type == kDLCUDA);
-}
-
-// A weight, plain or packed.
-void check_weight(Checker& check,
-                  const TensorView& weight,
-                  std::initializer_list<Dim*> dims,
-                  Layout layout = Layout::kContiguous) {
-  if (wants_cuda(weight)) {
-    std::initializer_list<DType> dtypes = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
-    check.tensor("weight", weight, dtypes, dims, layout);
-  } else {
-    check.tensor("weight", weight, {DType::kBFloat16, DType::kFloat32}, dims, layout);
-  }
+  if (check.on_cuda()) return gated_mul_cuda(params, check.stream());
+  gated_mul_cpu(params);
 }
 
 // (blocks, steps, word, leaves, max_split_rows): the shape `packed` must have on a device, of how
@@ -107,37 +64,41 @@ std::array<int64_t, 5> packed_weight_layout(Argument device,
                                             Argument element_bytes,
                                             Argument outputs,
                                             Argument inputs,
-                                            Argument has_gates) {
+                                            Argument activation_given) {
   Checker check("pack_weight");
   bool on_cuda =
       check.text("device", device, "the type of a device") == "cuda" || interprets_cuda();
-  bool is_narrow = check.integer("element_bytes", element_bytes, 1, 16) == 2;
-  DType dtype = is_narrow ? DType::kBFloat16 : DType::kFloat32;
+  int64_t bytes = check.integer("element_bytes", element_bytes, 1, 16);
+  DType dtype = bytes == 1 ? DType::kInt8 : bytes == 2 ? DType::kBFloat16 : DType::kFloat32;
   int64_t num_outputs = check.integer("num_outputs", outputs, 0, kMostInputs);
   int64_t num_inputs = check.integer("num_inputs", inputs, 0, kMostInputs);
-  bool gate_up = check.flag("gate_up", has_gates);
-  PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, gate_up);
+  Activation activation = read_activation(check, "activation", activation_given);
+  PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, activation);
   int64_t leaves = 1, split_rows = 0;
-  if (on_cuda) {
-    leaves = linear_leaves(num_inputs).leaves;
+  if (on_cuda && dtype != DType::kInt8) {
+    leaves = sum_leaves(num_inputs).leaves;
     split_rows = linear_max_split_rows(num_outputs, num_inputs, dtype);
   }
   return {dims.blocks, dims.steps, dims.word, leaves, split_rows};
 }
 
-// Gates and ups are of one number.
-void check_halves(Checker& check, const char* argument, int64_t num_outputs, bool gate_up) {
-  check.that(!gate_up || num_outputs % 2 == 0, argument, "gates and as many ups", num_outputs);
-}
-
-void pack_weight(const TensorView& weight, const TensorView& packed, Argument has_gates) {
+void pack_weight(const TensorView& weight,
+                 const TensorView& scales,
+                 const TensorView& packed,
+                 Argument activation_given) {
   Checker check("pack_weight");
   Dim num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
-  bool gate_up = check.flag("gate_up", has_gates);
-  check_weight(check, weight, {&num_outputs, &num_inputs}, Layout::kRows);
-  check_halves(check, "weight", num_outputs, gate_up);
+  Activation activation = read_activation(check, "activation", activation_given);
+  std::initializer_list<Dim*> shape = {&num_outputs, &num_inputs};
+  if (weight.dtype() == DType::kInt8) {
+    check.tensor("weight", weight, {DType::kInt8}, shape, Layout::kRows);
+  } else {
+    check_real(check, "weight", weight, wants_cuda(weight), shape, Layout::kRows);
+  }
+  check_scales(check, "scales", scales, weight.dtype() == DType::kInt8, num_outputs);
+  check_halves(check, "weight", num_outputs, activation);
   DType dtype = weight.dtype();
-  PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs, gate_up);
+  PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs, activation);
   check.tensor("packed", packed, {dtype}, {&dims.blocks, &dims.steps, &dims.word});
   if (num_outputs == 0 || num_inputs == 0) return;
   if (check.on_cuda()) check.on_16_bytes("packed", packed);
@@ -148,7 +109,7 @@ void pack_weight(const TensorView& weight, const TensorView& packed, Argument ha
       .num_inputs = num_inputs,
       .weight_stride = weight.stride(0),
       .dtype = dtype,
-      .gate_up = gate_up,
+      .activation = activation,
   };
   if (check.on_cuda()) return pack_weight_cuda(params, check.stream());
   ReleaseGil release(num_outputs * num_inputs > (256 << 10));
@@ -198,27 +159,24 @@ LinearKernel kernel_for(Checker& check, int64_t rows) {
 }
 
 void linear(const TensorView& x,
-            const TensorView& packed,
-            Argument packed_outputs,
-            Argument packed_inputs,
-            Argument has_gates,
+            Argument packed_weight,
             const TensorView& bias,
             const TensorView& out,
             const TensorView& workspace) {
   Checker check("linear");
   Dim rows{"rows"}, num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
   Dim width{"num_outputs / 2"}, workspace_size{"floats"};
-  num_outputs.value = check.integer("weight.num_outputs", packed_outputs, 0, kMostInputs);
-  num_inputs.value = check.integer("weight.num_inputs", packed_inputs, 0, kMostInputs);
-  bool gate_up = check.flag("weight.gate_up", has_gates);
+  PackedWeightArgument packed = check_packed_weight(check, packed_weight, num_outputs, num_inputs);
+  bool is_plain = packed.params.kind == WeightKind::kPlain;
   width.value = num_outputs / 2;
-  check_halves(check, "num_outputs", num_outputs, gate_up);
-  DType dtype = packed.dtype();
-  PackedDims dims = packed_dims(wants_cuda(packed), dtype, num_outputs, num_inputs, gate_up);
-  check_weight(check, packed, {&dims.blocks, &dims.steps, &dims.word});
-  check.tensor("x", x, {dtype}, {&rows, &num_inputs}, Layout::kRows);
+  if (is_plain) {
+    check.tensor("x", x, {packed.dtype}, {&rows, &num_inputs}, Layout::kRows);
+  } else {
+    check_real(check, "x", x, check.on_cuda(), {&rows, &num_inputs}, Layout::kRows);
+  }
+  DType dtype = x.dtype();
   check.optional("bias", bias, {dtype}, {&num_outputs});
-  if (gate_up) {
+  if (is_gated(packed.params.activation)) {
     check.tensor("out", out, {dtype}, {&rows, &width});
   } else if (dtype == DType::kFloat32) {
     check.tensor("out", out, {DType::kFloat32}, {&rows, &num_outputs});
@@ -227,33 +185,28 @@ void linear(const TensorView& x,
   }
   check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
   if (rows == 0 || num_outputs == 0) return;
-  if (check.on_cuda()) {
-    check.on_16_bytes("weight", packed);
-    if (workspace.defined()) check.on_16_bytes("workspace", workspace);
-  }
-  LinearParams params{
+  if (check.on_cuda() && workspace.defined()) check.on_16_bytes("workspace", workspace);
+  GemmParams gemm{
       .x = x.raw(),
-      .packed = packed.raw(),
+      .weight = packed.params,
       .bias = bias.defined() ? bias.raw() : nullptr,
       .out = out.raw(),
       .rows = rows,
-      .num_outputs = num_outputs,
-      .num_inputs = num_inputs,
       .x_stride = x.stride(0),
       .dtype = dtype,
       .out_dtype = out.dtype(),
-      .gate_up = gate_up,
-      .workspace = workspace.data<float>(),
-      .workspace_size = workspace.defined() ? workspace_size.value : 0,
-      .kernel = LinearKernel::kByShape,
-      .error = check.error_flag(),
   };
+  LinearParams params{gemm,
+                      workspace.data<float>(),
+                      workspace.defined() ? workspace_size.value : 0,
+                      LinearKernel::kByShape,
+                      check.error_flag()};
   if (check.on_cuda()) {
-    if (dtype != DType::kFloat32) params.kernel = kernel_for(check, rows);
+    if (is_plain && dtype != DType::kFloat32) params.kernel = kernel_for(check, rows);
     return linear_cuda(params, check.stream());
   }
   // About 1.5 MB of weights are read, or passed over by eight rows, in 50 us.
-  ReleaseGil release(dims.blocks * dims.steps * 64 * ((rows + 7) / 8) > (1536 << 10));
+  ReleaseGil release(packed.bytes * ((rows + 7) / 8) > (1536 << 10));
   linear_cpu(params);
 }
 
@@ -402,7 +355,8 @@ void mtp_input(const TensorView& row_to_request,
 }  // namespace
 
 void register_dense(pybind11::module_& m) {
-  m.def("silu_mul", &silu_mul);
+  m.def("silu_mul", &gated_mul<Activation::kSilu>);
+  m.def("gelu_tanh_mul", &gated_mul<Activation::kGeluTanh>);
   m.def("packed_weight_layout", &packed_weight_layout);
   m.def("pack_weight", &pack_weight);
   m.def("linear_kernels", &linear_kernels);

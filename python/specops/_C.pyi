@@ -6,6 +6,7 @@ from os import PathLike
 
 from torch import Tensor
 
+from specops.dense import PackedWeight
 from specops.suffix_tree import SuffixDraft, TokenIds
 
 Written = Tensor  # an argument that the op writes
@@ -228,18 +229,18 @@ def copy_kv(
 
 # dense
 def silu_mul(gate_up: Tensor, out: Written) -> None: ...
+def gelu_tanh_mul(gate_up: Tensor, out: Written) -> None: ...
 def packed_weight_layout(
-    device: str, element_bytes: int, num_outputs: int, num_inputs: int, gate_up: bool
+    device: str, element_bytes: int, num_outputs: int, num_inputs: int, activation: str | None
 ) -> list[int]: ...
-def pack_weight(weight: Tensor, packed: Written, gate_up: bool) -> None: ...
+def pack_weight(
+    weight: Tensor, scales: Tensor | None, packed: Written, activation: str | None
+) -> None: ...
 def linear_kernels(rows: Size) -> list[str]: ...
 def set_linear_kernel(kernel: str | None) -> None: ...
 def linear(
     x: Tensor,
-    packed: Tensor,
-    packed_outputs: Size,
-    packed_inputs: Size,
-    gate_up: bool,
+    weight: PackedWeight,
     bias: Tensor | None,
     out: Written,
     workspace: Written | None,

@@ -5,7 +5,7 @@ Every output row is computed with a reduction order that depends on the shape of
 row has the same bits alone, in a batch, or in the middle of a prefill chunk.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,45 +17,100 @@ from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
 _MAX_STREAMED_ROWS = 16
 # The head of a workspace: of how many leaves of a tile's sums are there.
 _WORKSPACE_COUNTERS = 128
+# Numbers of a weight that are rounded at once, in float32.
+_QUANTIZED_AT_ONCE = 1 << 22
 
 
-@dataclass(frozen=True, eq=False)
-class PackedWeight:
-    """A weight in the layout `linear` reads; made by `pack_weight`, opaque to everyone else.
+class PackedWeight(NamedTuple):
+    """A weight in the layout `linear` reads; made by `pack_weight` or `quantize_weight`.
 
     Attributes:
+        kind: "plain", the weight's own numbers, or "int8", codes and a scale for each output.
         data: the packed numbers; their layout is `linear`'s own and may change.
+        scales: [num_outputs], float32, of kind "int8"; None of a plain weight.
         num_outputs: rows of the original weight.
         num_inputs: columns of the original weight.
-        dtype: dtype of the original weight, and of the `x` it is multiplied with.
+        activation: if any, its outputs are gates, then as many ups, of which `linear` makes
+            `activation(gate) * up`.
         num_leaves: of how many chains of additions a sum is made; 1 on cpu, up to 4 on CUDA.
         max_split_rows: up to how many rows `linear` gains from a workspace; 0 on cpu.
-        gate_up: whether its outputs are gates, then as many ups, of which `linear` makes
-            `silu(gate) * up`.
     """
 
+    kind: str
     data: Tensor
+    scales: Tensor | None
     num_outputs: int
     num_inputs: int
-    dtype: torch.dtype
+    activation: str | None = None
     num_leaves: int = 1
     max_split_rows: int = 0
-    gate_up: bool = False
 
 
-def pack_weight(weight: Tensor, *, gate_up: bool = False) -> PackedWeight:
+def quantize_weight(
+    weight: Tensor, *, kind: str = "int8", activation: str | None = None
+) -> PackedWeight:
+    """Rounds a weight to 8-bit codes with a scale for each output, packed for `linear`.
+
+    The codes and scales are FastDeploy's WINT8, as its GPU path makes them, and those of
+    `reference.quantize_weight`: with peak the largest magnitude of an output's weights,
+
+        code  = round(weight / peak * 127), ties away from zero
+        scale = peak / 127, rounded to the dtype of `weight`
+
+    Args:
+        weight: [num_outputs, num_inputs], float32, bfloat16 or float16. Rows may be strided.
+        kind: "int8".
+        activation: as in `pack_weight`.
+
+    Returns:
+        The packed codes: a byte a number, num_outputs and num_inputs rounded up as in
+        `pack_weight`, and 4 bytes an output. `weight` may be freed.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+
+    Note:
+        An output whose weights are all zero has codes and scale 0; one with an infinity or a NaN
+        has scale NaN, and `linear` makes NaN of it. Takes memory for a few rows in float32.
+    """
+    if kind != "int8":
+        raise ValueError(f"quantize_weight: kind must be 'int8', got {describe(kind)}")
+    _check_matrix("quantize_weight", weight)
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            "quantize_weight: weight must be float32, bfloat16 or float16, got " + describe(weight)
+        )
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    rows = max(1, _QUANTIZED_AT_ONCE // max(1, weight.shape[1]))
+    for first in range(0, len(weight), rows):
+        part = weight.detach()[first : first + rows].float()
+        peak = part.abs().amax(1) if part.shape[1] else part.new_zeros(len(part))
+        scales[first : first + rows] = (peak / 127).to(weight.dtype)
+        scaled = (part / peak[:, None] * 127).nan_to_num_(0)  # 0 / 0, and where no number is right
+        whole = scaled.abs().floor()
+        whole += scaled.abs() - whole >= 0.5
+        codes[first : first + rows] = whole.copysign_(scaled)
+    scales.masked_fill_(scales.isinf(), torch.nan)
+    return pack_weight(codes, scales=scales, activation=activation)
+
+
+def pack_weight(
+    weight: Tensor, *, scales: Tensor | None = None, activation: str | None = None
+) -> PackedWeight:
     """Copies a weight into the layout `linear` reads.
 
     Args:
-        weight: [num_outputs, num_inputs], bfloat16 or float32; on CUDA also float16. Rows may be
-            strided.
-        gate_up: whether the first half of its rows makes gates and the other half ups. `linear`
-            then returns `silu(gate) * up`, half as wide.
+        weight: [num_outputs, num_inputs], bfloat16 or float32, on CUDA also float16; or codes in
+            int8, of which each stands for code * scale. Rows may be strided.
+        scales: [num_outputs], float32: of codes, and of nothing else. They are kept, not copied.
+        activation: of a weight whose first half of rows makes gates and the other half ups: "silu"
+            or "gelu_tanh". `linear` then returns `activation(gate) * up`, half as wide.
 
     Returns:
-        The packed copy. It takes the bytes of `weight`, with num_outputs (of gate_up: each half of
-        it) rounded up to 16 and, for bfloat16, num_inputs to 2; on CUDA to 32 and 64. `weight` may
-        be freed.
+        The packed copy. It takes the bytes of `weight`, with num_outputs (with an activation: each
+        half of it) rounded up to 16 and, for bfloat16, num_inputs to 2; on CUDA to 32 and 64.
+        Codes: num_inputs to 2, on CUDA 16. `weight` may be freed.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above.
@@ -63,19 +118,21 @@ def pack_weight(weight: Tensor, *, gate_up: bool = False) -> PackedWeight:
     Note:
         A permutation: no number changes.
     """
-    if not isinstance(weight, Tensor) or weight.is_nested or weight.dim() != 2:
-        raise ValueError(
-            f"pack_weight: weight must be [num_outputs, num_inputs], got {describe(weight)}"
-        )
+    _check_matrix("pack_weight", weight)
     num_outputs, num_inputs = weight.shape
+    kind = "int8" if weight.dtype == torch.int8 else "plain"
     *shape, num_leaves, max_split_rows = _C.packed_weight_layout(
-        weight.device.type, weight.element_size(), num_outputs, num_inputs, gate_up
+        weight.device.type, weight.element_size(), num_outputs, num_inputs, activation
     )
     data = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-    _C.pack_weight(weight, data, gate_up)
-    return PackedWeight(
-        data, num_outputs, num_inputs, weight.dtype, num_leaves, max_split_rows, gate_up
-    )
+    _C.pack_weight(weight, scales, data, activation)
+    sizes = (num_outputs, num_inputs)
+    return PackedWeight(kind, data, scales, *sizes, activation, num_leaves, max_split_rows)
+
+
+def _check_matrix(op: str, weight: Tensor) -> None:
+    if not isinstance(weight, Tensor) or weight.is_nested or weight.dim() != 2:
+        raise ValueError(f"{op}: weight must be [num_outputs, num_inputs], got {describe(weight)}")
 
 
 def linear(
@@ -90,15 +147,28 @@ def linear(
     """Multiplies rows with a packed weight: `x @ weight.T + bias`.
 
     Same as `reference.linear` on the weight before packing: products summed in fp32, bias added
-    last, rounded once. A weight packed with `gate_up` makes `silu_mul` of that, to the same bits
-    as the op `silu_mul` after it.
+    last, rounded once. A weight packed with an activation makes `silu_mul` or `gelu_tanh_mul` of
+    that, to the same bits as that op after it.
+
+    With int8 codes, the same as `reference.int8_linear`, bit for bit, on every device and
+    instruction set. A group is 128 inputs of a row, from a multiple of 128 on:
+
+        step     = 2 ** (floor(log2(largest magnitude of the group)) - 14)
+        integers = x / step, rounded to 16 bits, ties to even
+        total    = total + float32(sum(integers * codes)) * step       over the groups in order
+        out      = total * scale + bias                        each operation rounded to float32
+
+    So an input is off by at most 2 ** -15 of the largest of its group, and not at all if it is a
+    bfloat16 of at least 1/128 of that (float16: 1/16); the rest is one rounding a group. Magnitudes
+    below 2 ** -126 count as zeros. A row with an infinity or a NaN becomes NaN, no other row does.
 
     Args:
-        x: [rows, num_inputs], dtype of the weight. Rows may be strided.
-        weight: [num_outputs, num_inputs], packed by `pack_weight`.
-        bias: [num_outputs], dtype of the weight; or None.
-        out: [rows, num_outputs], dtype of the weight, or float32; of gate_up: [rows, num_outputs /
-            2], dtype of the weight. Allocated when absent.
+        x: [rows, num_inputs], dtype of the weight; with int8 codes bfloat16 or float32, on CUDA
+            also float16. Rows may be strided.
+        weight: [num_outputs, num_inputs], packed by `pack_weight` or `quantize_weight`.
+        bias: [num_outputs], dtype of `x`; or None.
+        out: [rows, num_outputs], dtype of `x`, or float32; with an activation: [rows,
+            num_outputs / 2], dtype of `x`. Allocated when absent.
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
         workspace: [floats], float32, for partial sums when a CUDA device would be left idle by few
             rows and outputs; see `linear_workspace_size`. Allocated when absent; a short one means
@@ -119,9 +189,9 @@ def linear(
     """
     check_kind("linear", "weight", weight, PackedWeight, " of pack_weight")
     if out_dtype is not None:
-        _check_out_dtype(out_dtype, weight, out)
+        _check_out_dtype(out_dtype, x, weight, out)
     if out is None:
-        width = weight.num_outputs // 2 if weight.gate_up else weight.num_outputs
+        width = weight.num_outputs // 2 if weight.activation else weight.num_outputs
         # The op refuses sizes below 0.
         out = empty(lambda: ((x.shape[0], max(width, 0)), out_dtype, x))
     if workspace is None and weight.max_split_rows > 0:
@@ -129,24 +199,18 @@ def linear(
         if floats:
             workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
             workspace[:_WORKSPACE_COUNTERS] = 0
-    _C.linear(
-        x,
-        weight.data,
-        weight.num_outputs,
-        weight.num_inputs,
-        weight.gate_up,
-        bias,
-        out,
-        workspace,
-    )
+    _C.linear(x, weight, bias, out, workspace)
     return out
 
 
-def _check_out_dtype(out_dtype: torch.dtype, weight: PackedWeight, out: Tensor | None) -> None:
+def _check_out_dtype(
+    out_dtype: torch.dtype, x: Tensor, weight: PackedWeight, out: Tensor | None
+) -> None:
     if isinstance(out, Tensor):
         allowed = {out.dtype}
     else:
-        allowed = {weight.dtype} if weight.gate_up else {weight.dtype, torch.float32}
+        own = unless_wrong(lambda: x.dtype) or torch.float32
+        allowed = {own} if weight.activation else {own, torch.float32}
     if not isinstance(out_dtype, torch.dtype) or out_dtype not in allowed:
         names = " or ".join(sorted(map(describe, allowed)))
         raise ValueError(f"linear: out_dtype must be {names}, got {describe(out_dtype)}")
@@ -293,6 +357,35 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = empty(lambda: ((gate_up.shape[0], gate_up.shape[-1] // 2), None, gate_up))
     _C.silu_mul(gate_up, out)
+    return out
+
+
+def gelu_tanh_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Applies the gated activation `gelu(gate) * up`, gelu in its form with tanh.
+
+        gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))
+
+    Same as `reference.gelu_tanh_mul`: computed in fp32, rounded once to the dtype of `gate_up`.
+
+    Args:
+        gate_up: [rows, 2 * width], float32, bfloat16 or float16. Each row holds gate, then up; rows
+            may be strided.
+        out: [rows, width], dtype of `gate_up`. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+
+    Note:
+        Deterministic; elementwise.
+
+    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; gated: Shazeer 2020. Gemma's.
+    """
+    if out is None:
+        out = empty(lambda: ((gate_up.shape[0], gate_up.shape[-1] // 2), None, gate_up))
+    _C.gelu_tanh_mul(gate_up, out)
     return out
 
 

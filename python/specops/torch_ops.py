@@ -18,12 +18,30 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from specops import _C
+from specops.dense import PackedWeight
 
 # Kinds of _C.pyi in the words of schemas. A parameter that may be one number for all rows is a
 # tensor in a graph, of that dtype.
-_TYPES = {"Tensor": "Tensor", "Size": "SymInt", "int": "int", "bool": "bool", "float": "float"}
+_TYPES = {
+    "Tensor": "Tensor",
+    "Size": "SymInt",
+    "int": "int",
+    "bool": "bool",
+    "float": "float",
+    "str": "str",
+}
 _NUMBERS = {"Tensor | float | None": torch.float32, "Tensor | int | None": torch.int32}
 _PROCESSORS = "tuple[Tensor | None, ...]"
+# What of a PackedWeight crosses into the ops. Schemas have no such type: there each field is an
+# argument of its own, `weight_kind` and so on, and is put back into a PackedWeight on the way.
+_WEIGHT_FIELDS = {
+    "kind": "str",
+    "data": "Tensor",
+    "scales": "Tensor | None",
+    "num_outputs": "Size",
+    "num_inputs": "Size",
+    "activation": "str | None",
+}
 
 
 def _ops() -> Iterator[tuple[str, dict[str, str]]]:
@@ -41,7 +59,7 @@ def _ops() -> Iterator[tuple[str, dict[str, str]]]:
 def _schema(name: str, kinds: dict[str, str], *, per_request: bool = False) -> str:
     """Every output and workspace is the caller's, so nothing is returned."""
     arguments = []
-    for argument, kind in kinds.items():
+    for argument, kind in _apart(kinds).items():
         if kind in _NUMBERS:
             kind = "Tensor | None"
         if kind == _PROCESSORS:
@@ -80,6 +98,30 @@ def _fake_of(op: str, kinds: dict[str, str]) -> Callable[..., None]:
     return fake
 
 
+def _apart(kinds: dict[str, str]) -> dict[str, str]:
+    """The kinds of an op's arguments with the fields of a PackedWeight in its place."""
+    apart = {}
+    for argument, kind in kinds.items():
+        is_weight = kind == PackedWeight.__name__
+        fields = {f"{argument}_{name}": of for name, of in _WEIGHT_FIELDS.items()}
+        apart.update(fields if is_weight else {argument: kind})
+    return apart
+
+
+def _kernel(name: str, kinds: dict[str, str]) -> Callable[..., None]:
+    """The compiled module's function, as the schema has its arguments."""
+    function = getattr(_C, name)
+    if PackedWeight.__name__ not in kinds.values():
+        return function  # type: ignore[no-any-return]
+    place, fields = list(kinds.values()).index(PackedWeight.__name__), len(_WEIGHT_FIELDS)
+
+    def kernel(*args: Any) -> None:
+        weight = PackedWeight(*args[place : place + fields])
+        function(*args[:place], weight, *args[place + fields :])
+
+    return kernel
+
+
 def _register(schema: str, kinds: dict[str, str]) -> OpOverload:
     """Defines one op and hands it the compiled module's function on both devices."""
     overload = schema.partition("(")[0]
@@ -87,8 +129,8 @@ def _register(schema: str, kinds: dict[str, str]) -> OpOverload:
     # Strides as the caller made them: the ops refuse others rather than copy.
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(overload, getattr(_C, name), key)
-    torch.library.register_fake(f"specops::{overload}", _fake_of(name, kinds), lib=_LIBRARY)
+        _LIBRARY.impl(overload, _kernel(name, kinds), key)
+    torch.library.register_fake(f"specops::{overload}", _fake_of(name, _apart(kinds)), lib=_LIBRARY)
     return getattr(getattr(torch.ops.specops, name), kind or "default")  # type: ignore[no-any-return]
 
 
@@ -103,6 +145,7 @@ def _trace_as_op(function: Callable[..., None], op: OpOverload, kinds: dict[str,
         names.index(name): _NUMBERS[kinds[name]] for name in names if kinds[name] in _NUMBERS
     }
     requests = [names.index(name) for name in ("positions", "output_indptr") if name in names]
+    weight = next((i for i, kind in enumerate(kinds.values()) if kind == "PackedWeight"), None)
 
     @_trace_as(function)
     def call(*args: Any) -> None:
@@ -116,6 +159,8 @@ def _trace_as_op(function: Callable[..., None], op: OpOverload, kinds: dict[str,
                 if isinstance(given[place], int | float):
                     given[place] = torch.full((count,), given[place], dtype=dtype, device=device)
             args = tuple(given)
+        if weight is not None:
+            args = (*args[:weight], *args[weight][: len(_WEIGHT_FIELDS)], *args[weight + 1 :])
         op(*args)
 
 

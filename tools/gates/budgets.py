@@ -157,10 +157,11 @@ BUDGETS: tuple[Budget, ...] = (
         launched_on=("90a", "100a"),
         elsewhere="its launcher asks the device and takes tiles of 128 outputs",
     ),
+    Budget("linear_int8_kernel<*", 96, threads=128, smem_bytes=13 << 10, blocks_per_sm=5),
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("mtp_input_kernel<*", registers=64, threads=1024, smem_bytes=128),
-    Budget("silu_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
+    Budget("gated_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
     # sampling
     Budget("commit_kernel<*", registers=128),
     # 256 threads a block where rows are many, two such blocks to an SM. Under processors

@@ -20,7 +20,7 @@ class Rule:
 RULES = (
     Rule(
         r"\basm\b|__asm",
-        ("common/ptx.cuh", "simt/*", "common/pool.h", "dense/tiles_cpu.h"),
+        ("common/ptx.cuh", "simt/*", "common/pool.h", "gemm/*_cpu.h"),
         "inline assembly of device code lives in common/ptx.cuh",
     ),
     Rule(r"<<<", (), "kernels are started by launch() of common/launch.cuh"),

@@ -27,6 +27,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "int8", "fp8_e4m3"),
         help="of keys and values: 8 bits take half the memory (default: the model's)",
     )
+    add(
+        "--quantization",
+        choices=("none", "wint8"),
+        help="of projections, as they are loaded: 8 bits a number (default: none)",
+    )
     add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
 
 

@@ -23,6 +23,7 @@ _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "page_size": (16, 32, 64),
+    "quantization": ("none", "wint8"),
 }
 
 
@@ -46,6 +47,10 @@ class EngineConfig:
         kv_cache_dtype: what keys and values are kept in: "auto" (the model's dtype), or 8 bits an
             element and a scale per token and head, "int8" or "fp8_e4m3", which need half the memory
             and are a little off. Speculation still changes no bit.
+        quantization: of the layers' projections, made as they are loaded: "none"; or "wint8",
+            FastDeploy's: 8 bits a number and a scale for each output. They need half the memory of
+            bfloat16 and are a little off. Embedding, LM head and norms stay as they are.
+            Speculation still changes no bit.
         device: "auto" (a GPU where this build and this machine can use one, else the CPU), "cpu",
             "cuda" or "cuda:N".
         enforce_eager: on a GPU, launch every step's kernels one by one rather than replay the
@@ -86,6 +91,7 @@ class EngineConfig:
     served_model_name: str | None = None
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str = "none"
     device: str = "auto"
     enforce_eager: bool = False
     load_format: str = "auto"

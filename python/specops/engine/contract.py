@@ -18,11 +18,11 @@ import torch
 import specops
 from specops.engine.engine import Engine
 from specops.engine.machine import LEAF_TOKENS
-from specops.engine.models.loader import weight_files
+from specops.engine.models.weights import weight_files
 
 # What of an engine's configuration it depends on.
 OPTIONS = (
-    *("model", "device", "dtype", "kv_cache_dtype", "load_format"),
+    *("model", "device", "dtype", "kv_cache_dtype", "quantization", "load_format"),
     *("logprobs_mode", "json_whitespace"),
 )
 
@@ -41,7 +41,8 @@ def contract_of(engine: Engine) -> dict[str, Any]:
     Returns:
         JSON: "specops", the version; "kernels", what was compiled and by what; "torch", the version
         that the RoPE table comes from; "device", the instruction set or the GPU; "model", the
-        digest of its configuration and weights, and the dtypes of weights and of keys and values;
+        digest of its configuration and weights, the dtypes of weights and of keys and values, and
+        how projections are quantized;
         "attention_leaf_tokens", after how many tokens attention rounds; "sampling_leaf_tokens",
         after how many logits sums over the vocabulary round; "logprobs_mode" and
         "json_whitespace", as configured; and "digest", of all that.
@@ -59,6 +60,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
             "kv_cache_dtype": (
                 engine.model_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
             ),
+            "quantization": config.quantization,
         },
         "attention_leaf_tokens": LEAF_TOKENS[kind],
         "sampling_leaf_tokens": _SAMPLING_LEAF_TOKENS[kind],

@@ -136,7 +136,7 @@ class Drafting:
         )
 
     def draft_prob_row(self, slot: int, place: int) -> int:
-        """The row of `draft_probs` for a request that had a place in the last step; -1: none."""
+        """The row of `draft_probs` for a slot that had a place in the last step; -1: none."""
         drafter = next(iter(self._running[slot].draft_stages), None)
         return -1 if drafter is None else self.draft_probs.row(drafter, place)
 

@@ -17,7 +17,6 @@ from specops.engine.drafting import Drafting
 from specops.engine.errors import EngineError, ModelError, QueueFull
 from specops.engine.machine import (
     FREE_ROWS,
-    cascade_bytes_per_token,
     num_pages_of,
     open_device,
     prefix_finder_of,
@@ -60,6 +59,7 @@ class Engine:
             device=self._device.device,
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
+            quantization=config.quantization,
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
@@ -77,7 +77,7 @@ class Engine:
         caching = config.enable_prefix_caching
         self._pool = PagePool(self.num_pages, config.page_size, enable_prefix_caching=caching)
         finder = prefix_finder_of(config, model, self._pool)
-        self._cascade_bytes_per_token = cascade_bytes_per_token(model)
+        self._cascade_bytes_per_token = model.bytes_of_whole_layers()
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=config.max_num_seqs,

@@ -119,14 +119,6 @@ def num_pages_of(
     return pages
 
 
-def cascade_bytes_per_token(model: Transformer) -> int:
-    """Bytes of keys and values that a step does not read again for a token that is shared."""
-    # Layers with a window see no prefix that lies behind it: they are not counted.
-    windows = model.config.sliding_windows
-    num_whole = sum(one is None or one >= model.max_model_len for one in windows)
-    return _layer_bytes(model) * num_whole
-
-
 def prefix_finder_of(
     config: EngineConfig, model: Transformer, pool: PagePool
 ) -> PrefixFinder | None:
@@ -134,15 +126,12 @@ def prefix_finder_of(
     if not config.enable_cascade_attention:
         return None
     kind = model.device.type
+    least_bytes = _LEAST_SAVED_BYTES[kind] * len(model.layers)
     return PrefixFinder(
         pool,
         leaf_tokens=LEAF_TOKENS[kind],
-        least_saved_tokens=-(-_LEAST_SAVED_BYTES[kind] // _layer_bytes(model)),
+        least_saved_tokens=-(-least_bytes // model.kv_bytes_per_token()),
     )
-
-
-def _layer_bytes(model: Transformer) -> int:
-    return model.kv_bytes_per_token() // model.config.num_layers
 
 
 def _gib(num_bytes: int) -> str:

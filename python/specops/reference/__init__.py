@@ -27,7 +27,16 @@ from specops.reference.batching import (
     prepare_draft_batch,
     tree_chains,
 )
-from specops.reference.dense import embedding, linear, mtp_input, rms_norm, silu_mul
+from specops.reference.dense import (
+    embedding,
+    gelu_tanh_mul,
+    int8_linear,
+    linear,
+    mtp_input,
+    quantize_weight,
+    rms_norm,
+    silu_mul,
+)
 from specops.reference.distribution import (
     ACCEPT,
     DRAFT,
@@ -84,6 +93,8 @@ __all__ = [
     "find_shared_prefixes",
     "gather_input_ids",
     "gather_output_rows",
+    "gelu_tanh_mul",
+    "int8_linear",
     "keep_hidden_rows",
     "kept_tokens",
     "linear",
@@ -96,6 +107,7 @@ __all__ = [
     "prepare_batch",
     "prepare_draft_batch",
     "process_logits",
+    "quantize_weight",
     "quantized",
     "rms_norm",
     "rope_append_kv",

@@ -2,6 +2,7 @@
 """The dense layers in plain PyTorch."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -9,7 +10,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` in fp32 (fp64 for fp64 input), rounded once."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up`, gelu by tanh, in fp32 (fp64 for fp64 input), rounded once."""
+    wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+    gate, up = wide.chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+GATED = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
 def linear(
@@ -18,18 +29,69 @@ def linear(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     *,
-    gate_up: bool = False,
+    activation: str | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` in fp32 (fp64 for fp64 input), rounded once to out_dtype.
 
-    gate_up: then `silu_mul` of that.
+    activation: then `silu_mul` or `gelu_tanh_mul` of that.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.to(wide) @ weight.to(wide).T
     if bias is not None:
         out = out + bias.to(wide)
     out = out.to(out_dtype or x.dtype)
-    return silu_mul(out) if gate_up else out
+    return GATED[activation](out) if activation else out
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (codes in int8, scales in float32): FastDeploy's WINT8, one scale for each output."""
+    wide = weight.float()
+    peak = wide.abs().amax(1, keepdim=True)
+    scaled = torch.where(peak > 0, wide / peak, 0) * 127
+    nearest = scaled.double().abs().add(0.5).floor() * scaled.sign()  # in float64 0.5 is exact
+    return nearest.to(torch.int8), (peak / 127).to(weight.dtype).float()[:, 0]
+
+
+def _in_groups(rows: Tensor) -> Tensor:
+    """[rows, inputs] as [rows, groups, 128], zeros behind the last input."""
+    padded = F.pad(rows, (0, -rows.shape[1] % 128))
+    return padded.reshape(len(rows), padded.shape[1] // 128, 128)
+
+
+def integer_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (integers of 16 bits in float64 [rows, groups, 128], the step of each group).
+
+    A group's step is the power of two by which its largest magnitude lies in [2^14, 2^15).
+    """
+    groups = _in_groups(x.float())
+    peak = groups.abs().amax(2, keepdim=True)
+    _, exponent = torch.frexp(peak.clamp(2.0**-111))  # peak = mantissa in [0.5, 1) * 2^exponent
+    step = torch.ldexp(torch.ones_like(peak), exponent - 15)
+    step = torch.where(peak.isfinite(), step, torch.nan)
+    return (groups.double() / step).round().clamp(-32768, 32767), step
+
+
+def int8_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    activation: str | None = None,
+) -> Tensor:
+    """`linear` of 8-bit codes, bit for bit: exact sums of 128 inputs, then one chain of these."""
+    integers, step = integer_rows(x)
+    wide = _in_groups(codes.double())
+    total = torch.zeros(len(x), len(codes), device=x.device)
+    for group in range(integers.shape[1]):
+        exact = integers[:, group] @ wide[:, group].T  # below 2^29, so float64 has it whole
+        total = total + exact.float() * step[:, group]
+    out = total * scales
+    if bias is not None:
+        out = out + bias.float()
+    out = out.to(out_dtype or x.dtype)
+    return GATED[activation](out) if activation else out
 
 
 def rms_norm(

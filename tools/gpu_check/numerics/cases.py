@@ -110,7 +110,19 @@ def linear(generator: torch.Generator, move: Move) -> Call:
     dtype = _dtype(generator)
     x = move(_randn(generator, rows, inputs, dtype=dtype))
     weight = move(_randn(generator, outputs, inputs, dtype=dtype))
-    packed = dense.pack_weight(weight, gate_up=_one_of(generator, 0, 1) == 1)
+    activation = (None, "silu", "gelu_tanh")[_number(generator, 0, 2)]
+    packed = dense.pack_weight(weight, activation=activation)
+    return lambda: [dense.linear(x, packed)]
+
+
+def int8_linear(generator: torch.Generator, move: Move) -> Call:
+    """Codes: sums of integers, which round nowhere in another way."""
+    rows, inputs = _number(generator, 1, 20), _number(generator, 1, 700)
+    outputs, dtype = _number(generator, 1, 200), _dtype(generator)
+    x = move(_randn(generator, rows, inputs, dtype=dtype))
+    codes = move(torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8))
+    scales = move(torch.rand(outputs, generator=generator) / 100)
+    packed = dense.pack_weight(codes, scales=scales)
     return lambda: [dense.linear(x, packed)]
 
 
@@ -123,10 +135,10 @@ def rms_norm(generator: torch.Generator, move: Move) -> Call:
 
 
 def silu_mul(generator: torch.Generator, move: Move) -> Call:
-    """Gate and up."""
+    """Gate and up, under both activations."""
     rows, width, dtype = _number(generator, 1, 9), 8 * _number(generator, 1, 200), _dtype(generator)
     x = move(_randn(generator, rows, 2 * width, dtype=dtype) * 4)
-    return lambda: [dense.silu_mul(x)]
+    return lambda: [dense.silu_mul(x), dense.gelu_tanh_mul(x)]
 
 
 def rope_append_kv(generator: torch.Generator, move: Move) -> Call:
@@ -330,6 +342,7 @@ OPS: dict[str, Op] = {
     "prepare_batch": Op(prepare_batch),
     "ngram_propose": Op(ngram_propose),
     "linear": Op(linear, APPROXIMATE),
+    "linear int8": Op(int8_linear),
     "rms_norm": Op(rms_norm, APPROXIMATE),
     "silu_mul": Op(silu_mul, APPROXIMATE),
     "rope_append_kv": Op(rope_append_kv, APPROXIMATE),

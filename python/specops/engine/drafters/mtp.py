@@ -109,7 +109,7 @@ class MtpHead:
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
         """Returns the floats that attention takes: the modules' layers are like the target's."""
-        return self._target.workspace_size(rows, batch, pages, self.cache)
+        return self.modules.workspace_size(rows, batch, pages, self.cache)
 
     def sums_size(self, rows: int, outputs: int) -> int:
         """Returns the floats that projections split their sums with."""

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder-only models and MTP modules over the specops ops, and loaders for both."""
 
+from specops.engine.models.batch import LayerBatch, StepBatch
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.families import CONVENTIONS
+from specops.engine.models.families.family import MtpConvention
+from specops.engine.models.kv import KvCache, KvSpec, LayerKv
 from specops.engine.models.loader import load_model
-from specops.engine.models.mtp import (
-    CONVENTIONS,
-    MtpBatch,
-    MtpConvention,
-    MtpModule,
-    MtpModules,
-    MtpOutput,
-    load_mtp,
-)
-from specops.engine.models.transformer import KvCache, LayerBatch, StepBatch, Transformer
+from specops.engine.models.mtp.loader import load_mtp
+from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
+from specops.engine.models.transformer import Transformer
 
 __all__ = [
     "CONVENTIONS",
     "KvCache",
+    "KvSpec",
     "LayerBatch",
+    "LayerKv",
     "ModelConfig",
     "MtpBatch",
     "MtpConvention",

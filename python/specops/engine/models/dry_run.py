@@ -4,7 +4,8 @@
 import torch
 from torch import Tensor
 
-from specops.engine.models.transformer import StepBatch, Transformer
+from specops.engine.models.batch import StepBatch
+from specops.engine.models.transformer import Transformer
 
 _PAGE_SIZE = 16
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What linear's kernels on cpu have in common: how work is parted, and what becomes of finished sums.
+// What kernels on cpu that multiply with weights have in common: how work is parted, and what becomes
+// of finished sums.
 #pragma once
 
-#include "dense/gated_cpu.h"
-#include "dense/linear.h"
+#include "gemm/gated_cpu.h"
+#include "gemm/gemm.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
@@ -20,26 +21,22 @@ inline int64_t part_begin(int64_t size, int64_t count, int64_t index) {
 // Outputs are finished here and below: bias in fp32, then one rounding. `sums` is [rows, blocks, 16];
 // it comes through memory because gcc keeps accumulators passed by value out of registers on AVX2.
 template <typename T, typename Out>
-void finish_as(const LinearParams& params,
-               int64_t row,
-               int64_t block,
-               int rows,
-               int blocks,
-               const float* sums) {
-  int64_t first = block * kLinearBlock;
-  int64_t width = min64(params.num_outputs - first, blocks * kLinearBlock);
-  Out* out = static_cast<Out*>(params.out) + row * params.num_outputs + first;
+void finish_as(
+    const GemmParams& params, int64_t row, int64_t block, int rows, int blocks, const float* sums) {
+  int64_t first = block * kWeightBlock;
+  int64_t width = min64(params.weight.num_outputs - first, blocks * kWeightBlock);
+  Out* out = static_cast<Out*>(params.out) + row * params.weight.num_outputs + first;
   const T* bias = static_cast<const T*>(params.bias);
-  bool is_whole = bias == nullptr && width == blocks * kLinearBlock;
-  for (int r = 0; r < rows; ++r, out += params.num_outputs) {
+  bool is_whole = bias == nullptr && width == blocks * kWeightBlock;
+  for (int r = 0; r < rows; ++r, out += params.weight.num_outputs) {
     if (is_whole) {  // as nearly always; short inputs would notice what the other loop looks at
-      for (int64_t col = 0; col < width; col += kLinearBlock, sums += kLinearBlock) {
+      for (int64_t col = 0; col < width; col += kWeightBlock, sums += kWeightBlock) {
         store(out + col, load(sums));
       }
       continue;
     }
-    for (int64_t col = 0; col < width; col += kLinearBlock, sums += kLinearBlock) {
-      int n = static_cast<int>(min64(width - col, kLinearBlock));
+    for (int64_t col = 0; col < width; col += kWeightBlock, sums += kWeightBlock) {
+      int n = static_cast<int>(min64(width - col, kWeightBlock));
       F32x16 sum = load(sums);
       if (bias != nullptr) sum = add(sum, load_partial(bias + first + col, n));
       store_partial(out + col, sum, n);
@@ -48,12 +45,8 @@ void finish_as(const LinearParams& params,
 }
 
 template <typename T>
-[[gnu::noinline]] void finish(const LinearParams& params,
-                              int64_t row,
-                              int64_t block,
-                              int rows,
-                              int blocks,
-                              const float* sums) {
+[[gnu::noinline]] void finish(
+    const GemmParams& params, int64_t row, int64_t block, int rows, int blocks, const float* sums) {
   bool is_bf16 = params.out_dtype == DType::kBFloat16;
   auto* end = is_bf16 ? finish_as<T, bfloat16> : finish_as<T, float>;
   end(params, row, block, rows, blocks, sums);
@@ -62,19 +55,15 @@ template <typename T>
 // The same of gates and ups. Blocks come in order, a block of gates before that of their ups: gates
 // whose ups another tile has wait in `out`, rounded as they are anyway.
 template <typename T>
-[[gnu::noinline]] void finish_gated(const LinearParams& params,
-                                    int64_t row,
-                                    int64_t block,
-                                    int rows,
-                                    int blocks,
-                                    const float* sums) {
-  int64_t width = params.num_outputs / 2;
+[[gnu::noinline]] void finish_gated(
+    const GemmParams& params, int64_t row, int64_t block, int rows, int blocks, const float* sums) {
+  int64_t width = params.weight.num_outputs / 2;
   for (int r = 0; r < rows; ++r) {
     F32x16 gate = zero();
-    for (int b = 0; b < blocks; ++b, sums += kLinearBlock) {
-      int64_t first = (block + b) / 2 * kLinearBlock;
+    for (int b = 0; b < blocks; ++b, sums += kWeightBlock) {
+      int64_t first = (block + b) / 2 * kWeightBlock;
       bool is_up = (block + b) % 2 != 0;
-      int n = static_cast<int>(min64(width - first, kLinearBlock));
+      int n = static_cast<int>(min64(width - first, kWeightBlock));
       F32x16 sum = load(sums);
       if (params.bias != nullptr) {
         const T* bias = static_cast<const T*>(params.bias) + (is_up ? width : 0);
@@ -84,7 +73,7 @@ template <typename T>
       sum = round_to<T>(sum);
       if (is_up) {
         if (b == 0) gate = load_partial(out, n);
-        store_partial(out, silu_mul_of(gate, sum), n);
+        store_partial(out, gated_of(params.weight.activation, gate, sum), n);
       } else {
         gate = sum;
         if (b + 1 == blocks) store_partial(out, gate, n);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// silu_mul: the gated activation of a Llama-style MLP.
+// silu_mul and gelu_tanh_mul: the gated activations of MLPs, Llama's and Gemma's.
 #pragma once
 
 #include <cstdint>
@@ -7,19 +7,21 @@
 #include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/isa.h"
+#include "gemm/gated.h"
 
 namespace specops {
 
-struct SiluMulParams {
+struct GatedMulParams {
   const void* gate_up;  // [rows, 2 * width], each row: gate, then up; rows gate_up_stride apart
   void* out;            // [rows, width], contiguous
   int64_t rows;
   int64_t width;
   int64_t gate_up_stride;  // elements between rows
   DType dtype;             // float32, bfloat16 or float16; of both
+  Activation activation;   // kSilu or kGeluTanh
 };
 
-SPECOPS_DECLARE_CPU(silu_mul_cpu, SiluMulParams);
-SPECOPS_DECLARE_CUDA(silu_mul_cuda, SiluMulParams);
+SPECOPS_DECLARE_CPU(gated_mul_cpu, GatedMulParams);
+SPECOPS_DECLARE_CUDA(gated_mul_cuda, GatedMulParams);
 
 }  // namespace specops

@@ -28,6 +28,8 @@ __device__ inline uint4 load_chunk(const T* p, int n, bool aligned) {
     if (i >= n) continue;
     if constexpr (sizeof(T) == 4) {
       words[i] = __float_as_uint(p[i]);
+    } else if constexpr (sizeof(T) == 1) {
+      words[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(p[i])) << (8 * (i % 4));
     } else {
       words[i / 2] |= static_cast<uint32_t>(p[i].bits) << (16 * (i % 2));
     }

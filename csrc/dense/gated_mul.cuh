@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "dense/chunk.cuh"
-#include "dense/gated.cuh"
-#include "dense/silu_mul.h"
+#include "common/chunk.cuh"
+#include "dense/gated_mul.h"
+#include "gemm/gated.cuh"
 
 namespace specops {
 
-constexpr int kSiluMulThreads = 256;
+constexpr int kGatedMulThreads = 256;
 
-// out = gate / (1 + e^-gate) * up, elementwise in fp32, rounded once.
+// out = activation(gate) * up, elementwise in fp32, rounded once.
 // Grid:    x = rows * pieces of a row (unbounded).
 // Block:   up to 256 threads; a thread owns one chunk of 16 bytes of out.
 // Smem:    none.
 // Cost:    3 elements moved an element of out; memory-bound.
 // Assumes: rows contiguous; rows that are not aligned to 16 bytes go element by element.
 // Order:   elementwise; an element never depends on another.
-// Source:  Shazeer 2020 (GLU variants), Llama.
+// Source:  Shazeer 2020 (GLU variants).
 template <typename T>
-__global__ void __launch_bounds__(kSiluMulThreads)
-    silu_mul_kernel(SiluMulParams params, int pieces, bool aligned) {
+__global__ void __launch_bounds__(kGatedMulThreads)
+    gated_mul_kernel(GatedMulParams params, int pieces, bool aligned) {
   wait_for_previous_kernel();
   int64_t row = blockIdx.x / static_cast<unsigned>(pieces);
   int64_t piece = blockIdx.x % static_cast<unsigned>(pieces);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kSiluMulThreads)
   unpack_chunk<T>(gate, gate_chunk);
   unpack_chunk<T>(up, up_chunk);
 #pragma unroll
-  for (int i = 0; i < kChunk<T>; ++i) up[i] = silu_mul_of(gate[i], up[i]);
+  for (int i = 0; i < kChunk<T>; ++i) up[i] = gated_of(params.activation, gate[i], up[i]);
   store_chunk(
       static_cast<T*>(params.out) + row * params.width + col, pack_chunk<T>(up), n, aligned);
 }

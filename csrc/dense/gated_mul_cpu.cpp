@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/parallel.h"
-#include "dense/gated_cpu.h"
-#include "dense/silu_mul.h"
+#include "dense/gated_mul.h"
+#include "gemm/gated_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// out = gate / (1 + e^-gate) * up, elementwise in fp32, rounded once.
+// out = activation(gate) * up, elementwise in fp32, rounded once.
 // Cost:    3 * rows * width elements moved; memory-bound.
 // Assumes: out contiguous, rows of gate_up contiguous.
 // Order:   elementwise; an element never depends on another.
-// Source:  Shazeer 2020 (GLU variants), Llama.
+// Source:  Shazeer 2020 (GLU variants).
 // Threads: pieces of 64 columns of one row.
 template <typename T>
-void run(const SiluMulParams& params) {
+void run(const GatedMulParams& params) {
   const auto* gate_up = static_cast<const T*>(params.gate_up);
   auto* out = static_cast<T*>(params.out);
   constexpr int64_t kPiece = 64;
@@ -29,7 +29,8 @@ void run(const SiluMulParams& params) {
       T* dst = out + row * params.width;
       for (int64_t col = first; col < last; col += kLanes) {
         int n = static_cast<int>(last - col < kLanes ? last - col : kLanes);
-        F32x16 value = silu_mul_of(load_partial(gate + col, n), load_partial(up + col, n));
+        F32x16 value =
+            gated_of(params.activation, load_partial(gate + col, n), load_partial(up + col, n));
         store_partial(dst + col, value, n);
       }
     }
@@ -38,7 +39,7 @@ void run(const SiluMulParams& params) {
 
 }  // namespace
 
-void silu_mul_cpu(const SiluMulParams& params) {
+void gated_mul_cpu(const GatedMulParams& params) {
   switch (params.dtype) {
     case DType::kBFloat16:
       return run<bfloat16>(params);

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gated activations on CUDA: one function, so that the ops and linear give the same bits.
+#pragma once
+
+#include "common/device.cuh"
+#include "gemm/gated.h"
+
+namespace specops {
+
+// As gated.h says; `activation` is kSilu or kGeluTanh.
+__device__ inline float gated_of(Activation activation, float gate, float up) {
+  float t = gate;
+  if (activation == Activation::kGeluTanh) {
+    float slope = __fmul_rn(kGeluCubic, __fmul_rn(gate, gate));
+    t = __fmul_rn(gate, __fadd_rn(kGeluLinear, slope));
+  }
+  float activated = __fdiv_rn(gate, __fadd_rn(1.0f, expf(-t)));
+  return __fmul_rn(activated, up);
+}
+
+}  // namespace specops

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gated activations on cpu: one function, so that the ops and linear give the same bits.
+#pragma once
+
+#include "common/simd.h"
+#include "gemm/gated.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// As gated.h says; `activation` is kSilu or kGeluTanh.
+inline F32x16 gated_of(Activation activation, F32x16 gate, F32x16 up) {
+  F32x16 t = gate;
+  if (activation == Activation::kGeluTanh) {
+    F32x16 slope = mul(set1(kGeluCubic), mul(gate, gate));
+    t = mul(gate, add(set1(kGeluLinear), slope));
+  }
+  F32x16 activated = div(gate, add(set1(1.0f), exp(sub(zero(), t))));
+  return mul(activated, up);
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of many rows on tensor cores, in four parts: what a block copies, what a warp multiplies, how
+// leaves are folded, and what becomes of the sums.
+#pragma once
+
+#include "common/device.cuh"
+#include "gemm/finish.cuh"
+#include "gemm/fragments.cuh"
+
+namespace specops {
+
+// How a block's tile is cut: 8 warps, or 4 for 64 rows; each has kWarpTiles tiles of 16 outputs and 64
+// rows. With four tiles the sums of a leaf take all registers there are, and what
+// came before waits in shared memory.
+template <int kWarpTilesOf, int kRowsOf>
+struct TileShape {
+  static constexpr int kWarpTiles = kWarpTilesOf;  // of 16 outputs, of a warp
+  static constexpr int kRows = kRowsOf;
+  static constexpr int kTiles = 4 * kWarpTiles;
+  static constexpr int kOutputs = 16 * kTiles;
+  static constexpr int kThreads = 2 * kRows;
+  static constexpr int kSteps = kWarpTiles == 2 ? 2 : 1;  // of a stage
+  static constexpr int kStages = kRows == 128 && kSteps == 2 ? 3 : 4;
+  static constexpr int kWeights = kTiles * kSteps * kStepVectors;  // uint4 of a stage
+  static constexpr int kInputs = kRows * kSteps * 4;               // uint4 of a stage
+  static constexpr bool kKeepTotals = kWarpTiles == 4;             // in shared memory
+  static constexpr bool kSplits = kWarpTiles == 2;  // whether blocks may share a tile by leaves
+  static constexpr int kTotals = kKeepTotals ? kThreads * kWarpTiles * 8 : 0;  // float4
+  static constexpr int kSmemBytes = (kStages * (kWeights + kInputs) + kTotals) * 16;
+};
+
+constexpr int kTileBand = 16;    // tiles of rows
+constexpr int kFoldedItems = 4;  // whose leaves are read at once
+
+__device__ inline uint4* moved(uint4* pointer, int num_bytes) {
+  return reinterpret_cast<uint4*>(reinterpret_cast<char*>(pointer) + num_bytes);
+}
+__device__ inline const uint4* moved(const uint4* pointer, int num_bytes) {
+  return reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(pointer) + num_bytes);
+}
+
+// Where blocks that share a tile leave their sums.
+struct LeafWorkspace {
+  int32_t* counters;  // of each tile, how many are there; zeros before and after
+  float* leaves;      // [leaves, rows, outputs rounded up to 32]
+  ErrorFlag error;
+  ErrorCode fault;  // of a counter that was not zero
+};
+
+// Which tile a block has, and which leaves and stages of its sums.
+template <typename Shape>
+struct TilePlace {
+  int64_t first_row, output_tile;
+  int rows_left;
+  int leaf_stages, first_leaf, last_leaf, first_stage, last_stage;
+
+  __device__ TilePlace(const GemmParams& params, const GemmPlan& plan) {
+    int64_t row_tiles = (params.rows + Shape::kRows - 1) / Shape::kRows;
+    int64_t output_tiles = (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
+    int64_t band = blockIdx.x / (output_tiles * kTileBand);
+    int64_t in_band = blockIdx.x % (output_tiles * kTileBand);
+    int64_t band_rows = min(row_tiles - band * kTileBand, int64_t{kTileBand});
+    first_row = (band * kTileBand + in_band % band_rows) * Shape::kRows;
+    output_tile = in_band / band_rows;
+    rows_left = static_cast<int>(min(params.rows - first_row, int64_t{Shape::kRows}));
+
+    constexpr int kStagesOfPlan = 2 / Shape::kSteps;
+    leaf_stages = plan.leaf_stages * kStagesOfPlan;
+    first_leaf = static_cast<int>(blockIdx.y);
+    last_leaf = plan.split ? first_leaf + 1 : plan.leaves;
+    first_stage = first_leaf * leaf_stages;
+    last_stage = min(last_leaf * leaf_stages, plan.stages * kStagesOfPlan);
+  }
+};
+
+// What a thread copies: vectors of one tile, and one chunk of every kRowsApart-th row. Eight lanes
+// that read chunks of two rows must meet all banks: rows of 64 bytes do that by themselves; of
+// rows of 128 bytes every other one has its halves exchanged. Instead of tiles and rows past the
+// last one, that one is copied: what comes of it is dropped.
+// Stages are copied one after the other to the slots of the ring in turn. Behind the last one zeros
+// are written and nothing is read, so that no turn of the loop differs from another.
+template <typename T, typename Shape, bool kAligned>
+struct TileCopy {
+  static constexpr int kTileVectors = Shape::kSteps * kStepVectors;
+  static constexpr int kTileThreads = Shape::kThreads / Shape::kTiles;
+  static constexpr int kRowChunks = Shape::kSteps * 4;
+  static constexpr int kRowsApart = Shape::kThreads / kRowChunks;
+  static constexpr int kCopiedRows = Shape::kRows / kRowsApart;
+  static constexpr int kStageInputs = Shape::kSteps * 32;
+
+  const uint4* weights;
+  const T* xs[kCopiedRows];
+  uint4 *w_to, *x_to;  // in the first slot
+  int x_chunk, num_inputs, input, end_input, x_end;
+
+  static __device__ int x_place(int row, int chunk) {
+    return row * kRowChunks + (Shape::kSteps == 2 ? chunk ^ (row % 2 * 4) : chunk);
+  }
+
+  __device__ TileCopy(const GemmParams& params,
+                      const GemmPlan& plan,
+                      const TilePlace<Shape>& place,
+                      uint4* smem) {
+    int thread = static_cast<int>(threadIdx.x);
+    int64_t tile = min(place.output_tile * Shape::kTiles + thread / kTileThreads,
+                       weight_groups(params.weight.num_outputs) * 2 - 1);
+    weights = static_cast<const uint4*>(params.weight.data) + tile * plan.stages * kStageVectors +
+              thread % kTileThreads;
+    ptx::forget(weights);
+    w_to = smem + thread / kTileThreads * kTileVectors + thread % kTileThreads;
+    int x_row = thread / kRowChunks;
+    x_chunk = thread % kRowChunks;
+#pragma unroll
+    for (int i = 0; i < kCopiedRows; ++i) {
+      int64_t row = place.first_row + min(x_row + i * kRowsApart, place.rows_left - 1);
+      xs[i] = static_cast<const T*>(params.x) + row * params.x_stride + x_chunk * 8;
+      ptx::forget(xs[i]);
+    }
+    x_to = smem + Shape::kWeights + x_place(x_row, x_chunk);
+    num_inputs = static_cast<int>(params.weight.num_inputs);
+    input = place.first_stage * kStageInputs;
+    end_input = place.last_stage * kStageInputs;
+    x_end = min(end_input, num_inputs) - x_chunk * 8;
+  }
+
+  __device__ void fetch_weights(uint4* put) const {
+#pragma unroll
+    for (int i = 0; i < kTileVectors; i += kTileThreads) {
+      const uint4* from = weights + int64_t{input} * (kStepVectors / 32) + i;
+      ptx::cp_async_16(put + i, from, input < end_input);
+    }
+  }
+
+  // After the stage's weights: it ends the stage.
+  __device__ void fetch_x(uint4* put) {
+#pragma unroll
+    for (int i = 0; i < kCopiedRows; ++i) {
+      uint4* to = put + i * Shape::kThreads;
+      if constexpr (kAligned) {
+        ptx::cp_async_16(to, xs[i] + input, input < x_end);
+      } else {
+        *to = load_inputs(input < x_end ? xs[i] : nullptr, input, num_inputs - x_chunk * 8, false);
+      }
+    }
+    input += kStageInputs;
+    ptx::cp_async_commit();
+  }
+};
+
+// What a warp multiplies, and what a lane holds of it: rows 8 c + 2 t, 2 t + 1 and of each pair of
+// tiles, which are a group, outputs 4 g to 4 g + 3. Fragments of the next step replace those at
+// hand as these have been used: weights of the first half-step, then x, then the other weights.
+// How a fragment of weights is made of what was copied is load_weights()'s alone.
+template <typename T, typename Shape>
+struct TileProducts {
+  static constexpr int kColumns = 8;
+  static constexpr int kSteps = Shape::kSteps;
+  static constexpr int kRing = Shape::kWeights + Shape::kInputs;
+  static constexpr int kSlotBytes = kRing * 16;
+  static constexpr int kWarpTiles = Shape::kWarpTiles;
+  static constexpr int kTileVectors = kSteps * kStepVectors;
+
+  const uint4 *w_from, *x_from[kSteps];  // in the first slot
+  uint4 w[kWarpTiles][2], x[kColumns];
+  float sums[kWarpTiles][kColumns][4] = {};
+  int slot = 0;  // of the stage at hand: where it begins, in bytes
+
+  template <typename Copy>
+  __device__ TileProducts(const Copy& copy, const uint4* smem) {
+    int thread = static_cast<int>(threadIdx.x);
+    int lane = thread % kWarpSize, warp = thread / kWarpSize;
+    w_from = smem + warp % 4 * kWarpTiles * kTileVectors + lane;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      int row = warp / 4 * 64 + lane / 4;
+      x_from[step] = smem + Shape::kWeights + copy.x_place(row, step * 4 + lane % 4);
+    }
+  }
+
+  // Loads the first fragments, once the first stage is there.
+  __device__ void start() {
+    load_weights(0, 0);
+    load_weights(0, 1);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) load_x(0, c);
+  }
+
+  __device__ void load_weights(int step, int half) {
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      w[i][half] = *moved(w_from + ((i * kSteps + step) * kStepVectors + half * kWarpSize), slot);
+    }
+  }
+
+  __device__ void load_x(int step, int c) { x[c] = moved(x_from[step], slot)[8 * c * kSteps * 4]; }
+
+  // Adds the products of the stage at hand, while the slot that w_put and x_put are in is filled.
+  template <typename Copy>
+  __device__ void add_stage(Copy& copy, uint4*& w_put, uint4*& x_put) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < kWarpTiles * kColumns; ++i) {
+        int tile_of = i % kWarpTiles, c = i / kWarpTiles;
+        multiply<T, 0>(sums[tile_of][c], w[tile_of][0], x[c]);
+      }
+      int next = (step + 1) % kSteps;
+      if (next == 0) {
+        // The next stage has arrived, and all warps have read this one.
+        ptx::cp_async_wait<Shape::kStages - 2>();
+        __syncthreads();
+        slot = slot == (Shape::kStages - 1) * kSlotBytes ? 0 : slot + kSlotBytes;
+      }
+      load_weights(next, 0);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (c == kColumns / 2 && next == 0) copy.fetch_weights(w_put);
+#pragma unroll
+        for (int i = 0; i < kWarpTiles; ++i) multiply<T, 1>(sums[i][c], w[i][1], x[c]);
+        load_x(next, c);
+      }
+      load_weights(next, 1);
+      if (next == 0) {
+        copy.fetch_x(x_put);
+        w_put = moved(copy.w_to, slot);
+        x_put = moved(copy.x_to, slot);
+      }
+    }
+  }
+};
+
+// The leaves before the one at hand: in registers, or where these are few in shared memory.
+template <typename Shape>
+struct TileTotals {
+  static constexpr int kColumns = 8;
+  static constexpr int kItems = Shape::kWarpTiles * kColumns;
+
+  float totals[Shape::kKeepTotals ? 1 : Shape::kWarpTiles][kColumns][4] = {};
+  float4* kept;  // the thread's own
+
+  __device__ explicit TileTotals(uint4* smem) {
+    constexpr int kRing = Shape::kWeights + Shape::kInputs;
+    kept = reinterpret_cast<float4*>(smem + Shape::kStages * kRing) + threadIdx.x;
+  }
+
+  // What was, plus the leaf; the last leaf leaves it in `sums`.
+  __device__ void fold(float (&sums)[Shape::kWarpTiles][kColumns][4], bool is_first, bool is_last) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      auto& sum = sums[i / kColumns][i % kColumns];
+      float4 total;
+      if constexpr (Shape::kKeepTotals) {
+        if (!is_first) total = kept[i * Shape::kThreads];
+      } else {
+        const auto& t = totals[i / kColumns][i % kColumns];
+        total = make_float4(t[0], t[1], t[2], t[3]);
+      }
+      if (!is_first) {
+        sum[0] = __fadd_rn(total.x, sum[0]);
+        sum[1] = __fadd_rn(total.y, sum[1]);
+        sum[2] = __fadd_rn(total.z, sum[2]);
+        sum[3] = __fadd_rn(total.w, sum[3]);
+      }
+      if (is_last) continue;
+      if constexpr (Shape::kKeepTotals) {
+        kept[i * Shape::kThreads] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (!Shape::kKeepTotals) totals[i / kColumns][i % kColumns][j] = sum[j];
+        sum[j] = 0.0f;
+      }
+    }
+  }
+};
+
+// The sums of a thread as items: four neighbouring outputs of one row.
+template <typename Shape>
+struct TileItems {
+  static constexpr int kColumns = 8;
+  static constexpr int kItems = Shape::kWarpTiles * kColumns;
+
+  const float (&sums)[Shape::kWarpTiles][kColumns][4];
+  int warp_rows, lane;
+  int64_t output;
+
+  __device__ TileItems(const float (&of)[Shape::kWarpTiles][kColumns][4],
+                       const TilePlace<Shape>& place)
+      : sums(of) {
+    int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    warp_rows = warp / 4 * 64;
+    int warp_outputs = warp % 4 * Shape::kWarpTiles * 16;
+    output = place.output_tile * Shape::kOutputs + warp_outputs + lane / 4 * 4;
+  }
+
+  __device__ int row_of(int i) const {
+    return warp_rows + i / 2 % kColumns * 8 + lane % 4 * 2 + i % 2;
+  }
+  __device__ int64_t output_of(int i) const { return output + i / 2 / kColumns * kWeightGroup; }
+  __device__ float4 sum_of(int i) const {
+    int c = i / 2 % kColumns, pair = i / 2 / kColumns;
+    const auto& low = sums[2 * pair][c];
+    const auto& high = sums[2 * pair + 1][c];
+    return make_float4(low[i % 2], low[2 + i % 2], high[i % 2], high[2 + i % 2]);
+  }
+};
+
+// Where blocks share a tile by leaves: each leaves its own in the workspace, and the last block of the
+// tile to arrive adds what all have left, in the order of leaves, and hands each item to `end`.
+template <typename Shape, typename End>
+__device__ inline void meet_leaves(const TileItems<Shape>& items,
+                                   const GemmParams& params,
+                                   const GemmPlan& plan,
+                                   const TilePlace<Shape>& place,
+                                   const LeafWorkspace& workspace,
+                                   const End& end) {
+  constexpr int kItems = TileItems<Shape>::kItems;
+  int64_t width = weight_groups(params.weight.num_outputs) * kWeightGroup;
+  auto leaf_at = [&](int leaf, int i) {
+    int64_t row = leaf * params.rows + place.first_row + items.row_of(i);
+    return workspace.leaves + row * width + items.output_of(i);
+  };
+  auto exists = [&](int i) {
+    return items.row_of(i) < place.rows_left && items.output_of(i) < width;
+  };
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    float4 sum = items.sum_of(i);
+    float values[4] = {sum.x, sum.y, sum.z, sum.w};
+    if (exists(i)) ptx::store_vector(leaf_at(place.first_leaf, i), pack_chunk<float>(values));
+  }
+  __threadfence();
+  __syncthreads();
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    int32_t* counter = workspace.counters + blockIdx.x;
+    is_last = count_arrival(counter, plan.leaves, workspace.error, workspace.fault);
+  }
+  if (!__syncthreads_or(is_last)) return;
+  __threadfence();
+#pragma unroll
+  for (int first = 0; first < kItems; first += kFoldedItems) {
+    float4 leaves[kFoldedItems][kMaxLeaves];
+#pragma unroll
+    for (int i = 0; i < kFoldedItems; ++i) {
+#pragma unroll
+      for (int leaf = 0; leaf < kMaxLeaves; ++leaf) {
+        leaves[i][leaf] = items.sum_of(first + i);
+        if (leaf == place.first_leaf || leaf >= plan.leaves || !exists(first + i)) continue;
+        leaves[i][leaf] = *reinterpret_cast<const float4*>(leaf_at(leaf, first + i));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kFoldedItems; ++i) {
+      float4 sum = leaves[i][0];
+#pragma unroll
+      for (int leaf = 1; leaf < kMaxLeaves; ++leaf) {
+        if (leaf >= plan.leaves) continue;
+        const float4& more = leaves[i][leaf];
+        sum.x = __fadd_rn(sum.x, more.x);
+        sum.y = __fadd_rn(sum.y, more.y);
+        sum.z = __fadd_rn(sum.z, more.z);
+        sum.w = __fadd_rn(sum.w, more.w);
+      }
+      end(first + i, sum);
+    }
+  }
+}
+
+}  // namespace specops

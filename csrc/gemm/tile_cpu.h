@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of rows and blocks of outputs, in registers.
+#pragma once
+
+#include "gemm/rows_cpu.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// How many rows a tile holds at most, from how many on weights are fetched ahead, how many blocks
+// fit the registers beside so many rows, and whether rows are cut evenly into tiles or fill them.
+struct Shape {
+#if defined(SPECOPS_AVX512)
+  static constexpr int kMaxRows = 8;
+  static constexpr int kFetchRows = 6;
+  static constexpr int kMaxBlocks[] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
+  static constexpr bool kFillsTiles = false;
+#elif defined(SPECOPS_AVX2)
+  // Sixteen registers: sums take two each, weights two, inputs one (of up to two rows: one each).
+  static constexpr int kMaxRows = 6;
+  static constexpr int kFetchRows = 2;
+  static constexpr int kMaxBlocks[] = {0, 6, 2, 2, 1, 1, 1};
+  static constexpr bool kFillsTiles = true;  // conversions are shared by more rows
+#elif defined(SPECOPS_NEON)
+  // Thirty-two registers: sums take four each, weights and what they are made of eight, inputs one.
+  static constexpr int kMaxRows = 5;
+  static constexpr int kFetchRows = 3;
+  static constexpr int kMaxBlocks[] = {0, 5, 2, 1, 1, 1};
+  static constexpr bool kFillsTiles = false;
+#else
+  static constexpr int kMaxRows = 3;
+  static constexpr int kFetchRows = 6;
+  static constexpr int kMaxBlocks[] = {0, 3, 1, 1};
+  static constexpr bool kFillsTiles = false;
+#endif
+};
+
+// Where tile `index` of `count` begins among so many rows. What does not fill a tile comes first: the
+// last one fetches weights ahead, and has the most time for it.
+inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index) {
+  if (Shape::kFillsTiles) return max64(0, rows - (count - index) * Shape::kMaxRows);
+  return part_begin(rows, count, index);
+}
+
+// Beside the rows of the largest tile.
+inline int64_t max_blocks(int64_t rows) {
+  int64_t even = ceil_div(rows, ceil_div(rows, Shape::kMaxRows));
+  return Shape::kMaxBlocks[Shape::kFillsTiles ? min64(rows, Shape::kMaxRows) : even];
+}
+
+// Whether the weights of all blocks of a step fit the registers at once.
+#if defined(SPECOPS_NEON)
+constexpr bool kHoldsWeights = false;
+#else
+constexpr bool kHoldsWeights = true;
+#endif
+
+// What a tile asks for while it computes, so that a later one finds it in the second-level cache.
+struct Fetch {
+  const char* from = nullptr;  // of the first of as many blocks as the tile has; nullptr: nothing
+  int64_t step_bytes = 0;      // how far a step goes in each block
+};
+
+// What a tile multiplies: its first row, and where the weights of its first block begin.
+template <typename S>
+struct TileInputs {
+  Rows<S> rows;
+  const char* weights;
+  int64_t steps;  // of a block: how far apart blocks are
+};
+
+// Adds the products of steps begin to end to the sums, in order.
+template <typename S, int kRows, int kBlocks>
+SPECOPS_INLINE inline void add_steps(typename S::Sum (&acc)[kRows][kBlocks],
+                                     const TileInputs<S>& in,
+                                     int64_t begin,
+                                     int64_t end,
+                                     Fetch fetch) {
+  int64_t steps = in.steps, stride = in.rows.stride;
+  for (int64_t step = begin; step < end; ++step) {
+    const auto* x = in.rows.x + step * S::kInputs;
+    auto weights_of = [&](int b, int part) SPECOPS_INLINE {
+      return S::weights(in.weights + (b * steps + step) * S::kBytes, part);
+    };
+    unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+      if (fetch.from != nullptr) {
+        // To the second level: the few miss buffers of the first would drop it.
+        const char* line = fetch.from + b * steps * S::kBytes + step * fetch.step_bytes;
+        __builtin_prefetch(line, 0, 2);
+      }
+    });
+    if constexpr (!kHoldsWeights) {
+      // A block's parts one after the other, or gcc keeps the words of all blocks for the second.
+      unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+        unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
+          auto words = weights_of(b, part);
+          unrolled<kRows>([&](int r) SPECOPS_INLINE {
+            S::dot(acc[r][b], words, S::input(x + r * stride, part));
+          });
+        });
+      });
+#if defined(SPECOPS_AVX2)
+    } else if constexpr (kRows <= 2 && S::kGroupSteps == 0) {
+      unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
+        Held inputs[kRows];
+        unrolled<kRows>([&](int r)
+                            SPECOPS_INLINE { inputs[r] = hold(S::input(x + r * stride, part)); });
+        unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+          auto words = weights_of(b, part);
+          unrolled<kRows>([&](int r) SPECOPS_INLINE { add_product(acc[r][b], words, inputs[r]); });
+        });
+      });
+#endif
+    } else if constexpr (S::kByBlock) {
+      // Block by block: few registers are left for weights. Inputs come again from the first level.
+      unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
+        unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+          auto words = weights_of(b, part);
+          unrolled<kRows>([&](int r) SPECOPS_INLINE {
+            S::dot(acc[r][b], words, S::input(x + r * stride, part));
+          });
+        });
+      });
+    } else {
+      decltype(weights_of(0, 0)) words[kBlocks];
+      unrolled<kBlocks>([&](int b) SPECOPS_INLINE { words[b] = weights_of(b, 0); });
+      unrolled<kRows>([&](int r) SPECOPS_INLINE {
+        auto input = S::input(x + r * stride, 0);
+        unrolled<kBlocks>([&](int b) SPECOPS_INLINE { S::dot(acc[r][b], words[b], input); });
+      });
+    }
+  }
+}
+
+// The sums of plain weights, [rows, blocks, 16]: one chain over all steps.
+template <typename S, int kRows, int kBlocks>
+SPECOPS_INLINE inline void sum_plain(const GemmParams& params,
+                                     const TileInputs<S>& in,
+                                     Fetch fetch,
+                                     float* sums) {
+  using T = typename S::Row;
+  // A caller's row may end within a step; rows of floats were made with a zero for what is missing.
+  constexpr bool kCallersRows = std::is_same_v<typename S::Input, T>;
+  int64_t num_inputs = params.weight.num_inputs;
+  int64_t full_steps = kCallersRows ? num_inputs / S::kInputs : in.steps;
+  typename S::Sum acc[kRows][kBlocks] = {};
+  add_steps<S, kRows, kBlocks>(acc, in, 0, full_steps, fetch);
+  if constexpr (kCallersRows && S::kInputs > 1) {
+    if (full_steps < in.steps) {
+      // An odd last input: its partner in the packed weight is zero, and must not be read from x.
+      unrolled<kRows>([&](int r) SPECOPS_INLINE {
+        T last[2] = {in.rows.x[r * in.rows.stride + num_inputs - 1], T{}};
+        auto input = S::input(last, 0);
+        unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+          S::dot(acc[r][b],
+                 S::weights(in.weights + (b * in.steps + full_steps) * S::kBytes, 0),
+                 input);
+        });
+      });
+    }
+  }
+  unrolled<kRows>([&](int r) SPECOPS_INLINE {
+    unrolled<kBlocks>(
+        [&](int b) SPECOPS_INLINE { put(sums + (r * kBlocks + b) * kWeightBlock, acc[r][b]); });
+  });
+}
+
+// The scales of a block's outputs, zeros past the last one.
+inline F32x16 scales_of(const WeightParams& weight, int64_t block) {
+  int64_t width = weight.num_outputs, first = block * kWeightBlock;
+  const float* scales = weight.scales;
+  if (is_gated(weight.activation)) {
+    width /= 2;
+    first = block / 2 * kWeightBlock;
+    if (block % 2 != 0) scales += width;
+  }
+  return load_partial(scales + first, static_cast<int>(min64(width - first, kWeightBlock)));
+}
+
+// The sums of integer weights: each group's is exact, rounded to float32 and scaled, and added to what
+// the groups before it have made; at last the output's own scale.
+template <typename S, int kRows, int kBlocks>
+SPECOPS_INLINE inline void sum_integers(
+    const GemmParams& params, const TileInputs<S>& in, int64_t block, Fetch fetch, float* sums) {
+  for (int i = 0; i < kRows * kBlocks; ++i) store(sums + i * kWeightBlock, zero());
+  for (int64_t begin = 0, group = 0; begin < in.steps; begin += S::kGroupSteps, ++group) {
+    typename S::Sum acc[kRows][kBlocks] = {};
+    add_steps<S, kRows, kBlocks>(acc, in, begin, min64(begin + S::kGroupSteps, in.steps), fetch);
+    unrolled<kRows>([&](int r) SPECOPS_INLINE {
+      F32x16 scale = set1(in.rows.scales[r * in.rows.scale_stride + group]);
+      unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+        float* sum = sums + (r * kBlocks + b) * kWeightBlock;
+        store(sum, add(load(sum), mul(S::floats(acc[r][b]), scale)));
+      });
+    });
+  }
+  for (int b = 0; b < kBlocks; ++b) {
+    F32x16 scales = scales_of(params.weight, block + b);
+    for (int r = 0; r < kRows; ++r) {
+      float* sum = sums + (r * kBlocks + b) * kWeightBlock;
+      store(sum, mul(load(sum), scales));
+    }
+  }
+}
+
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for a tile of kRows rows, kBlocks blocks;
+// of gates and ups: activation(out[row, n]) * out[row, width + n].
+// Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products a step.
+// Assumes: weights packed by pack_weight; any alignment. `fetch` may point anywhere.
+// Order:   one accumulator chain per output over the steps in order, of integers over groups of exact
+//          sums, whatever the tile's shape: a row's bits depend neither on the other rows nor on how
+//          rows and blocks were cut.
+// Source:  register-tiled outer-product GEMM (Goto and van de Geijn 2008), without its split of K.
+// Threads: none here; callers hand out ranges of blocks and rows.
+template <typename S, int kRows, int kBlocks>
+[[gnu::noinline]] void tile(
+    const GemmParams& params, Rows<S> rows, int64_t row, int64_t block, Fetch fetch) {
+  int64_t steps = steps_of<S>(params.weight.num_inputs);
+  const char* weights = static_cast<const char*>(params.weight.data) + block * steps * S::kBytes;
+  TileInputs<S> in{rows, weights, steps};
+  float sums[kRows * kBlocks * kWeightBlock];
+  if constexpr (S::kGroupSteps > 0) {
+    sum_integers<S, kRows, kBlocks>(params, in, block, fetch, sums);
+  } else {
+    sum_plain<S, kRows, kBlocks>(params, in, fetch, sums);
+  }
+  using T = typename S::Row;
+  auto* end = is_gated(params.weight.activation) ? finish_gated<T> : finish<T>;
+  end(params, row, block, kRows, kBlocks, sums);
+}
+
+// Where a tile is, and how large.
+struct TilePlace {
+  int64_t row, block;
+  int rows, blocks;
+  Fetch fetch;
+};
+
+template <typename S, int kRows, int kBlocks>
+void tile_of_blocks(const GemmParams& params, Rows<S> rows, const TilePlace& at) {
+  if (at.blocks == kBlocks) {
+    return tile<S, kRows, kBlocks>(params, rows, at.row, at.block, at.fetch);
+  }
+  if constexpr (kBlocks > 1) tile_of_blocks<S, kRows, kBlocks - 1>(params, rows, at);
+}
+
+template <typename S, int kRows>
+void tile_of(const GemmParams& params, Rows<S> rows, const TilePlace& at) {
+  if (at.rows == kRows) {
+    return tile_of_blocks<S, kRows, Shape::kMaxBlocks[kRows]>(params, rows, at);
+  }
+  if constexpr (kRows > 1) tile_of<S, kRows - 1>(params, rows, at);
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a weight is to the kernels that multiply with it: its kind, and where its numbers lie.
+//
+// Kinds: plain, the weight's own numbers; int8, codes of 8 bits and a scale for each output.
+//
+// Layout on cpu: outputs in blocks of 16, inputs in steps: one float, two bfloat16 or two codes.
+// packed[block][step] holds 16 of these, number i being inputs `step` of output 16 * block + i.
+//
+// Layout on CUDA, 16-bit types: outputs in groups of 32, two tiles of 16 each; inputs in steps of
+// 32, two to a stage. packed[tile][step] is 1,024 bytes: for each half of the step, and each lane =
+// 4 * g + t of a warp, the four registers of A of one mma.m16n8k16, two inputs each: with first =
+// 32 * step + 8 * t + 4 * half and output = 32 * group + 4 * g + 2 * (tile % 2),
+//   inputs first, first + 1 of output; the same of output + 1;
+//   inputs first + 2, first + 3 of output; the same of output + 1.
+// So one access of 16 bytes is a fragment, with nothing to move between registers, and a lane holds
+// four neighbouring outputs of a group when it is done.
+//
+// Layout on CUDA, float32 and int8: packed[group][step] is 512 bytes: 16 for each of 32 outputs, which
+// are four floats or 16 codes.
+//
+// Numbers past the last output or input are zero.
+//
+// A weight of gate and up, so many outputs each, is packed so that whoever computes a gate has its up
+// beside it: on CUDA outputs 2 i and 2 i + 1 of the above are gate i and up i, on cpu blocks 2 i and
+// 2 i + 1 are block i of the gates and block i of the ups.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/host_device.h"
+#include "gemm/gated.h"
+
+namespace specops {
+
+enum class WeightKind : int32_t { kPlain, kInt8 };
+
+constexpr int64_t kWeightBlock = 16;  // outputs that share a block
+
+inline int64_t weight_blocks(int64_t num_outputs) {
+  return (num_outputs + kWeightBlock - 1) / kWeightBlock;
+}
+
+// Of all of a packed weight.
+inline int64_t packed_blocks(int64_t num_outputs, Activation activation) {
+  return is_gated(activation) ? 2 * weight_blocks(num_outputs / 2) : weight_blocks(num_outputs);
+}
+
+// What follows is about CUDA.
+
+constexpr int64_t kWeightGroup = 32;  // outputs
+constexpr int64_t kWeightStage = 64;  // inputs
+
+SPECOPS_HOST_DEVICE int64_t weight_groups(int64_t num_outputs) {
+  return (num_outputs + kWeightGroup - 1) / kWeightGroup;
+}
+
+// The sum over inputs is cut into leaves at fixed inputs: up to four of equal length, none shorter
+// than 512 (the last one may be). A leaf is one chain of additions; leaves are then added in order.
+// This depends on the number of inputs alone: which warp or block computes a leaf is a schedule.
+struct SumLeaves {
+  int64_t stages;       // of all inputs
+  int64_t leaf_stages;  // of a leaf
+  int64_t leaves;       // at least 1
+};
+
+constexpr int64_t kMaxLeaves = 4;
+
+inline SumLeaves sum_leaves(int64_t num_inputs) {
+  constexpr int64_t kMinLeafStages = 8;
+  int64_t stages = (num_inputs + kWeightStage - 1) / kWeightStage;
+  int64_t leaf_stages = (stages + kMaxLeaves - 1) / kMaxLeaves;
+  if (leaf_stages < kMinLeafStages) leaf_stages = kMinLeafStages;
+  int64_t leaves = (stages + leaf_stages - 1) / leaf_stages;
+  return {stages, leaf_stages, leaves > 0 ? leaves : 1};
+}
+
+struct WeightParams {
+  WeightKind kind;
+  const void* data;     // as described above
+  const float* scales;  // int8: [num_outputs], in the order of the weight before packing
+  int64_t num_outputs;
+  int64_t num_inputs;
+  Activation activation;  // if any, the first half of the outputs are gates, the others ups
+};
+
+}  // namespace specops

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with grouped queries: some query heads to each head of keys and values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from specops import attention, dense
+from specops.dense import PackedWeight
+from specops.engine.models.batch import LayerBatch
+from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Rope
+from specops.engine.models.kv import KvSpec, LayerKv
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class AttentionViews:
+    """The activations of some rows."""
+
+    qkv: Tensor
+    q: Tensor  # of qkv, as the next two: [rows, heads, head_dim]
+    k: Tensor
+    v: Tensor
+    q_rotated: Tensor  # [rows, num_qo_heads, head_dim]
+    attended: Tensor  # likewise
+    attended_rows: Tensor  # the same as [rows, num_qo_heads * head_dim]
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads, and their elements."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def views(self, new: NewRows) -> AttentionViews:
+        """Returns the views of some rows."""
+        qo_heads, kv_heads, dim = self.num_qo_heads, self.num_kv_heads, self.head_dim
+        num_heads = qo_heads + 2 * kv_heads
+        qkv = new("qkv", num_heads * dim)
+        attended = new("attended", qo_heads * dim)
+        heads = qkv.view(len(qkv), num_heads, dim)
+        return AttentionViews(
+            qkv=qkv,
+            q=heads[:, :qo_heads],
+            k=heads[:, qo_heads : qo_heads + kv_heads],
+            v=heads[:, qo_heads + kv_heads :],
+            q_rotated=new("q_rotated", qo_heads * dim).view(len(qkv), qo_heads, dim),
+            attended=attended.view(len(qkv), qo_heads, dim),
+            attended_rows=attended,
+        )
+
+
+class Attention(AttentionBlock):
+    """Attention with grouped queries; projections packed, q|k|v fused."""
+
+    def __init__(
+        self, config: "AttentionConfig", kv: KvSpec, qkv: PackedWeight, o: PackedWeight,
+        cos_sin: Tensor, *, qkv_bias: Tensor | None, o_bias: Tensor | None,
+        q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float,
+    ) -> None:  # fmt: skip
+        self.shape = self._shape = AttentionShape(
+            config.num_qo_heads, config.num_kv_heads, config.head_dim
+        )
+        self.kv = kv
+        self.sliding_window = config.sliding_window
+        self._sm_scale = config.sm_scale
+        self._qkv, self._qkv_bias, self._o, self._o_bias = qkv, qkv_bias, o, o_bias
+        self._q_norm, self._k_norm, self._norm_eps = q_norm, k_norm, norm_eps
+        self._cos_sin = cos_sin
+
+    @property
+    def weights(self) -> Sequence[PackedWeight]:
+        """Its projections."""
+        return (self._qkv, self._o)
+
+    def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
+        """Returns the floats of workspace for steps of up to these sizes."""
+        q_shape = (rows, self._shape.num_qo_heads, self._shape.head_dim)
+        cache_shape = (pages, page_size, self.kv.num_heads, self.kv.head_dim)
+        device = self._cos_sin.device
+        return attention.attention_workspace_size(q_shape, cache_shape, pages, batch, device)
+
+    def append_kv(
+        self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews
+    ) -> None:
+        """Writes the keys and values of rows; what is made of them as queries is not used."""
+        assert cache.v is not None
+        dense.linear(x, self._qkv, self._qkv_bias, out=views.qkv, workspace=batch.sums)
+        attention.rope_append_kv(
+            views.q,
+            views.k,
+            views.v,
+            cache.k,
+            cache.v,
+            batch.cache_slots,
+            batch.positions,
+            self._cos_sin,
+            q_norm_weight=self._q_norm,
+            k_norm_weight=self._k_norm,
+            norm_eps=self._norm_eps,
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
+            q_out=views.q_rotated,
+        )
+        if batch.from_slots is not None and batch.to_slots is not None:
+            for pair in cache.pairs:
+                attention.copy_kv(*pair, batch.from_slots, batch.to_slots)
+
+    def run(
+        self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews, out: Tensor
+    ) -> None:
+        """Writes keys and values, and attends."""
+        self.append_kv(x, batch, cache, views)
+        attention.append_attention(
+            views.q_rotated,
+            cache.k,
+            cache.v,
+            batch.qo_indptr,
+            batch.kv_indptr,
+            batch.kv_indices,
+            batch.kv_lens,
+            sm_scale=self._sm_scale,
+            sliding_window=self.sliding_window,
+            is_causal=batch.is_causal,
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
+            prefix_leaders=batch.prefix_leaders,
+            prefix_lens=batch.prefix_lens,
+            out=views.attended,
+            workspace=batch.workspace,
+        )
+        dense.linear(views.attended_rows, self._o, self._o_bias, out=out, workspace=batch.sums)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """What such a block is made from.
+
+    Attributes:
+        num_qo_heads: heads of queries.
+        num_kv_heads: heads of keys and values.
+        head_dim: elements of a head.
+        sm_scale: what scores are multiplied with.
+        rope: its rotary embedding.
+        sliding_window: positions that a row sees, its own included; None: all.
+        qkv_bias: whether q_proj, k_proj and v_proj have biases.
+        o_bias: whether o_proj has one.
+        qk_norm: whether q and k are normed per head.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sm_scale: float
+    rope: Rope
+    sliding_window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+
+    def without_window(self) -> "AttentionConfig":
+        """The same, but that rows see all positions."""
+        return replace(self, sliding_window=None)
+
+    def load(self, loader: BlockLoader, prefix: str) -> Attention:
+        """Loads the block whose tensors begin with `prefix`.
+
+        Raises:
+            ModelError: a tensor is missing, or has another shape.
+        """
+        source, hidden = loader.source, loader.hidden_size
+        q_size, kv_size = self.num_qo_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = (q_size, kv_size, kv_size)
+        q_norm = k_norm = None
+        if self.qk_norm:
+            q_norm = source.norm(f"{prefix}q_norm.weight", self.head_dim)
+            k_norm = source.norm(f"{prefix}k_norm.weight", self.head_dim)
+        return Attention(
+            self,
+            KvSpec(num_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=loader.kv_dtype),
+            source.linear(prefix, _QKV, sizes, hidden),
+            source.linear(prefix, ("o_proj",), (hidden,), q_size),
+            loader.ropes.of(self.rope),
+            qkv_bias=source.bias(prefix, _QKV, sizes) if self.qkv_bias else None,
+            o_bias=source.bias(prefix, ("o_proj",), (hidden,)) if self.o_bias else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=loader.norm_eps,
+        )

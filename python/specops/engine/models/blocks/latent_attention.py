@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention (MLA): a token has one short key for all heads, of which its value is a part.
+
+Queries are absorbed: each head's is multiplied with what would expand keys, so that it meets the
+latents themselves, and what it gets of them is expanded to values afterwards. One form serves
+prompts, decoding and verification, so that all have the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specops import attention, dense
+from specops.attention import LATENT_DIM
+from specops.dense import PackedWeight
+from specops.engine.models.batch import LayerBatch
+from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Norm, Rope
+from specops.engine.models.kv import KvSpec, LayerKv
+
+_NORM_EPS = 1e-6  # of the norms within, whatever the model's own is
+
+
+@dataclass(frozen=True)
+class LatentViews:
+    """The activations of some rows."""
+
+    low_rank: Tensor  # [rows, q_rank]; of queries that are made in one step, empty
+    q: Tensor  # [rows, num_qo_heads, nope_dim + rope_dim]
+    q_rows: Tensor  # the same as one matrix
+    kv: Tensor  # [rows, LATENT_DIM + rope_dim]
+    absorbed: Tensor  # [rows, num_qo_heads, LATENT_DIM + rope_dim]
+    attended: Tensor  # [rows, num_qo_heads, LATENT_DIM]
+    values: Tensor  # [rows, num_qo_heads, value_dim]
+    value_rows: Tensor  # the same as one matrix
+    of_head: Tensor  # [rows, LATENT_DIM], of one head after the other
+    value_of_head: Tensor  # [rows, value_dim]
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Heads, and their elements."""
+
+    num_qo_heads: int
+    q_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    def views(self, new: NewRows) -> LatentViews:
+        """Returns the views of some rows."""
+        heads, key_dim = self.num_qo_heads, LATENT_DIM + self.rope_dim
+        q = new("qkv", heads * (self.nope_dim + self.rope_dim))
+        values = new("values", heads * self.value_dim)
+        rows = len(q)
+        return LatentViews(
+            low_rank=new("low_rank", self.q_rank),
+            q=q.view(rows, heads, self.nope_dim + self.rope_dim),
+            q_rows=q,
+            kv=new("latent", key_dim),
+            absorbed=new("q_rotated", heads * key_dim).view(rows, heads, key_dim),
+            attended=new("attended", heads * LATENT_DIM).view(rows, heads, LATENT_DIM),
+            values=values.view(rows, heads, self.value_dim),
+            value_rows=values,
+            of_head=new("of_head", LATENT_DIM),
+            value_of_head=new("value_of_head", self.value_dim),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentWeights:
+    """The weights of such a block; biases may be absent."""
+
+    q_low_rank: PackedWeight | None  # None: queries are made in one step
+    q_low_rank_bias: Tensor | None
+    q_norm: Norm | None
+    q: PackedWeight
+    kv: PackedWeight
+    kv_bias: Tensor | None
+    kv_norm: Tensor
+    key_of_head: Sequence[PackedWeight]  # [LATENT_DIM, nope_dim] each: absorbs a query
+    value_of_head: Sequence[PackedWeight]  # [value_dim, LATENT_DIM] each
+    o: PackedWeight
+    o_bias: Tensor | None
+
+
+class LatentAttention(AttentionBlock):
+    """Latent attention; projections packed, those of heads one by one."""
+
+    sliding_window = None
+
+    def __init__(
+        self, config: "LatentAttentionConfig", kv: KvSpec, weights: LatentWeights, cos_sin: Tensor
+    ) -> None:
+        self.shape = config.shape
+        self.kv = kv
+        self._config, self._weights, self._cos_sin = config, weights, cos_sin
+
+    @property
+    def weights(self) -> Sequence[PackedWeight]:
+        """Its projections."""
+        own = self._weights
+        optional = [] if own.q_low_rank is None else [own.q_low_rank]
+        return (*optional, own.q, own.kv, *own.key_of_head, *own.value_of_head, own.o)
+
+    def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
+        """Returns the floats of workspace for steps of up to these sizes."""
+        q_shape = (rows, self._config.num_qo_heads, self.kv.head_dim)
+        cache_shape = (pages, page_size, 1, self.kv.head_dim)
+        device = self._cos_sin.device
+        return attention.attention_workspace_size(q_shape, cache_shape, pages, batch, device)
+
+    def append_kv(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews) -> None:
+        """Writes the latents and keys of rows; what `absorbed` holds as queries is rotated."""
+        own, sums = self._weights, batch.sums
+        dense.linear(x, own.kv, own.kv_bias, out=views.kv, workspace=sums)
+        attention.rope_append_latent(
+            views.absorbed,
+            views.kv,
+            cache.k,
+            batch.cache_slots,
+            batch.positions,
+            self._cos_sin,
+            interleaved=self._config.interleaved,
+            norm_weight=own.kv_norm,
+            norm_eps=_NORM_EPS,
+            q_out=views.absorbed,
+        )
+        if batch.from_slots is not None and batch.to_slots is not None:
+            for pair in cache.pairs:
+                attention.copy_kv(*pair, batch.from_slots, batch.to_slots)
+
+    def run(
+        self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews, out: Tensor
+    ) -> None:
+        """Writes latents and keys, and attends."""
+        own, sums = self._weights, batch.sums
+        self._absorb(x, sums, views)
+        self.append_kv(x, batch, cache, views)
+        attention.append_attention(
+            views.absorbed,
+            cache.k,
+            None,
+            batch.qo_indptr,
+            batch.kv_indptr,
+            batch.kv_indices,
+            batch.kv_lens,
+            sm_scale=self._config.sm_scale,
+            is_causal=batch.is_causal,
+            prefix_leaders=batch.prefix_leaders,
+            prefix_lens=batch.prefix_lens,
+            out=views.attended,
+            workspace=batch.workspace,
+        )
+        for head, weight in enumerate(own.value_of_head):
+            dense.linear(views.attended[:, head], weight, out=views.value_of_head, workspace=sums)
+            views.values[:, head].copy_(views.value_of_head)
+        dense.linear(views.value_rows, own.o, own.o_bias, out=out, workspace=sums)
+
+    def _absorb(self, x: Tensor, sums: Tensor | None, views: LatentViews) -> None:
+        """Makes the queries of rows, not rotated yet."""
+        own, nope = self._weights, self._config.nope_dim
+        if own.q_low_rank is not None and own.q_norm is not None:
+            low_rank = views.low_rank
+            dense.linear(x, own.q_low_rank, own.q_low_rank_bias, out=low_rank, workspace=sums)
+            x = dense.rms_norm(low_rank, *own.q_norm, out=low_rank)
+        dense.linear(x, own.q, out=views.q_rows, workspace=sums)
+        for head, weight in enumerate(own.key_of_head):
+            dense.linear(views.q[:, head, :nope], weight, out=views.of_head, workspace=sums)
+            views.absorbed[:, head, :LATENT_DIM].copy_(views.of_head)
+        views.absorbed[..., LATENT_DIM:].copy_(views.q[..., nope:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """What such a block is made from.
+
+    Attributes:
+        num_qo_heads: heads of queries.
+        q_rank: width between the two projections of queries; None: there is one projection.
+        nope_dim: elements of a query that are not rotated.
+        value_dim: elements of a head's value.
+        sm_scale: what scores are multiplied with.
+        rope: of the other elements of a query, and of as many of the key.
+        interleaved: RoPE rotates neighbours, not halves.
+        has_bias: whether the first projections and the output projection have biases.
+    """
+
+    num_qo_heads: int
+    q_rank: int | None
+    nope_dim: int
+    value_dim: int
+    sm_scale: float
+    rope: Rope
+    interleaved: bool = False
+    has_bias: bool = False
+
+    @property
+    def shape(self) -> LatentShape:
+        """The sizes of the block."""
+        ranks = (self.q_rank or 0, self.nope_dim, self.rope.dim, self.value_dim)
+        return LatentShape(self.num_qo_heads, *ranks)
+
+    def without_window(self) -> "LatentAttentionConfig":
+        """The same: it has none."""
+        return self
+
+    def load(self, loader: BlockLoader, prefix: str) -> LatentAttention:
+        """Loads the block whose tensors begin with `prefix`.
+
+        Raises:
+            ModelError: a tensor is missing, or has another shape.
+        """
+        source, hidden, heads = loader.source, loader.hidden_size, self.num_qo_heads
+        key_dim, inputs, q_name = LATENT_DIM + self.rope.dim, hidden, "q_proj"
+        q_low_rank = q_norm = None
+        if self.q_rank is not None:
+            inputs, q_name = self.q_rank, "q_b_proj"
+            q_low_rank = source.linear(prefix, ("q_a_proj",), (inputs,), hidden)
+            q_norm = Norm(source.norm(f"{prefix}q_a_layernorm.weight", inputs), _NORM_EPS)
+
+        def bias(name: str, size: int) -> Tensor | None:
+            return source.bias(prefix, (name,), (size,)) if self.has_bias else None
+
+        per_head = self.nope_dim + self.value_dim
+        expanding = source.tensor(f"{prefix}kv_b_proj.weight", heads * per_head, LATENT_DIM)
+        of_heads = expanding.view(heads, per_head, LATENT_DIM)
+        keys = [one[: self.nope_dim].T.contiguous() for one in of_heads]
+        weights = LatentWeights(
+            q_low_rank=q_low_rank,
+            q_low_rank_bias=bias("q_a_proj", inputs) if q_low_rank is not None else None,
+            q_norm=q_norm,
+            q=source.linear(prefix, (q_name,), (heads * (self.nope_dim + self.rope.dim),), inputs),
+            kv=source.linear(prefix, ("kv_a_proj_with_mqa",), (key_dim,), hidden),
+            kv_bias=bias("kv_a_proj_with_mqa", key_dim),
+            kv_norm=source.norm(f"{prefix}kv_a_layernorm.weight", LATENT_DIM),
+            key_of_head=[dense.pack_weight(key) for key in keys],
+            value_of_head=[dense.pack_weight(one[self.nope_dim :]) for one in of_heads],
+            o=source.linear(prefix, ("o_proj",), (hidden,), heads * self.value_dim),
+            o_bias=bias("o_proj", hidden),
+        )
+        kv = KvSpec(num_heads=1, head_dim=key_dim, dtype=loader.kv_dtype, has_values=False)
+        return LatentAttention(self, kv, weights, loader.ropes.of(self.rope))

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense gated MLP."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from specops import dense
+from specops.dense import PackedWeight
+from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
+
+_GATE_UP = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True)
+class DenseMlpShape:
+    """Its inner width."""
+
+    width: int
+
+    def views(self, new: NewRows) -> Tensor:
+        """Returns [rows, width], what the gates let through."""
+        return new("activated", self.width)
+
+
+@dataclass(frozen=True)
+class DenseMlp(MlpBlock):
+    """`down(activation(gate) * up)`; gate|up fused, packed so that `linear` makes the product."""
+
+    shape: DenseMlpShape
+    gate_up: PackedWeight
+    gate_up_bias: Tensor | None
+    down: PackedWeight
+    down_bias: Tensor | None
+
+    @property
+    def weights(self) -> Sequence[PackedWeight]:
+        """Its projections."""
+        return (self.gate_up, self.down)
+
+    def run(self, x: Tensor, sums: Tensor | None, views: Tensor, out: Tensor) -> None:
+        """Computes rows."""
+        dense.linear(x, self.gate_up, self.gate_up_bias, out=views, workspace=sums)
+        dense.linear(views, self.down, self.down_bias, out=out, workspace=sums)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseMlpConfig:
+    """What such a block is made from.
+
+    Attributes:
+        width: between the projections.
+        activation: of the gates, "silu" or "gelu_tanh".
+        has_bias: whether all projections have biases.
+    """
+
+    width: int
+    activation: str = "silu"
+    has_bias: bool = False
+
+    def narrowed(self, width: int) -> "DenseMlpConfig":
+        """The same, as narrow as can be."""
+        return replace(self, width=width)
+
+    def load(self, loader: BlockLoader, prefix: str) -> DenseMlp:
+        """Loads the block whose tensors begin with `prefix`.
+
+        Raises:
+            ModelError: a tensor is missing, or has another shape.
+        """
+        source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
+        down = ("down_proj",)
+        return DenseMlp(
+            DenseMlpShape(self.width),
+            source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation),
+            source.bias(prefix, _GATE_UP, sizes) if self.has_bias else None,
+            source.linear(prefix, down, (hidden,), self.width),
+            source.bias(prefix, down, (hidden,)) if self.has_bias else None,
+        )

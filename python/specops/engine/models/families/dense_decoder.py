@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder that most families share: grouped queries, a gated MLP, two norms a layer."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from specops.engine.models.blocks.attention import AttentionConfig
+from specops.engine.models.blocks.block import Rope
+from specops.engine.models.blocks.layer import LayerConfig
+from specops.engine.models.blocks.mlp import DenseMlpConfig
+from specops.engine.models.config import ModelConfig
+from specops.engine.models.families.fields import (
+    SLIDING,
+    count,
+    layer_types,
+    mapping,
+    number,
+    refuse_values,
+)
+
+Windows = Sequence[int | None]  # of each layer
+
+
+def no_windows(raw: Mapping[str, Any], num_layers: int) -> Windows:
+    """Every layer sees all positions."""
+    return [None] * num_layers
+
+
+def windows_of_all(raw: Mapping[str, Any], num_layers: int) -> Windows:
+    """Every layer has the window of the file, unless its types say otherwise."""
+    types = layer_types(raw, num_layers)
+    window = None if raw.get("sliding_window") is None else count(raw, "sliding_window")
+    if types is not None:
+        return [window if one == SLIDING else None for one in types]
+    return [window] * num_layers
+
+
+def windows_of_last(raw: Mapping[str, Any], num_layers: int) -> Windows:
+    """Where the file asks for windows, its last layers have one: from max_window_layers on."""
+    windows = windows_of_all(raw, num_layers)
+    if not raw.get("use_sliding_window", False):
+        return [None] * num_layers
+    if layer_types(raw, num_layers) is not None:
+        return windows
+    first = raw.get("max_window_layers", num_layers)
+    return [window if layer >= first else None for layer, window in enumerate(windows)]
+
+
+def dense_decoder(
+    raw: Mapping[str, Any],
+    *,
+    windows: Callable[[Mapping[str, Any], int], Windows] = no_windows,
+    qkv_bias: bool | None = None,
+    o_bias: bool | None = None,
+    qk_norm: bool = False,
+    partial_rotary_factor: float = 1.0,
+) -> ModelConfig:
+    """Reads a config.json.
+
+    Args:
+        raw: the file.
+        windows: reads which layers have a sliding window.
+        qkv_bias: whether q, k and v have biases; None: the file says so, in attention_bias.
+        o_bias: whether the output projection has one; None: likewise.
+        qk_norm: whether q and k are normed per head.
+        partial_rotary_factor: the share of a head that is rotated, where the file does not say it.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: a field holds what it cannot hold, or what does not run.
+    """
+    refuse_values(raw, {"hidden_act": ("silu", None)})
+    heads, hidden_size = count(raw, "num_attention_heads"), count(raw, "hidden_size")
+    head_dim = count(raw, "head_dim") if raw.get("head_dim") else hidden_size // heads
+    num_layers = count(raw, "num_hidden_layers")
+    has_bias = bool(raw.get("attention_bias", False))
+    rope = _rope(raw, head_dim, partial_rotary_factor)
+    mlp = DenseMlpConfig(
+        width=count(raw, "intermediate_size"), has_bias=bool(raw.get("mlp_bias", False))
+    )
+    layer_types(raw, num_layers)  # other kinds of attention are refused
+    layers = [
+        LayerConfig(
+            attention=AttentionConfig(
+                num_qo_heads=heads,
+                num_kv_heads=count(raw, "num_key_value_heads", heads),
+                head_dim=head_dim,
+                sm_scale=1.0 / math.sqrt(head_dim),
+                rope=rope,
+                sliding_window=window,
+                qkv_bias=has_bias if qkv_bias is None else qkv_bias,
+                o_bias=has_bias if o_bias is None else o_bias,
+                qk_norm=qk_norm,
+            ),
+            mlp=mlp,
+        )
+        for window in windows(raw, num_layers)
+    ]
+    return ModelConfig(
+        architecture=raw["architectures"][0],
+        vocab_size=count(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        layers=tuple(layers),
+        rms_norm_eps=number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6), or_zero=True),
+        max_model_len=count(raw, "max_position_embeddings", 2048),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+    )
+
+
+def _rope(raw: Mapping[str, Any], head_dim: int, partial_rotary_factor: float) -> Rope:
+    # transformers 5 keeps RoPE in one mapping, older files in two keys.
+    scaling = mapping(raw, "rope_parameters", "rope_scaling")
+    theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
+    part = scaling.pop(
+        "partial_rotary_factor", raw.get("partial_rotary_factor", partial_rotary_factor)
+    )
+    return Rope(
+        theta=number("rope_theta", theta),
+        scaling=scaling_of(scaling),
+        dim=int(head_dim * number("partial_rotary_factor", part)),
+    )
+
+
+def scaling_of(rope: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns what a file says of its RoPE's scaling; None: it has none."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return None if kind == "default" else rope

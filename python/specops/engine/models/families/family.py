@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a family of models says of itself."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specops.engine.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConvention:
+    """How a family names its MTP modules' tensors, and what it feeds them.
+
+    In names, {index} is the module's number from 0 and {layer} the number of decoder layers below
+    it. A name without either is shared by all modules.
+
+    Attributes:
+        name: of the convention.
+        families: the models that use it.
+        count_fields: where config.json says how many modules there are; the first one present.
+        embed_norm: of the embedding's norm.
+        hidden_norm: of the hidden state's norm.
+        projection: of the matrix [hidden_size, 2 * hidden_size], without ".weight" or ".bias".
+        head_norm: of the norm before the LM head; None: it is the target's own final norm.
+        block: what the names of the decoder layer begin with.
+        copies: tensors that checkpoints of the family repeat for each module; the target's own
+            embedding and LM head are used in their place.
+        hidden_first: the hidden state, not the embedding, is the projection's first half.
+        norm_offset: added to every norm weight of the modules, as `ModelConfig.norm_offset`.
+        recycle_normed: a later draft reads the state after the head norm, not before it.
+        masks_position_0: the embedding read at position 0 is replaced by zeros. True of no family
+            here: some engines do it, which takes the second token from every first draft.
+        chained: module m reads what module m - 1 gave; otherwise each reads the target's state.
+    """
+
+    name: str
+    families: tuple[str, ...]
+    count_fields: tuple[str, ...] = ("num_nextn_predict_layers",)
+    embed_norm: str
+    hidden_norm: str
+    projection: str
+    head_norm: str | None
+    block: str
+    copies: tuple[str, ...] = ()
+    hidden_first: bool = False
+    norm_offset: float = 0.0
+    recycle_normed: bool = True
+    masks_position_0: bool = False
+    chained: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models: one file, and one line in the registry.
+
+    Attributes:
+        title: what documents call the models of it that run; "": none runs.
+        read: by architecture, as config.json calls it: reads the file into a model's configuration.
+        lacks: likewise, of architectures that do not run yet: what they need.
+        mtp: the convention of its MTP modules; None: it has none of its own.
+    """
+
+    title: str = ""
+    read: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    mtp: MtpConvention | None = None

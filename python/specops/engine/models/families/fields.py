@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the fields of a config.json, and refuses what they cannot hold."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specops.engine.errors import ModelError
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Returns what `directory/config.json` holds.
+
+    Raises:
+        ModelError: the file is missing or not a JSON object.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{directory}: config.json is missing; expected a Hugging Face directory")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a config.json that describes the decoder: multimodal ones nest it."""
+    text = raw.get("text_config")
+    return text if isinstance(text, dict) else raw
+
+
+def count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    """Returns a field that counts something; absent or null is the default, if there is one.
+
+    Raises:
+        KeyError: it is absent, and there is no default.
+        ModelError: it is no integer of at least 1.
+    """
+    value = raw[field] if default is None else raw.get(field)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{field} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def number(field: str, value: Any, *, or_zero: bool = False) -> float:
+    """Returns the value of a field that is a number above 0, or at least 0.
+
+    Raises:
+        ModelError: it is not.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+        least = "of at least" if or_zero else "above"
+        raise ModelError(f"{field} must be a number {least} 0, got {value!r}")
+    return float(value)
+
+
+def mapping(raw: Mapping[str, Any], *fields: str) -> dict[str, Any]:
+    """Returns the first of some fields that is there and not empty, a copy; {} if none is.
+
+    Raises:
+        ModelError: it is no object.
+    """
+    for field in fields:
+        value = raw.get(field)
+        if value:
+            if not isinstance(value, dict):
+                raise ModelError(f"{field} must be an object, got {value!r}")
+            return dict(value)
+    return {}
+
+
+def layer_types(raw: Mapping[str, Any], num_layers: int) -> list[str] | None:
+    """Returns whether each layer's attention is FULL or SLIDING, where the file says so.
+
+    Raises:
+        ModelError: it does not say so of each layer, or says something else.
+    """
+    types = raw.get("layer_types")
+    if not types:
+        return None
+    if not isinstance(types, list) or len(types) != num_layers:
+        got = len(types) if isinstance(types, list) else repr(types)
+        raise ModelError(f"layer_types must name num_hidden_layers={num_layers} kinds, got {got}")
+    for one in types:
+        if one not in (FULL, SLIDING):
+            raise ModelError(f"layer_types must hold {FULL} or {SLIDING} alone, got {one!r}")
+    return types
+
+
+def refuse_values(raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses fields that hold something else than one of these values; absent ones hold None.
+
+    Raises:
+        ModelError: one does.
+    """
+    for field, values in allowed.items():
+        if raw.get(field) not in values:
+            raise ModelError(f"{field} must be {values[0]}, got {raw[field]}")

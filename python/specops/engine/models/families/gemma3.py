@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3, its text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specops.engine.models.blocks.attention import AttentionConfig
+from specops.engine.models.blocks.block import Rope
+from specops.engine.models.blocks.layer import LayerConfig, LayerNames
+from specops.engine.models.blocks.mlp import DenseMlpConfig
+from specops.engine.models.config import ModelConfig, Place
+from specops.engine.models.families.dense_decoder import scaling_of
+from specops.engine.models.families.family import Family
+from specops.engine.models.families.fields import (
+    FULL,
+    SLIDING,
+    count,
+    layer_types,
+    mapping,
+    number,
+    refuse_values,
+    text_config,
+)
+
+# What files leave out where it is so: those of multimodal models say little else.
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+# What multimodal files say outside of the part about text.
+_AROUND = ("tie_word_embeddings", "dtype", "torch_dtype")
+_GELU = "gelu_pytorch_tanh"
+_NAMES = LayerNames(
+    attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    output_norm="post_feedforward_layernorm",
+)
+_PLACES = (
+    Place("model.", "lm_head"),
+    Place("language_model.model.", "language_model.lm_head"),
+    Place("model.language_model.", "lm_head"),
+)
+
+
+def read(whole: Mapping[str, Any]) -> ModelConfig:
+    """Reads a config.json.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: a field holds what it cannot hold, or what does not run.
+    """
+    around = {name: whole[name] for name in _AROUND if name in whole}
+    said = {name: value for name, value in text_config(whole).items() if value is not None}
+    raw = {**_DEFAULTS, **around, **said}
+    refuse_values(
+        raw,
+        {
+            "hidden_activation": (_GELU, None),
+            "hidden_act": (_GELU, None),
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False, None),
+        },
+    )
+    kinds = _kinds(raw, count(raw, "num_hidden_layers"))
+    hidden_size = count(raw, "hidden_size")
+    ropes = {kind: _rope(raw, kind) for kind in (FULL, SLIDING)}
+    window = count(raw, "sliding_window")
+    has_bias = bool(raw.get("attention_bias", False))
+    layers = [
+        LayerConfig(
+            attention=AttentionConfig(
+                num_qo_heads=count(raw, "num_attention_heads"),
+                num_kv_heads=count(raw, "num_key_value_heads"),
+                head_dim=count(raw, "head_dim"),
+                sm_scale=number("query_pre_attn_scalar", raw["query_pre_attn_scalar"]) ** -0.5,
+                rope=ropes[kind],
+                sliding_window=window if kind == SLIDING else None,
+                qkv_bias=has_bias,
+                o_bias=has_bias,
+                qk_norm=True,
+            ),
+            mlp=DenseMlpConfig(width=count(raw, "intermediate_size"), activation="gelu_tanh"),
+            names=_NAMES,
+        )
+        for kind in kinds
+    ]
+    return ModelConfig(
+        architecture=whole["architectures"][0],
+        vocab_size=count(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        layers=tuple(layers),
+        rms_norm_eps=number("rms_norm_eps", raw["rms_norm_eps"], or_zero=True),
+        max_model_len=count(raw, "max_position_embeddings"),
+        tie_word_embeddings=bool(raw["tie_word_embeddings"]),
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        norm_offset=1.0,
+        embedding_scale=hidden_size**0.5,
+        places=_PLACES,
+    )
+
+
+def _kinds(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Which layers see all positions: as the file lists them, or every so many."""
+    pattern = count(raw, "sliding_window_pattern")
+    by_pattern = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
+    return layer_types(raw, num_layers) or by_pattern
+
+
+def _rope(raw: Mapping[str, Any], kind: str) -> Rope:
+    """The rotary embedding of a kind of layers: one mapping for each, or older files' keys."""
+    whole = mapping(raw, "rope_parameters")
+    rope = mapping(whole, kind)
+    if kind == FULL:
+        rope = rope or mapping(raw, "rope_scaling")
+        default = raw.get("rope_theta", 1_000_000.0)
+    else:
+        default = raw.get("rope_local_base_freq", 10_000.0)
+    theta = rope.pop("rope_theta", None) or default
+    return Rope(
+        theta=number("rope_theta", theta), scaling=scaling_of(rope), dim=count(raw, "head_dim")
+    )
+
+
+FAMILY = Family(
+    title="Gemma 3",
+    read={"Gemma3ForCausalLM": read, "Gemma3ForConditionalGeneration": read},
+)

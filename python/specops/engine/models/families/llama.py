@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama 2 and 3."""
+
+from specops.engine.models.families.dense_decoder import dense_decoder
+from specops.engine.models.families.family import Family
+
+FAMILY = Family(title="Llama", read={"LlamaForCausalLM": dense_decoder})

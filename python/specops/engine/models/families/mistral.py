@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistral 7B and its like: a Llama whose layers may all have a sliding window."""
+
+from functools import partial
+
+from specops.engine.models.families.dense_decoder import dense_decoder, windows_of_all
+from specops.engine.models.families.family import Family
+
+FAMILY = Family(
+    title="Mistral",
+    read={"MistralForCausalLM": partial(dense_decoder, windows=windows_of_all)},
+)

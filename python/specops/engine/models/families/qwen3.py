@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3, dense."""
+
+from functools import partial
+
+from specops.engine.models.families.dense_decoder import dense_decoder, windows_of_last
+from specops.engine.models.families.family import Family
+
+FAMILY = Family(
+    title="Qwen3",
+    read={"Qwen3ForCausalLM": partial(dense_decoder, windows=windows_of_last, qk_norm=True)},
+)

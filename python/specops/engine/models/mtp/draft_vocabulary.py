@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduced draft vocabularies: which tokens a draft head has, and that head."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specops import dense
+from specops.dense import PackedWeight
+from specops.engine.errors import ModelError
+from specops.engine.models.loader import load_head
+from specops.engine.models.transformer import Transformer
+from specops.engine.models.weights import Checkpoint, RandomWeights, WeightSource
+
+
+def read_token_map(path: Path, vocab_size: int) -> Tensor:
+    """Returns the tokens of a reduced draft vocabulary, int32, ascending.
+
+    Args:
+        path: a safetensors file with the tensor `d2t`; see `load_mtp`.
+        vocab_size: of the target.
+
+    Raises:
+        ModelError: the file is missing or damaged, or holds something else.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file; expected a safetensors file with the tensor d2t")
+    try:
+        with safe_open(path, framework="pt") as file:
+            if "d2t" not in file.keys():  # noqa: SIM118
+                raise ModelError(f"{path}: tensor d2t is missing")
+            offsets: Tensor = file.get_tensor("d2t")
+    except SafetensorError as error:
+        raise ModelError(f"{path}: not a safetensors file: {error}") from error
+    if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() == 0:
+        raise ModelError(
+            f"{path}: d2t must be int64 [draft vocabulary], got {offsets.dtype} "
+            f"{list(offsets.shape)}"
+        )
+    tokens = offsets + torch.arange(offsets.numel())
+    if int(tokens[0]) < 0 or int(tokens[-1]) >= vocab_size or bool((tokens.diff() <= 0).any()):
+        raise ModelError(
+            f"{path}: d2t must name tokens in ascending order, each in [0, {vocab_size}), as "
+            "i + d2t[i]"
+        )
+    return tokens.to(torch.int32)
+
+
+def reduced_head(
+    target: Transformer, directory: Path, token_map: Tensor, load_format: str
+) -> PackedWeight:
+    """Returns the rows of the target's LM head that a draft vocabulary keeps, packed.
+
+    Args:
+        target: the model.
+        directory: the directory it was loaded from.
+        token_map: from `read_token_map`.
+        load_format: as of the target.
+    """
+    with ExitStack() as stack:
+        source: WeightSource = (
+            RandomWeights(target.dtype, target.device)
+            if load_format == "dummy"
+            else Checkpoint(directory, target.dtype, target.device, stack)
+        )
+        head = load_head(target.config, source)
+        return dense.pack_weight(head[token_map.long().to(target.device)])

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the MTP modules of a checkpoint: which there are, by what names, and their weights."""
+
+import re
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specops import dense
+from specops.engine.errors import ModelError
+from specops.engine.models.blocks.block import BlockLoader, Norm
+from specops.engine.models.blocks.layer import LayerConfig
+from specops.engine.models.config import ModelConfig
+from specops.engine.models.families import CONVENTIONS, convention_of
+from specops.engine.models.families.family import MtpConvention
+from specops.engine.models.families.fields import read_config, text_config
+from specops.engine.models.mtp.draft_vocabulary import read_token_map, reduced_head
+from specops.engine.models.mtp.modules import MtpModule, MtpModules
+from specops.engine.models.transformer import Transformer
+from specops.engine.models.weights import Checkpoint, RandomWeights, WeightSource
+
+# What the names of the block's tensors give away about blocks that do not run yet.
+_FOREIGN_BLOCKS = {
+    "mlp.experts.": "a mixture of experts",
+    "mlp.shared_expert": "a mixture of experts",
+    "self_attn.kv_a_proj": "multi-head latent attention",
+    "linear_attn.": "linear attention",
+}
+
+
+def load_mtp(
+    target: Transformer,
+    directory: str | Path,
+    *,
+    draft_directory: str | Path | None = None,
+    draft_vocab: str | Path | None = None,
+    load_format: str = "auto",
+) -> MtpModules:
+    """Loads the MTP modules that belong to a target.
+
+    The convention is told by the names of the tensors; config.json says how many modules there
+    are. The target's embedding and LM head serve the modules too: copies in the checkpoint are
+    left unread.
+
+    Args:
+        target: the model that the modules draft for.
+        directory: the directory the target was loaded from.
+        draft_directory: another directory that holds the modules, with its own config.json.
+        draft_vocab: a safetensors file with the tensor `d2t`, int64 [draft vocabulary], in
+            ascending order: row i of the draft head is token i + d2t[i], as in EAGLE-3's
+            checkpoints. The head then proposes no other tokens, and costs less.
+        load_format: "auto"; or "dummy" for random weights, as the target's.
+
+    Raises:
+        ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
+    """
+    directory = Path(directory)
+    where = Path(draft_directory) if draft_directory is not None else directory
+    if not where.is_dir():
+        raise ModelError(f"{where}: no such directory")
+    raw = text_config(read_config(where))
+    config = target.config
+    for field in ("hidden_size", "vocab_size"):
+        wanted = getattr(config, field)
+        if raw.get(field, wanted) != wanted:
+            raise ModelError(
+                f"{where / 'config.json'}: {field} is {raw[field]}, but the target in {directory} "
+                f"has {wanted}"
+            )
+    dtype, device, quantization = target.dtype, target.device, target.quantization
+    with ExitStack() as stack:
+        if load_format == "dummy":
+            source: WeightSource = RandomWeights(dtype, device, quantization)
+            convention, layers = _dummy_layers(config, raw, where)
+        else:
+            source = Checkpoint(where, dtype, device, stack, quantization)
+            convention, layers = _found_layers(source.names(), raw, where)
+        source.norm_offset = convention.norm_offset
+        modules = [
+            _load_module(target, convention, source, index, layer)
+            for index, layer in enumerate(layers)
+        ]
+        _refuse_unread(source, convention, layers, where)
+    lm_head, token_map = target.lm_head, None
+    if draft_vocab is not None:
+        token_map = read_token_map(Path(draft_vocab), config.vocab_size)
+        lm_head = reduced_head(target, directory, token_map, load_format)
+        token_map = token_map.to(target.device)
+    return MtpModules(target, convention, modules, lm_head=lm_head, token_map=token_map)
+
+
+def _found_layers(
+    names: Collection[str], raw: Mapping[str, Any], where: Path
+) -> tuple[MtpConvention, list[int]]:
+    """The convention of a checkpoint's modules, and their numbers."""
+    convention = _convention_of(names, raw, where)
+    layers = _layers_of(names, convention, raw, where)
+    _refuse_foreign(names, convention, layers, where)
+    return convention, layers
+
+
+def _dummy_layers(
+    config: ModelConfig, raw: Mapping[str, Any], where: Path
+) -> tuple[MtpConvention, list[int]]:
+    """The convention of modules without a checkpoint, and their numbers."""
+    convention = convention_of(config.architecture)
+    field, count = _declared(raw, convention, where)
+    if not count:
+        raise ModelError(f"{where / 'config.json'}: {field} must be at least 1")
+    return convention, list(range(config.num_layers, config.num_layers + count))
+
+
+def _pattern(convention: MtpConvention) -> re.Pattern[str]:
+    """Matches one tensor of each module; group 1 is its {index} or {layer}."""
+    name = convention.projection + ".weight"
+    if "{" not in name:
+        name = convention.block + "input_layernorm.weight"
+    return re.compile(re.sub(r"\\{(index|layer)\\}", r"(\\d+)", re.escape(name)))
+
+
+def _convention_of(names: Collection[str], raw: Mapping[str, Any], where: Path) -> MtpConvention:
+    for convention in CONVENTIONS.values():
+        if any(_pattern(convention).fullmatch(name) for name in names):
+            return convention
+    fields = {field for one in CONVENTIONS.values() for field in one.count_fields}
+    said = [f"{field} is {raw[field]}" for field in sorted(fields) if raw.get(field)]
+    but = f", though {said[0]} in config.json" if said else ""
+    known = ", ".join(one.projection + ".weight" for one in CONVENTIONS.values())
+    raise ModelError(
+        f"{where}: the checkpoint holds no MTP weights{but}; looked for tensors named {known}"
+    )
+
+
+def _declared(
+    raw: Mapping[str, Any], convention: MtpConvention, where: Path
+) -> tuple[str, int | None]:
+    """The field that says how many modules there are, and what it says."""
+    for field in convention.count_fields:
+        if raw.get(field) is not None:
+            count = raw[field]
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ModelError(
+                    f"{where / 'config.json'}: {field} must be a number of modules, got {count!r}"
+                )
+            return field, count
+    return convention.count_fields[0], None
+
+
+def _layers_of(
+    names: Collection[str], convention: MtpConvention, raw: Mapping[str, Any], where: Path
+) -> list[int]:
+    """The number in the tensor names of each module, in order; as many as config.json says."""
+    pattern = _pattern(convention)
+    found = sorted(int(match.group(1)) for name in names if (match := pattern.fullmatch(name)))
+    field, count = _declared(raw, convention, where)
+    if count is not None and count != len(found):
+        raise ModelError(
+            f"{where / 'config.json'}: {field} is {count}, but the checkpoint holds the tensors of "
+            f"{len(found)} MTP module{'s' if len(found) > 1 else ''} ({pattern.pattern})"
+        )
+    first = found[0]
+    if "{layer}" not in convention.block:
+        expected = range(len(found))
+    elif first != raw.get("num_hidden_layers", first) and first != 0:
+        raise ModelError(
+            f"{where / 'config.json'}: num_hidden_layers is {raw['num_hidden_layers']}, but the "
+            f"first MTP module's tensors are those of layer {first}"
+        )
+    else:  # a draft directory of its own may count its modules from 0
+        expected = range(first, first + len(found))
+    if found != list(expected):
+        raise ModelError(f"{where}: MTP modules must be numbered without gaps, got {found}")
+    return found
+
+
+def _load_module(
+    target: Transformer, convention: MtpConvention, source: WeightSource, index: int, layer: int
+) -> MtpModule:
+    config = target.config
+    loader = BlockLoader(
+        source=source,
+        hidden_size=config.hidden_size,
+        norm_eps=config.rms_norm_eps,
+        kv_dtype=target.kv_dtype,
+        ropes=target.ropes,
+    )
+
+    def named(name: str) -> str:
+        return name.format(index=index, layer=layer)
+
+    def head_norm() -> Norm:
+        if convention.head_norm is None:
+            return target.final_norm
+        return loader.norm(named(convention.head_norm))
+
+    hidden, projection = config.hidden_size, named(convention.projection)
+    weight = source.tensor(f"{projection}.weight", hidden, 2 * hidden)
+    bias = None
+    if f"{projection}.bias" in source.names():
+        bias = source.bias("", (projection,), (hidden,))
+    return MtpModule(
+        embed_norm=loader.norm(named(convention.embed_norm)),
+        hidden_norm=loader.norm(named(convention.hidden_norm)),
+        projection=dense.pack_weight(weight),
+        projection_bias=bias,
+        layer=_block(config).load(loader, named(convention.block)),
+        head_norm=head_norm(),
+    )
+
+
+def _block(config: ModelConfig) -> LayerConfig:
+    """What modules' layers are made from: the target's last, without a window."""
+    last = config.layers[-1]
+    return replace(last, attention=last.attention.without_window())
+
+
+def _refuse_foreign(
+    names: Collection[str], convention: MtpConvention, layers: list[int], where: Path
+) -> None:
+    """Refuses modules whose decoder layer is of a kind that does not run yet, by its name."""
+    for index, layer in enumerate(layers):
+        prefix = convention.block.format(index=index, layer=layer)
+        for part, kind in _FOREIGN_BLOCKS.items():
+            for name in names:
+                if name.startswith(prefix + part):
+                    raise ModelError(
+                        f"{where}: the MTP module's block is {kind} (tensor {name}), which is "
+                        "not supported yet"
+                    )
+
+
+def _refuse_unread(
+    source: WeightSource,
+    convention: MtpConvention,
+    layers: list[int],
+    where: Path,
+) -> None:
+    """Refuses tensors of the modules that nothing has read: the block is of another kind."""
+    for index, layer in enumerate(layers):
+        prefix = convention.block.format(index=index, layer=layer)
+        copies = tuple(one.format(index=index, layer=layer) for one in convention.copies)
+        for name in sorted(source.names()):
+            is_left = name.startswith(prefix) and name not in source.read
+            if is_left and not name.startswith(copies or ("\0",)):
+                raise ModelError(f"{where}: tensor {name} has no place in a dense MTP module")

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3: what its files may look like, and the engine on it; its logits are in test_models."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, write_tokenizer
+from safetensors.torch import load_file, save_file
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.errors import ModelError
+from specops.engine.models import load_model
+from specops.engine.models.dry_run import dry_run
+from specops.engine.models.families import read_model_config
+from test_models import Runner, random_ids
+
+# Few layers see all positions; a window that is no multiple of a page.
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "sliding_window": 20,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 50,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    """What config.json of a tiny model says; `written` writes it again."""
+    make_checkpoint(tmp_path, "Gemma3", **SIZES)
+    found: dict[str, Any] = json.loads((tmp_path / "config.json").read_text())
+    return found
+
+
+def written(directory: Path, config: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_older_files_say_the_same_in_other_words(tmp_path: Path, config: dict[str, Any]) -> None:
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    new = read_model_config(written(tmp_path, {**config, "rope_parameters": ropes}))
+    assert [one.attention.sliding_window for one in new.layers] == [20, 20, None]
+    assert [one.attention.rope.theta for one in new.layers] == [500.0, 500.0, 1e5]
+    older = {name: config[name] for name in config if name not in ("layer_types", "dtype")}
+    older |= {
+        "rope_parameters": None,
+        "rope_theta": 1e5,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 3,
+        "torch_dtype": "float32",
+    }
+    assert read_model_config(written(tmp_path, older)) == new
+
+
+def test_what_files_leave_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    """The text part of a multimodal model says little else than its sizes."""
+    transformers = pytest.importorskip("transformers")
+    text = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 7}
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {**text, "model_type": "gemma3_text"},
+        "torch_dtype": "bfloat16",
+    }
+    ours = read_model_config(written(tmp_path, whole))
+    theirs = transformers.Gemma3TextConfig(**text)
+    assert (ours.vocab_size, ours.max_model_len) == (theirs.vocab_size, 131_072)
+    assert ours.tie_word_embeddings and ours.dtype == "bfloat16"
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
+        one = layer.attention
+        sizes = (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim)
+        assert (one.num_qo_heads, one.num_kv_heads, one.head_dim) == sizes
+        is_full = kind == "full_attention"
+        assert one.sliding_window == (None if is_full else theirs.sliding_window)
+        assert one.rope.theta == theirs.rope_parameters[kind]["rope_theta"]
+        assert one.sm_scale == theirs.query_pre_attn_scalar**-0.5
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_multimodal_checkpoint(
+    tmp_path: Path, config: dict[str, Any], prefix: str
+) -> None:
+    ids = random_ids(40)
+    alone = Runner(load_model(tmp_path)).run([ids], [[40]])[0]
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {name: config[name] for name in config if name != "architectures"},
+    }
+    file = written(tmp_path, whole) / "model.safetensors"
+    tensors = load_file(file)
+    renamed = {prefix + name.removeprefix("model."): one for name, one in tensors.items()}
+    save_file({**renamed, "vision_tower.weight": torch.zeros(3)}, file)
+    assert torch.equal(Runner(load_model(tmp_path)).run([ids], [[40]])[0], alone)
+
+
+def test_embeddings_are_scaled_as_transformers_scales_them(tmp_path: Path) -> None:
+    """By the root of the width, rounded to the model's dtype before it is multiplied with."""
+    theirs = make_checkpoint(tmp_path, "Gemma3", **SIZES, hidden_size=112).bfloat16()
+    ours = load_model(tmp_path, dtype="bfloat16")
+    with torch.no_grad():
+        want = theirs.model.embed_tokens(torch.arange(160))
+    assert torch.equal(ours.embedding, want)
+    plain = theirs.model.embed_tokens.weight.detach() * 112**0.5
+    assert not torch.equal(ours.embedding, plain)  # a root that is rounded is another number
+
+
+@pytest.mark.parametrize(
+    "changes,sentence",
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be None, got 50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be None, got 30.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be False, got"),
+        ({"hidden_activation": "silu"}, "hidden_activation must be gelu_pytorch_tanh, got silu"),
+        ({"head_dim": 80}, "head_dim must be 64, 96, 128 or 256, got 80 (append_attention)"),
+        ({"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),
+    ],
+)
+def test_what_does_not_run_is_refused(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], sentence: str
+) -> None:
+    written(tmp_path, {**config, **changes})
+    with pytest.raises(ModelError) as refusal:
+        load_model(tmp_path)
+    assert str(refusal.value).startswith(f"{tmp_path / 'config.json'}: {sentence}")
+
+
+# ---- through the engine ----
+
+PERIOD = [5, 9, 23, 77, 101, 5, 9, 44]
+
+
+@lru_cache
+def model() -> tuple[Path, Any]:
+    directory = Path(mkdtemp())
+    theirs = make_checkpoint(directory, "Gemma3", **SIZES, max_position_embeddings=512)
+    write_tokenizer(directory)
+    return directory, theirs
+
+
+def completions(method: str, **options: Any) -> list[Completion]:
+    """Prompts of which two share three pages, and all repeat themselves."""
+    drafts = None if method == "naive" else 4
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts)
+    config = EngineConfig(
+        model=str(model()[0]),
+        speculative_config=speculative,
+        num_pages=200,
+        max_num_batched_tokens=64,
+        **options,
+    )
+    prompts = [PERIOD * 9, PERIOD * 6 + [3, 3, 7] * 5, [3, 3, 7] * 8, [11]]
+    params = [
+        SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=50, temperature=0.8, seed=7, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, logprobs=2),
+    ]
+    engine = Engine(config)
+    engine.generate(prompts[:1], params[:1])  # its pages are found by the others
+    results = engine.generate(prompts, params)
+    if options.get("enable_prefix_caching", True):
+        assert engine.stats.prefix_cache_hits >= 64
+    if method != "naive":
+        assert engine.stats.speculative.num_accepted_tokens > 10
+    return results
+
+
+def test_speculation_changes_no_bit() -> None:
+    """Of tokens and logprobs; with shared pages and without, in pages of any size."""
+    plain = completions("naive", enable_prefix_caching=False)
+    for changes in ({}, {"page_size": 64}, {"enable_cascade_attention": False}):
+        for method in ("ngram", "suffix") if not changes else ("ngram",):
+            for one, other in zip(plain, completions(method, **changes), strict=True):
+                assert one.token_ids == other.token_ids
+                assert one.logprobs == other.logprobs
+
+
+def test_tokens_are_those_of_transformers() -> None:
+    greedy = completions("ngram")[0].token_ids
+    theirs = model()[1]
+    with torch.no_grad():
+        want = theirs.generate(
+            torch.tensor([PERIOD * 9]), max_new_tokens=50, do_sample=False, eos_token_id=None
+        )
+    assert greedy == want[0, 72:].tolist()
+
+
+def test_every_device_computes_it(tmp_path: Path, device: str) -> None:
+    theirs = make_checkpoint(tmp_path, "Gemma3", **SIZES)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([[0]])).logits[0]
+    assert expected.std().item() > 0.5
+    got = dry_run(load_model(tmp_path, device=device))
+    assert (got - expected).abs().max().item() <= 1e-4
+    assert dry_run(load_model(tmp_path, dtype="bfloat16", device=device)).isfinite().all()
