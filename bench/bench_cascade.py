@@ -12,7 +12,7 @@ weights, with sharing and without; and the share of a run that finding shared pa
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,8 @@ from specops.attention import append_attention, attention_workspace_size
 from specops.batching import find_shared_prefixes
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.plan import Plan
-from specops.engine.scheduling.prefixes import PrefixFinder
+from specops.engine.request import Request
+from specops.engine.sharing.prefixes import PrefixFinder
 from torch import Tensor
 
 from bench import checkpoints
@@ -239,9 +240,9 @@ def _finding_timed() -> Iterator[list[float]]:
     """The seconds that finding takes in each step."""
     arrange, taken = PrefixFinder.arrange, []
 
-    def timed(self: PrefixFinder, plan: Plan) -> None:
+    def timed(self: PrefixFinder, plan: Plan, at: Mapping[int, Request]) -> None:
         begun = time.perf_counter()
-        arrange(self, plan)
+        arrange(self, plan, at)
         taken.append(time.perf_counter() - begun)
 
     with mock.patch.object(PrefixFinder, "arrange", timed):

@@ -20,8 +20,7 @@ from specops.engine import (
     StepDrafts,
     TokenLogprob,
 )
-from specops.engine.engine import EngineStats
-from specops.engine.outputs import SpeculativeStats
+from specops.engine.outputs import EngineStats, SpeculativeStats
 from specops.engine.tokenizer import TextStream, Tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer

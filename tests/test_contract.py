@@ -15,8 +15,8 @@ from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.contract import _SAMPLING_LEAF_TOKENS, contract_of
-from specops.engine.engine import LEAF_TOKENS
 from specops.engine.errors import ModelError
+from specops.engine.machine import LEAF_TOKENS
 
 
 def digest(**config: Any) -> str:
@@ -49,7 +49,6 @@ def test_what_changes_bits_is_in_it(own: str, tmp_path: Path) -> None:
     found = [own, digest(dtype="float32"), digest(logprobs_mode="processed_logprobs")]
     found.append(digest(json_whitespace="none"))
     found.append(digest(kv_cache_dtype="int8"))
-    found.append(digest(attention_backend="torch"))
     for name in ("config.json", "model.safetensors"):
         copy = tmp_path / name
         shutil.copytree(BUNDLED_MODEL, copy, ignore=shutil.ignore_patterns("*.py"))

@@ -32,7 +32,8 @@ from specops.engine import (
 )
 from specops.engine.drafters.mtp import MtpHead
 from specops.engine.drafters.recurrent import RecurrentDrafter, RecurrentShape
-from specops.engine.memory.device import CpuDevice, CudaDevice, open_device
+from specops.engine.machine import open_device
+from specops.engine.memory.device import CpuDevice, CudaDevice
 from specops.engine.memory.step_shape import StepShape, rounded
 from specops.engine.request import Request
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -23,6 +23,7 @@ from specops.engine import (
     RequestOutput,
     SamplingParams,
     SpeculativeConfig,
+    SpeculativeStats,
     StructuredOutput,
 )
 from specops.engine.draft_selection import DraftSelector
@@ -31,10 +32,9 @@ from specops.engine.drafters.ngram import _NgramStep
 from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.models import Transformer
-from specops.engine.prompt_logprobs import PromptLogprobs
+from specops.engine.prompt_logprobs import PromptLogprobs, PromptScorer
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
-from specops.engine.steps.prompt_scorer import PromptScorer
 from specops.engine.steps.runner import Runner
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.structured import GrammarState, masks
@@ -434,8 +434,10 @@ PLACES = [
     Place(SlotTables, "_count"),
     Place(Runner, "start"),
     Place(Runner, "commit", at=2),
-    Place(Engine, "_commit", at=1),
-    Place(Engine, "_count", at=1),
+    Place(Request, "commit", lambda r: r, 1),
+    Place(SpeculativeStats, "count", lambda r: r.stats, 1),
+    Place(Engine, "_take_over", at=1),
+    Place(Scheduler, "advance", at=1),
     Place(Scheduler, "register_full_pages", at=1),
 ]
 
@@ -551,11 +553,11 @@ def test_a_fault_of_the_device_ends_the_requests_of_its_step(
     engine = make(model_dir, NAIVE)
     forward, num_calls = Transformer.forward, 0
     in_step: list[set[str]] = []
-    execute = engine._runner.execute
+    launch = engine._runner.launch
 
-    def executing(plan: Any) -> Any:
-        in_step.append({part.request.request_id for part in plan.parts})
-        return execute(plan)
+    def launching(plan: Any, **options: Any) -> None:
+        in_step.append({part.request_id for part in plan.parts})
+        launch(plan, **options)
 
     def failing(self: Transformer, *args: Any, **options: Any) -> Any:
         nonlocal num_calls
@@ -564,7 +566,7 @@ def test_a_fault_of_the_device_ends_the_requests_of_its_step(
             raise error("the device is gone")
         return forward(self, *args, **options)
 
-    monkeypatch.setattr(engine._runner, "execute", executing)
+    monkeypatch.setattr(engine._runner, "launch", launching)
     monkeypatch.setattr(Transformer, "forward", failing)
     found = run(engine, lambda index: METHODS[method])
     (failure,) = found.failures

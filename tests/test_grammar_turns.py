@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from specops.engine.plan import Plan, Scheduled
+from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
-from specops.engine.scheduling import grammar_turns
-from specops.engine.scheduling.grammar_turns import GrammarTurns
+from specops.engine.sharing import grammar_turns
+from specops.engine.sharing.grammar_turns import GrammarTurns
 from test_scheduler import make_request
 
 
@@ -56,11 +56,13 @@ class Steps:
         return self.requests[index].grammar
 
     def note(self, indices: Any, rest: float = 0.0) -> None:
-        parts = [Scheduled(self.requests[index], 1, 0, emits=True) for index in indices]
-        for part in parts:
-            part.request.last_step += 1
+        at = {index: self.requests[index] for index in indices}
+        for slot, request in at.items():
+            request.last_step += 1
+            request.slot = slot
         spent = sum(self.grammar(i).takes for i in indices if self.grammar(i) is not None)
-        self.turns.note(Plan(parts=parts), spent + rest)
+        parts = [Part("", slot, 1, 2, 1, 0, True, [2], one.pages) for slot, one in at.items()]
+        self.turns.note(Plan(parts=parts), at, spent + rest)
 
     def out(self, *indices: int, has_prompts: bool = False) -> set[int]:
         asked = [self.requests[index] for index in indices]

@@ -180,15 +180,15 @@ def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str,
     )
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))
     steps: list[int] = []
-    execute = engine._runner.execute
+    launch = engine._runner.launch
 
-    def counting(plan: Any) -> Any:
+    def counting(plan: Any, **options: Any) -> None:
         steps.append(sum(part.num_drafts for part in plan.parts))
-        return execute(plan)
+        launch(plan, **options)
 
     indexed = partial(NgramIndex.empty, scan_tokens=0, index_tokens=50)
     with (
-        mock.patch.object(engine._runner, "execute", counting),
+        mock.patch.object(engine._runner, "launch", counting),
         mock.patch.object(NgramIndex, "empty", indexed),
     ):
         done = engine.generate([prompts()[i] for i in order], [params(i, 0.0) for i in order])

@@ -24,7 +24,6 @@ from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.outputs import RequestOutput
 from specops.engine.plan import Plan
 from specops.engine.request import Request
-from specops.engine.steps.runner import Emitted
 from test_lossless import (
     PROMPTS,
     agree,
@@ -143,13 +142,14 @@ class Record:
 
     def watch(self, engine: Engine) -> Engine:
         """Notes the drafts of each of the engine's steps from now on."""
-        execute, step = engine._runner.execute, engine.step
+        launch, step = engine._runner.launch, engine.step
         executed: list[tuple[int, Request]] = []
 
-        def executing(plan: Plan) -> list[Emitted]:
-            emitting = [(row, part.request) for row, part in enumerate(plan.parts) if part.emits]
+        def launching(plan: Plan, **options: Any) -> None:
+            at = engine._scheduler.at
+            emitting = [(row, at[part.slot]) for row, part in enumerate(plan.parts) if part.emits]
             executed[:] = [(row, request) for row, request in emitting if request.draft_kv]
-            return execute(plan)
+            launch(plan, **options)
 
         def stepping() -> list[RequestOutput]:
             executed.clear()
@@ -158,7 +158,7 @@ class Record:
                 self._note(engine, row, request)
             return outputs
 
-        engine._runner.execute = executing  # type: ignore[method-assign]
+        engine._runner.launch = launching  # type: ignore[method-assign]
         engine.step = stepping  # type: ignore[method-assign]
         return engine
 

@@ -18,8 +18,8 @@ from checkpoints import BASE, write_config
 from specops import attention, batching, reference
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.plan import Plan, Scheduled
-from specops.engine.scheduling.prefixes import PrefixFinder
+from specops.engine.plan import Part, Plan
+from specops.engine.sharing.prefixes import PrefixFinder
 from torch import Tensor
 from twin_device import OP_MODULES, TwinDevice
 
@@ -246,12 +246,13 @@ def test_pages_after_others_are_not_shared() -> None:
     again = SimpleNamespace(pages=held[1].pages[:], num_registered_pages=8)
     pool.match_prefix([index for index in range(8) for _ in range(16)], 128)
     finder = PrefixFinder(pool, leaf_tokens=64)
-    plan = Plan([Scheduled(one, 1, 0, emits=True) for one in [*held, again]])
-    finder.arrange(plan)
+    at = dict(enumerate([*held, again]))
+    plan = Plan([Part("", slot, 0, 1, 1, 0, True, [0], one.pages) for slot, one in at.items()])
+    finder.arrange(plan, at)  # type: ignore[arg-type]
     found = plan.prefixes
     assert found is not None and found.num_saved_tokens == 128
     groups = {
-        id(part.request): leader for part, leader in zip(plan.parts, found.leaders[0], strict=True)
+        id(at[part.slot]): leader for part, leader in zip(plan.parts, found.leaders[0], strict=True)
     }
     assert groups[id(held[1])] == groups[id(again)] != groups[id(held[0])]
 
@@ -278,13 +279,13 @@ class Watched:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.plans: list[Plan] = []
-        execute = engine._runner.execute
+        launch = engine._runner.launch
 
-        def watch(plan: Plan) -> Any:
+        def watch(plan: Plan, **options: Any) -> None:
             self.plans.append(plan)
-            return execute(plan)
+            launch(plan, **options)
 
-        engine._runner.execute = watch  # type: ignore[method-assign]
+        engine._runner.launch = watch  # type: ignore[method-assign]
 
     def run(self) -> list[Any]:
         """Everybody once, so that the cache has the prompts, and again."""
@@ -376,7 +377,7 @@ def test_what_does_not_pay_is_not_said(
     saved = [plan.prefixes.num_saved_tokens for plan in found.shared if plan.prefixes]
     least = sorted(saved)[len(saved) // 2]
     layer_bytes = 2 * BASE["num_key_value_heads"] * BASE["head_dim"] * 2  # keys, values; bf16
-    monkeypatch.setattr("specops.engine.engine._LEAST_SAVED_BYTES", {"cpu": least * layer_bytes})
+    monkeypatch.setattr("specops.engine.machine._LEAST_SAVED_BYTES", {"cpu": least * layer_bytes})
     watched = make(model_dir, max_num_seqs=32)
     assert watched.run() == expected
     kept = [plan.prefixes.num_saved_tokens for plan in watched.shared if plan.prefixes]

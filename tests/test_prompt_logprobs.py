@@ -19,7 +19,6 @@ from specops.engine import (
     SamplingParams,
     SpeculativeConfig,
     TokenLogprob,
-    prompt_scorer,
 )
 from twin_device import TwinDevice
 
@@ -156,7 +155,7 @@ def test_few_rows_at_a_time_change_no_bit(model_dir: Path, monkeypatch: pytest.M
     expected = [bits(found(one)) for one in scores(plain, done)]
     logits = []
     for rows in (2, 3, 10):
-        monkeypatch.setattr(prompt_scorer, "_MAX_LOGITS_BYTES", rows * 4 * 257)
+        monkeypatch.setattr("specops.engine.prompt_logprobs._MAX_LOGITS_BYTES", rows * 4 * 257)
         engine = make(model_dir)
         call = engine._runner._prompt_scorer._model.logits
         monkeypatch.setattr(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from specops.engine import SamplingParams, SpeculativeConfig
 from specops.engine.memory.kv_cache import DraftKv, PagePool
-from specops.engine.plan import Plan, Scheduled
+from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
-from specops.engine.scheduling.prefixes import PrefixFinder
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.sharing.prefixes import PrefixFinder
 
 Tokens = tuple[int, ...]
 
@@ -94,7 +94,7 @@ class World:
         self._check_slots(scheduled)
         self._check_prefixes(scheduled)
         plan = scheduled.parts
-        self.plans.append([(p.request.request_id, p.num_rows, p.num_drafts, p.emits) for p in plan])
+        self.plans.append([(p.request_id, p.num_rows, p.num_drafts, p.emits) for p in plan])
         for request in self.scheduler.waiting:
             assert not (request.num_computed or request.num_final_draft_kv or request.pages)
         assert self.scheduler.num_preemptions - before <= 6
@@ -116,9 +116,11 @@ class World:
 
     def _check_slots(self, plan: Plan) -> None:
         """Who lost and who got a slot, told in order, leaves each slot with one request."""
-        for request, slot in plan.stopped:
-            assert self.slots.pop(slot) is request
-        for request in plan.started:
+        for request_id, slot in plan.stopped:
+            assert self.slots.pop(slot).request_id == request_id
+        for request_id, slot in plan.started:
+            request = self.scheduler.at[slot]
+            assert request.request_id == request_id
             assert request.slot not in self.slots
             self.slots[request.slot] = request
             assert request.num_final_draft_kv == request.num_computed
@@ -126,10 +128,11 @@ class World:
         assert {slot: one for slot, one in self.slots.items() if one.slot == slot} == {
             request.slot: request for request in self.scheduler.running
         }
+        assert self.scheduler.at == self.slots
 
     def _check_prefixes(self, plan: Plan) -> None:
         """What is said to be shared is there, in the same pages; and nothing else is shared."""
-        requests = [part.request for part in plan.parts]
+        requests = [self.slots[part.slot] for part in plan.parts]
         claimed: set[tuple[int, ...]] = set()
         if plan.prefixes is not None:
             self.num_saved_tokens += plan.prefixes.num_saved_tokens
@@ -155,12 +158,16 @@ class World:
     def _row(self, request: Request, position: int) -> Row:
         return self.memory[request.pages[position // self.size]][position % self.size]
 
-    def _check(self, part: Scheduled) -> None:
+    def _check(self, part: Part) -> None:
         """All that the request's step reads is there, and there is room for what it writes."""
-        request, tokens = part.request, tuple(part.request.token_ids)
+        request = self.slots[part.slot]
+        tokens = tuple(request.token_ids)
+        assert part.pages is request.pages and part.num_tokens == len(tokens)
+        given = tokens[part.begin : part.begin + part.num_rows - part.num_drafts]
+        assert part.begin == request.num_computed and tuple(part.token_ids) == given
         for position in range(request.num_computed):
             assert self._row(request, position).model == tokens[: position + 1]
-        needed = self.scheduler._pages_for(request.num_computed + part.num_rows)
+        needed = self.scheduler.num_pages_for(request.num_computed + part.num_rows)
         assert len(request.pages) >= needed
         if request.draft_kv is None:
             return
@@ -171,7 +178,7 @@ class World:
             last = request.num_computed + part.num_rows + max(part.draft_limit - self.lookahead, 0)
             room = len(request.pages) * self.size
             assert room >= min(last, request.max_len) or self.pool.num_available == 0
-            assert len(request.pages) <= self.scheduler._pages_for(request.max_len)
+            assert len(request.pages) <= self.scheduler.num_pages_for(request.max_len)
             self.num_spare += len(request.pages) - needed
 
     def _write(self, request: Request, position: int) -> Row:
@@ -179,8 +186,8 @@ class World:
         assert self.pool._refs[page] == 1 and page not in self.pool._place_of, "it is shared"
         return self.memory[page][position % self.size]
 
-    def _execute(self, part: Scheduled) -> None:
-        request, rng = part.request, self.rng
+    def _execute(self, part: Part) -> None:
+        request, rng = self.slots[part.slot], self.rng
         begin, known = request.num_computed, part.num_rows - part.num_drafts
         accepted = rng.randint(0, part.num_drafts)
         tokens = tuple(request.token_ids[: begin + known])
@@ -238,7 +245,7 @@ def test_nobody_is_preempted_for_rows_behind_the_text(lookahead: int) -> None:
         for lends in (True, False):
             world = World(seed, lookahead, caching=False, k=9)
             if not lends:
-                world.scheduler._lend_spare_pages = lambda: None  # type: ignore[method-assign]
+                world.scheduler.lend_behind = lambda *_: None  # type: ignore[method-assign]
                 world._check = lambda part: None  # type: ignore[method-assign]
             for _ in range(300):
                 if len(world.scheduler.waiting) < 4 and world.rng.random() < 0.5:
@@ -313,7 +320,7 @@ def run(scheduler: Scheduler, steps: int) -> None:
     """Steps in which every planned request emits a token."""
     for _ in range(steps):
         for part in scheduler.schedule().parts:
-            request = part.request
+            request = scheduler.at[part.slot]
             request.num_computed += part.num_rows
             if part.emits:
                 request.token_ids.append(1)

@@ -28,7 +28,7 @@ from specops.engine import (
     SpeculativeConfig,
 )
 from specops.engine.cost_table import STEP, CostTable
-from specops.engine.scheduling import grammar_turns
+from specops.engine.sharing import grammar_turns
 from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
 from twin_device import TwinDevice
 
@@ -659,7 +659,7 @@ def test_slow_grammars_sit_out_and_change_nothing(
 
     monkeypatch.setattr(GrammarState, "note_step", slowly)
     monkeypatch.setattr(GrammarState, "prepare", noting)
-    monkeypatch.setattr("specops.engine.scheduling.grammar_turns._SHARE", 1.0)
+    monkeypatch.setattr("specops.engine.sharing.grammar_turns._SHARE", 1.0)
     free = [(f"# {i}\ndef f(", SamplingParams(max_tokens=48, seed=i)) for i in range(8)]
     others = bits(run(engine_of(), free, [NAIVE]))
     engine = engine_of(max_num_seqs=24, max_model_len=512, num_pages=90)  # some are preempted

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from specops.engine import Completion, Engine, SamplingParams, SpeculativeConfig
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.plan import Plan
+from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
-from specops.engine.scheduling.turns import Ask, take_turns
+from specops.engine.sharing.turns import Ask, take_turns
 from test_drafter_protocol import make, plain
 from test_lossless import bits
 from test_scheduler import make_request
@@ -25,6 +25,7 @@ FREE = 4
 def owned(arrival: int, *owners: str, tokens: int = 3, max_tokens: int = 500) -> Request:
     request = make_request(arrival, [1] * tokens, "naive", max_tokens)
     request.owners = owners
+    request.request_id = f"{owners[0] if owners else ''}-{arrival}"
     return request
 
 
@@ -159,7 +160,7 @@ def run(scheduler: Scheduler, steps: int, drafts: int = 0) -> list[Plan]:
             request.num_drafts = drafts
         plans.append(scheduler.schedule())
         for part in plans[-1].parts:
-            request = part.request
+            request = scheduler.at[part.slot]
             request.num_computed += part.num_rows - part.num_drafts
             if part.emits:
                 request.token_ids.append(1)
@@ -169,7 +170,11 @@ def run(scheduler: Scheduler, steps: int, drafts: int = 0) -> list[Plan]:
 
 
 def rows_of(plan: Plan, client: str) -> int:
-    return sum(part.num_rows for part in plan.parts if part.request.owners[0] == client)
+    return sum(part.num_rows for part in plan.parts if client_of(part) == client)
+
+
+def client_of(part: Part) -> str:
+    return part.request_id.rpartition("-")[0]
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
@@ -289,7 +294,7 @@ def test_a_newcomer_is_let_in_beside_one_with_many_drafts() -> None:
     run(scheduler, 2, drafts=16)
     scheduler.waiting.append(owned(1, "normal", "one", tokens=1))
     (plan,) = run(scheduler, 1, drafts=16)
-    assert {part.request.owners[0]: part.num_rows for part in plan.parts} == {
+    assert {client_of(part): part.num_rows for part in plan.parts} == {
         "wide": 17,
         "normal": 1,
     }
@@ -376,23 +381,24 @@ def test_drafts_outlast_a_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     engine = engine_of(name)
     had: dict[Request, list[int]] = {}
     verified = 0
-    execute = engine._runner.execute
+    collect, at = engine._runner.collect, engine._scheduler.at
 
     def watched(plan: Plan) -> Any:
         nonlocal verified
         for part in plan.parts:
-            if part.request in had:
-                drafts = engine._drafting.drafts_of(part.request)[: part.num_drafts].tolist()
-                assert drafts == had.pop(part.request)
+            request = at[part.slot]
+            if request in had:
+                drafts = engine._drafting.drafts_of(part.slot, part.num_drafts).tolist()
+                assert drafts == had.pop(request)
                 verified += bool(drafts)
-        emitted = execute(plan)
-        for request in plan.paused:
+        emitted = collect(plan)
+        for request in map(at.__getitem__, plan.paused):
             count = engine._drafting.num_proposed(request)
             drafts = engine._drafting.proposals.token_ids[request.slot, :count].tolist()
             assert had.setdefault(request, drafts) == drafts
         return emitted
 
-    monkeypatch.setattr(engine._runner, "execute", watched)
+    monkeypatch.setattr(engine._runner, "collect", watched)
     complete_owned(engine, 24)
     assert verified > 30
 
@@ -404,20 +410,21 @@ def test_drafts_without_what_they_were_drawn_from_are_gone(
     """The chances that modules drew from are the last step's; who was not in it drafts anew."""
     engine = engine_of("mtp")
     rested, dropped, num_drafts = set[Request](), 0, 0
-    execute = engine._runner.execute
+    launch, at = engine._runner.launch, engine._scheduler.at
 
-    def watched(plan: Plan) -> Any:
+    def watched(plan: Plan, **options: Any) -> None:
         nonlocal dropped, num_drafts
         for part in plan.parts:
+            request = at[part.slot]
             num_drafts += part.num_drafts
-            if part.request in rested and part.request.params.temperature > 0:
-                rested.discard(part.request)
+            if request in rested and request.params.temperature > 0:
+                rested.discard(request)
                 assert part.num_drafts == 0
                 dropped += 1
-        rested.update(plan.paused)
-        return execute(plan)
+        rested.update(map(at.__getitem__, plan.paused))
+        launch(plan, **options)
 
-    monkeypatch.setattr(engine._runner, "execute", watched)
+    monkeypatch.setattr(engine._runner, "launch", watched)
     done = complete_owned(engine, 24, speculative_config={"verify_strategy": strategy})
     assert dropped > 5 and num_drafts > 100
     assert all(len(one.token_ids) == 96 for one in done)

@@ -241,14 +241,10 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
 
 
 def _print_heading(engine: Engine, num_prompts: int, max_tokens: int) -> None:
-    ours = engine.config.has_exact_attention
-    backend = "" if ours else f", attention by {engine.config.attention_backend}"
     print(
-        f"{engine.model_name} on {engine.device}{backend}: {num_prompts} prompts, up to "
-        f"{max_tokens} tokens each"
+        f"{engine.model_name} on {engine.device}: {num_prompts} prompts, up to {max_tokens} tokens "
+        "each"
     )
-    if backend:
-        print("not exact: differences are to be expected")
 
 
 @contextlib.contextmanager

@@ -27,11 +27,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "int8", "fp8_e4m3"),
         help="of keys and values: 8 bits take half the memory (default: the model's)",
     )
-    add(
-        "--attention-backend",
-        choices=("specops", "torch", "flashinfer"),
-        help="torch and flashinfer are for comparison, and not exact (default: specops)",
-    )
     add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
 
 

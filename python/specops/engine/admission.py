@@ -3,7 +3,7 @@
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from specops.engine.config import EngineConfig
 from specops.engine.drafting import Drafting
@@ -31,7 +31,6 @@ class Admission:
         config: EngineConfig,
         tokenizer: Tokenizer,
         drafting: Drafting,
-        *,
         max_model_len: int,
         vocab_size: int,
     ) -> None:
@@ -55,13 +54,13 @@ class Admission:
         choice_index: int,
         speculative_config: Mapping[str, object] | None,
         owners: Sequence[str],
-        taken: Mapping[str, Request],
+        taken: Collection[str],
     ) -> Request:
         """Makes a request of what `Engine.add_request` documents.
 
         Args:
             prompt, params, request_id, choice_index, speculative_config, owners: as there.
-            taken: the requests whose names are in use.
+            taken: the names that are in use.
 
         Raises:
             ContextOverflow: prompt and max_tokens do not fit the context.
@@ -119,7 +118,7 @@ class Admission:
         """Draws a seed of so many bits, for a request that came without one."""
         return self._random.getrandbits(bits)
 
-    def _name(self, asked: str | None, taken: Mapping[str, Request]) -> str:
+    def _name(self, asked: str | None, taken: Collection[str]) -> str:
         """A request's name: the one that was asked for, or one that nobody has."""
         if asked is None:
             asked = f"request-{self._arrivals}"

@@ -15,7 +15,7 @@ from specops.engine.cost_table import STEP, CostTable, cost_path
 from specops.engine.drafting import Drafting
 from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.plan import Plan, Scheduled
+from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.steps.runner import Runner
@@ -30,20 +30,20 @@ _BEHIND = 32  # of these, positions that drafters have missed where catching up 
 def costs_of(
     config: EngineConfig,
     tokenizer: Tokenizer,
-    runner: Runner,
     drafting: Drafting,
-    pool: PagePool,
     max_model_len: int,
+    runner: Runner,
+    pool: PagePool,
 ) -> CostTable:
     """Returns the costs of an engine that has no request yet, from its file or measured now.
 
     Args:
         config: of the engine.
         tokenizer: of the model.
-        runner: of the engine.
-        drafting: likewise.
-        pool: likewise; all pages are free before and after.
+        drafting: of the engine.
         max_model_len: tokens of the longest request.
+        runner: of the engine.
+        pool: likewise; all pages are free before and after.
     """
     path = cost_path(*_identity(config))
     table = None if config.calibrate else CostTable.load(path)
@@ -80,8 +80,7 @@ def _identity(config: EngineConfig) -> list[str]:
     settings = (config.dtype, config.kv_cache_dtype, config.page_size, config.max_num_seqs)
     rows = config.max_num_batched_tokens
     drafting = (config.speculative_config.draft_stages, config.enforce_eager)
-    others = (rows, *drafting, config.attention_backend)
-    return [specops.__version__, digest, device, *map(str, (*settings, *others))]
+    return [specops.__version__, digest, device, *map(str, (*settings, rows, *drafting))]
 
 
 class _Trial:
@@ -158,22 +157,36 @@ class _Trial:
         base, more = divmod(rows - requests, requests)
         parts = []
         for index, request in enumerate(self.requests[:requests]):
-            request.num_drafts = base + (index < more)
-            count = 1 + request.num_drafts
-            parts.append(Scheduled(request, count, request.num_drafts, True, draft_limit))
+            begin, drafts = request.num_computed, base + (index < more)
+            parts.append(
+                Part(
+                    request.request_id,
+                    request.slot,
+                    begin,
+                    begin + 1,
+                    1 + drafts,
+                    drafts,
+                    emits=True,
+                    token_ids=request.token_ids[begin:],
+                    pages=request.pages,
+                    draft_limit=draft_limit,
+                )
+            )
         key = (sum(part.num_rows for part in parts), requests, draft_limit, rows_behind)
         for _ in range(1 if key in self._known else 3):  # it is made first, and captured
             if rows_behind:
-                self._rest(parts[0].request)
+                self._rest(self.requests[0])
             begun = time.perf_counter()
             self._execute(parts)
             taken = time.perf_counter() - begun
         self._known.add(key)
         return taken
 
-    def _execute(self, parts: list[Scheduled]) -> None:
-        self._runner.execute(Plan(parts=parts))
-        self._runner.finish()
+    def _execute(self, parts: list[Part]) -> None:
+        plan = Plan(parts=parts)
+        self._runner.launch(plan)
+        self._runner.collect(plan)
+        self._runner.finish(plan)
         self._drafting.proposals.token_ids[:] = 1
 
     def end(self) -> None:

@@ -17,7 +17,6 @@ ALL_METHODS = "all"  # of `EngineConfig.methods`
 _MAX_REQUESTED_MODEL_STEPS = 16
 
 _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
-    "attention_backend": ("specops", "torch", "flashinfer"),
     "dtype": ("auto", "bfloat16", "float32"),
     "json_whitespace": ("bounded", "any", "none"),
     "kv_cache_dtype": ("auto", "int8", "fp8_e4m3"),
@@ -49,8 +48,6 @@ class EngineConfig:
             and are a little off. Speculation still changes no bit.
         device: "auto" (a GPU where this build and this machine can use one, else the CPU), "cpu",
             "cuda" or "cuda:N".
-        attention_backend: "specops"; or, for comparison, "torch" or "flashinfer" (on a GPU, where
-            it is installed), with which the engine is not exact: speculation may change a token.
         enforce_eager: on a GPU, launch every step's kernels one by one rather than replay the
             steps that repeat as CUDA graphs. The bits are the same.
         load_format: "auto" reads the checkpoint; "dummy" makes random weights in its place, on the
@@ -90,7 +87,6 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     device: str = "auto"
-    attention_backend: str = "specops"
     enforce_eager: bool = False
     load_format: str = "auto"
     logprobs_mode: str = "raw_logprobs"
@@ -207,11 +203,6 @@ class EngineConfig:
             )
         chosen.require_runnable(methods, missing=missing)
         return chosen
-
-    @property
-    def has_exact_attention(self) -> bool:
-        """Whether a row's bits depend on nothing but its request: with our attention alone."""
-        return self.attention_backend == "specops"
 
     @property
     def model_dir(self) -> Path:

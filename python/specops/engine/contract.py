@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 import specops
-from specops.engine.engine import LEAF_TOKENS, Engine
+from specops.engine.engine import Engine
+from specops.engine.machine import LEAF_TOKENS
 from specops.engine.models.loader import weight_files
 
 # What of an engine's configuration it depends on.
 OPTIONS = (
-    *("model", "device", "dtype", "kv_cache_dtype", "attention_backend", "load_format"),
+    *("model", "device", "dtype", "kv_cache_dtype", "load_format"),
     *("logprobs_mode", "json_whitespace"),
 )
 
@@ -41,14 +42,12 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         JSON: "specops", the version; "kernels", what was compiled and by what; "torch", the version
         that the RoPE table comes from; "device", the instruction set or the GPU; "model", the
         digest of its configuration and weights, and the dtypes of weights and of keys and values;
-        "attention_backend"; "attention_leaf_tokens", after how many tokens ours rounds;
-        "sampling_leaf_tokens", after how many logits sums over the vocabulary round; "exact",
-        whether attention is ours; "logprobs_mode" and "json_whitespace", as configured; and
-        "digest", of all that. An engine that is not exact is promised nothing by its digest: its
-        bits depend on what stands beside a request.
+        "attention_leaf_tokens", after how many tokens attention rounds; "sampling_leaf_tokens",
+        after how many logits sums over the vocabulary round; "logprobs_mode" and
+        "json_whitespace", as configured; and "digest", of all that.
     """
     config = engine.config
-    kind, exact = engine.device.partition(":")[0], config.has_exact_attention
+    kind = engine.device.partition(":")[0]
     facts: dict[str, Any] = {
         "specops": specops.__version__,
         "kernels": specops.runtime.build_facts(),
@@ -61,10 +60,8 @@ def contract_of(engine: Engine) -> dict[str, Any]:
                 engine.model_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
             ),
         },
-        "attention_backend": config.attention_backend,
-        "attention_leaf_tokens": LEAF_TOKENS[kind] if exact else None,
+        "attention_leaf_tokens": LEAF_TOKENS[kind],
         "sampling_leaf_tokens": _SAMPLING_LEAF_TOKENS[kind],
-        "exact": exact,
         "logprobs_mode": config.logprobs_mode,
         "json_whitespace": config.json_whitespace,
     }

@@ -23,6 +23,7 @@ from specops.engine.drafters import (
     DrafterStep,
     MethodUnavailable,
     Proposals,
+    Scheduled,
     StepResults,
     TargetStep,
 )
@@ -38,7 +39,7 @@ from specops.engine.methods import (
     drafting_order,
     method_of,
 )
-from specops.engine.plan import Scheduled
+from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Drafting:
         missing: why methods are not among them, in words that name no path.
         proposals: for the next step, by slot.
         draft_probs: what drafts were drawn from.
+        scheduled: the parts of the step, as drafters have them.
         num_failures: how often one has raised. Steps made before may not run again: a part of one
             may be missing, or recorded by halves.
 
@@ -93,7 +95,9 @@ class Drafting:
         # no drafter of theirs runs, and they have no drafts.
         self._verified: dict[Request, list[float]] | None = {}
         self._others = 0
-        self._trees: dict[Request, Preorder] = {}  # of the step to come
+        self._trees: dict[int, Preorder] = {}  # of the step to come, by slot
+        self._running: dict[int, Request] = {}  # by slot
+        self.scheduled: list[Scheduled] = []
         self._all_rest = False  # nobody whose drafts are selected drafts in the step to come
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
@@ -131,9 +135,9 @@ class Drafting:
             sorted({tap for name, _ in shape.drafters for tap in self.drafters[name].taps})
         )
 
-    def draft_prob_row(self, request: Request, place: int) -> int:
-        """The row of `draft_probs` for a request that had a place in the last step; -1: none."""
-        drafter = next(iter(request.draft_stages), None)
+    def draft_prob_row(self, slot: int, place: int) -> int:
+        """The row of `draft_probs` for a slot that had a place in the last step; -1: none."""
+        drafter = next(iter(self._running[slot].draft_stages), None)
         return -1 if drafter is None else self.draft_probs.row(drafter, place)
 
     @property
@@ -172,6 +176,7 @@ class Drafting:
 
     def start(self, request: Request) -> bool:
         """A request got its slot; returns whether memory has moved that steps use."""
+        self._running[request.slot] = request
         if not request.draft_stages:
             return False
         has_moved = request.speculative.num_speculative_tokens > self.width
@@ -303,7 +308,7 @@ class Drafting:
         """How many rows of earlier steps its drafters run again when it wants drafts now."""
         return sum(self._ask_each(self._drafters_of(request), "num_rows_behind", request))
 
-    def observe(self, parts: Sequence[Scheduled], accepted: Sequence[Sequence[int]]) -> int:
+    def observe(self, parts: Sequence[Part], accepted: Sequence[Sequence[int]]) -> int:
         """Learns from a step whose drafts `select` has chosen.
 
         Args:
@@ -317,7 +322,8 @@ class Drafting:
             return 0
         states_of = self._states
         if self._verified is None:
-            resting = [state for part in parts if (state := states_of.get(part.request))]
+            requests = [self._running[part.slot] for part in parts]
+            resting = [state for one in requests if (state := states_of.get(one))]
             if resting:
                 self._selector.rest(resting)
                 self._all_rest = not any(state.drafts for state in resting)
@@ -326,7 +332,8 @@ class Drafting:
             return 0
         states, verified, paths, parents = [], [], [], []
         for part, path in zip(parts, accepted, strict=True):
-            confidences, state = self._verified.get(part.request), states_of.get(part.request)
+            request = self._running[part.slot]
+            confidences, state = self._verified.get(request), states_of.get(request)
             if confidences is not None and state is not None and part.emits:
                 states.append(state)
                 verified.append(confidences[: part.num_drafts] if confidences else confidences)
@@ -351,38 +358,46 @@ class Drafting:
     def _verify_tree(self, request: Request, nodes: Sequence[int]) -> Preorder:
         """Notes which of a request's proposals it verifies, in which order."""
         tree = preorder(self.proposals.parents[request.slot].tolist(), nodes)
-        self._trees[request] = tree
+        self._trees[request.slot] = tree
         if num_chains(tree.parents) > 1:
             request.draft_parents = tree.parents
         return tree
 
-    def drafts_of(self, request: Request) -> NDArray[np.int32]:
-        """The drafts that a request verifies."""
-        tree = self._trees.get(request)
-        nodes = slice(request.num_drafts) if tree is None else tree.nodes
-        return self.proposals.token_ids[request.slot, nodes]
+    def drafts_of(self, slot: int, count: int) -> NDArray[np.int32]:
+        """The first of the drafts that a slot's request verifies."""
+        return self.proposals.token_ids[slot, self._nodes(slot, count)]
 
-    def sources_of(self, request: Request, count: int) -> list[str]:
-        """Who proposed the first of the drafts that a request verifies, by the drafters' names."""
-        tree = self._trees.get(request)
-        nodes = slice(count) if tree is None else tree.nodes[:count]
-        names = (*request.draft_stages, *reversed(COMPANIONS))  # -1 is the first companion
-        return [names[stage] for stage in self.proposals.stages[request.slot, nodes].tolist()]
+    def sources_of(self, slot: int, count: int) -> list[str]:
+        """Who proposed these, by the drafters' names."""
+        stages = self.proposals.stages[slot, self._nodes(slot, count)].tolist()
+        # -1 is the first companion.
+        names = (*self._running[slot].draft_stages, *reversed(COMPANIONS))
+        return [names[stage] for stage in stages]
 
-    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> StepShape:
+    def _nodes(self, slot: int, count: int) -> slice | Sequence[int]:
+        """Their places in the table."""
+        tree = self._trees.get(slot)
+        return slice(count) if tree is None else tree.nodes[:count]
+
+    def plan(self, parts: Sequence[Part], shape: StepShape) -> StepShape:
         """Adds to a step's shape what drafters do behind it."""
         if not self.width:
             return shape
+        running = self._running
+        self.scheduled = [
+            Scheduled(running[one.slot], one.num_rows, one.num_drafts, one.emits, one.draft_limit)
+            for one in parts
+        ]
         work: list[tuple[str, Hashable]] = []
         for name, drafter in self.drafters.items():
-            key = self._ask(drafter, "plan", parts, shape)
+            key = self._ask(drafter, "plan", self.scheduled, shape)
             if key is not None:
                 work.append((name, key))
         # With one of them, the host knows whose the drafts are that it finds.
-        reports = len(work) > 1 and any(part.request.params.report_drafts for part in parts)
+        reports = len(work) > 1 and bool(self._reporting())
         return shape._replace(drafters=tuple(work), reports_stages=reports)
 
-    def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> list["WatchedStep"]:
+    def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> "list[WatchedStep]":
         """Makes the drafters' parts of the steps of one shape, in their order."""
         steps: list[WatchedStep] = []
         for name, key in shape.drafters:
@@ -395,18 +410,20 @@ class Drafting:
                 steps.append(WatchedStep(made, drafter, self, counts))
         return steps
 
-    def read(self, steps: Sequence["WatchedStep"], parts: Sequence[Scheduled]) -> None:
+    def read(self, steps: "Sequence[WatchedStep]") -> None:
         """Takes over what a step's drafters on the device have drafted, and whose each draft is."""
-        proposals = self.proposals
         for step in steps:
-            step.read(parts, proposals)
-        for part in parts:
-            request, begin = part.request, 0
-            if not request.params.report_drafts:
-                continue
+            step.read(self.proposals)
+        for request in self._reporting():
+            begin = 0
             for step in steps:
-                counts = proposals.counts if step.counts is None else step.counts.host
+                counts = self.proposals.counts if step.counts is None else step.counts.host
                 begin = self._attribute(request, step.name, begin, int(counts[request.slot]))
+
+    def _reporting(self) -> list[Request]:
+        """The requests of the step that are told whose their drafts are."""
+        requests = [part.request for part in self.scheduled]
+        return [request for request in requests if request.params.report_drafts]
 
     def _attribute(self, request: Request, drafter: str, begin: int, end: int) -> int:
         """Notes whose the drafts from `begin` on are; returns the end, or `begin` if not its."""
@@ -416,13 +433,23 @@ class Drafting:
         self.proposals.stages[request.slot, begin:end] = place
         return end
 
-    def finish(self, results: StepResults) -> None:
-        """Has the drafters on the host go on, when all requests of a step have taken it over."""
-        told = [part.request for part in results.parts if part.request.params.report_drafts]
-        counts = self.proposals.counts
+    def finish(self, plan: Plan, **results: Any) -> None:
+        """Has the drafters on the host go on, when all requests of a step have taken it over.
+
+        Args:
+            plan: of the step.
+            results: the arrays of `StepResults`.
+        """
+        step = StepResults(
+            parts=self.scheduled,
+            proposals=self.proposals,
+            fail=lambda request, error: plan.fail(request.request_id, error),
+            **results,
+        )
+        told, counts = self._reporting(), self.proposals.counts
         for drafter in self._requests:
             before = [int(counts[request.slot]) for request in told]
-            self._ask(drafter, "finish", results)
+            self._ask(drafter, "finish", step)
             for request, begin in zip(told, before, strict=True):
                 self._attribute(request, drafter.name, begin, int(counts[request.slot]))
 
@@ -469,7 +496,7 @@ class Drafting:
             self.leave(request)
 
 
-class WatchedStep(DrafterStep):
+class WatchedStep:
     """A drafter's part in the steps of one shape, as the steps see it: it does not raise.
 
     Attributes:
@@ -485,14 +512,16 @@ class WatchedStep(DrafterStep):
         self._step, self._drafter, self._drafting = step, drafter, drafting
         self._error: Exception | None = None  # of a launch, while its results are on their way
 
-    def fill(self, parts: Sequence[Scheduled]) -> None:
+    def fill(self) -> None:
+        """Writes the host's side of its arrays, before the step runs."""
         self._error = None
         try:
-            self._step.fill(parts)
+            self._step.fill(self._drafting.scheduled)
         except Exception as error:
             self._drafting.lose_all_of(self._drafter, "fill", error)
 
     def launch(self, target: TargetStep) -> None:
+        """Drafts on the device."""
         try:
             self._step.launch(target)
         except Exception as error:
@@ -500,13 +529,14 @@ class WatchedStep(DrafterStep):
         if self.counts is not None:
             self.counts.device.copy_(target.num_draft_tokens)
 
-    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+    def read(self, proposals: Proposals) -> None:
+        """Takes over what its results say beside the drafts."""
         error, self._error = self._error, None
         if error is not None:
             self._drafting.lose_all_of(self._drafter, "launch", error)
             return
         try:
-            self._step.read(parts, proposals)
+            self._step.read(self._drafting.scheduled, proposals)
         except Exception as wrong:
             self._drafting.lose_all_of(self._drafter, "read", wrong)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: requests in, tokens out. One step drafts, verifies, accepts and commits."""
+"""The engine: requests in, tokens out. One step selects, plans, runs, commits and drafts."""
 
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -15,59 +15,25 @@ from specops.engine.config import EngineConfig
 from specops.engine.drafters import Drafter, DrafterContext
 from specops.engine.drafting import Drafting
 from specops.engine.errors import EngineError, ModelError, QueueFull
-from specops.engine.memory.device import open_device
-from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer, load_model
-from specops.engine.outputs import (
-    Completion,
-    RequestOutput,
-    SpeculativeStats,
+from specops.engine.machine import (
+    FREE_ROWS,
+    cascade_bytes_per_token,
+    num_pages_of,
+    open_device,
+    prefix_finder_of,
 )
-from specops.engine.plan import Plan, Scheduled, described
+from specops.engine.memory.kv_cache import PagePool
+from specops.engine.models import load_model
+from specops.engine.outputs import Completion, Emitted, EngineStats, RequestOutput
+from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.scheduling.prefixes import PrefixFinder
 from specops.engine.scheduling.scheduler import Scheduler
-from specops.engine.steps.runner import Emitted, Runner
+from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
-from specops.sampling import FinishReason
 
 logger = logging.getLogger(__name__)
-
-# Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
-# rest.
-_GPU_SHARE = 0.85
-_CPU_BYTES = 4 << 30  # for keys and values, where nothing else is said
-
-# Attention shares whole leaves of so many tokens. On a GPU declaring adds two launches to each
-# layer, in the time of which so many bytes are read.
-LEAF_TOKENS = {"cpu": 64, "cuda": 256}
-_LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
-
-# Rows that a step computes in about the time in which it reads the weights and starts its ops. Of
-# the bundled model on two cores of a Zen 5: 0.33 ms a step, and 0.07 to 0.11 ms a row.
-_FREE_ROWS = {"cpu": 4, "cuda": 64}
-
-
-@dataclass
-class EngineStats:
-    """Counters over the engine's life; they only ever grow."""
-
-    num_steps: int = 0
-    num_rows: int = 0  # of all steps: tokens of prompts, decoding and drafts
-    num_preemptions: int = 0
-    prompt_tokens: int = 0  # of accepted prompts, each once, however many choices it has
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0  # prompt tokens looked up
-    prefix_cache_hits: int = 0  # of these, found
-    cascade_saved_bytes: int = 0  # of keys and values that were not read again, but shared
-    speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
-    num_paused_steps: int = 0  # of requests, in which it was not their turn
-    num_suspended_steps: int = 0  # of requests, in which drafting would not have paid
-    # Of all steps; 0 where `Engine.times_drafting` is False.
-    verify_seconds: float = 0.0  # the model, and the choice of tokens
-    draft_seconds: float = 0.0
 
 
 class Engine:
@@ -86,10 +52,15 @@ class Engine:
         self.config = config = config or EngineConfig()
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
-        # Other backends ask the device for lengths in every layer, which no graph can hold.
-        graphs = config.has_exact_attention and not config.enforce_eager
-        self._device = open_device(config.device, graphs=graphs)
-        model = self._load_model()
+        self._device = open_device(config.device, graphs=not config.enforce_eager)
+        model = load_model(
+            config.model_dir,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            device=self._device.device,
+            load_format=config.load_format,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len = model.max_model_len
@@ -101,18 +72,19 @@ class Engine:
             )
         )
         kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
-        self.num_pages = self._choose_num_pages(kv_bytes)
+        self.num_pages = num_pages_of(config, self._device, self.max_model_len, kv_bytes)
         self._drafting.allocate(self.num_pages)
-        self._pool = PagePool(
-            self.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching
-        )
+        caching = config.enable_prefix_caching
+        self._pool = PagePool(self.num_pages, config.page_size, enable_prefix_caching=caching)
+        finder = prefix_finder_of(config, model, self._pool)
+        self._cascade_bytes_per_token = cascade_bytes_per_token(model)
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_total_draft_tokens=config.speculative_config.max_total_draft_tokens,
-            free_rows=_FREE_ROWS[self._device.device.type],
-            prefix_finder=self._new_prefix_finder(model),
+            free_rows=FREE_ROWS[self._device.device.type],
+            prefix_finder=finder,
         )
         self._runner = Runner(
             model,
@@ -124,35 +96,17 @@ class Engine:
             max_rows=config.max_num_batched_tokens,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
+        shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.selects_drafts:
-            parts = (self.tokenizer, self._runner, self._drafting, self._pool, self.max_model_len)
-            self._drafting.use_costs(costs_of(config, *parts))
-        self._admission = Admission(
-            config,
-            self.tokenizer,
-            self._drafting,
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-        )
+            self._drafting.use_costs(costs_of(config, *shared, self._runner, self._pool))
+        self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
+        self._plan: Plan | None = None  # of the step under way
+        # What grammars take is the time of this thread, which waits while a GPU works.
+        self._timer = time.perf_counter if self._device.is_async else time.thread_time
+        self._spent = 0.0, 0.0  # on the launch of the step under way, by that timer and the clock
+        self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
-
-    def _load_model(self) -> Transformer:
-        config = self.config
-        if not config.has_exact_attention:
-            logger.warning(
-                "not exact: with attention by %s, speculation and batching may change tokens",
-                config.attention_backend,
-            )
-        return load_model(
-            config.model_dir,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            device=self._device.device,
-            load_format=config.load_format,
-            kv_cache_dtype=config.kv_cache_dtype,
-            attention_backend=config.attention_backend,
-        )
 
     @property
     def runnable_methods(self) -> tuple[str, ...]:
@@ -260,7 +214,7 @@ class Engine:
             choice_index=choice_index,
             speculative_config=speculative_config,
             owners=owners,
-            taken=self._requests,
+            taken=self._requests.keys() | {one.request_id for one in self._aborted},
         )
         self._requests[request.request_id] = request
         self._scheduler.waiting.append(request)
@@ -297,7 +251,10 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
-        self._leave(request)
+        if self._plan is None:
+            self._leave(request)
+        else:  # it may have rows in the step under way
+            self._aborted.append(request)
         return True
 
     def has_unfinished(self) -> bool:
@@ -305,121 +262,198 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     @torch.no_grad()
-    def step(self) -> list[RequestOutput]:
-        """Drafts, verifies, accepts and commits once; returns what it added to each request.
+    def step(self, *, even_if_idle: bool = False) -> list[RequestOutput]:
+        """Selects, plans, runs, commits and drafts once; returns what it added to each request.
 
         A request of which something fails, and nothing else, ends with `finish_reason` "error" and
         a sentence in `RequestOutput.error`; a drafter that fails ends nothing. The log says more.
+
+        Args:
+            even_if_idle: run the model over no row where there is nothing to do, as those need
+                whose model waits for other engines'.
 
         Raises:
             EngineError: the step failed, as on the device. Its requests are gone then; others go
                 on.
         """
+        self._launch(even_if_idle)
+        return self._collect()
+
+    @torch.no_grad()
+    def launch(self, *, even_if_idle: bool = False) -> None:
+        """Does the part of a step up to the device's work, which a GPU does meanwhile.
+
+        Until `collect`, requests may be added and aborted.
+
+        Args:
+            even_if_idle: as in `step`.
+
+        Raises:
+            EngineError: as in `step`; or the last step launched is not collected.
+        """
+        self._launch(even_if_idle)
+
+    @torch.no_grad()
+    def collect(self) -> list[RequestOutput]:
+        """Waits for the step that was launched, and takes over what it brought.
+
+        Returns:
+            As `step` does; nothing if none was launched.
+
+        Raises:
+            EngineError: as in `step`.
+        """
+        return self._collect()
+
+    def _launch(self, even_if_idle: bool) -> None:
+        if self._plan is not None:
+            raise EngineError("a step is under way: collect it before the next one")
+        begun = self._timer(), time.perf_counter()
         self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
-        before = self._scheduler.num_preemptions
-        plan = self._scheduler.schedule()
-        self.stats.num_preemptions += self._scheduler.num_preemptions - before
-        self._note_starts(plan)
+        plan = self._plan = self._scheduler.schedule()
         try:
-            outputs = self._run(plan)
+            self._change_slots(plan)
+            self._runner.launch(plan, even_if_idle=even_if_idle)
         except BaseException as error:
-            self._scheduler.return_pages_of_trees()
-            plan.fail_all(error)
-            outputs = self._end_failed(plan, [])
-            for output in outputs:
-                del self._requests[output.request_id]
-            if not isinstance(error, Exception):
-                raise
-            raise EngineError(f"a step failed: {described(error)}", outputs) from error
+            self._end_all(plan, error)
+        self._spent = self._timer() - begun[0], time.perf_counter() - begun[1]
+
+    def _collect(self) -> list[RequestOutput]:
+        plan = self._plan
+        if plan is None:
+            return []
+        begun = self._timer()
+        try:
+            outputs = self._commit_and_draft(plan)
+            self._scheduler.take_back()
+            if plan.parts:
+                self._scheduler.note_step(plan, self._spent[0] + self._timer() - begun)
+            self._release(plan)
+        except BaseException as error:
+            self._end_all(plan, error)
+        self._plan = None
         return self._end_failed(plan, outputs)
 
-    def _run(self, plan: Plan) -> list[RequestOutput]:
-        # What grammars take is the time of this thread, which waits while a GPU works.
-        timer = time.perf_counter if self._device.is_async else time.thread_time
-        step_begun, begun = timer(), time.perf_counter()
-        emitted = self._runner.execute(plan)
+    def _change_slots(self, plan: Plan) -> None:
+        """Tells the runner who lost a slot for a step, and who got one."""
+        self.stats.num_preemptions += len(plan.stopped)
+        for request_id, slot in plan.stopped:
+            self._runner.stop(self._requests[request_id], slot)
+        for request_id, _ in plan.started:
+            request = self._requests[request_id]
+            if not request.was_preempted:
+                if request.prompt_logprobs is None:  # whose rows are all computed
+                    self.stats.prefix_cache_queries += request.prompt_len
+                self.stats.prefix_cache_hits += request.num_cached_tokens
+            try:
+                self._runner.start(request)
+            except Exception as error:
+                plan.fail(request_id, error)
+
+    def _commit_and_draft(self, plan: Plan) -> list[RequestOutput]:
+        """Commits what each request of a step got, and has its drafters go on from there."""
+        begun = time.perf_counter()
+        emitted = self._runner.collect(plan)
         if not plan.parts:
-            self._scheduler.return_pages_of_trees()
             return []
-        executed = time.perf_counter() - begun
+        executed = self._spent[1] + time.perf_counter() - begun
+        outputs: list[RequestOutput] = []
+        for part, result in zip(plan.parts, emitted, strict=True):
+            request = self._scheduler.at[part.slot]
+            if part.request_id in plan.failed or request in self._aborted:
+                continue
+            try:
+                outputs += self._take_over(request, part, result)
+            except Exception as error:
+                plan.fail(part.request_id, error)
         self.stats.num_steps += 1
-        self.stats.num_rows += sum(part.num_rows for part in plan.parts)
+        self.stats.num_rows += plan.num_rows
         self.stats.num_paused_steps += len(plan.paused)
         if plan.prefixes is not None:
             saved = plan.prefixes.num_saved_tokens
             self.stats.cascade_saved_bytes += saved * self._cascade_bytes_per_token
-        outputs: list[RequestOutput] = []
-        for part, result in zip(plan.parts, emitted, strict=True):
-            if part.request.error is not None:
-                continue
-            try:
-                outputs += self._take_over(part, result)
-            except Exception as error:
-                plan.fail(part.request, error)
         if self._drafting.can_select:
             self.stats.num_suspended_steps += self._drafting.observe(
                 plan.parts, [one.accepted for one in emitted]
             )
         begun = time.perf_counter()
-        self._runner.finish()
+        self._runner.finish(plan)
         if self.times_drafting:
             within = self._runner.draft_seconds
             self.stats.verify_seconds += executed - within
             self.stats.draft_seconds += time.perf_counter() - begun + within
-        self._scheduler.return_pages_of_trees()
-        self._scheduler.grammar_turns.note(plan, timer() - step_begun)
-        for part in plan.parts:
-            request = part.request
-            try:
-                if request.error is None:
-                    self._scheduler.register_full_pages(request)
-            except Exception as error:
-                plan.fail(request, error)
-            if request.finish_reason is not None and request.error is None:
-                self._leave(request)
         return outputs
 
+    def _take_over(self, request: Request, part: Part, result: Emitted) -> list[RequestOutput]:
+        """Takes over what a step has brought a request: one output, or none within its prompt."""
+        for scores in result.prompt_scores:
+            assert request.prompt_logprobs is not None
+            request.prompt_logprobs.add(scores)
+        # What was accepted but not committed was computed from tokens that are not there.
+        computed = part.begin + part.num_rows - part.num_drafts + max(len(result.token_ids) - 1, 0)
+        outputs: list[RequestOutput] = []
+        if part.emits:
+            self.stats.speculative.count(part.num_drafts, len(result.accepted))
+            outputs = [request.commit(result, part.num_drafts)]
+            self._runner.commit(request)
+            self.stats.generation_tokens += len(outputs[0].token_ids)
+            # Keys and values of tokens that were cut are never read again.
+            computed = min(computed, len(request.token_ids) - 1)
+        elif request.has_no_output and computed == request.prompt_len:
+            outputs = [request.end_without_output()]
+        self._scheduler.advance(request, computed)
+        return outputs
+
+    def _release(self, plan: Plan) -> None:
+        """Makes full pages findable, and takes out the requests that have ended."""
+        for part in plan.parts:
+            if part.request_id in plan.failed:
+                continue
+            request = self._scheduler.at[part.slot]
+            try:
+                self._scheduler.register_full_pages(request)
+            except Exception as error:
+                plan.fail(part.request_id, error)
+                continue
+            if request.finish_reason is not None:
+                self._leave(request)
+
+    def _end_all(self, plan: Plan, error: BaseException) -> NoReturn:
+        """Ends all requests of a step with what it raised, which is raised on."""
+        self._scheduler.take_back()
+        plan.fail_all(error)
+        self._plan = None
+        outputs = self._end_failed(plan, [])
+        for output in outputs:
+            del self._requests[output.request_id]
+        if not isinstance(error, Exception):
+            raise error
+        raise EngineError(f"a step failed: {described(error)}", outputs) from error
+
     def _end_failed(self, plan: Plan, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Takes out the requests that a step has failed for; of each, the only output says so."""
+        """Takes out the requests that a step has failed for; of each, the only output says so.
+
+        Those that were aborted while it was under way go as well, and have none.
+        """
+        for request in self._aborted:
+            self._leave(request)
+        gone = {request.request_id for request in self._aborted}
+        self._aborted.clear()
         if not plan.failed:
             return outputs
-        failed = {request.request_id: request.error for request in plan.failed}
-        for request in plan.failed:
-            self._leave(request)
-        return [one for one in outputs if one.request_id not in failed] + [
-            RequestOutput(name, [], "", [], "error", error=error) for name, error in failed.items()
-        ]
-
-    def _note_starts(self, plan: Plan) -> None:
-        for request in plan.started:
-            if not request.was_preempted:
-                request.queue_seconds = time.perf_counter() - request.added_at
-                if request.prompt_logprobs is None:  # whose rows are all computed
-                    self.stats.prefix_cache_queries += request.prompt_len
-                self.stats.prefix_cache_hits += request.num_cached_tokens
+        kept = [one for one in outputs if one.request_id not in plan.failed]
+        for request_id, error in plan.failed.items():
+            if request_id not in gone:
+                request = self._requests[request_id]
+                self._leave(request)
+                kept.append(request.fail(error))
+        return kept
 
     def completion(self, request_id: str) -> Completion:
         """Returns a finished request as a whole, and forgets it."""
-        request = self._requests[request_id]
-        if request.finish_reason is None:
-            raise ValueError(f"request {request_id!r} is not finished")
+        completion = self._requests[request_id].completion()
         del self._requests[request_id]
-        return Completion(
-            request_id=request_id,
-            index=request.choice_index,
-            prompt_token_ids=request.token_ids[: request.prompt_len],
-            token_ids=request.output_token_ids,
-            text=request.stream.text,
-            logprobs=request.logprobs,
-            finish_reason=request.finish_reason,
-            seed=request.seed,
-            num_cached_tokens=request.num_cached_tokens,
-            stats=request.stats,
-            queue_seconds=request.queue_seconds,
-            stop_reason=request.stop_reason,
-            prompt_logprobs=request.prompt_logprobs,
-            error=request.error,
-        )
+        return completion
 
     def generate(
         self,
@@ -474,135 +508,9 @@ class Engine:
                 raise EngineError(f"a request failed: {done.error}")
         return completions
 
-    def _take_over(self, part: Scheduled, result: Emitted) -> list[RequestOutput]:
-        """Takes over what a step has brought a request: one output, or none within its prompt."""
-        request = part.request
-        # What was accepted but not committed was computed from tokens that are not there.
-        kept_drafts = max(len(result.token_ids) - 1, 0)
-        request.num_computed += part.num_rows - part.num_drafts + kept_drafts
-        if part.emits:
-            self._count(request, part.num_drafts, len(result.accepted))
-            return [self._commit(request, result)]
-        if request.has_no_output and request.num_computed == request.prompt_len:
-            return [self._end_without_output(request)]
-        return []
-
-    def _commit(self, request: Request, result: Emitted) -> RequestOutput:
-        """Appends the committed tokens one by one, unless a stop string cuts the rest."""
-        kept: list[int] = []
-        num_output = len(request.token_ids) - request.prompt_len
-        min_tokens = request.params.min_tokens
-        ends_with_token = result.finish_reason is FinishReason.STOP_TOKEN
-        unconstrained = request.num_unconstrained(len(result.token_ids))
-        for token_id in result.token_ids:
-            kept.append(token_id)
-            is_constrained = len(kept) > unconstrained
-            is_end = ends_with_token and len(kept) == len(result.token_ids)
-            if is_constrained and not request.take(token_id, is_end):
-                kept.pop()
-                break
-            if is_end:
-                break  # it is no part of the text
-            if request.stream.push(token_id, may_stop=num_output + len(kept) >= min_tokens):
-                request.finish_reason, request.stop_reason = "stop", request.stream.stopped_by
-                break
-            if is_constrained and request.is_complete:
-                request.finish_reason = "stop"
-                break
-        request.token_ids.extend(kept)
-        logprobs = result.logprobs[: len(kept)]
-        if request.finish_reason is None and result.finish_reason is not FinishReason.RUNNING:
-            self._note_end(request, result)
-        request.logprobs.extend(logprobs)
-        self._runner.commit(request)
-        self.stats.generation_tokens += len(kept)
-        text = request.stream.take()
-        if request.finish_reason is not None:
-            text += request.stream.finish()
-            # Keys and values of tokens that were cut are never read again.
-            request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
-        reason, prompt_logprobs = request.finish_reason, None
-        if not num_output:  # not told again
-            prompt_logprobs = request.prompt_logprobs
-        return RequestOutput(
-            request.request_id, kept, text, logprobs, reason, result.drafts, prompt_logprobs
-        )
-
-    def _end_without_output(self, request: Request) -> RequestOutput:
-        """Ends a request of which only the prompt is wanted."""
-        request.finish_reason = "length"
-        return RequestOutput(
-            request.request_id, [], "", [], "length", prompt_logprobs=request.prompt_logprobs
-        )
-
-    def _note_end(self, request: Request, result: Emitted) -> None:
-        """Notes why `commit` ended a request."""
-        if result.finish_reason is FinishReason.LENGTH:
-            request.finish_reason = "length"
-            return
-        request.finish_reason = "stop"
-        if result.finish_reason is FinishReason.STOP_SEQUENCE:
-            request.stop_reason = request.params.stop_token_sequences[result.stop_index]
-        elif result.token_ids[-1] in request.params.stop_token_ids:
-            request.stop_reason = result.token_ids[-1]
-
-    def _count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        for stats in (request.stats, self.stats.speculative):
-            stats.num_steps += 1
-            if num_drafts:
-                stats.num_drafts += 1
-                stats.num_draft_tokens += num_drafts
-                stats.num_accepted_tokens += num_accepted
-                per_pos = stats.num_accepted_tokens_per_pos
-                per_pos.extend([0] * (num_drafts - len(per_pos)))
-                for position in range(num_accepted):
-                    per_pos[position] += 1
-                per_length = stats.num_drafts_per_length
-                per_length.extend([0] * (num_drafts + 1 - len(per_length)))
-                per_length[num_drafts] += 1
-
     def _leave(self, request: Request) -> None:
         self._runner.leave(request)
         self._scheduler.finish(request)
-
-    def _new_prefix_finder(self, model: Transformer) -> PrefixFinder | None:
-        if not (self.config.enable_cascade_attention and self.config.has_exact_attention):
-            return None
-        kind = self._device.device.type
-        layer_bytes = model.kv_bytes_per_token() // model.config.num_layers
-        # Layers with a window see no prefix that lies behind it: they are not counted.
-        windows = model.config.sliding_windows
-        num_whole = sum(one is None or one >= model.max_model_len for one in windows)
-        self._cascade_bytes_per_token = layer_bytes * num_whole
-        return PrefixFinder(
-            self._pool,
-            leaf_tokens=LEAF_TOKENS[kind],
-            least_saved_tokens=-(-_LEAST_SAVED_BYTES[kind] // layer_bytes),
-        )
-
-    def _choose_num_pages(self, bytes_per_token: int) -> int:
-        config = self.config
-        per_request = -(-self.max_model_len // config.page_size)
-        page_bytes = bytes_per_token * config.page_size
-        free = self._device.free_bytes()
-        if config.num_pages is not None:
-            pages = config.num_pages
-            if pages * page_bytes > free:
-                raise ValueError(
-                    f"num_pages must fit the memory of {self.device}: {pages} pages take "
-                    f"{_gib(pages * page_bytes)}, and {_gib(free)} are free"
-                )
-        else:
-            budget = config.kv_cache_bytes
-            if budget is None:
-                budget = _CPU_BYTES if self.device == "cpu" else int(free * _GPU_SHARE)
-            pages = min(per_request * config.max_num_seqs, min(budget, free) // page_bytes)
-        if pages < per_request:
-            raise ValueError(
-                f"num_pages must be at least {per_request} so that one request of max_model_len="
-                f"{self.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
-            )
-        return pages
 
 
 def _tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
@@ -610,7 +518,3 @@ def _tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
     if tokenizer.vocab_size > vocab_size:
         raise ModelError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
     return tokenizer
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

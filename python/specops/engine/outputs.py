@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine hands back: deltas while a request runs, and the finished completion."""
+"""What steps bring, and the engine hands back: deltas of requests, completions, and counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from specops.sampling import FinishReason
 
 TARGET = "target"  # proposed by nobody: the model's own token. No drafter has this name
 
@@ -31,6 +34,21 @@ class SpeculativeStats:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_drafts_per_length: list[int] = field(default_factory=list)  # by the drafts of the step
 
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts a step that verified so many drafts."""
+        self.num_steps += 1
+        if not num_drafts:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        per_pos, per_length = self.num_accepted_tokens_per_pos, self.num_drafts_per_length
+        per_pos.extend([0] * (num_drafts - len(per_pos)))
+        for position in range(num_accepted):
+            per_pos[position] += 1
+        per_length.extend([0] * (num_drafts + 1 - len(per_length)))
+        per_length[num_drafts] += 1
+
     def num_draft_tokens_per_pos(self) -> list[int]:
         """How often there was a draft at each position."""
         counts = list(self.num_drafts_per_length[1:])
@@ -55,6 +73,20 @@ class StepDrafts:
     parents: list[int]
     sources: list[str]
     accepted: list[int]
+
+
+@dataclass(slots=True)
+class Emitted:
+    """What a step committed for one request; stop strings are yet to be looked for."""
+
+    token_ids: Sequence[int] = ()
+    accepted: Sequence[int] = ()  # which of its drafts
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # if the request asks for them
+    drafts: StepDrafts | None = None  # likewise
+    finish_reason: FinishReason = FinishReason.RUNNING
+    stop_index: int = -1  # of the stop token or sequence that ended it
+    thinking_state: int | None = None  # as `sampling.commit` left it; None: as it was
+    prompt_scores: Sequence[Any] = ()  # of tokens of its prompt, as `PromptLogprobs.add` has them
 
 
 @dataclass(frozen=True)
@@ -105,3 +137,23 @@ class Completion:
     # When the request asked for them: one per token of the prompt, and None for the first.
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     error: str | None = None  # what failed, where it ended with "error": the text may lack its end
+
+
+@dataclass
+class EngineStats:
+    """Counters over the engine's life; they only ever grow."""
+
+    num_steps: int = 0
+    num_rows: int = 0  # of all steps: tokens of prompts, decoding and drafts
+    num_preemptions: int = 0
+    prompt_tokens: int = 0  # of accepted prompts, each once, however many choices it has
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # of these, found
+    cascade_saved_bytes: int = 0  # of keys and values that were not read again, but shared
+    speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
+    num_paused_steps: int = 0  # of requests, in which it was not their turn
+    num_suspended_steps: int = 0  # of requests, in which drafting would not have paid
+    # Of all steps; 0 where `Engine.times_drafting` is False.
+    verify_seconds: float = 0.0  # the model, and the choice of tokens
+    draft_seconds: float = 0.0

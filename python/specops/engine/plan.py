@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is to compute: the scheduler's answer, which drafters and runner take."""
+"""What a step is to compute, as ids and numbers: the scheduler's answer, which the runner takes."""
 
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,25 +11,30 @@ from numpy.typing import NDArray
 
 from specops.engine.draft_trees import num_chains
 from specops.engine.errors import EngineError
-from specops.engine.request import Request
+from specops.engine.prompt_logprobs import PromptRows
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Scheduled:
-    """A request's part in one step: rows for token_ids[num_computed:] and then its drafts."""
+class Part:
+    """A request's rows in one step: those of tokens that it has, and behind them its drafts."""
 
-    request: Request
+    request_id: str
+    slot: int
+    begin: int  # position of the first row; all tokens before it have been computed
+    num_tokens: int  # that the request has
     num_rows: int
     num_drafts: int  # of these rows, the last num_drafts hold draft tokens
     emits: bool  # False for a prefill chunk that does not end the known tokens
+    token_ids: Sequence[int]  # of the rows before the drafts
+    pages: "array[int]"  # of the request, in order
+    prompt_rows: PromptRows | None = None  # the rows that say what logprobs prompt tokens have
     draft_limit: int = 0  # most drafts to propose at the end of the step, for the one after it
     # Of drafts in preorder that are no chain, the one that each hangs on, and pages for the step
     # alone, which all chains but the first need; None: they are one chain.
     draft_parents: Sequence[int] | None = None
     spare_pages: Sequence[int] = ()
-    draft_sources: Sequence[str] = ()  # who proposed each draft, where the request asks for that
 
     @property
     def num_chains(self) -> int:
@@ -54,40 +60,40 @@ class PrefixGroups:
 
 @dataclass(slots=True)
 class Plan:
-    """One step, and who gained and lost a slot for it."""
+    """One step, and who gained and lost a slot for it: request ids, with their slots."""
 
-    parts: list[Scheduled] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     prefixes: PrefixGroups | None = None  # None: nobody shares anything
-    paused: list[Request] = field(default_factory=list)  # they decode, but it is not their turn
-    # In the order of what happened: a request that lost its slot may get one again.
-    stopped: list[tuple[Request, int]] = field(default_factory=list)  # with the slot it had
-    started: list[Request] = field(default_factory=list)
-    failed: list[Request] = field(default_factory=list)  # they end with an error, the others go on
+    paused: list[int] = field(default_factory=list)  # slots that decode, but not in this step
+    # All that stopped did so before any started: a request that lost its slot may get one again.
+    stopped: list[tuple[str, int]] = field(default_factory=list)
+    started: list[tuple[str, int]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # by request id, what has failed
 
-    def fail(self, request: Request, error: Exception) -> None:
+    @property
+    def num_rows(self) -> int:
+        """Rows of all parts."""
+        return sum(part.num_rows for part in self.parts)
+
+    def fail(self, request_id: str, error: Exception) -> None:
         """Ends a request of the step with an error of its own; the others go on.
 
         Whoever catches what one request has raised calls this. Before the step runs, the request is
         taken out of it; later, what the step has computed for it is dropped.
         """
-        if request.error is None:
-            logger.error("request %s ends with an error", request.request_id, exc_info=error)
-            self._end(request, error)
+        if request_id not in self.failed:
+            logger.error("request %s ends with an error", request_id, exc_info=error)
+            self.failed[request_id] = described(error)
 
     def fail_all(self, error: BaseException) -> None:
         """Ends all requests of the step with the error of the step, which is raised on."""
         for part in self.parts:
-            if part.request.error is None:
-                self._end(part.request, error)
-
-    def _end(self, request: Request, error: BaseException) -> None:
-        request.finish_reason, request.error = "error", described(error)
-        self.failed.append(request)
+            self.failed.setdefault(part.request_id, described(error))
 
     def drop_failed(self) -> None:
         """Takes the requests that have failed so far out of the step."""
         if self.failed:
-            self.parts[:] = [part for part in self.parts if part.request.error is None]
+            self.parts[:] = [part for part in self.parts if part.request_id not in self.failed]
             self.prefixes = None  # they are of all the parts; without them, nothing is shared
 
 

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request inside the engine: its tokens, its pages, and how far it has come."""
+"""One request inside the engine: its tokens, its pages, how far it has come, and how it ends."""
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.outputs import SpeculativeStats, TokenLogprob
+from specops.engine.outputs import (
+    Completion,
+    Emitted,
+    RequestOutput,
+    SpeculativeStats,
+    TokenLogprob,
+)
 from specops.engine.prompt_logprobs import PromptLogprobs
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import GrammarState
 from specops.engine.tokenizer import TextStream
+from specops.sampling import FinishReason
 
 
 class Feature:
@@ -33,8 +40,12 @@ class Request:
 
     Invariant: keys and values of `token_ids[:num_computed]` are in `pages`. While decoding,
     num_computed is len(token_ids) - 1: the newest token is the next step's first row.
+
+    Each field has one writer, under whose name it stands here; all others only read it
+    (`test_each_field_of_a_request_has_one_writer`).
     """
 
+    # Admission, once.
     request_id: str
     arrival: int  # order of arrival; the latest is preempted first
     params: SamplingParams
@@ -43,10 +54,9 @@ class Request:
     choice_index: int
     prompt_len: int
     max_len: int  # len(token_ids) at which the request ends
-    token_ids: list[int]
+    token_ids: list[int]  # the prompt; this class appends the output
     stream: TextStream
     owners: tuple[str, ...] = ()  # whom it belongs to, the widest first: they share the slots
-
     # From params, with what the tokenizer and the model have to say.
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -54,32 +64,37 @@ class Request:
     inject_token_ids: tuple[int, ...] = ()
     features: int = 0  # `Feature`
     grammar: GrammarState | None = None  # where the output stands in what constrains it
-
-    # What drafts for it, each up to how many drafts, and what of that lies on its pages.
-    draft_stages: dict[str, int] = field(init=False)
-    draft_kv: DraftKv | None = None
-    num_final_draft_kv: int = 0  # leading tokens of which draft_kv is complete and sees all
-    draft_limit: int = field(init=False)  # most drafts to propose at the end of its next step
-    num_drafts: int = 0  # of the proposed ones, how many the next step verifies
-    # Of these, in preorder, the one that each hangs on; -1: the last token. None: a chain.
-    draft_parents: Sequence[int] | None = None
-
-    thinking_state: int = -1  # as `sampling.commit` has it
+    draft_kv: DraftKv | None = None  # what its drafters keep on its pages
     added_at: float = 0.0  # time.perf_counter() when it came
-    queue_seconds: float = 0.0  # until it got its first slot
-    last_step: int = 0  # in which it had rows, by the scheduler's count
-    slot: int = -1  # row of the engine's per-request arrays while running
-    pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array copies at once
-    num_registered_pages: int = 0  # leading pages that the prefix cache knows
-    num_computed: int = 0
-    num_cached_tokens: int = 0
-    was_preempted: bool = False
+
+    # This class, as steps commit.
+    thinking_state: int = -1  # as `sampling.commit` has it
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None  # if they are wanted
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     finish_reason: str | None = None
     stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if one did
     error: str | None = None  # what ended it, where that is a failure
+
+    # Scheduling (slots.py).
+    slot: int = -1  # row of the engine's per-request arrays while running
+    pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array copies at once
+    num_registered_pages: int = 0  # leading pages that the prefix cache knows
+    num_computed: int = 0
+    num_cached_tokens: int = 0
+    was_preempted: bool = False
+    queue_seconds: float = 0.0  # until it got its first slot
+    last_step: int = 0  # in which it had rows, by the scheduler's count
+    # Leading tokens of which draft_kv is complete and sees all. Scheduling says how many a slot
+    # begins with; from then on the drafter that draft_kv is of counts them.
+    num_final_draft_kv: int = 0
+
+    # Drafting.
+    draft_stages: dict[str, int] = field(init=False)  # what drafts for it, up to how many drafts
+    draft_limit: int = field(init=False)  # most drafts to propose at the end of its next step
+    num_drafts: int = 0  # of the proposed ones, how many the next step verifies
+    # Of these, in preorder, the one that each hangs on; -1: the last token. None: a chain.
+    draft_parents: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self.draft_stages = dict(self.speculative.draft_stages)
@@ -109,7 +124,81 @@ class Request:
         """Whether the grammar constrains the next token: behind the thinking, if there is one."""
         return self.thinking_state < 0 or self.thinking_state > len(self.inject_token_ids)
 
-    def num_unconstrained(self, count: int) -> int:
+    @property
+    def draft_room(self) -> int:
+        """Drafts that could still be emitted: the step's own token takes the last place."""
+        return self.max_len - len(self.token_ids) - 1
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.token_ids[self.prompt_len :]
+
+    def commit(self, emitted: Emitted, num_drafts: int) -> RequestOutput:
+        """Appends the tokens that a step emitted one by one, unless a stop string cuts the rest.
+
+        Args:
+            emitted: what the step brought.
+            num_drafts: how many drafts it verified.
+        """
+        self.stats.count(num_drafts, len(emitted.accepted))
+        if emitted.thinking_state is not None:
+            self.thinking_state = emitted.thinking_state
+        num_output = len(self.token_ids) - self.prompt_len
+        kept = self._keep(emitted, num_output)
+        self.token_ids.extend(kept)
+        logprobs = emitted.logprobs[: len(kept)]
+        self.logprobs.extend(logprobs)
+        if self.finish_reason is None and emitted.finish_reason is not FinishReason.RUNNING:
+            self._note_end(emitted)
+        text = self.stream.take()
+        if self.finish_reason is not None:
+            text += self.stream.finish()
+        return RequestOutput(
+            self.request_id,
+            kept,
+            text,
+            logprobs,
+            self.finish_reason,
+            emitted.drafts,
+            None if num_output else self.prompt_logprobs,  # told once
+        )
+
+    def _keep(self, emitted: Emitted, num_output: int) -> list[int]:
+        """The tokens up to the one that ends the text or its grammar, which may be the last."""
+        kept: list[int] = []
+        token_ids, min_tokens = emitted.token_ids, self.params.min_tokens
+        ends_with_token = emitted.finish_reason is FinishReason.STOP_TOKEN
+        unconstrained = self._num_unconstrained(len(token_ids))
+        for token_id in token_ids:
+            kept.append(token_id)
+            is_constrained = len(kept) > unconstrained
+            is_end = ends_with_token and len(kept) == len(token_ids)
+            if is_constrained and not self._fits(token_id, is_end):
+                kept.pop()
+                break
+            if is_end:
+                break  # it is no part of the text
+            if self.stream.push(token_id, may_stop=num_output + len(kept) >= min_tokens):
+                self.finish_reason, self.stop_reason = "stop", self.stream.stopped_by
+                break
+            if is_constrained and self.grammar is not None and self.grammar.is_complete:
+                self.finish_reason = "stop"
+                break
+        return kept
+
+    def _note_end(self, emitted: Emitted) -> None:
+        """Notes why `sampling.commit` ended the request."""
+        if emitted.finish_reason is FinishReason.LENGTH:
+            self.finish_reason = "length"
+            return
+        self.finish_reason = "stop"
+        if emitted.finish_reason is FinishReason.STOP_SEQUENCE:
+            self.stop_reason = self.params.stop_token_sequences[emitted.stop_index]
+        elif emitted.token_ids[-1] in self.params.stop_token_ids:
+            self.stop_reason = emitted.token_ids[-1]
+
+    def _num_unconstrained(self, count: int) -> int:
         """How many of the `count` tokens that a step committed are not the grammar's affair."""
         if self.grammar is None:
             return count
@@ -119,7 +208,7 @@ class Request:
         in_reply = max(self.thinking_state - len(self.inject_token_ids) - 1, 0)
         return count - min(count, in_reply)
 
-    def take(self, token_id: int, is_end: bool) -> bool:
+    def _fits(self, token_id: int, is_end: bool) -> bool:
         """Has the grammar take a committed token, or look at one that ends the output.
 
         Returns:
@@ -142,17 +231,39 @@ class Request:
             self.finish_reason, self.stop_reason = "abort", "structured_output"
         return False
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the grammar lets nothing follow."""
-        return self.grammar is not None and self.grammar.is_complete
+    def end_without_output(self) -> RequestOutput:
+        """Ends a request of which only the prompt is wanted."""
+        self.finish_reason = "length"
+        return RequestOutput(
+            self.request_id, [], "", [], "length", prompt_logprobs=self.prompt_logprobs
+        )
 
-    @property
-    def draft_room(self) -> int:
-        """Drafts that could still be emitted: the step's own token takes the last place."""
-        return self.max_len - len(self.token_ids) - 1
+    def fail(self, error: str) -> RequestOutput:
+        """Ends the request with a sentence that says what has failed."""
+        self.finish_reason, self.error = "error", error
+        return RequestOutput(self.request_id, [], "", [], "error", error=error)
 
-    @property
-    def output_token_ids(self) -> list[int]:
-        """The tokens generated so far."""
-        return self.token_ids[self.prompt_len :]
+    def completion(self) -> Completion:
+        """Returns a request that has finished as a whole.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if self.finish_reason is None:
+            raise ValueError(f"request {self.request_id!r} is not finished")
+        return Completion(
+            request_id=self.request_id,
+            index=self.choice_index,
+            prompt_token_ids=self.token_ids[: self.prompt_len],
+            token_ids=self.output_token_ids,
+            text=self.stream.text,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            seed=self.seed,
+            num_cached_tokens=self.num_cached_tokens,
+            stats=self.stats,
+            queue_seconds=self.queue_seconds,
+            stop_reason=self.stop_reason,
+            prompt_logprobs=self.prompt_logprobs,
+            error=self.error,
+        )

@@ -28,7 +28,6 @@ from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import Transformer
-from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 from specops.engine.tokenizer import Tokenizer
 
@@ -143,6 +142,17 @@ class Proposals:
         """Writes the rows of some slots back."""
         for one in fields(self):
             getattr(self, one.name)[slots] = getattr(rows, one.name)
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """A request's part in one step: rows for token_ids[num_computed:] and then its drafts."""
+
+    request: Request
+    num_rows: int
+    num_drafts: int  # of these rows, the last num_drafts hold draft tokens
+    emits: bool  # False for a prefill chunk that does not end the known tokens
+    draft_limit: int = 0  # most drafts to propose at the end of the step, for the one after it
 
 
 @dataclass(slots=True)

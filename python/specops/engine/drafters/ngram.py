@@ -18,13 +18,13 @@ from specops.engine.drafters.base import (
     DrafterContext,
     DrafterStep,
     Proposals,
+    Scheduled,
     TargetStep,
     stage_limit,
 )
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.methods.ngram import NgramOptions
-from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 from specops.ngram import NgramIndex, ngram_propose
 

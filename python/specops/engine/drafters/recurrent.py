@@ -23,6 +23,7 @@ from specops.engine.drafters.base import (
     DrafterStep,
     DrawnFrom,
     Proposals,
+    Scheduled,
     StepResults,
     TargetStep,
     stage_limit,
@@ -32,7 +33,6 @@ from specops.engine.drafters.head import DraftHead, DraftRows
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, rung
-from specops.engine.plan import Scheduled
 from specops.engine.request import Request
 from specops.sampling import Purpose
 

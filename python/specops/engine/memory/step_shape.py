@@ -5,6 +5,14 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 
+class TreeShape(NamedTuple):
+    """Sizes of the trees of drafts of a step."""
+
+    chains: int  # of trees; a request without one is a chain
+    pages: int  # entries of the chains' page lists
+    copies: int  # tokens that chains have on pages of their own
+
+
 class StepShape(NamedTuple):
     """All sizes of a step. What is not a size of it is data and may differ in every step."""
 
@@ -17,9 +25,7 @@ class StepShape(NamedTuple):
     proposals: int = 0  # most drafts that a request may be given for the next step
     features: int = 0  # `Feature`, of its requests
     prefix_levels: int = 0  # of groups that share prefixes
-    chains: int = 0  # of trees; a request without one is a chain. 0: there are no trees
-    chain_pages: int = 0  # entries of the chains' page lists
-    copies: int = 0  # tokens that chains have on pages of their own
+    trees: TreeShape | None = None  # None: all drafts are chains
     masks: int = 0  # of tokens, where an output is constrained
     # The drafters that have work behind the target, in their order, each with what it says of it.
     drafters: tuple[tuple[str, Hashable], ...] = ()
@@ -39,12 +45,9 @@ def rounded(shape: StepShape, most: StepShape) -> StepShape:
     batch = min(rung(shape.batch), most.batch)
     rows = min(rung(shape.rows, finest=16), batch * (1 + shape.width), most.rows)
     pages = page_capacity(shape.pages, most.pages)
-    if shape.chains:
-        shape = shape._replace(
-            chains=rung(shape.chains),
-            chain_pages=max(rung(shape.chain_pages), 64),
-            copies=max(rung(shape.copies), 64),
-        )
+    if shape.trees is not None:
+        chains, entries, copies = map(rung, shape.trees)
+        shape = shape._replace(trees=TreeShape(chains, max(entries, 64), max(copies, 64)))
     return shape._replace(batch=batch, rows=rows, outputs=rows, pages=pages)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specops import dense
 from specops.engine.errors import ModelError
-from specops.engine.models.attention_backends import AttentionBackend, backend_of, by_specops
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.transformer import Layer, Transformer
@@ -118,7 +117,6 @@ def load_model(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     kv_cache_dtype: str = "auto",
-    attention_backend: str = "specops",
 ) -> Transformer:
     """Loads a Llama, Mistral, Qwen2, Qwen3, MiMo or dense GLM-4.5 checkpoint.
 
@@ -129,12 +127,10 @@ def load_model(
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
-        attention_backend: "specops", "torch" or "flashinfer"; the last two are not exact.
 
     Raises:
         ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, or
             an op does not run the model's shapes.
-        ValueError: the attention backend cannot be used here.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -158,7 +154,6 @@ def load_model(
         )
     kind, kv_kind = _DTYPES[chosen], _KV_CACHE_DTYPES[kv_cache_dtype]
     device = torch.device(device)
-    attend = backend_of(attention_backend, device, has_8_bit_cache=kv_kind is not None)
     _refuse_what_ops_refuse(config, kind, kv_kind, device, file)
     with ExitStack() as stack:
         source: Source = (
@@ -166,7 +161,7 @@ def load_model(
             if load_format == "dummy"
             else Checkpoint(directory, device, stack)
         )
-        return _build(config, source, kind, kv_kind, max_model_len or config.max_model_len, attend)
+        return _build(config, source, kind, kv_kind, max_model_len or config.max_model_len)
 
 
 def _build(
@@ -175,7 +170,6 @@ def _build(
     dtype: torch.dtype,
     kv_cache_dtype: torch.dtype | None,
     max_model_len: int,
-    attend: AttentionBackend = by_specops,
 ) -> Transformer:
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = source.get("model.embed_tokens.weight", (vocab, hidden), dtype)
@@ -191,7 +185,6 @@ def _build(
         final_norm=source.get("model.norm.weight", (hidden,), dtype),
         lm_head=dense.pack_weight(head),
         kv_cache_dtype=kv_cache_dtype,
-        attend=attend,
     )
 
 

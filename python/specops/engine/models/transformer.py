@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specops import attention, batching, dense
 from specops.dense import PackedWeight
-from specops.engine.models.attention_backends import AttentionBackend, by_specops
 from specops.engine.models.config import ModelConfig
 
 # Row counts whose views of the buffers are kept. Decode and verification steps use few; chunks are
@@ -188,7 +187,6 @@ class Transformer:
         final_norm: Tensor,
         lm_head: PackedWeight,
         kv_cache_dtype: torch.dtype | None = None,
-        attend: AttentionBackend = by_specops,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -205,7 +203,6 @@ class Transformer:
         self._cos_sin = attention.rope_cos_sin(
             max_positions, config.rotary_dim, config.rope_theta, config.rope_scaling
         ).to(self.device)
-        self._attend = attend
         self._sm_scale = 1.0 / math.sqrt(config.head_dim)
         self._activations = ActivationBuffers(config, dtype, self.device)
         self._row_numbers = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -337,13 +334,22 @@ class Transformer:
         if batch.from_slots is not None and batch.to_slots is not None:
             for pair in cache.pairs:
                 attention.copy_kv(*pair, batch.from_slots, batch.to_slots)
-        self._attend(
+        attention.append_attention(
             buffers.q_rotated,
-            cache,
-            batch,
+            cache.k,
+            cache.v,
+            batch.qo_indptr,
+            batch.kv_indptr,
+            batch.kv_indices,
+            batch.kv_lens,
             sm_scale=self._sm_scale,
             sliding_window=layer.sliding_window,
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
+            prefix_leaders=batch.prefix_leaders,
+            prefix_lens=batch.prefix_lens,
             out=buffers.attended,
+            workspace=batch.workspace,
         )
         dense.linear(buffers.attended_rows, layer.o, layer.o_bias, out=branch, workspace=sums)
         dense.rms_norm(branch, layer.post_norm, eps, residual=residual, out=normed)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has rows in the next step: slots, pages, turns, and the prefixes that requests share."""
+"""Who has rows in the next step: slots and pages, and the passes that make a plan."""

@@ -2,7 +2,8 @@
 """Runs planned steps: fills a step's arrays, has it run, and reads what came of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,19 +11,23 @@ from numpy.typing import NDArray
 
 import specops
 from specops.batching import OutputMode
-from specops.engine.drafters import Proposals, StepResults
+from specops.engine.drafters import Proposals
 from specops.engine.drafting import Drafting
 from specops.engine.memory.device import Device
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, rung
 from specops.engine.models import Transformer
-from specops.engine.outputs import StepDrafts, TokenLogprob
-from specops.engine.plan import Plan, PrefixGroups, Scheduled
+from specops.engine.outputs import Emitted, StepDrafts, TokenLogprob
+from specops.engine.plan import Part, Plan, PrefixGroups
+from specops.engine.prompt_logprobs import PromptScorer, PromptScores
 from specops.engine.request import Feature, Request
-from specops.engine.steps.prompt_scorer import PromptScorer
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.steps.step import (
+    FINISH_REASONS,
     LENS,
+    POSITIONS,
+    SLOTS,
+    STOP_INDICES,
     THINKING_STATE,
     RequestRow,
     RunnerParts,
@@ -31,7 +36,8 @@ from specops.engine.steps.step import (
     SlotState,
     Step,
 )
-from specops.engine.steps.step_masks import StepMasks
+from specops.engine.steps.step_trees import tree_shape
+from specops.engine.structured import StepMasks, TokenRule
 from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
 
 _STRATEGIES = {strategy.name.lower(): int(strategy) for strategy in VerifyStrategy}
@@ -40,17 +46,15 @@ _POLICIES = {policy.name.lower(): int(policy) for policy in AcceptPolicy}
 _NONE, _LAST, _ALL = int(OutputMode.NONE), int(OutputMode.LAST), int(OutputMode.ALL)
 
 
-@dataclass(slots=True)
-class Emitted:
-    """What a step committed for one request; stop strings are yet to be looked for."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request asks of its steps, beside what is in arrays."""
 
-    request: Request
-    token_ids: list[int]
-    accepted: Sequence[int]  # which of its drafts
-    logprobs: list[TokenLogprob]  # filled when the request asks for them
-    drafts: StepDrafts | None = None  # likewise
-    finish_reason: FinishReason = FinishReason.RUNNING
-    stop_index: int = -1  # of the stop token or sequence that ended it
+    features: int
+    logprobs: int  # alternatives beside each token; -1: no logprobs
+    reports_drafts: bool
+    has_mask: bool  # of allowed tokens, in the tables
+    rates: list[float]  # of forced acceptance
 
 
 class Runner:
@@ -90,7 +94,7 @@ class Runner:
         self._ints = np.zeros((len(SamplingInts._fields), slots), dtype=np.int32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._state: NDArray[np.int32] = np.zeros((len(SlotState._fields), slots), dtype=np.int32)
-        self._rates: dict[int, list[float]] = {}
+        self._asked: dict[int, _Asked] = {}
         pages = slots * -(-model.max_model_len // page_size)
         self._memory: StepMemory[Step] = StepMemory(
             device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages)
@@ -113,9 +117,9 @@ class Runner:
         )
         self._prompt_scorer = PromptScorer(model, device, processed_logprobs=processed_logprobs)
         self._num_failures = 0  # of drafters, when the steps of `_memory` were made
-        # The last step, if it chose tokens, and its requests' places, by slot.
-        self._executed: tuple[Step, Plan] | None = None
-        self._places: dict[int, int] = {}
+        self._step: Step | None = None  # the last one that was launched, if one was
+        self._places: dict[int, int] = {}  # in it, of requests that may draw drafts, by slot
+        self._sources: dict[int, list[str]] = {}  # in it, of drafts that are reported, by slot
 
     @property
     def num_captures(self) -> int:
@@ -124,11 +128,18 @@ class Runner:
 
     @property
     def draft_seconds(self) -> float:
-        """What drafters took within the last `execute`."""
-        return self._executed[0].draft_seconds if self._executed else 0.0
+        """What drafters took within the last step."""
+        return self._step.draft_seconds if self._step else 0.0
 
     def start(self, request: Request) -> None:
         """Writes a request that got a slot into the per-slot arrays."""
+        try:
+            self._start(request)
+        except Exception:
+            self._memory.forget()  # tables may have moved
+            raise
+
+    def _start(self, request: Request) -> None:
         slot, params, config = request.slot, request.params, request.speculative
         self._floats[:, slot] = SamplingFloats(
             temperature=params.temperature,
@@ -151,7 +162,15 @@ class Runner:
             stop_indices=-1,
             thinking_state=request.thinking_state,
         )
-        self._rates[slot] = config.conditional_acceptance_rates()
+        self._asked[slot] = _Asked(
+            features=request.features,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            reports_drafts=params.report_drafts,
+            has_mask=params.allowed_token_ids is not None,
+            rates=config.conditional_acceptance_rates(),
+        )
+        ends = request.think_end_token_id, len(request.inject_token_ids)
+        self._masks.start(slot, TokenRule(request.grammar, params.allowed_token_ids, *ends))
         tables_moved = self._tables.start(request)
         if self._drafting.start(request) or tables_moved:
             self._memory.forget()
@@ -172,67 +191,96 @@ class Runner:
         self._memory.forget()
         self._drafting.forget()
 
-    def execute(self, plan: Plan) -> list[Emitted]:
-        """Computes the rows of a step and returns what each request emitted, in plan order.
+    def launch(self, plan: Plan, *, even_if_idle: bool = False) -> None:
+        """Begins to compute the rows of a step.
 
         Requests whose own part of the step cannot be made leave the plan; there may be none left.
+
+        Args:
+            plan: of the step.
+            even_if_idle: run the model over a row that is nobody's where the plan has no part.
 
         Raises:
             ValueError: an op met wrong data, such as a page that does not exist.
         """
-        for request, slot in plan.stopped:
-            self.stop(request, slot)
-        for request in plan.started:
-            try:
-                self.start(request)
-            except Exception as error:
-                plan.fail(request, error)
-                self._memory.forget()  # tables may have moved
-        self._executed = None
-        step, num_pages = self._prepare(plan)
+        self._step = None  # what it had is overwritten
+        plan.drop_failed()
+        while plan.parts or even_if_idle:
+            # What fails in this, a request or a drafter, has no part in the step: it is made anew.
+            failures = len(plan.failed), self._drafting.num_failures
+            step = self._step_of(plan)
+            num_pages = self._fill(step, plan)
+            if failures == (len(plan.failed), self._drafting.num_failures):
+                step.launch(num_pages)
+                self._step = step
+                return
+            plan.drop_failed()
+
+    def collect(self, plan: Plan) -> list[Emitted]:
+        """Waits for the step, and returns what each request emitted, in the order of its plan.
+
+        Raises:
+            ValueError: as `launch`, on a device that works meanwhile.
+        """
+        step, parts = self._step, plan.parts
         if step is None:
             return []
-        step.run(num_pages)
-        parts = plan.parts
+        step.wait()
+        if not parts:
+            return []
+        scores: dict[str, list[PromptScores]] = {}
         if step.shape.rows != step.shape.outputs:  # there are chunks of prompts
-            self._prompt_scorer.score(plan)
+            scores = self._score_prompts(plan)
         self._take_proposals(step, plan)
-        self._executed = step, plan
-        if step.shape.outputs == 0:
-            return [Emitted(part.request, [], (), []) for part in parts]
+        emitted = self._emitted(parts, step) if step.shape.outputs else [Emitted() for _ in parts]
+        for part, one in zip(parts, emitted, strict=True) if scores else ():
+            one.prompt_scores = scores.get(part.request_id, ())
         if step.shape.features & Feature.DRAFT_PROBS:
-            self._places = {part.request.slot: place for place, part in enumerate(parts)}
+            self._places = {part.slot: place for place, part in enumerate(parts)}
         if step.shape.features & Feature.ENDINGS:
             state = step.arrays.slot_state.host[THINKING_STATE]
             self._state[THINKING_STATE] = state
-            for part in parts:
-                part.request.thinking_state = int(state[part.request.slot])
-        return _emitted(parts, step)
+            for part, one in zip(parts, emitted, strict=True):
+                one.thinking_state = int(state[part.slot])
+        return emitted
 
     def commit(self, request: Request) -> None:
         """Takes note of a request's length; the device has its tokens already."""
         self._state[LENS, request.slot] = len(request.token_ids)
 
-    def finish(self) -> None:
+    def finish(self, plan: Plan) -> None:
         """Has the drafters go on when all requests of a step are committed."""
-        assert self._executed is not None, "the step has been run"
+        step = self._step
+        assert step is not None, "the step has been run"
         if not self._drafting.width:  # nobody has ever drafted
             return
-        step, plan = self._executed
         count = len(plan.parts)
-        requests = RequestRow(*step.arrays.requests.host[:, :count])
-        tokens = step.arrays.token_tensor
+        requests, tokens = step.arrays.requests.host, step.arrays.token_tensor
         self._drafting.finish(
-            StepResults(
-                parts=plan.parts,
-                slots=requests.slots,
-                token_ids=tokens if count == step.shape.batch else tokens[:count],
-                lens_before=requests.positions,
-                lens=self._state[LENS],
-                proposals=self._drafting.proposals,
-                fail=plan.fail,
-            )
+            plan,
+            slots=requests[SLOTS, :count],
+            token_ids=tokens if count == step.shape.batch else tokens[:count],
+            lens_before=requests[POSITIONS, :count],
+            lens=self._state[LENS],
         )
+
+    def _score_prompts(self, plan: Plan) -> dict[str, list[PromptScores]]:
+        """What a step's rows say of prompts, by request."""
+        first, wanted = 0, []
+        for part in plan.parts:
+            if part.prompt_rows is not None:
+                wanted.append(replace(part.prompt_rows, row=first + part.prompt_rows.row))
+            first += part.num_rows
+        if not wanted:
+            return {}
+        return self._prompt_scorer.score(wanted, first, self._sampling_of, plan.fail)
+
+    def _sampling_of(self, slots: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """The sampling parameters of some slots, by name."""
+        places = list(slots)
+        floats = SamplingFloats(*self._floats[:, places])._asdict()
+        ints = SamplingInts(*self._ints[:, places])
+        return {**floats, "top_k": ints.top_k, "strategy": ints.strategy}
 
     def _take_proposals(self, step: Step, plan: Plan) -> None:
         """Copies what drafters on the device proposed: the next step's inputs may lie there.
@@ -243,7 +291,8 @@ class Runner:
         proposals: Proposals = self._drafting.proposals
         if not step.shape.proposals:
             return
-        kept = [r.slot for r in plan.paused if not r.features & Feature.DRAFT_PROBS]
+        draws = Feature.DRAFT_PROBS
+        kept = [slot for slot in plan.paused if not self._asked[slot].features & draws]
         before = proposals.of_slots(kept) if kept else None
         proposals.confidences.fill(0)
         proposals.are_trees.fill(False)
@@ -255,22 +304,7 @@ class Runner:
             proposals.counts.fill(0)
         if before is not None:
             proposals.put(kept, before)
-        self._drafting.read(step.arrays.drafters, plan.parts)
-
-    def _prepare(self, plan: Plan) -> tuple[Step | None, int]:
-        """The step of a plan, filled, and the pages in its lists; None: nobody is left.
-
-        What fails in this, a request or a drafter, has no part in the step: it is made once more.
-        """
-        plan.drop_failed()
-        while plan.parts:
-            failures = len(plan.failed), self._drafting.num_failures
-            step = self._step_of(plan)
-            num_pages = self._fill(step, plan)
-            if failures == (len(plan.failed), self._drafting.num_failures):
-                return step, num_pages
-            plan.drop_failed()
-        return None, 0
+        self._drafting.read(step.arrays.drafters)
 
     def _step_of(self, plan: Plan) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
@@ -292,14 +326,13 @@ class Runner:
         logprobs = -1
         for part in parts:
             rows += part.num_rows
-            pages += len(part.request.pages)
+            pages += len(part.pages)
             if part.emits:
+                asked = self._asked[part.slot]
                 outputs += 1 + part.num_drafts
                 width = max(width, part.num_drafts)
-                features |= part.request.features
-                wanted = part.request.params.logprobs
-                if wanted is not None and wanted > logprobs:
-                    logprobs = wanted
+                features |= asked.features
+                logprobs = max(logprobs, asked.logprobs)
         if features & Feature.DRAFT_PROBS and self._drafting.draft_probs.probs is None:
             features &= ~Feature.DRAFT_PROBS  # whoever would have written them has failed
         proposals = self._drafting.width
@@ -310,58 +343,45 @@ class Runner:
             len(parts), rows, outputs, width, pages, logprobs, proposals, features, levels
         )
         if any(part.draft_parents is not None for part in parts):
-            shape = self._with_trees(shape, parts)
+            shape = shape._replace(trees=tree_shape(parts, self._page_size))
         if features & Feature.PROCESSORS and (masks := self._masks.num_rows(parts)):
             shape = shape._replace(masks=rung(masks))
         most = self._memory.most
-        if rows == outputs and self._device.captures:
+        if rows == outputs and (self._device.captures or not parts):
             shape = rounded(shape, most)
         else:
             shape = shape._replace(pages=page_capacity(pages, most.pages))
         return self._drafting.plan(parts, shape)
 
-    def _with_trees(self, shape: StepShape, parts: Sequence[Scheduled]) -> StepShape:
-        """Adds room for the chains of trees, and for the tokens that these have copied."""
-        chains = pages = copies = 0
-        for part in parts:
-            count = part.num_chains
-            chains += count
-            pages += count * len(part.request.pages)
-            # From the beginning of a page to the end of a path.
-            copies += (count - 1) * (self._page_size + part.num_drafts)
-        return shape._replace(chains=chains, chain_pages=pages, copies=copies)
-
     def _fill(self, step: Step, plan: Plan) -> int:
         """Writes the plan into a step's input arrays; returns the pages in its lists."""
-        arrays, parts = step.arrays, plan.parts
+        arrays, parts, drafting = step.arrays, plan.parts, self._drafting
         row, page = 0, 0
         columns: list[tuple[int, int, int, int, int, int]] = []
         page_ends = [0]
         token_ids, page_ids = arrays.token_ids.host, arrays.kv_indices.host
+        self._sources.clear()
         for index, part in enumerate(parts):
-            request, count = part.request, part.num_rows
-            known, begin, pages = request.token_ids, request.num_computed, request.pages
+            count, slot, asked = part.num_rows, part.slot, self._asked[part.slot]
+            mode = _LAST if part.emits else _NONE
             if count == 1:
-                token_ids[row] = known[begin]
+                token_ids[row] = part.token_ids[0]
             elif part.num_drafts:
-                drafts = self._drafting.drafts_of(request)[: part.num_drafts]
-                token_ids[row] = known[begin]
+                mode = _ALL
+                drafts = drafting.drafts_of(slot, part.num_drafts)
+                token_ids[row] = part.token_ids[0]
                 token_ids[row + 1 : row + count] = drafts
                 arrays.draft_token_ids.host[index, : part.num_drafts] = drafts
-                if request.params.report_drafts:
-                    part.draft_sources = self._drafting.sources_of(request, part.num_drafts)
+                if asked.reports_drafts:
+                    self._sources[slot] = drafting.sources_of(slot, part.num_drafts)
             else:
-                token_ids[row : row + count] = known[begin : begin + count]
+                token_ids[row : row + count] = part.token_ids
             row += count
-            mode = _NONE
-            if part.emits:
-                mode = _ALL if part.num_drafts else _LAST
-            slot = request.slot
-            changes = slot if request.features & Feature.PROCESSORS else -1
+            changes = slot if asked.features & Feature.PROCESSORS else -1
             # The order of `RequestRow`.
-            columns.append((count, begin + count, mode, len(known), slot, changes))
-            page_ids[page : page + len(pages)] = pages
-            page += len(pages)
+            columns.append((count, part.begin + count, mode, part.num_tokens, slot, changes))
+            page_ids[page : page + len(part.pages)] = part.pages
+            page += len(part.pages)
             page_ends.append(page)
         self._fill_requests(step, columns, page_ends)
         if plan.prefixes is not None:
@@ -375,7 +395,7 @@ class Runner:
         if step.shape.rows > row:  # rows of no request, with a token that there is
             token_ids[row:] = 0
         for drafter in arrays.drafters:
-            drafter.fill(parts)
+            drafter.fill()
         return page
 
     def _fill_requests(
@@ -386,7 +406,7 @@ class Runner:
         requests = arrays.requests.host
         requests[:, :batch] = np.array(columns, dtype=np.int32).T
         arrays.kv_indptr.host[: batch + 1] = page_ends
-        slots = RequestRow(*requests).slots[:batch]
+        slots = requests[SLOTS, :batch]
         arrays.sampling_floats.host[:, :batch] = self._floats[:, slots]
         arrays.sampling_ints.host[:, :batch] = self._ints[:, slots]
         arrays.seeds.host[:batch] = self._seeds[slots]
@@ -409,21 +429,69 @@ class Runner:
         arrays.draft_prob_rows.host.fill(-1)
         if step.shape.masks:
             masks, indices = arrays.token_masks.host, arrays.mask_indices.host
-            self._masks.fill(plan, self._drafting.drafts_of, masks, indices)
+            thinking = self._state[THINKING_STATE]
+            self._masks.fill(plan, self._drafting.drafts_of, thinking, masks, indices)
         row = 0  # with logits
         for index, part in enumerate(parts):
             if not part.emits:
                 continue
-            request, count = part.request, 1 + part.num_drafts
-            if request.params.allowed_token_ids is not None and not step.shape.masks:
-                arrays.mask_indices.host[row : row + count] = request.slot
-            if request.features & Feature.ACCEPT_RATES:
-                rates = self._rates[request.slot][: step.shape.width]
+            asked, slot, count = self._asked[part.slot], part.slot, 1 + part.num_drafts
+            if asked.has_mask and not step.shape.masks:
+                arrays.mask_indices.host[row : row + count] = slot
+            if asked.features & Feature.ACCEPT_RATES:
+                rates = asked.rates[: step.shape.width]
                 arrays.accept_rates.host[index, : len(rates)] = rates
-            if request.features & Feature.DRAFT_PROBS and part.num_drafts:
-                row_of_probs = self._drafting.draft_prob_row(request, self._places[request.slot])
-                arrays.draft_prob_rows.host[index] = row_of_probs
+            if asked.features & Feature.DRAFT_PROBS and part.num_drafts:
+                arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(
+                    slot, self._places[slot]
+                )
             row += count
+
+    def _emitted(self, parts: Sequence[Part], step: Step) -> list[Emitted]:
+        """What each request of a plan emitted, from a step's results."""
+        arrays, count = step.arrays, len(parts)
+        tokens = arrays.output_token_ids.host[:count].tolist()
+        accepted = arrays.num_accepted.host[:count].tolist()
+        counts = arrays.num_committed.host[:count].tolist()
+        state = arrays.slot_state.host
+        reasons, stops = state[FINISH_REASONS].tolist(), state[STOP_INDICES].tolist()
+        emitted = []
+        for index, part in enumerate(parts):
+            path: Sequence[int] = range(accepted[index])
+            if part.draft_parents is not None and arrays.trees is not None:
+                path = arrays.trees.accepted_nodes.host[index, : len(path)].tolist()
+            one = Emitted(tokens[index][: counts[index]], path, [])
+            if reason := reasons[part.slot]:
+                one.finish_reason, one.stop_index = FinishReason(reason), stops[part.slot]
+            if sources := self._sources.get(part.slot):
+                drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
+                parents = list(part.draft_parents or range(-1, part.num_drafts - 1))
+                one.drafts = StepDrafts(drafts, parents, sources, list(path))
+            emitted.append(one)
+        if step.shape.logprobs >= 0:
+            self._attach_logprobs(parts, emitted, step)
+        return emitted
+
+    def _attach_logprobs(
+        self, parts: Sequence[Part], emitted: Sequence[Emitted], step: Step
+    ) -> None:
+        """Adds the log-probabilities (and alternatives, if any are wanted) to what was emitted."""
+        arrays, count = step.arrays, len(parts)
+        chosen = arrays.logprobs.host[:count].tolist()
+        ranks = arrays.ranks.host[:count].tolist()
+        ids, values = arrays.top_ids.host.tolist(), arrays.top_logprobs.host.tolist()
+        first = 0  # of the request's output rows
+        for index, (part, result) in enumerate(zip(parts, emitted, strict=True)):
+            wanted = self._asked[part.slot].logprobs
+            if wanted >= 0:
+                # Each token was chosen by the row of the draft before it, the first by the root.
+                rows = [first, *(first + 1 + node for node in result.accepted)]
+                for column, token_id in enumerate(result.token_ids):
+                    row = rows[column]
+                    top = zip(ids[row][:wanted], values[row][:wanted], strict=True)
+                    logprob, rank = chosen[index][column], ranks[index][column]
+                    result.logprobs.append(TokenLogprob(token_id, logprob, tuple(top), rank))
+            first += 1 + part.num_drafts if part.emits else 0
 
 
 def _fill_prefixes(step: Step, prefixes: PrefixGroups) -> None:
@@ -434,51 +502,3 @@ def _fill_prefixes(step: Step, prefixes: PrefixGroups) -> None:
     lens.fill(0)
     leaders[:levels, :count] = prefixes.leaders
     lens[:levels, :count] = prefixes.lens
-
-
-def _emitted(parts: Sequence[Scheduled], step: Step) -> list[Emitted]:
-    """What each request of a plan emitted, from a step's results."""
-    arrays, count = step.arrays, len(parts)
-    tokens = arrays.output_token_ids.host[:count].tolist()
-    accepted = arrays.num_accepted.host[:count].tolist()
-    counts = arrays.num_committed.host[:count].tolist()
-    state = SlotState(*arrays.slot_state.host)
-    reasons, stops = state.finish_reasons.tolist(), state.stop_indices.tolist()
-    emitted = []
-    for index, part in enumerate(parts):
-        request = part.request
-        path: Sequence[int] = range(accepted[index])
-        if part.draft_parents is not None and arrays.trees is not None:
-            path = arrays.trees.accepted_nodes.host[index, : len(path)].tolist()
-        one = Emitted(request, tokens[index][: counts[index]], path, [])
-        reason = reasons[request.slot]
-        if reason:
-            one.finish_reason, one.stop_index = FinishReason(reason), stops[request.slot]
-        if part.draft_sources:
-            drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
-            parents = list(part.draft_parents or range(-1, part.num_drafts - 1))
-            one.drafts = StepDrafts(drafts, parents, list(part.draft_sources), list(path))
-        emitted.append(one)
-    if step.shape.logprobs >= 0:
-        _attach_logprobs(parts, emitted, step)
-    return emitted
-
-
-def _attach_logprobs(parts: Sequence[Scheduled], emitted: Sequence[Emitted], step: Step) -> None:
-    """Adds the log-probabilities (and alternatives, if any are wanted) to what was emitted."""
-    arrays, count = step.arrays, len(parts)
-    chosen = arrays.logprobs.host[:count].tolist()
-    ranks = arrays.ranks.host[:count].tolist()
-    ids, values = arrays.top_ids.host.tolist(), arrays.top_logprobs.host.tolist()
-    first = 0  # of the request's output rows
-    for index, (part, result) in enumerate(zip(parts, emitted, strict=True)):
-        wanted = part.request.params.logprobs
-        if wanted is not None:
-            # Each token was chosen by the row of the draft before it, the first one by the root.
-            rows = [first, *(first + 1 + node for node in result.accepted)]
-            for column, token_id in enumerate(result.token_ids):
-                row = rows[column]
-                top = zip(ids[row][:wanted], values[row][:wanted], strict=True)
-                logprob, rank = chosen[index][column], ranks[index][column]
-                result.logprobs.append(TokenLogprob(token_id, logprob, tuple(top), rank))
-        first += 1 + part.num_drafts if part.emits else 0

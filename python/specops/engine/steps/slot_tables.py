@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.request import Request
+from specops.engine.structured import token_mask
 from specops.sampling import LogitsProcessors, count_tokens
 
 # By table: what a row holds that asks for nothing.
@@ -219,13 +220,6 @@ class SlotTables:
             counted_token_ids=ids[slot],
             token_counts=counts[slot],
         )
-
-
-def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """One bit per token of a vocabulary, set for these."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _dtype_of(name: str) -> Any:

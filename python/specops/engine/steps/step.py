@@ -68,8 +68,11 @@ class SlotState(NamedTuple):
     thinking_state: Any
 
 
-LENS = SlotState._fields.index("lens")
-THINKING_STATE = SlotState._fields.index("thinking_state")
+# Rows of their arrays, where making views of all of them would take longer.
+SLOTS, POSITIONS = map(RequestRow._fields.index, ("slots", "positions"))
+LENS, FINISH_REASONS, STOP_INDICES, THINKING_STATE = map(
+    SlotState._fields.index, ("lens", "finish_reasons", "stop_indices", "thinking_state")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,7 @@ class Exchange:
         self.top_logprobs = results.float32(shape.outputs, alternatives)
         self.trees_scratch, trees_inputs = Layout(), Layout()
         self.trees = None
-        if shape.chains:
+        if shape.trees is not None:
             page_size = parts.cache.page_size
             self.trees = StepTrees(shape, page_size, results, trees_inputs, self.trees_scratch)
         self.shared = shared = Layout(results.end)
@@ -121,7 +124,7 @@ class Exchange:
         self.sampling_ints = inputs.int32(len(SamplingInts._fields), batch)
         self.seeds = inputs.int64(batch)
         self.kv_indptr = inputs.int32(batch + 1)
-        chains = shape.chains or batch
+        chains = batch if shape.trees is None else shape.trees.chains
         self.prefix_leaders = inputs.int32(shape.prefix_levels, chains)
         self.prefix_lens = inputs.int32(shape.prefix_levels, chains)
         self.draft_token_ids = inputs.int32(batch, width)
@@ -197,7 +200,8 @@ class Step:
             model.sums_size(shape.rows, shape.outputs), *[one.sums_size for one in drafters], 0
         )
         scratch = Scratch(shape, parts, arrays.trees_scratch)
-        batch, pages = max(shape.batch, shape.chains), max(shape.pages, shape.chain_pages)
+        batch = max(shape.batch, shape.trees.chains if shape.trees else 0)
+        pages = max(shape.pages, shape.trees.pages if shape.trees else 0)
         workspace_size = max(
             model.workspace_size(shape.rows, batch, pages, parts.cache),
             *[one.workspace_size for one in drafters],
@@ -219,8 +223,6 @@ class Step:
         leaves.place(memory.block("sums", 0))
         self._bind_model(scratch, workspace, sums)
         self._bind_sampling(scratch)
-        if arrays.trees is not None:
-            self._bind_trees(arrays.trees)
         self._bind_commit()
         self._drafters = drafters
         if drafters:
@@ -247,33 +249,42 @@ class Step:
             sums=sums.device if sums.device.numel() else None,
         )
         # Attention sees chains where others see requests.
-        self._attended = self._batch if arrays.trees is None else arrays.trees.bind(self._batch)
+        self._attended = self._batch
+        if arrays.trees is not None:
+            num_accepted = arrays.num_accepted.device
+            self._attended = arrays.trees.bind(self._batch, num_accepted, row.qo_lens)
         taps = self._parts.drafting.taps_of(self.shape)
         self._taps = {layer: self._parts.taps[layer][: self.shape.rows] for layer in taps}
         self._gathered, self._logits = scratch.gathered.device, scratch.logits.device
 
-    def _bind_sampling(self, scratch: Scratch) -> None:
-        """Notes the tensors that choosing tokens takes."""
-        arrays, features, parts = self.arrays, self.shape.features, self._parts
+    def _choosing(self) -> dict[str, Any]:
+        """What a token is drawn from, beside the logits."""
+        arrays, features, tables = self.arrays, self.shape.features, self._parts.tables
         floats = SamplingFloats(*arrays.sampling_floats.device)
-        ints = SamplingInts(*arrays.sampling_ints.device)
         choosing: dict[str, Any] = {
             "positions": self._row.positions,
             "temperature": floats.temperature,
-            "top_k": ints.top_k,
+            "top_k": SamplingInts(*arrays.sampling_ints.device).top_k,
             "top_p": floats.top_p,
             "min_p": floats.min_p,
         }
         if features & Feature.TYPICAL_P:
             choosing["typical_p"] = floats.typical_p
         if features & Feature.PROCESSORS:
-            prompt_lens = SlotState(*arrays.slot_state.device).prompt_lens
-            choosing["processors"] = parts.tables.processors(
+            choosing["processors"] = tables.processors(
                 self._row.processor_slots,
-                prompt_lens,
+                SlotState(*arrays.slot_state.device).prompt_lens,
                 arrays.mask_indices.device,
                 arrays.token_masks.device if self.shape.masks else None,
             )
+        if arrays.trees is not None:
+            choosing["parents"] = arrays.trees.parents.device
+        return choosing
+
+    def _bind_sampling(self, scratch: Scratch) -> None:
+        """Notes the tensors that choosing tokens takes."""
+        arrays, features, parts = self.arrays, self.shape.features, self._parts
+        ints, choosing = SamplingInts(*arrays.sampling_ints.device), self._choosing()
         # Zeros before and after every call, so it lies in no block that steps share.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
         if workspace is None:  # none is needed: given, so that no call has to find out
@@ -292,6 +303,8 @@ class Step:
             "num_accepted_tokens": arrays.num_accepted.device,
             "workspace": workspace,
         }
+        if arrays.trees is not None:
+            self._verify_args["accepted_nodes"] = arrays.trees.accepted_nodes.device
         if features & Feature.DRAFT_PROBS:
             self._bind_draft_probs()
         self._tops: dict[str, Any] = {
@@ -318,13 +331,6 @@ class Step:
             "draft_prob_token_ids": None if listed is None else listed[:, :width],
             "draft_prob_rows": self.arrays.draft_prob_rows.device,
         }
-
-    def _bind_trees(self, trees: StepTrees) -> None:
-        """Adds what trees have to what choosing tokens takes."""
-        parents = trees.parents.device
-        self._verify_args |= {"parents": parents, "accepted_nodes": trees.accepted_nodes.device}
-        if self._parts.processed_logprobs:
-            self._tops["parents"] = parents
 
     def _bind_commit(self) -> None:
         """Notes the tensors that committing tokens takes."""
@@ -382,8 +388,8 @@ class Step:
             sums=batch.sums,
         )
 
-    def run(self, num_pages: int) -> None:
-        """Copies the inputs in, runs the ops, copies the results out and waits for them.
+    def launch(self, num_pages: int) -> None:
+        """Begins to copy the inputs in, to run the ops and to copy the results out.
 
         Args:
             num_pages: entries of `kv_indices` in use.
@@ -404,9 +410,16 @@ class Step:
             self._launch()
         self._runs += 1
         device.copy_out(arrays.host_out, arrays.device_out, len(arrays.host_out))
-        device.wait()
-        if device.is_async:
-            raise_reported(int(arrays.error.host[0]))
+
+    def wait(self) -> None:
+        """Waits for the results.
+
+        Raises:
+            ValueError: as `launch`, on a device that works meanwhile.
+        """
+        self._memory.device.wait()
+        if self._memory.device.is_async:
+            raise_reported(int(self.arrays.error.host[0]))
 
     @property
     def is_captured(self) -> bool:
@@ -447,12 +460,9 @@ class Step:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             sampling.commit(**self._commit_args)
             if trees is not None:
-                num_accepted = self.arrays.num_accepted.device
-                trees.keep_accepted(parts.cache, num_accepted, indices.qo_indptr, self._batch)
-                if self._drafters:
-                    states = (parts.model.states(shape.rows), *self._taps.values())
-                    numbers = parts.model.row_numbers(shape.rows)
-                    trees.keep_states(states, num_accepted, indices.qo_indptr, row.qo_lens, numbers)
+                model = parts.model
+                states = (model.states(shape.rows), *self._taps.values()) if self._drafters else ()
+                trees.keep_accepted(parts.cache, states, model.row_numbers(shape.rows))
         begun = time.perf_counter()
         for drafter in self._drafters:
             drafter.launch(self._target)

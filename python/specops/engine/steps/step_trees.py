@@ -15,9 +15,21 @@ from torch import Tensor
 from specops import attention, batching
 from specops.batching import BatchIndices, TreeChains
 from specops.engine.memory.step_memory import Layout
-from specops.engine.memory.step_shape import StepShape
+from specops.engine.memory.step_shape import StepShape, TreeShape
 from specops.engine.models import KvCache, StepBatch
-from specops.engine.plan import Scheduled
+from specops.engine.plan import Part
+
+
+def tree_shape(parts: Sequence[Part], page_size: int) -> TreeShape:
+    """Room for the chains of the trees of a step, and for the tokens that these have copied."""
+    chains = pages = copies = 0
+    for part in parts:
+        count = part.num_chains
+        chains += count
+        pages += count * len(part.pages)
+        # From the beginning of a page to the end of a path.
+        copies += (count - 1) * (page_size + part.num_drafts)
+    return TreeShape(chains, pages, copies)
 
 
 class ChainRow(NamedTuple):
@@ -32,7 +44,7 @@ class StepTrees:
     """The arrays of a step's trees, and the ops over them.
 
     Args:
-        shape: of the step.
+        shape: of the step, with trees.
         page_size: tokens of a page.
         results: takes what comes back.
         inputs: takes what the host fills.
@@ -43,14 +55,15 @@ class StepTrees:
         self, shape: StepShape, page_size: int, results: Layout, inputs: Layout, scratch: Layout
     ) -> None:
         self._shape, self._page_size = shape, page_size
-        batch, rows, chains = shape.batch, shape.rows, shape.chains
+        assert shape.trees is not None
+        batch, rows, (chains, pages, copies) = shape.batch, shape.rows, shape.trees
         self.accepted_nodes = results.int32(batch, shape.width)
         self.parents = inputs.int32(batch, shape.width)
         self._chains = inputs.int32(len(ChainRow._fields), chains)
         self._kv_indptr = inputs.int32(chains + 1)
-        self._kv_indices = inputs.int32(shape.chain_pages)
-        self._from_slots = inputs.int64(shape.copies)
-        self._to_slots = inputs.int64(shape.copies)
+        self._kv_indices = inputs.int32(pages)
+        self._from_slots = inputs.int64(copies)
+        self._to_slots = inputs.int64(copies)
         self._indices = {
             "qo_indptr": scratch.int32(chains + 1),
             "output_indptr": scratch.int32(chains + 1),
@@ -63,7 +76,7 @@ class StepTrees:
 
     def fill(
         self,
-        parts: Sequence[Scheduled],
+        parts: Sequence[Part],
         qo_lens: Any,
         kv_lens: Any,
         kv_indptr: Any,
@@ -102,8 +115,16 @@ class StepTrees:
             ),
         )
 
-    def bind(self, requests: StepBatch) -> StepBatch:
-        """Returns the step's rows as attention sees them: those of chains, not of requests."""
+    def bind(self, requests: StepBatch, num_accepted: Tensor, qo_lens: Tensor) -> StepBatch:
+        """Returns the step's rows as attention sees them: those of chains, not of requests.
+
+        Args:
+            requests: the rows as all others see them.
+            num_accepted: int32 [batch], of each request's drafts.
+            qo_lens: int32 [batch], rows of each request.
+        """
+        self._requests, self._qo_lens = requests, qo_lens
+        self._accepted = self.accepted_nodes.device, num_accepted, requests.qo_indptr
         self._columns = ChainRow(*self._chains.device)
         self._chain_indices = BatchIndices(
             **{name: array.device for name, array in self._indices.items()}
@@ -133,27 +154,19 @@ class StepTrees:
             out=self._chain_indices,
         )
 
-    def keep_accepted(
-        self, cache: KvCache, num_accepted: Tensor, qo_indptr: Tensor, requests: StepBatch
-    ) -> None:
-        """Moves keys and values of accepted paths to where plain decoding would have put them."""
-        accepted = (self.accepted_nodes.device, num_accepted, qo_indptr)
-        pages = (requests.kv_lens, requests.kv_indptr, requests.kv_indices)
+    def keep_accepted(self, cache: KvCache, states: Iterable[Tensor], row_numbers: Tensor) -> None:
+        """Moves what accepted paths left to where plain decoding would have put it.
+
+        Args:
+            cache: keys and values of the step.
+            states: [rows, hidden_size] each, that drafters read: for them, all drafts are chains.
+            row_numbers: int32 [rows], 0, 1, 2 and so on.
+        """
+        requests = self._requests
+        pages = requests.kv_lens, requests.kv_indptr, requests.kv_indices
         for layer in cache.layers:
             for pair in layer.pairs:
-                attention.compact_kv(*pair, *accepted, *pages)
-
-    def keep_states(
-        self,
-        states: Iterable[Tensor],
-        num_accepted: Tensor,
-        qo_indptr: Tensor,
-        qo_lens: Tensor,
-        row_numbers: Tensor,
-    ) -> None:
-        """Moves states of accepted paths behind the root's: for drafters, all drafts are chains."""
-        accepted = (self.accepted_nodes.device, num_accepted, qo_indptr)
-        for one in states:  # pages of one row
-            attention.compact_kv(
-                one.view(len(one), 1, 1, -1), None, *accepted, qo_lens, qo_indptr, row_numbers
-            )
+                attention.compact_kv(*pair, *self._accepted, *pages)
+        rows = self._qo_lens, requests.qo_indptr, row_numbers  # pages of one row
+        for one in states:
+            attention.compact_kv(one.view(len(one), 1, 1, -1), None, *self._accepted, *rows)

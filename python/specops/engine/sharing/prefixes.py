@@ -6,7 +6,7 @@ nothing else: no bit of a result depends on what is found.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -42,15 +42,19 @@ class PrefixFinder:
         self._num_changes = -1
         self._arrays_of = lru_cache(maxsize=64)(_Arrays)  # by the number of requests
 
-    def arrange(self, plan: Plan) -> None:
+    def arrange(self, plan: Plan, at: Mapping[int, Request]) -> None:
         """Makes neighbours of the requests that share pages, and notes in the plan what they share.
 
         What was found stays true while the same requests run and nobody came to or left a shared
         page: what grows at the end of a list is its own request's alone.
+
+        Args:
+            plan: of the step, with all its parts.
+            at: requests by slot.
         """
         pool, parts = self._pool, plan.parts
         if pool.num_shared_pages:
-            requests = [part.request for part in parts]
+            requests = [at[part.slot] for part in parts]
             if pool.num_sharing_changes != self._num_changes or requests != self._requests:
                 self._find(requests)
                 self._requests, self._num_changes = requests, pool.num_sharing_changes
@@ -68,7 +72,7 @@ class PrefixFinder:
         parts, prefixes = plan.parts, plan.prefixes
         counts = np.array([part.num_chains for part in parts])
         first = np.cumsum(counts) - counts
-        texts = np.array([part.request.num_computed for part in parts])
+        texts = np.array([part.begin for part in parts])
         shared = np.where(counts > 1, texts // self._leaf_tokens * self._leaf_tokens, 0)
         leaders, lens = np.empty((0, len(parts)), np.int64), np.empty((0, len(parts)), np.int64)
         if prefixes is not None:

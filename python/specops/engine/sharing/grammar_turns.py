@@ -8,7 +8,7 @@ part of the time, and has few drafts. None of this can change a token: it only d
 """
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from specops.engine.plan import Plan
@@ -32,7 +32,7 @@ class GrammarTurns:
 
     def sitting_out(self, decoding: Sequence[Request], has_prompts: bool) -> Set[Request]:
         """Those that are to wait, of all that could decode."""
-        slow = [request for request in decoding if self._is_slow(request)]
+        slow = [one for one in decoding if one.grammar is not None and self._is_slow(one)]
         if not slow:
             return frozenset()
         slow.sort(key=lambda request: request.last_step)
@@ -61,22 +61,23 @@ class GrammarTurns:
             return None
         return int(max(_DRAFTS_SECONDS, self._rest_seconds) / request.grammar.row_seconds)
 
-    def note(self, plan: Plan, seconds: float) -> None:
+    def note(self, plan: Plan, at: Mapping[int, Request], seconds: float) -> None:
         """Notes what a step has taken.
 
         Args:
             plan: of the step; its tokens are committed.
+            at: requests by slot.
             seconds: of the step as a whole.
         """
         total = slow = 0.0
         for part in plan.parts:
-            request = part.request
+            request = at[part.slot]
             if request.grammar is None or not part.emits:
                 continue
             try:
                 request.grammar.note_step(1 + part.num_drafts)
             except Exception as error:
-                plan.fail(request, error)
+                plan.fail(request.request_id, error)
             total += _seconds(request)
             slow += _seconds(request) if self._is_slow(request) else 0.0
         self._rest_seconds = max(seconds - total, 0.0)

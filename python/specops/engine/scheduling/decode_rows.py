@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass that gives rows to requests that decode: to the newest token, and to each draft."""
+
+from collections.abc import Set
+
+from specops.engine.draft_trees import first_chain
+from specops.engine.plan import Plan
+from specops.engine.request import Request
+from specops.engine.scheduling.slots import Slots
+from specops.engine.sharing.grammar_turns import GrammarTurns
+
+
+def plan_decode_rows(
+    plan: Plan, slots: Slots, turns: Set[Request] | None, grammar_turns: GrammarTurns
+) -> None:
+    """Plans verification rows, in order of arrival, so that prompts never delay them.
+
+    Args:
+        plan: of the step; nothing is planned yet.
+        slots: of the engine. Where pages are short, a later arrival loses its slot.
+        turns: the requests whose turn it is; None: everybody's.
+        grammar_turns: limits the drafts of those with slow grammars.
+    """
+    for request in [request for request in slots.running if request.is_decoding]:
+        if request.slot < 0:
+            continue  # preempted by an earlier one in this very loop
+        if turns is not None and request not in turns:
+            plan.paused.append(request.slot)
+            continue
+        drafts, parents = request.num_drafts, request.draft_parents
+        most = grammar_turns.most_drafts(request)
+        if most is not None and drafts > most:
+            drafts = most if parents is None else min(first_chain(parents), most)
+            parents = None
+        if not slots.has_pages(request, 1 + drafts):
+            drafts, parents = 0, None  # rather no drafts than another's preemption
+            if not slots.make_room(request, 1, plan):
+                continue
+        part = slots.part(request, 1 + drafts, drafts, emits=True)
+        part.draft_parents = parents
+        plan.parts.append(part)

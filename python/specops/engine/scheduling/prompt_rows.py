@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass that gives prompts the rows that decoding leaves, and slots to those who wait."""
+
+from itertools import chain
+
+from specops.engine.plan import Plan
+from specops.engine.prompt_logprobs import PromptRows
+from specops.engine.request import Request
+from specops.engine.scheduling.slots import Slots
+from specops.engine.sharing.prompt_shares import PromptShares, client_of
+
+# Rows that prompts have, over those that a step computes in the time that it takes anyway. Beside
+# decoding requests of other clients: such a step takes about three times as long as without them,
+# and a prompt one and a half times as long as if it had all rows.
+_PROMPT_ROWS_BESIDE = 4
+# And at most: whoever comes next waits for the end of the step. A prompt is computed as fast in
+# steps of so many rows as in longer ones.
+_MAX_PROMPT_ROWS = 32
+
+
+def plan_prompt_rows(plan: Plan, slots: Slots, max_rows: int, free_rows: int | None) -> None:
+    """Plans chunks of prompts.
+
+    Args:
+        plan: of the step, with its decode rows.
+        slots: of the engine. Owners with too many slots lose some to those who wait.
+        max_rows: of the step.
+        free_rows: that a step computes in the time that it takes however few it has; None: prompts
+            may have all rows.
+    """
+    may_start = slots.may_start
+    if len(plan.parts) + len(plan.paused) == len(slots.running) and not may_start:
+        return  # everybody decodes
+    budget = max_rows - plan.num_rows
+    if budget <= 0:
+        return
+    prompts = [request for request in slots.running if not request.is_decoding]
+    shares = PromptShares(
+        chain(prompts, slots.waiting if may_start else ()),
+        decoding={client_of(slots.at[part.slot]) for part in plan.parts},
+        max_rows=budget if free_rows is None else min(budget, _MAX_PROMPT_ROWS * free_rows),
+        max_beside=None if free_rows is None else _PROMPT_ROWS_BESIDE * free_rows,
+    )
+    for request in prompts:
+        if request.slot >= 0 and budget > 0:
+            budget -= _plan_chunk(plan, slots, request, budget, shares)
+    while may_start and slots.waiting and budget > 0:
+        everybody = slots.shares.in_turn(slots.waiting)
+        in_turn = [request for request in everybody if shares.left(request)]
+        if not in_turn:
+            return
+        if slots.has_free_slot and slots.start(in_turn[0], plan):
+            budget -= _plan_chunk(plan, slots, in_turn[0], budget, shares)
+            continue
+        victim = next(filter(None, map(slots.shares.victim, in_turn)), None)
+        if victim is None:
+            # Where there are slots, it is for pages, of which any step may give some back.
+            if not slots.has_free_slot and len(in_turn) == len(everybody):
+                slots.settle()
+            return
+        slots.preempt(victim, plan)
+        budget = max_rows - plan.num_rows
+
+
+def _plan_chunk(
+    plan: Plan, slots: Slots, request: Request, budget: int, shares: PromptShares
+) -> int:
+    """Plans the next rows of a prompt; returns how many."""
+    missing = len(request.token_ids) - request.num_computed
+    rows = min(missing, budget, shares.left(request))
+    if rows <= 0 or not slots.make_room(request, rows, plan):
+        return 0
+    shares.take(request, rows)
+    part = slots.part(request, rows, emits=rows == missing and not request.has_no_output)
+    if request.prompt_logprobs is not None:
+        part.prompt_rows = _prompt_rows(request, request.num_computed + rows)
+    plan.parts.append(part)
+    return rows
+
+
+def _prompt_rows(request: Request, end: int) -> PromptRows | None:
+    """The rows before some position whose prompt tokens have no logprob yet.
+
+    After a preemption, rows of tokens that have theirs come again.
+    """
+    wanted = request.prompt_logprobs
+    assert wanted is not None
+    begin, end = wanted.num_scored, min(end, request.prompt_len - 1)
+    if end <= begin:
+        return None
+    return PromptRows(
+        request.request_id,
+        request.slot,
+        row=begin - request.num_computed,
+        position=begin + 1,
+        token_ids=request.token_ids[begin + 1 : end + 1],
+        num_alternatives=wanted.num_alternatives,
+    )

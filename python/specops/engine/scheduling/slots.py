@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who waits, who runs in which slot, and who holds which pages."""
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+from specops.engine.memory.kv_cache import PagePool
+from specops.engine.plan import Part, Plan
+from specops.engine.request import Request
+from specops.engine.sharing.fairness import Shares
+
+
+class Slots:
+    """Hands out slots and pages, and writes what a request has of them.
+
+    Args:
+        pool: of pages.
+        max_num_seqs: slots.
+
+    Attributes:
+        waiting: requests without a slot, in the order in which they came or lost theirs.
+        running: those with one, in order of arrival.
+        at: the same, by slot.
+        shares: who is next, and who gives way.
+        num_preemptions: slots that were taken away again.
+    """
+
+    def __init__(self, pool: PagePool, max_num_seqs: int) -> None:
+        self.pool = pool
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.at: dict[int, Request] = {}
+        self.shares = Shares(self.running)
+        self.num_preemptions = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        # How many had come and gone, and how many waited, when nobody could get a slot any more.
+        self._num_changes = 0
+        self._settled_at = (-1, -1)
+        # Lent for one step: pages behind a request's own, whose number is noted, and others.
+        self._borrowers: list[tuple[Request, int]] = []
+        self._lent: list[int] = []
+
+    def part(self, request: Request, rows: int, drafts: int = 0, *, emits: bool) -> Part:
+        """A request's part in a step."""
+        begin, known = request.num_computed, request.token_ids
+        return Part(
+            request.request_id,
+            request.slot,
+            begin,
+            len(known),
+            rows,
+            drafts,
+            emits,
+            known[begin : begin + rows - drafts],
+            request.pages,
+        )
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a newcomer needs nobody's."""
+        return bool(self._free_slots)
+
+    @property
+    def may_start(self) -> bool:
+        """Whether somebody waits who may get a slot, since somebody came or went."""
+        return bool(self.waiting) and self._settled_at != (self._num_changes, len(self.waiting))
+
+    def settle(self) -> None:
+        """Notes that nobody who waits can get a slot."""
+        self._settled_at = (self._num_changes, len(self.waiting))
+
+    def newcomers(self) -> list[Request]:
+        """Those who get a slot in the next step, of each client one, unless pages are short."""
+        if not self.may_start:
+            return []
+        in_turn = self.shares.in_turn(self.waiting)
+        if self._free_slots:
+            return in_turn[: len(self._free_slots)]
+        return [one for one in in_turn if self.shares.victim(one) is not None][:1]
+
+    def start(self, request: Request, plan: Plan) -> bool:
+        """Gives a waiting request a slot and its cached prefix, if all its tokens find room."""
+        hits = self.pool.match_prefix(request.token_ids, request.num_reusable, request.draft_kv)
+        needed = self.num_pages_for(len(request.token_ids)) - len(hits)
+        if needed > self.pool.num_available:
+            self.pool.release(hits)
+            return False
+        request.pages = array("i", hits)
+        request.num_registered_pages = len(hits)
+        request.num_computed = request.num_final_draft_kv = len(hits) * self.pool.page_size
+        if not request.was_preempted:
+            request.num_cached_tokens = request.num_computed
+            request.queue_seconds = time.perf_counter() - request.added_at
+        request.slot = self._free_slots.pop()
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.running.sort(key=lambda one: one.arrival)
+        self.at[request.slot] = request
+        self.shares.started(request)
+        self._num_changes += 1
+        plan.started.append((request.request_id, request.slot))
+        return True
+
+    def has_pages(self, request: Request, rows: int) -> bool:
+        """Finds pages for so many more rows; False if there are too few."""
+        needed = self.num_pages_for(request.num_computed + rows) - len(request.pages)
+        if needed <= 0:
+            return True
+        pages = self.pool.allocate(needed)
+        if pages is None:
+            return False
+        request.pages.extend(pages)
+        return True
+
+    def make_room(self, request: Request, rows: int, plan: Plan) -> bool:
+        """Finds pages for so many more rows, preempting others; False if it went itself."""
+        while not self.has_pages(request, rows):
+            victim = self.shares.last()
+            self.preempt(victim, plan)
+            if victim is request:
+                return False
+        return True
+
+    def preempt(self, request: Request, plan: Plan) -> None:
+        """Takes slot and pages away from a request, which waits again."""
+        slot = request.slot
+        plan.stopped.append((request.request_id, slot))
+        # It may be planned already: an earlier arrival's chunk can need a later one's pages.
+        plan.parts[:] = [part for part in plan.parts if part.slot != slot]
+        if slot in plan.paused:
+            plan.paused.remove(slot)
+        self._give_back(request)
+        request.num_computed = request.num_final_draft_kv = 0
+        request.was_preempted = True
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def lend_behind(self, request: Request, num_tokens: int) -> None:
+        """Lends pages for so many tokens of a request, as far as there are any."""
+        missing = self.num_pages_for(num_tokens) - len(request.pages)
+        count = min(missing, self.pool.num_available)
+        if count > 0:
+            self._borrowers.append((request, len(request.pages)))
+            request.pages.extend(self.pool.allocate(count) or ())
+
+    def lend(self, count: int) -> Sequence[int] | None:
+        """Lends some pages; None if there are too few."""
+        pages = self.pool.allocate(count)
+        self._lent += pages or ()
+        return pages
+
+    def take_back(self) -> None:
+        """Takes back what was lent for a step."""
+        if self._lent:
+            self.pool.release(self._lent)
+            self._lent.clear()
+        for request, count in self._borrowers:
+            self.pool.release(request.pages[count:])  # nothing, if it gave all back since
+            del request.pages[count:]
+        self._borrowers.clear()
+
+    def advance(self, request: Request, num_computed: int) -> None:
+        """Notes of how many tokens keys and values are there."""
+        request.num_computed = num_computed
+
+    def register_full_pages(self, request: Request) -> None:
+        """Makes the request's newly completed pages findable for later prompts."""
+        size, complete, draft_kv = self.pool.page_size, request.num_computed, request.draft_kv
+        if draft_kv is not None:
+            complete = min(complete, request.num_final_draft_kv)
+        while (end := (request.num_registered_pages + 1) * size) <= complete:
+            index = request.num_registered_pages
+            parent = request.pages[index - 1] if index else None
+            request.pages[index] = self.pool.register(
+                request.pages[index],
+                parent,
+                request.token_ids[end - size : end],
+                None if draft_kv is None else draft_kv.key(request.token_ids, end),
+            )
+            request.num_registered_pages += 1
+
+    def finish(self, request: Request) -> None:
+        """Takes a request out, wherever it is, and releases its slot and pages."""
+        if request.slot >= 0:
+            self._give_back(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            self._num_changes += 1
+
+    def _give_back(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.release(request.pages)
+        request.pages = array("i")
+        request.num_registered_pages = 0
+        self._free_slots.append(request.slot)
+        del self.at[request.slot]
+        request.slot = -1
+        self.shares.stopped(request)
+        self._num_changes += 1
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages that so many tokens take."""
+        return -(-num_tokens // self.pool.page_size)

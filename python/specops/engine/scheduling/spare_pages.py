@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes that lend pages for one step: to trees of drafts, and for what drafters write."""
+
+from specops.batching import num_spare_pages
+from specops.engine.draft_trees import first_chain
+from specops.engine.plan import Plan
+from specops.engine.scheduling.slots import Slots
+from specops.engine.sharing.grammar_turns import GrammarTurns
+
+
+def lend_tree_pages(plan: Plan, slots: Slots) -> None:
+    """Lends trees the pages that their chains but the first need; without, that one is verified.
+
+    So are all trees beside a request whose drafts cannot be verified in a step of trees.
+    """
+    trees = [part for part in plan.parts if part.draft_parents is not None]
+    if not trees:
+        return
+    may_be_trees = all(slots.at[part.slot].speculative.verifies_trees for part in plan.parts)
+    for part in trees:
+        parents = part.draft_parents
+        assert parents is not None
+        kv_len = part.begin + part.num_rows
+        count = num_spare_pages(parents, kv_len, slots.pool.page_size)
+        pages = slots.lend(count) if may_be_trees else None
+        if pages is None:
+            part.draft_parents, part.num_drafts = None, first_chain(parents)
+            part.num_rows = 1 + part.num_drafts
+        else:
+            part.spare_pages = pages
+
+
+def lend_draft_pages(plan: Plan, slots: Slots, grammar_turns: GrammarTurns) -> None:
+    """Limits the drafts for the step after this one, and lends pages for rows behind the text.
+
+    Drafters that run on behind it write there. They may have what the plan leaves, and only until
+    the next one is made: nobody waits, loses drafts or is preempted for them.
+    """
+    for part in plan.parts:
+        request = slots.at[part.slot]
+        if not part.emits or not request.draft_limit:
+            continue
+        # This step emits a token at least, and so will the one that verifies.
+        limit = max(min(request.draft_limit, request.draft_room - 1), 0)
+        most = grammar_turns.most_drafts(request)
+        part.draft_limit = limit if most is None else min(limit, most)
+        if part.draft_limit and request.draft_kv is not None:
+            behind = request.draft_kv.num_rows_behind(part.draft_limit)
+            if behind > 0:
+                end = part.begin + part.num_rows + behind
+                slots.lend_behind(request, min(end, request.max_len))
