@@ -75,15 +75,15 @@ def branch_chain(
     # Chances fall along a path, and the chain's own come first: parents precede.
     order = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], 1 - i % 2))[:room]
     on_chain = {-1: -1}  # by depth, the places of the chain's drafts
-    tree = DraftTree([], [], [])
+    tokens: list[int] = []
+    parents: list[int] = []
     for place, i in enumerate(order):
-        _, chance, depth, token = candidates[i]
+        _, _, depth, token = candidates[i]
         if i % 2:
             on_chain[depth] = place
-        tree.token_ids.append(token)
-        tree.parents.append(on_chain[depth - 1])
-        tree.chances.append(chance)
-    return tree
+        tokens.append(token)
+        parents.append(on_chain[depth - 1])
+    return DraftTree(tokens, parents, [candidates[i][1] for i in order])
 
 
 def _sharpened(first: float, second: float) -> tuple[float, float]:

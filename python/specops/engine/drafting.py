@@ -60,8 +60,8 @@ class Drafting:
         drafters: by method, in the order in which they draft.
         missing: why methods are not among them, in words that name no path.
         proposals: for the next step, by slot.
-        scheduled: the parts of the step, as drafters have them.
         draft_probs: what drafts were drawn from.
+        scheduled: the parts of the step, as drafters have them.
         num_failures: how often one has raised. Steps made before may not run again: a part of one
             may be missing, or recorded by halves.
 
@@ -394,9 +394,7 @@ class Drafting:
             if key is not None:
                 work.append((name, key))
         # With one of them, the host knows whose the drafts are that it finds.
-        reports = len(work) > 1 and any(
-            part.request.params.report_drafts for part in self.scheduled
-        )
+        reports = len(work) > 1 and bool(self._reporting())
         return shape._replace(drafters=tuple(work), reports_stages=reports)
 
     def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> "list[WatchedStep]":
@@ -414,16 +412,18 @@ class Drafting:
 
     def read(self, steps: "Sequence[WatchedStep]") -> None:
         """Takes over what a step's drafters on the device have drafted, and whose each draft is."""
-        proposals = self.proposals
         for step in steps:
-            step.read(proposals)
-        for part in self.scheduled:
-            request, begin = part.request, 0
-            if not request.params.report_drafts:
-                continue
+            step.read(self.proposals)
+        for request in self._reporting():
+            begin = 0
             for step in steps:
-                counts = proposals.counts if step.counts is None else step.counts.host
+                counts = self.proposals.counts if step.counts is None else step.counts.host
                 begin = self._attribute(request, step.name, begin, int(counts[request.slot]))
+
+    def _reporting(self) -> list[Request]:
+        """The requests of the step that are told whose their drafts are."""
+        requests = [part.request for part in self.scheduled]
+        return [request for request in requests if request.params.report_drafts]
 
     def _attribute(self, request: Request, drafter: str, begin: int, end: int) -> int:
         """Notes whose the drafts from `begin` on are; returns the end, or `begin` if not its."""
@@ -446,8 +446,7 @@ class Drafting:
             fail=lambda request, error: plan.fail(request.request_id, error),
             **results,
         )
-        told = [part.request for part in step.parts if part.request.params.report_drafts]
-        counts = self.proposals.counts
+        told, counts = self._reporting(), self.proposals.counts
         for drafter in self._requests:
             before = [int(counts[request.slot]) for request in told]
             self._ask(drafter, "finish", step)

@@ -60,6 +60,12 @@ class DraftProbs:
             for name, one in self._owners.items()
         }
 
+    def arguments(self, width: int) -> dict[str, Tensor | None]:
+        """What `verify` takes of the table, for steps of so many drafts."""
+        assert self.probs is not None
+        listed = None if self.token_ids is None else self.token_ids[:, :width]
+        return {"draft_probs": self.probs[:, :width], "draft_prob_token_ids": listed}
+
     def row(self, name: str, place: int) -> int:
         """The row of the table that a drafter wrote for the request at a place of the step."""
         return self._first_row[name] + place

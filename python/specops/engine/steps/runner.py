@@ -442,8 +442,8 @@ class Runner:
                 rates = asked.rates[: step.shape.width]
                 arrays.accept_rates.host[index, : len(rates)] = rates
             if asked.features & Feature.DRAFT_PROBS and part.num_drafts:
-                row_of_probs = self._drafting.draft_prob_row(slot, self._places[slot])
-                arrays.draft_prob_rows.host[index] = row_of_probs
+                place = self._places[slot]
+                arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(slot, place)
             row += count
 
     def _emitted(self, parts: Sequence[Part], step: Step) -> list[Emitted]:

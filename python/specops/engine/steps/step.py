@@ -200,16 +200,11 @@ class Step:
             model.sums_size(shape.rows, shape.outputs), *[one.sums_size for one in drafters], 0
         )
         scratch = Scratch(shape, parts, arrays.trees_scratch)
-        trees = shape.trees
-        batch = max(shape.batch, trees.chains if trees else 0)
-        pages = max(shape.pages, trees.pages if trees else 0)
-        workspace_size = max(
-            model.workspace_size(shape.rows, batch, pages, parts.cache),
-            *[one.workspace_size for one in drafters],
-            0,
-        )
+        batch = max(shape.batch, shape.trees.chains if shape.trees else 0)
+        pages = max(shape.pages, shape.trees.pages if shape.trees else 0)
+        sizes = [model.workspace_size(shape.rows, batch, pages, parts.cache)]
         floats = Layout()
-        workspace = floats.float32(workspace_size)
+        workspace = floats.float32(max(sizes + [one.workspace_size for one in drafters]))
         leaves = Layout()
         sums = leaves.float32(sums_size)
         # All blocks before any view: one that grows forgets the steps, this one among them.
@@ -307,7 +302,8 @@ class Step:
         if arrays.trees is not None:
             self._verify_args["accepted_nodes"] = arrays.trees.accepted_nodes.device
         if features & Feature.DRAFT_PROBS:
-            self._bind_draft_probs()
+            self._verify_args |= self._parts.drafting.draft_probs.arguments(self.shape.width)
+            self._verify_args["draft_prob_rows"] = arrays.draft_prob_rows.device
         self._tops: dict[str, Any] = {
             "workspace": workspace,
             "token_ids": arrays.top_ids.device,
@@ -321,17 +317,6 @@ class Step:
                 "output_indptr": self._indices.output_indptr,
                 "draft_token_ids": arrays.draft_token_ids.device,
             }
-
-    def _bind_draft_probs(self) -> None:
-        """Adds what drafts were drawn from."""
-        table, width = self._parts.drafting.draft_probs, self.shape.width
-        assert table.probs is not None
-        listed = table.token_ids
-        self._verify_args |= {
-            "draft_probs": table.probs[:, :width],
-            "draft_prob_token_ids": None if listed is None else listed[:, :width],
-            "draft_prob_rows": self.arrays.draft_prob_rows.device,
-        }
 
     def _bind_commit(self) -> None:
         """Notes the tensors that committing tokens takes."""
