@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def edited(old: list[str], new: list[str]) -> dict[str, Any] | None:
     """A piece of a file before and after an edit of a few of its lines, or None."""
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     places = [(b.a + i, b.b + i) for b in blocks for i in range(b.size)]  # of lines that stay
-    for (first, again), (following, _) in zip(places, places[1:], strict=False):
+    for (first, again), (following, _) in pairwise(places):
         if following == first + 1:
             continue
         begin, begin_again = max(first - 5, 0), max(again - 5, 0)
@@ -125,7 +126,9 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     kinds = {**chats(Path(sys.argv[1]).read_text()), "edits": edits()}
     for kind, documents in kinds.items():
-        (OUT / f"{kind}.json").write_text(json.dumps(documents, indent=1, ensure_ascii=False) + "\n")
+        (OUT / f"{kind}.json").write_text(
+            json.dumps(documents, indent=1, ensure_ascii=False) + "\n"
+        )
 
 
 if __name__ == "__main__":

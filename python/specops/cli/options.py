@@ -93,12 +93,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="where suffix decoding keeps the responses it drafts from: loaded at the start if it "
         "is there, saved at the end and every few minutes",
     )
-    add(
-        "--calibrate",
-        action="store_true",
-        default=None,
-        help="measure what steps cost anew, for adaptive verification (default: once per machine)",
-    )
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

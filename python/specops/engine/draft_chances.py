@@ -68,7 +68,7 @@ class RequestChances:
             products.append(product)
         return products
 
-    def observe(self, decided: Sequence[float], accepted: int, memory: float = _OWN_MEMORY) -> None:
+    def observe(self, decided: Sequence[float], accepted: int) -> None:
         """Counts the decided drafts of a verification, for the request and for its method.
 
         Args:

@@ -10,7 +10,6 @@ import torch
 
 import specops
 from specops.engine.admission import Admission
-from specops.engine.calibration import costs_of
 from specops.engine.config import EngineConfig
 from specops.engine.drafters import Drafter, DrafterContext
 from specops.engine.drafting import Drafting
@@ -28,6 +27,7 @@ from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.prefixes import PrefixFinder
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.step_costs import measure_steps
 from specops.engine.steps.runner import Emitted, Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
@@ -64,7 +64,6 @@ class EngineStats:
     cascade_saved_bytes: int = 0  # of keys and values that were not read again, but shared
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
     num_paused_steps: int = 0  # of requests, in which it was not their turn
-    num_suspended_steps: int = 0  # of requests, in which drafting would not have paid
     # Of all steps; 0 where `Engine.times_drafting` is False.
     verify_seconds: float = 0.0  # the model, and the choice of tokens
     draft_seconds: float = 0.0
@@ -89,6 +88,7 @@ class Engine:
         # Other backends ask the device for lengths in every layer, which no graph can hold.
         graphs = config.has_exact_attention and not config.enforce_eager
         self._device = open_device(config.device, graphs=graphs)
+        self.config = config = config.decided_for(self._device.device.type)
         model = self._load_model()
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
@@ -125,8 +125,16 @@ class Engine:
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
         if config.speculative_config.selects_drafts:
-            parts = (self.tokenizer, self._runner, self._drafting, self._pool, self.max_model_len)
-            self._drafting.use_costs(costs_of(config, *parts))
+            seconds = measure_steps(
+                self.tokenizer,
+                self._runner,
+                self._drafting,
+                self._pool,
+                self._device,
+                max_rows=config.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+            )
+            self._drafting.select_by(seconds)
         self._admission = Admission(
             config,
             self.tokenizer,
@@ -351,10 +359,7 @@ class Engine:
                 outputs += self._take_over(part, result)
             except Exception as error:
                 plan.fail(part.request, error)
-        if self._drafting.can_select:
-            self.stats.num_suspended_steps += self._drafting.observe(
-                plan.parts, [one.accepted for one in emitted]
-            )
+        self._drafting.observe(plan.parts, [one.accepted for one in emitted])
         begun = time.perf_counter()
         self._runner.finish()
         if self.times_drafting:

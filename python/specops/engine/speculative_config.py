@@ -119,7 +119,7 @@ class RequestSpeculativeConfig:
         min_ngram_size: shortest match of n-gram drafting.
         max_ngram_size: longest match of n-gram drafting.
         ngram_match: which of the longest matches n-gram drafting takes.
-        adaptive_verification: verify fewer drafts, or none, where that is faster.
+        adaptive_verification: verify only the drafts that are worth their rows.
         tree: draft a tree.
     """
 
@@ -197,10 +197,11 @@ class SpeculativeConfig:
             draft_vocab it may be there with any method, for requests that choose "mtp".
         draft_vocab: safetensors file with the tensor d2t, the tokens that the MTP modules may
             draft. None lets them draft all.
-        adaptive_verification: num_speculative_tokens is the most; how many of them are verified,
-            and whether the drafter runs, follows from what steps cost and drafts gain. Only where
-            that cannot change a token: with verify_strategy "target_match" or "greedy", and
-            accept_policy "normal". Elsewhere, and when False, all drafts are verified.
+        adaptive_verification: num_speculative_tokens is the most; of these drafts the likely ones
+            are verified, as many as make decoding faster. Only where that cannot change a token:
+            with verify_strategy "target_match" or "greedy", and accept_policy "normal". Elsewhere,
+            and when False, all drafts are verified. None: True on a CPU with a model of at least
+            200 MB, whose steps are long enough for it, and False elsewhere.
         tree: drafts are the likeliest continuations as a tree, not the likeliest one, and k is the
             number of its nodes; with "mtp", two tokens for every pass of the modules, and the k
             likeliest of them; with "ngram", what followed the most recent occurrence and the first
@@ -233,7 +234,7 @@ class SpeculativeConfig:
     suffix_decoding_read_on: bool = True
     model: str | None = None
     draft_vocab: str | None = None
-    adaptive_verification: bool = False
+    adaptive_verification: bool | None = None
     tree: bool = False
 
     def __post_init__(self) -> None:
@@ -277,9 +278,10 @@ class SpeculativeConfig:
             path = getattr(self, name)
             if path is not None and not (isinstance(path, str) and path):
                 raise ValueError(f"{name} must be a path or null, got {path!r}")
-        if not isinstance(self.adaptive_verification, bool):
+        if not isinstance(self.adaptive_verification, (bool, type(None))):
             raise ValueError(
-                f"adaptive_verification must be true or false, got {self.adaptive_verification!r}"
+                "adaptive_verification must be true, false or null, got "
+                f"{self.adaptive_verification!r}"
             )
         self._check_tree()
 
@@ -351,7 +353,7 @@ class SpeculativeConfig:
     def selects_drafts(self) -> bool:
         """Whether the engine decides how many drafts are verified: no token depends on it then."""
         return (
-            self.adaptive_verification
+            self.adaptive_verification is True
             and self.method != NAIVE
             and self.verify_strategy in ("target_match", "greedy")
             and self.accept_policy == "normal"
