@@ -29,6 +29,7 @@ class DraftSelector:
         self.seconds = seconds
         self._methods: dict[str, MethodChances] = {}
         self._credit = 0.0  # tokens that may be lost with tests
+        self._tested: set[RequestChances] = set()  # of the step
 
     def start(self, method: str) -> RequestChances:
         """The chances of a new request's drafts."""
@@ -54,6 +55,7 @@ class DraftSelector:
             one.products(own, tree) if own else []
             for one, own, tree in zip(chances, confidences, parents, strict=True)
         ]
+        self._tested.clear()
         rows = len(chances) + others
         best = sorted(chain.from_iterable(products), reverse=True)[:room]
         tokens = accumulate(best, initial=float(rows))  # as if others verified what is accepted
@@ -69,13 +71,14 @@ class DraftSelector:
         if idle and self._may_test(len(idle), rows + count, room - count):
             for i in idle:
                 chosen[i].append(products[i].index(max(products[i])))
+                self._tested.add(chances[i])
         return chosen
 
     def _may_test(self, count: int, rows: int, room: int) -> bool:
         """Whether the likeliest drafts of requests are verified that do not seem to be worth it.
 
         What is never verified is never counted, and may have become likelier. All are tested at
-        once, now and then.
+        once, now and then, and again while that gains something.
 
         Args:
             count: of the requests.
@@ -113,5 +116,7 @@ class DraftSelector:
                 nodes = [n for n, parent in enumerate(tree) if parent in reached]
                 decided = [own[n] for n in [*path, *(n for n in nodes if n not in reached)]]
             one.observe(decided, len(path))
+            if one in self._tested:
+                self._credit += len(path)
         for method in self._methods.values():
             method.update()
