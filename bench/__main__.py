@@ -45,6 +45,8 @@ FAMILIES = {
     "ngram": "engine",
     "suffix": "engine",
     "replay": "replay",
+    "replay_whole": "replay",
+    "step_costs": "replay",
     "methods": "methods",
     "acceptance": "methods",
     "bundled": "engine",
@@ -75,8 +77,8 @@ GROUPS = {
     "engine": ("server", "lossless", "ngram", "suffix", "bundled", "qwen06"),
     "mtp": ("methods", "acceptance"),
 }
-# Ten minutes each, so apart: `make bench-methods`, `make bench-mtp-mistakes`, `make bench-vllm`.
-ON_REQUEST = ("methods", "replay", "mtp_mistakes", "vllm")
+# Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
+ON_REQUEST = ("methods", "replay", "replay_whole", "step_costs", "mtp_mistakes", "vllm")
 BUDGET_MINUTES = 20
 
 

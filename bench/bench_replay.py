@@ -5,7 +5,8 @@ Each request emits a given text: before the target's tokens are verified, the lo
 next token is raised in every row. So what is drafted and accepted is that of real code, edits,
 dialogue and sessions of a coding agent, and nothing of the methods is changed. A small model does
 it, and each step is priced by a table of what steps of the Qwen3-0.6B shape take (step_costs.py);
-the drafters' own time is measured and added. `whole` runs some of it on that shape for real.
+the drafters' own time is measured and added. `run_replay_whole` runs some of it on that shape for
+real, and `run_step_costs` measures the table of a machine.
 
 A run has so many requests at once as long as others wait for their place. Prompts are in the
 prefix cache.
@@ -17,11 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import specops
 import torch
 from specops import sampling
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -29,7 +32,8 @@ from specops.engine.plan import Plan
 from specops.engine.tokenizer import Tokenizer
 
 from bench import checkpoints
-from bench.common import Bench, Figure
+from bench.common import Bench, Figure, cpu_results
+from bench.engine_runs import Stepper
 from bench.prompts import make_prompts
 from bench.step_costs import StepCosts, tables
 
@@ -52,6 +56,7 @@ METHODS: dict[str, dict[str, object]] = {
     "suffix": {"method": "suffix"},
     "suffix-tree": {"method": "suffix", "tree": True},
 }
+WHOLE = (8, 16)  # requests at once and of a run, with the large model
 COST_LENGTHS = (0, 1, 2, 4, 8, 16)
 COST_BATCHES = (1, 2, 4, 8, 16, 32)
 
@@ -92,17 +97,19 @@ class Run:
         return self.tokens / (costs.total(self.steps) + self.drafting)
 
 
-def texts(tokenizer: Tokenizer) -> dict[str, list[Text]]:
-    """All texts by kind: enough for the largest run."""
-    found: dict[str, list[Text]] = {"code": list(_code(tokenizer))}
+@cache
+def texts(prompt_tokens: int, new_tokens: int) -> dict[str, list[Text]]:
+    """All texts by kind, as the bundled tokenizer has them."""
+    tokenizer = Tokenizer.from_dir(checkpoints.BUNDLED)
+    found = {"code": list(_code(tokenizer, prompt_tokens, new_tokens))}
     for kind in ("edits", "dialogue", "agent"):
         documents = json.loads((TEXTS / f"{kind}.json").read_text())
         # A document's second reply comes after the first ones of all.
         most = max(len(document["starts"]) for document in documents)
         found[kind] = [
             Text(
-                tokenizer.encode(document["text"][:start])[-PROMPT_TOKENS:],
-                tokenizer.encode(document["text"][start:])[:NEW_TOKENS],
+                tokenizer.encode(document["text"][:start])[-prompt_tokens:],
+                tokenizer.encode(document["text"][start:])[:new_tokens],
             )
             for number in range(most)
             for document in documents
@@ -113,15 +120,15 @@ def texts(tokenizer: Tokenizer) -> dict[str, list[Text]]:
     return {**found, "mixed": list(chain.from_iterable(mixed))}
 
 
-def _code(tokenizer: Tokenizer) -> Iterator[Text]:
-    """The middles of library modules, as they go on."""
+def _code(tokenizer: Tokenizer, prompt_tokens: int, new_tokens: int) -> Iterator[Text]:
+    """Library modules, as they go on after their beginning, and after their middle."""
     for text in make_prompts.sources().values():
         ids = tokenizer.encode(text)
-        room = len(ids) - PROMPT_TOKENS - NEW_TOKENS
-        for start in (0, room // 2) if room > 2 * NEW_TOKENS else (0,):
+        room = len(ids) - prompt_tokens - new_tokens
+        for start in (0, room // 2) if room > 2 * new_tokens else (0,):
             if room >= 0:
-                end = start + PROMPT_TOKENS
-                yield Text(ids[start:end], ids[end : end + NEW_TOKENS])
+                end = start + prompt_tokens
+                yield Text(ids[start:end], ids[end : end + new_tokens])
 
 
 @contextmanager
@@ -158,7 +165,7 @@ class Replayer:
     Args:
         checkpoint: the model.
         batch: requests at once.
-        costs: what drafts are selected by.
+        costs: what drafts are selected by; None: what the engine measures itself.
         num_threads: of the engine.
     """
 
@@ -166,28 +173,29 @@ class Replayer:
         self,
         checkpoint: checkpoints.Checkpoint,
         batch: int,
-        costs: StepCosts,
+        costs: StepCosts | None,
         *,
         num_threads: int,
-        load_format: str = "dummy",
     ) -> None:
-        self._batch, self._costs = batch, costs
+        self._batch = batch
         drafting = SpeculativeConfig(
             method="ngram", num_speculative_tokens=max(LENGTHS), adaptive_verification=True
         )
-        with mock.patch("specops.engine.engine.measure_steps", self._seconds):
-            self.engine = Engine(
-                EngineConfig(
-                    model=str(checkpoint.path),
-                    device="cpu",
-                    load_format=load_format,
-                    speculative_config=drafting,
-                    max_num_seqs=batch,
-                    max_num_batched_tokens=batch * (1 + max(LENGTHS)),
-                    max_model_len=PROMPT_TOKENS + NEW_TOKENS + max(LENGTHS),
-                    num_threads=num_threads,
-                )
+        rows = batch * (1 + max(LENGTHS))
+        self.engine = Engine(
+            EngineConfig(
+                model=str(checkpoint.path),
+                device="cpu",
+                load_format="auto" if (checkpoint.path / "model.safetensors").exists() else "dummy",
+                speculative_config=drafting,
+                max_num_seqs=batch,
+                max_num_batched_tokens=rows,
+                max_model_len=PROMPT_TOKENS + NEW_TOKENS + max(LENGTHS),
+                num_threads=num_threads,
             )
+        )
+        if costs is not None:
+            self.engine._drafting.select_by([costs.of_rows(count) for count in range(rows + 1)])
         self._run = Run()
         runner, drafting_room = self.engine._runner, self.engine._drafting
         execute = runner.execute
@@ -200,9 +208,6 @@ class Replayer:
         runner.execute = executing  # type: ignore[method-assign]
         for name in ("select", "observe", "finish"):
             setattr(drafting_room, name, self._timed(getattr(drafting_room, name)))
-
-    def _seconds(self, *_: object, max_rows: int, **__: object) -> list[float]:
-        return [self._costs.of_rows(rows) for rows in range(max_rows + 1)]
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -282,7 +287,7 @@ def run_replay(bench: Bench) -> None:
             costs.name: Replayer(checkpoint, batch, costs, num_threads=1) for costs in all_costs
         }
         some = next(iter(replayers.values()))
-        for kind, of_kind in texts(some.engine.tokenizer).items():
+        for kind, of_kind in texts(PROMPT_TOKENS, NEW_TOKENS).items():
             chosen = of_kind[:: max(len(of_kind) // count, 1)][:count]
             for replayer in replayers.values():
                 replayer.cache(chosen)
@@ -339,3 +344,60 @@ def run_replay(bench: Bench) -> None:
             )
     what = f"tokens of {tokens} that are not the texts'"
     bench.add(Figure("replay.differ", what, wrong, "tokens", bar="value == 0"))
+
+
+def run_replay_whole(bench: Bench) -> None:
+    """Some of it with the Qwen3-0.6B shape itself, beside what the table of this machine says."""
+    batch, count = WHOLE
+    replayer = Replayer(checkpoints.qwen06(), batch, None, num_threads=bench.num_threads)
+    isa, cpu = specops.get_isa(), specops.runtime.get_cpu_name()
+    priced = [one for one in tables() if (one.cpu, one.isa) == (cpu, isa)]
+    for kind, of_kind in texts(PROMPT_TOKENS, NEW_TOKENS).items():
+        some = of_kind[:: max(len(of_kind) // count, 1)][:count]
+        replayer.cache(some)
+        cases = {"plain": NAIVE, **{f"{m}.selected": selected(m) for m in ("ngram", "suffix")}}
+        cases |= {f"{m}.{n}": fixed(m, n) for m in ("ngram", "suffix") for n in LENGTHS}
+        runs = {case: replayer.run(some, config) for case, config in cases.items()}
+        plain = runs["plain"]
+        for case, run in runs.items():
+            gain = run.tokens / run.seconds * plain.seconds / plain.tokens
+            expected = [run.priced(costs) / plain.priced(costs) for costs in priced[:1]]
+            bench.add(
+                Figure(
+                    f"replay_whole.{kind}.b{batch}.{case}",
+                    f"Qwen3-0.6B shape, {kind}, {batch} at once, {case}: times faster than plain "
+                    f"decoding, {run.length:.2f} tokens a request and step; beside the priced one",
+                    gain,
+                    "x plain",
+                    "priced" if expected else None,
+                    expected[0] if expected else None,
+                    gain / expected[0] if expected else None,
+                    threads=bench.num_threads,
+                )
+            )
+
+
+def run_step_costs(bench: Bench) -> None:
+    """Measures the table of this machine and instruction set."""
+    isa, cpu = specops.get_isa(), specops.runtime.get_cpu_name()
+    points: dict[tuple[int, int], float] = {}
+    for batch in COST_BATCHES:
+        stepper = Stepper(
+            checkpoints.qwen06(),
+            batch=batch,
+            kv_len=64,
+            drafts=max(COST_LENGTHS),
+            num_threads=bench.num_threads,
+        )
+        cases = {
+            str(drafts): partial(stepper.step, bench.pick(4, 1), drafts) for drafts in COST_LENGTHS
+        }
+        timing = bench.rounds(cases, rounds=7)
+        for drafts in COST_LENGTHS:
+            rows = batch * (1 + drafts)
+            points[batch, rows] = seconds = timing.median(str(drafts))
+            what = f"Qwen3-0.6B shape, {isa}, a step of {batch} requests and {rows} rows"
+            bench.add(Figure(f"step_costs.b{batch}.rows{rows}", what, 1e3 * seconds, "ms"))
+    if not bench.rehearsal:
+        name = f"{cpu_results(cpu).stem}-{isa.replace('_', '-')}"
+        StepCosts(name, cpu, isa, points).save("python -m bench --only step_costs")

@@ -33,18 +33,33 @@ class StepCosts:
 
     Attributes:
         name: of the table.
+        cpu: on which it was measured.
+        isa: with which instruction set.
         points: seconds by requests and rows.
     """
 
     name: str
+    cpu: str
+    isa: str
     points: dict[tuple[int, int], float]
     _curves: dict[int, list[float]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> "StepCosts":
         """Reads a table."""
-        seconds = json.loads(path.read_text())["seconds"]
-        return cls(path.stem, {(requests, rows): taken for requests, rows, taken in seconds})
+        table = json.loads(path.read_text())
+        points = {(requests, rows): taken for requests, rows, taken in table["seconds"]}
+        return cls(path.stem, table["machine"]["cpu"], table["machine"]["isa"], points)
+
+    def save(self, command: str) -> None:
+        """Writes the table, in the place of one of the same name."""
+        about = {"machine": {"cpu": self.cpu, "isa": self.isa}, "command": command}
+        rows = ",\n".join(
+            json.dumps([*key, round(taken, 6)]) for key, taken in sorted(self.points.items())
+        )
+        TABLES.mkdir(exist_ok=True)
+        path = TABLES / f"{self.name}.json"
+        path.write_text(f'{json.dumps(about)[:-1]}, "seconds": [\n{rows}\n]}}\n')
 
     @property
     def max_requests(self) -> int:
