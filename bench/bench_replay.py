@@ -40,7 +40,7 @@ from bench.step_costs import StepCosts, tables
 TEXTS = Path(make_prompts.__file__).parent / "replay"
 PROMPT_TOKENS, NEW_TOKENS = 512, 160
 LENGTHS = (2, 4, 8, 16)
-BATCHES = {1: 12, 8: 32, 32: 64}  # requests at once, and of a run
+BATCHES = {1: 8, 8: 32, 32: 64}  # requests at once, and of a run
 SMALL = {
     "vocab_size": 4096,
     "hidden_size": 64,
@@ -197,17 +197,24 @@ class Replayer:
         if costs is not None:
             self.engine._drafting.select_by([costs.of_rows(count) for count in range(rows + 1)])
         self._run = Run()
-        runner, drafting_room = self.engine._runner, self.engine._drafting
-        execute = runner.execute
+        runner, drafters = self.engine._runner, self.engine._drafting
+        execute, new_steps = runner.execute, drafters.new_steps
 
         def executing(plan: Plan) -> Any:
             parts = [part for part in plan.parts if part.emits]
             self._run.steps.append((len(parts), sum(1 + part.num_drafts for part in parts)))
             return execute(plan)
 
+        def making(*arguments: Any) -> Any:
+            made = new_steps(*arguments)
+            for step in made:
+                step.launch = self._timed(step.launch)  # type: ignore[method-assign]
+            return made
+
         runner.execute = executing  # type: ignore[method-assign]
+        drafters.new_steps = making  # type: ignore[method-assign]
         for name in ("select", "observe", "finish"):
-            setattr(drafting_room, name, self._timed(getattr(drafting_room, name)))
+            setattr(drafters, name, self._timed(getattr(drafters, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -232,7 +239,7 @@ class Replayer:
         cache.reclaim()  # what is evicted is drafted from until then
         engine._drafting.select_by(engine._drafting._selector.seconds)  # nothing is known yet
         self._run = run = Run()
-        launched, begun = engine.stats.draft_seconds, time.perf_counter()
+        begun = time.perf_counter()
         replies: dict[str, list[int]] = {}
         with forced([[*text.prompt, *text.reply] for text in some]):
             names = {}
@@ -250,7 +257,6 @@ class Replayer:
                 if self._batch > 1 and not engine.num_waiting:
                     break
         run.seconds = time.perf_counter() - begun
-        run.drafting += engine.stats.draft_seconds - launched
         for name, text in names.items():
             reply = replies.get(name, [])
             run.tokens += len(reply)

@@ -125,16 +125,7 @@ class Engine:
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
         if config.speculative_config.selects_drafts:
-            seconds = measure_steps(
-                self.tokenizer,
-                self._runner,
-                self._drafting,
-                self._pool,
-                self._device,
-                max_rows=config.max_num_batched_tokens,
-                max_model_len=self.max_model_len,
-            )
-            self._drafting.select_by(seconds)
+            self._drafting.select_by(self._measure_steps())
         self._admission = Admission(
             config,
             self.tokenizer,
@@ -144,6 +135,17 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self.stats = EngineStats()
+
+    def _measure_steps(self) -> list[float]:
+        return measure_steps(
+            self.tokenizer,
+            self._runner,
+            self._drafting,
+            self._pool,
+            self._device,
+            max_rows=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
     def _load_model(self) -> Transformer:
         config = self.config

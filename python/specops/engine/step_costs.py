@@ -47,25 +47,8 @@ def measure_steps(
         never falling, linear between those and beyond.
     """
     counts = [1 << i for i in range(min(max_rows, max_model_len // 2).bit_length())]
-    most = counts[-1]
-    context = max(min(_CONTEXT, max_model_len - most - 1), 1)
-    request = Request(
-        request_id="trial",
-        arrival=-1,  # of no request that comes
-        params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
-        speculative=SpeculativeConfig(
-            method="ngram", num_speculative_tokens=most, accept_policy="reject_all"
-        ),
-        seed=0,
-        choice_index=0,
-        prompt_len=context + 1,  # nothing was emitted
-        max_len=context + 1 + most,
-        token_ids=[1] * (context + 1),
-        stream=TextStream(tokenizer, ()),
-        num_computed=context,
-        slot=0,
-        pages=array("i", pool.allocate(-(-(context + 1 + most) // pool.page_size)) or ()),
-    )
+    context = max(min(_CONTEXT, max_model_len - counts[-1] - 1), 1)
+    request = _trial(tokenizer, pool, context, counts[-1])
     runner.start(request)
     seconds: dict[int, float] = {}
     begun = time.perf_counter()
@@ -88,6 +71,27 @@ def measure_steps(
         pool.release(request.pages)
         runner.forget()
     return _line(seconds, max_rows)
+
+
+def _trial(tokenizer: Tokenizer, pool: PagePool, context: int, most: int) -> Request:
+    """A request of so many tokens, with room for so many rows: it commits nothing."""
+    return Request(
+        request_id="trial",
+        arrival=-1,  # of no request that comes
+        params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
+        speculative=SpeculativeConfig(
+            method="ngram", num_speculative_tokens=most, accept_policy="reject_all"
+        ),
+        seed=0,
+        choice_index=0,
+        prompt_len=context + 1,  # nothing was emitted
+        max_len=context + 1 + most,
+        token_ids=[1] * (context + 1),
+        stream=TextStream(tokenizer, ()),
+        num_computed=context,
+        slot=0,
+        pages=array("i", pool.allocate(-(-(context + 1 + most) // pool.page_size)) or ()),
+    )
 
 
 def _line(seconds: dict[int, float], max_rows: int) -> list[float]:
