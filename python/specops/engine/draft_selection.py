@@ -13,6 +13,7 @@ from specops.engine.draft_chances import MethodChances, RequestChances
 
 Chances: TypeAlias = Sequence[RequestChances]
 Floats: TypeAlias = Sequence[Sequence[float]]
+Nodes: TypeAlias = Sequence[Sequence[int]]
 Trees: TypeAlias = Sequence[Sequence[int] | None]
 
 _LOSS = 0.02  # tokens of plain decoding that tests of unlikely drafts may cost
@@ -75,39 +76,26 @@ class DraftSelector:
         return chosen
 
     def _may_test(self, count: int, rows: int, room: int) -> bool:
-        """Whether the likeliest drafts of requests are verified that do not seem to be worth it.
+        """Whether so many drafts are added to the step's rows though they do not seem to pay.
 
-        What is never verified is never counted, and may have become likelier. All are tested at
-        once, now and then, and again while that gains something.
-
-        Args:
-            count: of the requests.
-            rows: of the step without them.
-            room: for further drafts.
+        What is never verified is never counted, and may have become likelier. So the likeliest
+        draft of each idle request is tested now and then, and again while that gains something.
         """
         if count > room:
             return False
         price = rows * (self.seconds[rows + count] / self.seconds[rows] - 1.0)  # in tokens
         self._credit = min(self._credit + _LOSS * count, price)
-        if self._credit < price:
-            return False
-        self._credit = 0.0
-        return True
+        is_due = self._credit >= price
+        self._credit = 0.0 if is_due else self._credit
+        return is_due
 
-    def observe(
-        self,
-        chances: Chances,
-        verified: Floats,
-        accepted: Sequence[Sequence[int]],
-        parents: Trees,
-    ) -> None:
+    def observe(self, chances: Chances, verified: Floats, accepted: Nodes, parents: Trees) -> None:
         """Counts what came of the verified drafts of some requests.
 
         Args:
-            chances: of the requests.
-            verified: confidences of the drafts that each verified.
-            accepted: of these the accepted ones, along a path; of a chain any sequence as long.
-            parents: of the verified drafts, as in `select`.
+            chances, parents: of the requests and their verified drafts, as in `select`.
+            verified: confidences of these drafts.
+            accepted: which of them were, along a path; of a chain any sequence as long.
         """
         for one, own, path, tree in zip(chances, verified, accepted, parents, strict=True):
             decided = own[: len(path) + 1]

@@ -17,7 +17,6 @@ from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.steps.runner import Runner
 from specops.engine.tokenizer import TextStream, Tokenizer
 
-_CONTEXT = 64  # tokens of the request that is measured, where the model takes so many
 _ROUNDS = 4  # at most; on a GPU always, which makes a step in one and captures it in the next
 _SECONDS = 1.0  # no round is begun after so long
 _FACTOR = 3.0  # no longer steps than so many times the first: from there on it is a line
@@ -47,8 +46,7 @@ def measure_steps(
         never falling, linear between those and beyond.
     """
     counts = [1 << i for i in range(min(max_rows, max_model_len // 2).bit_length())]
-    context = max(min(_CONTEXT, max_model_len - counts[-1] - 1), 1)
-    request = _trial(tokenizer, pool, context, counts[-1])
+    request = _trial(tokenizer, pool, counts[-1])
     runner.start(request)
     seconds: dict[int, float] = {}
     begun = time.perf_counter()
@@ -70,11 +68,15 @@ def measure_steps(
         runner.leave(request)
         pool.release(request.pages)
         runner.forget()
-    return _line(seconds, max_rows)
+    rows, values = np.array(list(seconds)), np.maximum.accumulate(list(seconds.values()))
+    slope = np.diff(values[-2:]).sum() / max(np.diff(rows[-2:]).sum(), 1)
+    at = np.arange(max_rows + 1)
+    line = np.interp(at, rows, values) + slope * np.maximum(at - rows[-1], 0)
+    return line.tolist()  # type: ignore[no-any-return]
 
 
-def _trial(tokenizer: Tokenizer, pool: PagePool, context: int, most: int) -> Request:
-    """A request of so many tokens, with room for so many rows: it commits nothing."""
+def _trial(tokenizer: Tokenizer, pool: PagePool, most: int) -> Request:
+    """A request with room for so many rows, of which nothing is committed."""
     return Request(
         request_id="trial",
         arrival=-1,  # of no request that comes
@@ -84,22 +86,10 @@ def _trial(tokenizer: Tokenizer, pool: PagePool, context: int, most: int) -> Req
         ),
         seed=0,
         choice_index=0,
-        prompt_len=context + 1,  # nothing was emitted
-        max_len=context + 1 + most,
-        token_ids=[1] * (context + 1),
+        prompt_len=1,
+        max_len=1 + most,
+        token_ids=[1],
         stream=TextStream(tokenizer, ()),
-        num_computed=context,
         slot=0,
-        pages=array("i", pool.allocate(-(-(context + 1 + most) // pool.page_size)) or ()),
+        pages=array("i", pool.allocate(-(-(1 + most) // pool.page_size)) or ()),
     )
-
-
-def _line(seconds: dict[int, float], max_rows: int) -> list[float]:
-    """The line through what was measured, and on with its last slope; by rows from 0."""
-    rows, values = np.array(list(seconds)), np.maximum.accumulate(list(seconds.values()))
-    at = np.arange(max_rows + 1)
-    slope = np.diff(values[-2:]).sum() / max(np.diff(rows[-2:]).sum(), 1)
-    line: list[float] = (
-        np.interp(at, rows, values) + slope * np.maximum(at - rows[-1], 0)
-    ).tolist()
-    return line
