@@ -162,7 +162,7 @@ def assert_nothing_is_left(engine: Engine, *, forgets: bool = True) -> None:
     engine._pool.check_integrity()
     assert sorted(engine._scheduler._free_slots) == list(range(engine.config.max_num_seqs))
     drafting = engine._drafting
-    assert not any(drafting._requests.values()) and not drafting._states
+    assert not any(drafting._requests.values()) and not drafting._chances
     assert not drafting.proposals.counts.any()
     if not forgets:
         return
