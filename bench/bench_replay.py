@@ -331,6 +331,7 @@ def run_replay(bench: Bench) -> None:
                             "ratio >= 0.97",
                         )
                     )
+    _llama_cpp(bench)
     for table, by_name in gains.items():
         means = {n: math.exp(sum(map(math.log, v)) / len(v)) for n, v in by_name.items()}
         best = max(value for name, value in means.items() if name != "selected")
@@ -350,6 +351,29 @@ def run_replay(bench: Bench) -> None:
             )
     what = f"tokens of {tokens} that are not the texts'"
     bench.add(Figure("replay.differ", what, wrong, "tokens", bar="value == 0"))
+
+
+def _llama_cpp(bench: Bench) -> None:
+    """llama.cpp's prompt lookup on the same texts, one at a time, priced as steps of ours."""
+    peer = bench.peer("llama_cpp_peer")
+    if peer is None:
+        return
+    for kind, some in texts(PROMPT_TOKENS, NEW_TOKENS).items():
+        prompts, replies = [text.prompt for text in some], [text.reply for text in some]
+        for lookup in LENGTHS:
+            steps = peer.ask("replay", prompts=prompts, replies=replies, lookup=lookup)["steps"]
+            tokens = sum(1 + accepted for accepted, _ in steps)
+            for costs in tables():
+                seconds = costs.total((1, rows) for _, rows in steps)
+                bench.add(
+                    Figure(
+                        f"replay.{costs.name}.{kind}.b1.llama_cpp.{lookup}",
+                        f"{kind}, one at a time, {lookup} drafts of llama.cpp's prompt lookup: "
+                        f"times as fast as plain decoding, {tokens / len(steps):.2f} tokens a step",
+                        tokens * costs.total([(1, 1)]) / seconds,
+                        "x plain",
+                    )
+                )
 
 
 def run_replay_whole(bench: Bench) -> None:
