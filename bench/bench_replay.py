@@ -386,7 +386,7 @@ def run_replay_whole(bench: Bench) -> None:
         some = of_kind[:: max(len(of_kind) // count, 1)][:count]
         replayer.cache(some)
         cases = {"plain": NAIVE, **{f"{m}.selected": selected(m) for m in ("ngram", "suffix")}}
-        cases |= {f"{m}.{n}": fixed(m, n) for m in ("ngram", "suffix") for n in LENGTHS}
+        cases |= {f"{m}.{n}": fixed(m, n) for m in ("ngram", "suffix") for n in LENGTHS[1::2]}
         runs = {case: replayer.run(some, config) for case, config in cases.items()}
         plain = runs["plain"]
         for case, run in runs.items():
