@@ -332,6 +332,13 @@ def run_replay(bench: Bench) -> None:
                         )
                     )
     _llama_cpp(bench)
+    _means(bench, gains)
+    what = f"tokens of {tokens} that are not the texts'"
+    bench.add(Figure("replay.differ", what, wrong, "tokens", bar="value == 0"))
+
+
+def _means(bench: Bench, gains: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """What each length brings over all cells of a table of costs, and the selection."""
     for table, by_name in gains.items():
         means = {n: math.exp(sum(map(math.log, v)) / len(v)) for n, v in by_name.items()}
         best = max(value for name, value in means.items() if name != "selected")
@@ -349,8 +356,6 @@ def run_replay(bench: Bench) -> None:
                     "ratio >= 1" if is_ours else None,
                 )
             )
-    what = f"tokens of {tokens} that are not the texts'"
-    bench.add(Figure("replay.differ", what, wrong, "tokens", bar="value == 0"))
 
 
 def _llama_cpp(bench: Bench) -> None:
