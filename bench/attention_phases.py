@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the blocks of `append_attention` do while a call lasts: its phase stamps, as shares of it.
+"""The phases of `append_attention`'s blocks during a call, as shares of it, from its stamps.
 
-A call takes from the first block's begin to the last one's end. Its blocks together have that time
-once each: what they spend in a phase is its share, and what is left, they are not there: `idle`.
+A call lasts from the start of its first block to the end of its last one. Each block has that time
+once: the time in a phase is its share, and the rest is `idle`.
 """
 
 from collections.abc import Sequence

@@ -4,19 +4,19 @@
 Each case leaves one thing out of the whole call, and but for the last no kernel is built for it:
 
 * `hot`: the pages are some of 16 MB, which lie in the second-level cache, each block having others:
-  no key or value comes from memory. If it takes as long as the whole call, memory is not what is
-  waited for.
+  no key or value comes from memory. If it takes as long as the whole call, memory is not the
+  bottleneck.
 * `launch`: the requests are no longer than their rows. The grid, the plan, the results and one
-  tile are left: what a call costs before it streams.
+  tile are left: the cost of a call before it streams.
 * `unsplit`: a workspace too small to split in. No states are written and merged: if it is faster
-  than the whole call, splitting costs more than it gains; if slower, that is what it gains.
+  than the whole call, splitting costs more than it gains; if slower, the difference is its gain.
 * `no_mma`: another build of the kernel, without one instruction of the tensor cores; its results
-  mean nothing. If it takes as long as the whole call, arithmetic is not what is waited for.
+  mean nothing. If it takes as long as the whole call, arithmetic is not the bottleneck.
 
 `verify` with top-p is taken apart in the same way, for 256 requests of 5 rows.
 
-Beside them stand the phases of the whole call, by a kernel whose blocks keep time
-(`bench/attention_phases.py`). What all say together is for `tools/gpu_check/held_back.py`.
+The phases of the whole call are measured by a kernel whose blocks keep time
+(`bench/attention_phases.py`). `tools/gpu_check/held_back.py` draws the conclusion.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`append_attention` over a paged cache in bf16, beside the read line of the same run.
+"""`append_attention` over a paged cache in bf16, against the read line of the same run.
 
 On a CPU: batch 8, 16 query and 8 KV heads of 128, kv 4,096. Bytes are those of the keys and values,
-128 MiB, which no cache of this kind of machine holds. Caches of 8 bits stand beside bf16 ones: as
-many tokens of 8 requests, and one request of 16,384.
+128 MiB, which no cache of this kind of machine holds. Caches of 8 bits are compared with bf16 ones:
+as many tokens of 8 requests, and one request of 16,384.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`append_attention` on a GPU beside the read line of the same run, and what exactness costs.
+"""`append_attention` on a GPU against the read line of the same run, and the cost of exactness.
 
 8 KV heads of 128, several batches and lengths, groups of 4 and 8 query heads, 1 to 8 rows, pages
 shuffled.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`append_attention` on a GPU beside FlashInfer's fastest path, and its cascade beside theirs.
+"""`append_attention` on a GPU against FlashInfer's fastest path, and cascades of both.
 
-Every path of FlashInfer that runs is timed in turn with ours on the same memory; of one that does
-not, the reason is kept beside the figures. A path counts only if its result is ours.
+Every path of FlashInfer that runs is timed in turn with ours on the same memory. For one that does
+not run, the reason is recorded with the figures. A path counts only if its result equals ours.
 """
 
 from dataclasses import dataclass

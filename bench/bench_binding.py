@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call into specops costs before any work: binding, checks and the Python function."""
+"""The cost of a call into specops before any work: binding, checks, Python function."""
 
 from unittest import mock
 

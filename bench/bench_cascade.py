@@ -2,11 +2,12 @@
 """Requests that share a prefix: `append_attention` with the sharing found, and whole engine runs.
 
 The op: 16 requests that share 4,096 tokens and have 256 of their own, bf16, 16 query and 8 KV heads
-of 128, with the groups that the engine finds in the page lists, beside the same call without. And
-groups that can hardly pay, few members or few tokens, where saying so must cost nothing.
+of 128, with the groups that the engine finds in the page lists, compared with the same call
+without. And groups that can hardly pay, few members or few tokens, where declaring them must cost
+nothing.
 
 The engine: 16 requests on one prompt of 2,048 tokens in the shape of Qwen3-0.6B with random
-weights, with sharing and without; and how much of a run goes into finding who shares what.
+weights, with sharing and without; and the share of a run that finding shared pages takes.
 """
 
 import statistics

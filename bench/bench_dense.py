@@ -2,9 +2,9 @@
 """`linear` on cold weights: the four matrices of a Qwen3-0.6B layer, and its LM head.
 
 A call multiplies all four of one layer; layers rotate over at least 512 MiB, so every weight comes
-from memory. Bytes are the weights'; torch multiplies the same numbers. Beside them one matrix of a
-small model, which stays in cache: there the cost of a call itself shows. On a GPU the layer is that
-of an 8B model, and the elementwise ops of a layer are timed as well.
+from memory. Bytes are the weights'; torch multiplies the same numbers. One matrix of a small model,
+which stays in cache, shows the cost of a call itself. On a GPU the layer is that of an 8B model,
+and the elementwise ops of a layer are timed as well.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engine steps beside the peers' on the same weights, n-gram speculation, server start.
+"""Engine steps compared with peers' on the same weights, n-gram speculation, server start.
 
 A peer's step does no more than ours: one forward over the same number of rows and an argmax.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU itself does: bandwidths, clocks under load, gaps between kernels, latencies, flops.
+"""Properties of the GPU: bandwidths, clocks under load, gaps between kernels, latencies, flops.
 
 A prediction is arithmetic over these, so they are measured first and in the same run.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What caches of 8 bits cost in accuracy, beside those of the model's dtype.
+"""The accuracy of 8-bit caches, compared with those of the model's dtype.
 
 Errors of attention against float64 over the bf16 keys and values, on random ones and on the bundled
 model's own; and the bundled model on texts that it has not seen: perplexity, the share of places
-where it thinks the same token the likeliest as with a bf16 cache, and the share of drafts that are
-accepted. Nothing here is timed.
+with the same likeliest token as with a bf16 cache, and the share of drafts that are accepted.
+Nothing here is timed.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention (MLA) over a paged cache in bf16, beside torch's attention of the same rows.
+"""Latent attention (MLA) over a paged cache in bf16, against torch's attention of the same rows.
 
 Tokens of 576 elements, decoding and verifying, of 16 heads (DeepSeek-V2-Lite, or an eighth of V3)
 and of 128. torch attends to the keys and values of every head, made beforehand, as the models

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of a model in one CUDA graph: what lies between its kernels, and what overlap saves.
+"""A model's layers in one CUDA graph: the gaps between its kernels, and the gain of overlap.
 
 One forward pass, from the embedding to the last norm, of random weights. Each case runs twice: with
 kernels that start while the one before them ends (`specops.runtime.set_kernel_overlap`), and with

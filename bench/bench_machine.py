@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine's cores and memory can do at most, and what that leaves the kernels.
+"""The limits of this machine's cores and memory, and what they allow the kernels.
 
-Read bandwidth by number of threads, the latency of a read that nothing could foresee, what sharing
-a call among threads costs, and how often a second the instructions are issued that inner loops are
-made of. From these follows, for each way to multiply bf16, how many rows arithmetic keeps up with
-while weights (or keys and values) stream from memory: with more, no kernel can run at the read
-line. `linear` is measured in the same run, against the lower of the two limits of the instruction
-set that runs.
+Read bandwidth by number of threads, the latency of an unpredictable read, the cost of sharing a
+call among threads, and the issue rates of the instructions of inner loops. From these follows, for
+each way to multiply bf16, for how many rows arithmetic keeps up with weights (or keys and values)
+that stream from memory: with more, no kernel can run at the read line. `linear` is measured in the
+same run, against the lower of the two limits of the instruction set that runs.
 """
 
 import ctypes

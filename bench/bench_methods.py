@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All methods on the bundled model: their speed beside plain decoding, MTP drafts beside its card.
+"""All methods on the bundled model: speed against plain decoding, MTP drafts against its card.
 
 Each case has an engine of its own, as a server with that configuration does; all of them get the
-same requests, in turn, once as they are and once decoded plainly: two engines of the same kind may
-differ by some percent, from where their memory lies.
+same requests, in turn, once with drafts and once decoded plainly, since two equal engines may
+differ by some percent by the place of their memory.
 """
 
 import json

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each known mistake costs the bundled model's drafts, on library modules it never saw.
+"""The cost of each known mistake for the bundled model's drafts, on unseen library modules.
 
 The texts and the two views are those of `tools.train.evaluate`, in fp32: chains after prefixes of
 human text, judged by the target's own greedy continuation; and the steps of greedy continuations.
 A mistake that matters at the edges of chunks or of shared prefixes is also judged by the chains
-right behind them. There is one module: what only several can get wrong is left out.
+right after them. There is one module, so mistakes with several are left out.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,7 +2,7 @@
 """`ngram_propose` for 64 requests whose contexts hold no match: with its index, and without.
 
 Every step brings each request one token. Without an index a step reads all contexts, as KMP-like
-passes do; with it, it costs as much as there is new.
+passes do; with it, the cost is that of the new tokens.
 """
 
 import time

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sample` and `verify` on a GPU: 256 requests with 4 drafts each over 128,256 tokens, and one.
 
-The logits are random ones with the spread of a trained model's, and the bundled model's own. Beside
-them FlashInfer's pipelines. Outputs and workspaces are made before the calls.
+The logits are random ones with the spread of a trained model's, and the bundled model's own. The
+peer is FlashInfer's pipelines. Outputs and workspaces are made before the calls.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HTTP costs: CPU time per streamed token over that of the engine alone, and first tokens.
+"""The cost of HTTP: CPU time per streamed token beyond the engine's own, and first tokens.
 
-The server is a process of its own, and its CPU time is what its metrics say. Every stream asks for
-plain decoding, so each token is a step's and a chunk's own: what costs most.
+The server is a process of its own, and its CPU time is that of its metrics. Every stream is decoded
+plainly, so each token has its own step and chunk, which costs most.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constrained output: what a mask costs, what a step, and what forced tokens bring.
+"""Constrained output: the cost of a mask and of a step, and the gain of forced tokens.
 
 Masks are those of rows in the middle of a text, and at every token of texts that the bundled model
 writes, over its own vocabulary and over one of the size of today's models, whose tokens are made

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suffix tree beside arctic-inference's, public API to public API, on one core, in CPU time.
+"""The suffix tree against arctic-inference's, by public APIs, on one core, in CPU time.
 
 Each side runs the loops of bench/peers/suffix_replay.py in a process of its own, on the same core,
 and the two take turns piece by piece. Drafts end at the depth of the tree on both sides, unless a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ops behave between the cases that have goals: what can be chosen from outside, varied.
+"""How the ops behave between the cases with goals: sweeps over sizes and workspace.
 
 Batch, rows and group of `append_attention` at 4,096 tokens; how much of its workspace it gets; and
 the batch of `verify`. `linear` over M is a family of its own.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of drafts beside chains of as many drafts: what attention costs, and what they bring.
+"""Trees of drafts compared with chains of as many: cost of attention, and tokens per step.
 
 The op: four requests of 4,096 tokens, each verifying 16 nodes, bf16, 16 query and 8 KV heads of
-128: `copy_kv` and `append_attention` over the chains of a tree, beside `append_attention` over one
-chain. The host: `tree_chains` for 16 such requests.
+128: `copy_kv` and `append_attention` over the chains of a tree, compared with `append_attention`
+    over one chain. The host: `tree_chains` for 16 such requests.
 
 The engine: emitted tokens per step of the bundled model, which depend on no clock. Chain and tree
 have the same method and the same number of drafts, so a step of both has as many rows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on this CPU with its own kernels and with specops', beside our engine; and what changes.
+"""vLLM on this CPU with its own kernels and with specops', and our engine; and changed texts.
 
 20 prompts, 64 greedy tokens, one at a time and eight at once: plain, n-gram and suffix drafts,
 eager and compiled. Every vLLM runs in a process of its own, in the environment of `make test-vllm`.

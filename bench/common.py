@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every bench shares: alternating timings with a read line, figures with bars, one table.
+"""Shared by all benches: alternating timings with a read line, figures with bars, one table.
 
-A figure's `ratio` is read as its `bar` says: `ratio >= x` counts how many times better than the
+A figure's `bar` tells how to read its `ratio`: `ratio >= x` counts how many times better than the
 peer (or which share of a limit), `ratio <= x` how many times the peer's value ours is, and
 `value <= x` judges the value alone. Memory bandwidth drifts on shared machines, so cases alternate,
-each beside its own read line, and a share of bandwidth is taken round by round.
+each with its own read line, and a share of bandwidth is taken round by round.
 """
 
 import ctypes

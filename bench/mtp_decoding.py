@@ -2,8 +2,8 @@
 """One request's MTP drafts, step by step as an engine makes them: right, or with one mistake.
 
 The text that a request will have is known beforehand: drafts do not change it. So the target runs
-once, over the whole text, and what is left is what can go wrong: prompts in chunks, prefixes that
-are there already, drafts that are kept or rejected.
+once, over the whole text, and only the possible mistakes remain: prompts in chunks, cached
+prefixes, drafts that are kept or rejected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks of each kernel the driver says an SM holds, beside the gates' own arithmetic.
+"""The driver's number of blocks per SM for each kernel, compared with the gates' arithmetic.
 
 The machine code is taken out of the compiled module and given to the driver, which knows every
-kernel's registers and what its shared memory is rounded up to. What a launch asks for stands in
+kernel's registers and what its shared memory is rounded up to. The needs of a launch are in
 tools/gates/budgets.py.
 """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m bench.plot_docs [RESULTS]` draws the pictures of figures from a results file.
 
-docs/comparison.svg, the README's: three bar charts of specops beside llama.cpp, OpenVINO and
+docs/comparison.svg, the README's: three bar charts of specops, llama.cpp, OpenVINO and
 transformers: the greedy texts that speculation changes, and tokens per second of plain decoding on
-two models. docs/cascade.svg: what it gains that requests share a prefix, by its length and by their
-number. The cards have a background of their own, so that they read alike on light and dark pages.
+two models. docs/cascade.svg: the gain of a shared prefix, by its length and by the number of
+requests. The cards have a background of their own, so they look alike on light and dark pages.
 """
 
 import argparse

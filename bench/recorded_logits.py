@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of a real model on real text: the bundled model reads the benches' own prompts.
 
-A trained model's rows are what random ones are not: some are certain, some flat, tokens that never
-come lie far below the rest. So whatever a kernel does row by row takes other times on them.
+A trained model's rows differ from random ones: some are certain, some flat, and tokens that never
+occur are far below the rest. So kernels take other times on them.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds of the package in which a line of a CUDA kernel differs: what a choice costs.
+"""Builds of the package with a changed line in a CUDA kernel: the cost of a choice.
 
 A variant is a header of csrc/ with other text, in a folder that nvcc searches first when it
 compiles one source; every other object is the package's own. Nothing of it is ever shipped.

@@ -2,7 +2,7 @@
 """`.venv-vllm/bin/python -m bench.vllm_costs`: vLLM with specops' kernels against its own.
 
 The bundled model, 10 edits and 10 completions, 64 greedy tokens each. Engines alternate, each in a
-process of its own, so that what else runs on the machine meets all of them; the table has medians
+process of its own, so that other load on the machine affects all of them; the table has medians
 over the rounds. Needs the environment of `make test-vllm`.
 """
 

@@ -114,10 +114,10 @@ def routes_text(client: openai.OpenAI) -> str:
     statuses = Counter(refusal_of(client, *one).status_code for one in others)
     assert set(statuses) == {404, 405}
     lines = [
-        "## What is not here",
+        "## Not supported",
         "",
         f"The client knows {len(others) + len(SERVED)} routes, of which {len(SERVED)} are served. "
-        "The test asks for each of the others.",
+        "The test calls each of the others.",
         "They answer in JSON of OpenAI's shape with the route in the message: "
         f"{statuses[404]} with 404 and the code",
         f"`unknown_url`, {statuses[405]} with 405, since their path has another method. "

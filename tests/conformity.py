@@ -269,14 +269,14 @@ def _sampling_rows(method: str) -> list[Row]:
         row("frequency_penalty", 2.0, "tokens repeat less often",
             lambda call: repeats(call, frequency_penalty=2.0) < repeats(call)),
         refused(method, "frequency_penalty", 3.0),
-        row("logit_bias", {"7": 100}, "that token alone comes",
+        row("logit_bias", {"7": 100}, "only that token is chosen",
             lambda call: kinds(call, logit_bias={"7": 100}) == 1),
         refused(method, "logit_bias", {"7": 101}),
         refused(method, "logit_bias", {"word": 1}),
-        row("max_tokens", 3, "so many tokens come",
+        row("max_tokens", 3, "the answer has this many tokens",
             lambda call: call(max_tokens=3).usage.completion_tokens == 3),
         refused(method, "max_tokens", -1),
-        row("n", 3, "so many choices come",
+        row("n", 3, "the answer has this many choices",
             lambda call: len(set(texts(call(n=3, temperature=1.5)))) > 1
             and len(texts(call(n=3))) == 3),
         refused(method, "n", 0),
@@ -288,10 +288,10 @@ def _sampling_rows(method: str) -> list[Row]:
             and call().choices[0].model_extra["seed"] == 1),
         row("stop", [","], "the text ends before it",
             lambda call: text(call(stop=[","])) == text(call()).partition(",")[0] != text(call())),
-        row("stop", ",", "a text alone is a list of one",
+        row("stop", ",", "a single text is a list of one",
             lambda call: said(call(stop=",")) == said(call(stop=[","]))),
         refused(method, "stop", ["a"] * 17, given="17 texts"),
-        row("stream", True, "chunks come, whose texts are that of the whole answer",
+        row("stream", True, "the answer arrives in chunks with the same text",
             lambda call: streamed(call(stream=True)) == text(call())),
         row("stream_options", {"include_usage": True}, "the last chunk has `usage`",
             lambda call: list(call(stream=True, stream_options={"include_usage": True}))[-1]
@@ -301,9 +301,9 @@ def _sampling_rows(method: str) -> list[Row]:
                              call(stream=True, stream_options={"include_obfuscation": False}))),
         refused(method, "stream_options", {"include_obfuscation": True}, stream=True),
         refused(method, "stream_options", {"include_usage": True}),
-        row("temperature", 0, "the likeliest token comes, whatever the seed",
+        row("temperature", 0, "the likeliest token is chosen, whatever the seed",
             lambda call: not _seeds_matter(call, temperature=0)),
-        row("temperature", 1.5, "tokens are drawn",
+        row("temperature", 1.5, "tokens are sampled",
             lambda call: _seeds_matter(call, temperature=1.5)),
         refused(method, "temperature", -0.5),
         row("top_p", 1e-6, "only the likeliest token is left",
@@ -330,7 +330,7 @@ def _transport_rows(method: str) -> list[Row]:
         call = METHODS[method].call(clients, raw=True)
         answer = call(extra_headers={"X-Request-Id": "my-own"})
         assert answer.headers["x-request-id"] == "my-own"
-        return "the answer has it, too"
+        return "the answer repeats it"
 
     def timeout(clients: Clients) -> str:
         if method.startswith("models"):
@@ -354,7 +354,7 @@ def _transport_rows(method: str) -> list[Row]:
         *rows,
         honoured(
             method, "extra_body", shown({"top_k": 1}),
-            "[fields](engine.md#requests) that OpenAI lacks",
+            "[fields](requests.md#fields) that OpenAI lacks",
             lambda call: text(call(temperature=1.5, extra_body={"top_k": 1})) == text(call()),
         ),
         refused(method, "extra_body", {"nonsense": 1}, named="nonsense"),
@@ -395,10 +395,10 @@ def _completions_rows() -> list[Row]:
         refused(method, "prompt", []),
         without(method, "best_of", 1, "equal to `n`: all are returned"),
         refused(method, "best_of", 2),
-        row("echo", True, "the prompt comes before the text; with `logprobs`, its own as well",
+        row("echo", True, "the prompt comes before the text; with `logprobs`, its logprobs as well",
             lambda call: text(call(echo=True)) == PROMPT + text(call())
             and call(echo=True, logprobs=1).choices[0].logprobs.token_logprobs[0] is None),
-        row("logprobs", 2, "of each token, and of so many alternatives",
+        row("logprobs", 2, "of each token and this many alternatives",
             lambda call: all(len(one) >= 2 for one in
                              call(logprobs=2).choices[0].logprobs.top_logprobs)),
         refused(method, "logprobs", -1),
@@ -455,18 +455,18 @@ def _tool_rows() -> list[Row]:
             and len(calls(call(**tools, tool_choice="required"))) > 0),
         refused(method, "tools", [custom]),
         refused(method, "tools", [TOOL], bare=True),
-        row("tool_choice", "required", "a call comes",
+        row("tool_choice", "required", "a function is called",
             lambda call: len(calls(call(**tools, tool_choice="required"))) > 0),
-        row("tool_choice", named, "a call of that function comes",
+        row("tool_choice", named, "that function is called",
             lambda call: len(calls(call(**tools, tool_choice=named))) > 0),
-        row("tool_choice", "none", "none comes",
+        row("tool_choice", "none", "no function is called",
             lambda call: not calls(call(**tools, tool_choice="none"))),
         row("tool_choice", "auto", "the model chooses; the default",
             lambda call: said(call(**tools, tool_choice="auto")) == said(call(**tools))),
         refused(method, "tool_choice", {"type": "allowed_tools", "allowed_tools": allowed},
                 tools=[TOOL]),
         refused(method, "tool_choice", "required"),
-        row("parallel_tool_calls", False, "at most one call comes",
+        row("parallel_tool_calls", False, "at most one call is made",
             lambda call: len(calls(call(**tools, tool_choice="required",
                                         parallel_tool_calls=False))) == 1
             < max(len(calls(call(**tools, tool_choice="required", seed=seed, temperature=1.2)))
@@ -499,11 +499,11 @@ def _chat_rows() -> list[Row]:
         row("logprobs", True, "of each token",
             lambda call: all(one.logprob <= 0 for one in
                              call(logprobs=True).choices[0].logprobs.content)),
-        row("max_completion_tokens", 3, "so many tokens come",
+        row("max_completion_tokens", 3, "the answer has this many tokens",
             lambda call: call(max_completion_tokens=3, max_tokens=None)
             .usage.completion_tokens == 3),
         refused(method, "max_completion_tokens", 3, named="max_tokens"),
-        without(method, "metadata", {"a": "b"}, "nothing is stored to find by it"),
+        without(method, "metadata", {"a": "b"}, "nothing is stored that it could find"),
         without(method, "modalities", ["text"], "there is nothing but text"),
         refused(method, "modalities", ["text", "audio"]),
         refused(method, "moderation", {"model": "omni-moderation-latest"}),
@@ -529,7 +529,7 @@ def _chat_rows() -> list[Row]:
         refused(method, "service_tier", "priority"),
         without(method, "store", False, "nothing is stored"),
         refused(method, "store", True),
-        row("top_logprobs", 2, "so many alternatives, with `logprobs`",
+        row("top_logprobs", 2, "the number of alternatives, with `logprobs`",
             lambda call: min(tops(call(logprobs=True, top_logprobs=2))) == 2),
         refused(method, "top_logprobs", 2),
         refused(method, "verbosity", "low"),
@@ -559,17 +559,16 @@ INTRODUCTION = """\
 
 <!-- Printed by tests/conformity.py; run that instead of editing this file. -->
 
-What this server makes of every parameter of the `openai` client, version {version}. The rows are
-calls: `tests/test_conformity.py` makes each of them, looks for what it says here, and compares this
-page with what `python tests/conformity.py` prints. Parameters come from the client's signatures, so
-none is missing.
+How the server treats every parameter of the `openai` client, version {version}. Each row is a call:
+`tests/test_conformity.py` makes it, checks the stated result, and compares this page with the
+output of `python tests/conformity.py`. Parameters come from the client's signatures, so none is
+missing.
 
-- **honoured**: it has the effect that the row names, and the test looks for that effect.
-- **no effect**: the value asks for nothing that the answer without it lacks; the test compares
-  the two.
-- **refused**: with this status and this message, whose `param` names the field.
+- **honoured**: it has the stated effect, which the test checks.
+- **no effect**: the answer is the same as without it; the test compares the two.
+- **refused**: with this status and message, whose `param` names the field.
 
-The model's chat template knows tools and `reasoning_effort`, except where a row says so.
+The model's chat template supports tools and `reasoning_effort`, except where a row says so.
 """
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents speak of files, tests and links that exist."""
 
+import contextlib
+import io
 import re
 import shlex
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "README.md"])
 TESTS = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")
@@ -98,3 +100,73 @@ def test_lists_of_models_are_those_that_run() -> None:
         text = " ".join(path.read_text().split())
         (told,) = re.findall(r"Hugging Face checkpoint(?: of your own)?: (.+?)\. ", text)
         assert set(told.split(", ")) == {*runs, "dense GLM-4.5"}, path.name
+
+
+def printed_and_expected(code: str) -> tuple[list[str], list[str]]:
+    """What a document's code prints, and what its comments say that it prints; each line once."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "document", "exec"), {})
+    expected = re.findall(r"^ *print\(.*\)  # (.*)", code, re.MULTILINE)
+    return list(dict.fromkeys(printed.getvalue().splitlines())), list(dict.fromkeys(expected))
+
+
+def python_of(page: str) -> str:
+    text = (ROOT / "docs" / page).read_text()
+    return "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
+def test_the_engine_page_prints_what_its_comments_say() -> None:
+    printed, expected = printed_and_expected(python_of("embedding.md"))
+    assert printed == expected and len(printed) == 3
+
+
+def test_the_requests_of_the_page_get_what_its_comments_say() -> None:
+    pytest.importorskip("openai")
+    from serving import serving
+    from specops.engine import Engine, EngineConfig
+
+    with serving(Engine(EngineConfig(num_pages=64, seed=0))) as one:
+        code = python_of("requests.md").replace("http://127.0.0.1:8000", one.url)
+        assert one.url in code
+        printed, expected = printed_and_expected(code)
+    assert printed == expected and len(printed) == 2
+
+
+def test_the_server_page_names_every_option() -> None:
+    """And no other: those of `specops serve`, in the table of its options."""
+    pytest.importorskip("fastapi")
+    from specops.cli.serve import _parser
+
+    flags = {flag for action in _parser("specops")._actions for flag in action.option_strings}
+    text = (ROOT / "docs" / "server.md").read_text()
+    table = text.split("| options | for |")[1].split("\n\n")[0]
+    named = {flag.replace("[no-]", "") for flag in re.findall(r"`(--[a-z\[\]-]+)`", table)}
+    assert named == {flag for flag in flags if not re.match(r"-h|--help|--no-", flag)}
+
+
+def sentences(markdown: str) -> list[str]:
+    """The sentences of a document's prose: no code, tables, headings or pictures."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "\n\n", markdown, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^\s*(\||#|!\[).*$|^\s*([*-]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
+    found = [part for one in paragraphs for part in re.split(r"(?<=[.!?])[)*]*\s+", one)]
+    return [sentence for sentence in found if " " in sentence]
+
+
+def test_sentences_are_counted() -> None:
+    text = (
+        "# A title\n\nOne two. `a b c` [three four](x.md)!\n\n```\nno\n```\n* five six\n\n| no |\n"
+    )
+    assert sentences(text) == ["One two.", "code three four!", "five six"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_the_first_pages_have_short_sentences(name: str) -> None:
+    """At most 20 words on average, and none of more than 40."""
+    lengths = [len(sentence.split()) for sentence in sentences((ROOT / name).read_text())]
+    assert len(lengths) > 5
+    assert sum(lengths) / len(lengths) <= 20
+    assert max(lengths) <= 40

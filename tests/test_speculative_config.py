@@ -15,7 +15,7 @@ from specops.engine.speculative_config import (
     SpeculativeConfig,
 )
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "engine.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "drafters.md"
 FASTDEPLOY_FIELDS = {
     "method", "mtp_strategy", "num_speculative_tokens", "num_model_steps", "max_candidate_len",
     "verify_window", "max_ngram_size", "min_ngram_size", "suffix_decoding_max_tree_depth",
@@ -33,7 +33,7 @@ def make(**values: Any) -> SpeculativeConfig:
 
 
 def table(first_column: str) -> list[list[str]]:
-    """The cells of the table in docs/engine.md whose header starts with `first_column`."""
+    """The cells of the table in docs/drafters.md whose header starts with `first_column`."""
     lines = DOCS.read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
     rows = []

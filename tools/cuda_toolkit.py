@@ -2,7 +2,7 @@
 """Where nvcc is, which CUDA the installed torch was built for, which GPUs this machine has.
 
 For setup.py, the gates and the GPU check; standard library only, and torch is never imported. As a
-program it prints the path of nvcc (or of nvdisasm, if told so), or fails with a sentence.
+program it prints the path of nvcc (or of nvdisasm, with that argument), or fails with a sentence.
 """
 
 import importlib.util

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.emulate_arm`: specops on 64-bit ARM Linux, on a machine of another kind.
 
-Cross-compiles specops._C, puts an ARM system beside it (Python and its libraries from Debian's
-packages, torch and the tests' needs from wheels), and runs tests under qemu's user-mode emulation:
-every instruction set of ARM, bits against bits. Nothing is installed on this machine; all of it
-lies in build/arm, and the module beside the others in python/specops. What an emulator cannot show
-is time, and the order in which a real ARM lets threads see each other's writes.
+Cross-compiles specops._C, downloads an ARM system (Python and its libraries from Debian's packages,
+torch and the tests' needs from wheels), and runs tests under qemu's user-mode emulation: every
+instruction set of ARM, compared bit by bit. Nothing is installed on this machine. All of it is in
+build/arm, and the module is with the others in python/specops. An emulator cannot show time, nor
+the order in which threads of a real ARM see each other's writes.
 """
 
 import argparse
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--cpu", default="max", help="qemu's name of the CPU; max has bfloat16")
     parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--workers", default="1", help="test processes side by side")
-    parser.add_argument("pytest", nargs="*", help="arguments of pytest, behind --")
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     arguments = parser.parse_args()
     if platform.machine() in ("aarch64", "arm64"):
         print("test-arm: this is an ARM machine, where `make test` runs everything")

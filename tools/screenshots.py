@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the pictures of the page that docs/ shows: `python -m tools.screenshots`."""
+"""Takes the screenshots of the page for docs/: `python -m tools.screenshots`."""
 
 import os
 import shutil

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop every peer runs: a JSON request per line in, a JSON answer per line out.
 
-Runs in the peers' own environment, so it needs nothing but the standard library. What a library
-prints goes to stderr, which the bench keeps as bench/work/<peer>.log.
+Runs in the peers' own environment, so it needs nothing but the standard library. Prints of a
+library go to stderr, which the bench keeps as bench/work/<peer>.log.
 """
 
 import json

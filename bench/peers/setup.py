@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m bench.peers.setup`: makes bench/.venv, the environment of the peers.
 
-Two come last and may fail, for they are built from source, which takes a compiler and minutes:
-arctic-inference and llama-cpp-python. The bench leaves out a peer that is not there.
+Two come last and may fail, because they are built from source, which needs a compiler and minutes:
+arctic-inference and llama-cpp-python. The bench leaves out a missing peer.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of a suffix cache, the same loops for every side.
+"""The measured loops over a suffix cache, the same for every side.
 
-Each side runs them in a process of its own, with a `Side` that says how its library is called.
+Each side runs them in a process of its own, with a `Side` that calls its library.
 
-Only calls into a library are timed, with arguments that stand ready; the cost of reading the clock
-is taken off. Times are CPU time unless they say `wall`.
+Only calls into a library are timed, with prepared arguments; the cost of reading the clock is
+subtracted. Times are CPU time unless they say `wall`.
 """
 
 import gc

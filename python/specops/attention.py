@@ -42,7 +42,7 @@ _SCALING_KEYS = {
 _MAX_HEAD_DIM = 256  # of `rope_append_kv`
 LATENT_DIM = 512  # of latent attention: elements of a token's key that are its value, too
 
-# What a checkpoint's rope_parameters may hold beside the scaling itself.
+# Keys of a checkpoint's rope_parameters that are not part of the scaling.
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
@@ -229,7 +229,7 @@ def rope_append_kv(
 
     all in fp32. Where that scale is no normal float32 (below 2^-126), as of zeros, the elements and
     the scale are 0. Where x has a NaN or an infinity, the elements are 0 and the scale is NaN, so
-    that whoever sees the token has NaN as its result.
+    every row that sees the token becomes NaN.
 
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided, as in
@@ -247,8 +247,8 @@ def rope_append_kv(
         q_norm_weight: [head_dim], dtype of `q`. None: q is not normalised.
         k_norm_weight: [head_dim], dtype of `q`. None: k is not normalised.
         norm_eps: added to the mean square of a head; finite, at least 0.
-        k_scales: [num_pages, page_size, num_kv_heads], float32: what the elements of `k_cache` are
-            multiplied with. Written. Needed by 8-bit caches, None with others.
+        k_scales: [num_pages, page_size, num_kv_heads], float32: the factors of the elements of
+            `k_cache`. Written. Needed by 8-bit caches, None with others.
         v_scales: as `k_scales`, of `v_cache`.
         q_out: [rows, num_qo_heads, head_dim], dtype of `q`. May be `q`. Allocated when absent.
 
@@ -260,8 +260,8 @@ def rope_append_kv(
             is out of range; nothing has been written then.
 
     Note:
-        Deterministic; a row depends on nothing but itself. Two rows with one slot: either wins.
-        What an 8-bit cache holds is what any device and instruction set makes of the same keys.
+        Deterministic; a row depends only on itself. Two rows with one slot: either wins. The
+        contents of an 8-bit cache are the same on every device and instruction set.
 
     Source: Su et al. 2021, "RoFormer".
     """
@@ -302,15 +302,15 @@ def rope_append_latent(
 ) -> Tensor:
     """Prepares latent attention (MLA): rotates q and k, and writes latents and keys INTO THE CACHE.
 
-    Same as `reference.rope_append_latent`. `kv` is what `kv_a_proj_with_mqa` of DeepSeek-V2 and V3
-    makes of a token: its latent, and a key that all heads share. The latent gets an RMSNorm
-    (rounded to the dtype, times the weight, rounded), the last 64 elements of `kv` and of each head
-    of `q` their RoPE, in fp32, rounded once.
+    Same as `reference.rope_append_latent`. `kv` is the output of DeepSeek-V2's and V3's
+    `kv_a_proj_with_mqa` for a token: its latent, and a key that all heads share. The latent gets an
+    RMSNorm (rounded to the dtype, times the weight, rounded), the last 64 elements of `kv` and of
+    each head of `q` their RoPE, in fp32, rounded once.
 
     Args:
-        q: [rows, num_qo_heads, 576], float32, bfloat16 or float16. Of each head the absorbed query,
-            which stays as it is, and 64 elements to be rotated. Rows may be strided; each row is
-            contiguous.
+        q: [rows, num_qo_heads, 576], float32, bfloat16 or float16. For each head, the absorbed
+            query, which stays unchanged, and 64 elements to be rotated. Rows may be strided; each
+            row is contiguous.
         kv: [rows, 576], dtype of `q`. Latent and key. Rows may be strided.
         latent_cache: [num_pages, page_size, 1, 576], dtype of `q`. Written.
         cache_slots: [rows], int64. Slot page * page_size + offset of each row; -1 writes nothing.
@@ -354,7 +354,7 @@ def rope_append_latent(
 
 
 class _AttentionOptions(TypedDict, total=False):
-    """The arguments of `append_attention` on which the type of what it returns does not depend."""
+    """The arguments of `append_attention` that do not affect the type of its result."""
 
     sm_scale: float | None
     sliding_window: int | None
@@ -458,8 +458,8 @@ def append_attention(
     `is_causal` a row sees the positions after its own as well, to the end of the request, as the
     rows of a block drafter do: it then equals, to the bit, the row that is its request's last.
 
-    A sink is a score that a head has beside those of its tokens, and that has no value: it takes
-    its share of the probabilities and adds nothing to the result::
+    A sink is an additional score of a head, without a value: it takes its share of the
+    probabilities and adds nothing to the result::
 
         out = sum_t exp(score[t]) v[t] / (exp(sink) + sum_t exp(score[t]))
         lse = log(exp(sink) + sum_t exp(score[t]))
@@ -495,9 +495,9 @@ def append_attention(
         prefix_lens    = [[100, 100, 100, 100, 100],
                           [300, 300, 0,   200, 200]]
 
-    This is a schedule and nothing else: the result is the same bit for bit. What is declared is
-    shared only where that spares more reading than it costs; on CUDA declaring anything takes two
-    more launches, a few microseconds.
+    This is only a schedule: the result is the same bit for bit. A declared prefix is shared only if
+    that saves more reading than it costs; on CUDA declaring anything takes two more launches, a few
+    microseconds.
 
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided.
@@ -514,25 +514,25 @@ def append_attention(
         kv_indices: [pages], int32. Page ids, in order of position.
         kv_lens: [batch], int32. Length of each request, its rows of this call included.
         sm_scale: scale of the scores; finite, at least 0. None: 1 / sqrt(head_dim). Latent
-            attention must be given it: it is that of the heads before absorption,
-            1 / sqrt(qk_nope_head_dim + 64) and what a scaled RoPE asks for.
+            attention must be given it: it is that of the heads before absorption, 1 /
+            sqrt(qk_nope_head_dim + 64), times any factor of a scaled RoPE.
         sliding_window: positions a row sees, its own and those before it. None: all. Pages before
             every row's window are not read; their ids may be anything.
         is_causal: rows see no position after their own.
         sinks: [num_qo_heads], float32. Not scaled by `sm_scale`; of infinity, rows are NaN. None:
             no sinks.
         mask: [rows, words], int32. Bit j % 32 of word j // 32 of a row says whether the row sees
-            the token at mask_starts[b] + j of its request b; those before are seen, those behind
-            the last bit are not. It hides what the row would else see, and so may keep the row from
-            seeing anything: zeros, and an lse of -inf, or its sink. None: nothing is hidden.
+            the token at mask_starts[b] + j of its request b; tokens before that are seen, tokens
+            after the last bit are not. It hides tokens that the row would otherwise see. A row that
+            sees none gives zeros, and an lse of -inf or of its sink. None: nothing is hidden.
         mask_starts: [batch], int32. None: each request's first row, so that bit j is its row j, as
             the `ancestor_mask` of `build_tree` has it.
         k_scales: [num_pages, page_size, num_kv_heads], float32. Needed by 8-bit caches, None with
             others. Scales per head alone are the same value in all slots.
         v_scales: as `k_scales`, of `v_cache`.
-        prefix_leaders: [levels, batch], int32. Requests with one value on a level are a group; they
-            stand next to each other, and the value is the index of the first. A group lies within
-            one group of the level before. None: no request shares anything.
+        prefix_leaders: [levels, batch], int32. Requests with the same value on a level are a group.
+            They are neighbours, and the value is the index of the first. A group lies within one
+            group of the level before. None: no request shares anything.
         prefix_lens: [levels, batch], int32. How many leading tokens the group shares, one value
             throughout the group, at least that of the level before and at most the kv_len - qo_len
             (and the `mask_starts`, where there is a mask) of each request with rows: its members
@@ -560,7 +560,7 @@ def append_attention(
     Note:
         The bits of a row depend only on its own query, its request's KV as far as it sees it, the
         scale, the window and its head's sink: not on the other rows, the batch, page size, page
-        order, threads or declared prefixes. They do depend on what the caches are made of. With a
+        order, threads or declared prefixes. They do depend on the dtype of the caches. With a
         mask they depend on the row's bits as well, and on where tokens lie that it does not see:
         a node of a tree has other bits than in plain decoding, for which `tree_chains` is there.
         Keys and values that a mask alone hides must be finite.
@@ -650,11 +650,11 @@ PHASES = ("plan", "unit", "load", "stream", "merge")
 
 
 def set_phase_stamps(stamps: Tensor | None) -> None:
-    """Has `append_attention` on CUDA note how long each of its blocks spends on what (benches).
+    """Makes `append_attention` on CUDA record the time of each phase in each block (benches).
 
-    Calls then run another build of the kernel, which keeps time, and gives the same bits more
-    slowly; the usual one has no trace of it. It exists for bfloat16 with head_dim 128; other calls
-    on CUDA are refused meanwhile. A captured graph keeps what was set at its capture.
+    Calls then run another build of the kernel, which gives the same bits more slowly; the usual one
+    has no time stamps. It exists for bfloat16 with head_dim 128; other calls on CUDA are refused
+    meanwhile. A captured graph keeps the setting at its capture.
 
     Args:
         stamps: [blocks, 8], int64, on CUDA; at least three rows for each SM. It must live until the
@@ -695,9 +695,9 @@ def merge_states(
     Same as `reference.merge_states`: weights e^lse, states folded left in fp32, rounded once.
 
     FlashInfer's function of this name takes [rows, states, ..], and an lse to base 2. Here states
-    come first, and the lse is a natural log. Where there are as many states as rows nothing can
-    tell one order from the other, and the result would be wrong: give it
-    `outs.transpose(0, 1).contiguous()`, `lses` likewise, times ln 2.
+    come first, and the lse is a natural log. With as many states as rows, the wrong order cannot be
+    detected and gives wrong results: pass `outs.transpose(0, 1).contiguous()`, `lses` likewise,
+    times ln 2.
 
     Args:
         outs: [states, rows, num_heads, head_dim], float32, bfloat16 or float16. head_dim is at
@@ -751,10 +751,10 @@ def compact_kv(
             float8_e4m3fn. The scales of 8-bit caches are a pair of caches, too, which moves in a
             call of its own: k_scales[..., None] and v_scales[..., None].
         v_cache: as `k_cache`; None: there is one cache.
-        accepted_nodes: [batch, nodes], int32. Ascending; not looked at past
-            num_accepted_tokens[b], where `verify` leaves -1.
+        accepted_nodes: [batch, nodes], int32. Ascending; not read past num_accepted_tokens[b],
+            where `verify` leaves -1.
         num_accepted_tokens: [batch], int32. Length of each path. 0 moves nothing, and nothing else
-            of the request is looked at.
+            of the request is read.
         qo_indptr: [batch + 1], int32. Rows of request b are qo_indptr[b] .. qo_indptr[b + 1]: the
             root and its nodes.
         kv_lens: [batch], int32. Tokens in the cache, these rows included.
@@ -764,8 +764,8 @@ def compact_kv(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a path does not ascend
             or leaves its request's nodes; a length or a page id in use is out of range. Nothing has
-            been written then. On CUDA wrong values are told by `specops.check_errors`, and nothing
-            of that request moves.
+            been written then. On CUDA wrong values are reported by `specops.check_errors`, and
+            nothing of that request moves.
 
     Note:
         Copies bits. Slots at and before the root are never written, nor is a token that is in its
@@ -792,21 +792,21 @@ def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slot
 
         cache[to_slots[i]] = cache[from_slots[i]]   for both caches, where to_slots[i] is not -1
 
-    `batching.tree_chains` says which tokens the chains of a tree need on pages of their own.
+    `batching.tree_chains` returns the tokens that a tree's chains need on pages of their own.
 
     Args:
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16, float16, int8 or
             float8_e4m3fn. The scales of 8-bit caches are a pair of caches, too, which moves in a
             call of its own: k_scales[..., None] and v_scales[..., None].
         v_cache: as `k_cache`; None: there is one cache, as of latents.
-        from_slots: [copies], int64. Slots in the paged cache, page * page_size + offset. Not looked
-            at where there is no copy.
+        from_slots: [copies], int64. Slots in the paged cache, page * page_size + offset. Not read
+            where there is no copy.
         to_slots: [copies], int64. -1: no copy. None may be there twice, or be one of `from_slots`:
             the copies have no order.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a slot is out of
-            range; nothing has been written then. On CUDA a wrong slot is told by
+            range; nothing has been written then. On CUDA a wrong slot is reported by
             `specops.check_errors`, and that copy is left out.
 
     Note:

@@ -212,7 +212,7 @@ class Preorder(NamedTuple):
 
 @dataclass
 class TreeChains:
-    """Trees of drafts as chains, made by `tree_chains`; what is not used is padded as said here.
+    """Trees of drafts as chains, made by `tree_chains`; unused entries are padded as noted.
 
     Attributes:
         chain_indptr: [batch + 1], int32. Chains of request b are chain_indptr[b] ..
@@ -259,8 +259,8 @@ class SharedPrefixes:
 
     Attributes:
         order: [batch], int32. The requests, so ordered that members of a group are neighbours.
-        prefix_leaders: [levels, batch], int32, as `append_attention` takes it, of a batch in this
-            order. No level: nobody shares anything.
+        prefix_leaders: [levels, batch], int32, as `append_attention` takes it, for a batch in this
+            order. No level: no request shares.
         prefix_lens: [levels, batch], int32. How many tokens each one's group shares.
         counts: [2], int64. How many levels there are, and how many tokens of keys and values a step
             need not read again. Arrays that were passed as `out` may have more levels, which hold
@@ -320,10 +320,10 @@ def prepare_batch(
                      + position % page_size
 
     A request with qo_lens[b] == 0 is idle: it has no rows and no output rows, and its pages are not
-    looked at. The padded view of the output rows has rows of length L = max_seq_len; request b's
-    first output row stands at b * L. For output row r, v = r + output_padding_offset[r] gives
-    v // L = its request and v % L = its place among the request's output rows;
-    output_cum_offsets[b] = b * L - output_indptr[b] is that offset for request b.
+    read. The padded view of the output rows has rows of length L = max_seq_len; request b's first
+    output row is at b * L. For output row r, v = r + output_padding_offset[r] gives v // L = its
+    request and v % L = its place among the request's output rows; output_cum_offsets[b] = b * L -
+    output_indptr[b] is that offset for request b.
 
     Args:
         qo_lens: [batch], int32. Rows of each request in this step.
@@ -331,8 +331,8 @@ def prepare_batch(
         output_modes: [batch], int32. `OutputMode` of each request.
         kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`. Given together
             with `kv_indices` and `page_size`; without these three every cache slot is -1.
-        kv_indices: [pages], int32. Page ids. Only those that this step's rows lie in are looked
-            at: pages that a sliding window has left behind may be -1.
+        kv_indices: [pages], int32. Page ids. Only those of this step's rows are read: pages before
+            a sliding window may be -1.
         page_size: tokens per page.
         total_rows: capacity of the row arrays, at least the sum of qo_lens.
         num_output_rows: capacity of the output row arrays.
@@ -347,8 +347,8 @@ def prepare_batch(
         ValueError: a shape, dtype, layout or device differs from the above; a length is negative;
             kv_lens[b] < qo_lens[b]; a capacity is too small; the page table is too short for
             kv_lens[b]; the page id of a row is negative. Nothing has been written then. On CUDA
-            wrong values are told by `specops.check_errors`: the rows of such a request are -1 and
-            it has no output rows, rows past a capacity are left out, and a row whose page id is
+            wrong values are reported by `specops.check_errors`: the rows of such a request are -1
+            and it has no output rows, rows past a capacity are left out, and a row whose page id is
             negative has no cache slot.
 
     Note:
@@ -394,11 +394,11 @@ def prepare_batch(
 
 
 def pages_of_block_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
-    """Says in the words of the ops what pages a dense block table gives each request.
+    """Describes a dense block table as page lists, in the form that the ops take.
 
     Entries past a request's last page are never read, so they may hold anything, and the lengths
-    need not be known. No entry is copied: a table that is written anew in every step, where it
-    lies, needs one call in all.
+    need not be known. No entry is copied: a table that is rewritten in place in every step needs
+    one call in all.
 
     Args:
         block_table: [batch, max_pages], int32, contiguous. Page ids, in order of position. Rows may
@@ -412,8 +412,8 @@ def pages_of_block_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: the table is not as described.
 
     Note:
-        `append_attention` makes workspace for all the pages it could read, which are many here:
-        give it one of `attention_workspace_size` for what the requests may hold together.
+        `append_attention` allocates a workspace for all entries, which are many here: pass one of
+        `attention_workspace_size` for the pages that the requests may hold together.
     """
     is_table = isinstance(block_table, Tensor) and not block_table.is_nested
     if not is_table or block_table.dim() != 2 or block_table.dtype != torch.int32:
@@ -442,10 +442,10 @@ def find_shared_prefixes(
 ) -> SharedPrefixes:
     """Finds the requests that begin with the same pages, to be read once. On the host.
 
-    Same as `reference.find_shared_prefixes`. Nobody declares what is shared: requests that hold one
+    Same as `reference.find_shared_prefixes`. Sharing need not be declared: requests that share a
     page (of a system prompt, of examples, of a prompt with several choices) have it in their page
-    lists, at the same place. Sorted, lists that begin alike are neighbours, and what neighbours
-    have in common makes groups within groups:
+    lists, at the same place. After sorting, lists that begin alike are neighbours, and the common
+    beginnings of neighbours are nested groups:
 
         pages 7 8 1     order 0 2 1     prefix_leaders [[0, 0, 0], [0, 0, 2]]
               7 9                       prefix_lens    [[1, 1, 1], [2, 2, 0]] * page_size
@@ -458,12 +458,12 @@ def find_shared_prefixes(
         kv_indptr: [batch + 1], int32, on the CPU as all arguments. First page of each request in
             `kv_indices`.
         kv_indices: [pages], int32. Page ids. Leave out a request's last page while it is written
-            to: it is nobody else's.
+            to: it belongs to that request alone.
         page_size: tokens of a page.
         leaf_tokens: a group shares whole leaves of so many tokens, and at least one more than the
             group around it; a multiple of `page_size`. `append_attention` shares leaves of 64
             tokens on the CPU and of 256 on CUDA.
-        max_levels: members of deeper groups share what the group at this level does.
+        max_levels: members of deeper groups share as much as their group at this level.
         out: arrays to write into, with `max_levels` levels, and returned. Allocated when absent.
 
     Returns:
@@ -529,8 +529,8 @@ def gather_input_ids(
         token_ids: [num_slots, max_len], int32. Prompt and output of each request; rows may be
             strided.
         lens: [num_slots], int32. How many of them there are.
-        draft_token_ids: [batch, k], int32. As `sampling.verify` takes them; only those that a row
-            stands for are looked at. None: no row lies behind the text.
+        draft_token_ids: [batch, k], int32. As `sampling.verify` takes them; only those with a row
+            are read. None: no row is after the text.
         out: [rows], int32. Allocated when absent.
 
     Returns:
@@ -539,12 +539,11 @@ def gather_input_ids(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a request, slot, length
             or position is out of range; a token id that a row takes is negative. Nothing has been
-            written then. On CUDA wrong values are told by `specops.check_errors`; such a row gets
-            0.
+            written then. On CUDA wrong values are reported by `specops.check_errors`; such a row
+            gets 0.
 
     Note:
-        Deterministic. Whether an id is below the size of the vocabulary is for `dense.embedding`
-        to say.
+        Deterministic. `dense.embedding` checks that an id is below the size of the vocabulary.
 
     Source: FastDeploy's speculate_pre_process.
     """
@@ -571,7 +570,7 @@ def gather_output_rows(hidden: Tensor, output_rows: Tensor, *, out: Tensor | Non
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or an index is neither
             -1 nor a row of `hidden`. Nothing has been written then. On CUDA such an index yields
-            zeros and is told by `specops.check_errors`.
+            zeros and is reported by `specops.check_errors`.
 
     Note:
         Deterministic; copies bits.
@@ -602,7 +601,7 @@ def build_tree(
 
     Args:
         parents: [batch, nodes], int32. Parent of each node: a node before it, or -1 for the root.
-            Not looked at from num_draft_tokens[b] on. At most 8,192 nodes.
+            Not read from num_draft_tokens[b] on. At most 8,192 nodes.
         num_draft_tokens: [batch], int32. How many nodes of a request are valid.
         positions: [batch], int32. Absolute position of each request's root.
         out: arrays of these sizes to write into. Allocated when absent.
@@ -613,7 +612,7 @@ def build_tree(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a number of nodes, a
             position or a parent is out of range. Nothing has been written then. On CUDA wrong
-            values are told by `specops.check_errors`, and the request is its root alone.
+            values are reported by `specops.check_errors`, and the request is its root alone.
 
     Note:
         Deterministic; a request depends on its own nodes alone.
@@ -736,9 +735,9 @@ def tree_chains(
     """Splits trees of drafts into chains, which attention computes like any requests. On the host.
 
     Same as `reference.tree_chains`. Rows of a request are its root and its nodes in preorder: a
-    node is followed by all that hangs on it. Then the rows from one leaf to the next are a chain,
-    and consecutive; what is above them are rows of earlier chains. To attention each chain is a
-    request that ends with these rows, and shares all that is above with the others:
+    node is followed by its descendants. Then the rows from one leaf to the next are a chain of
+    consecutive rows, and the rows above them belong to earlier chains. To attention each chain is a
+    request that ends with these rows, and shares all rows above with the others:
 
         root ─┬─ 0 ── 2        preorder        parents  [[-1, 0, -1]]
               └─ 1             0, 2, 1         chains   root 0 2 | 1
@@ -760,7 +759,7 @@ def tree_chains(
     Args:
         parents: [batch, nodes], int32, on the CPU as all arguments. Of node j the node that it
             hangs on, or -1: the root. In preorder (see `preorder`): the node before j, or one above
-            that. Not looked at from num_draft_tokens[b] on.
+            that. Not read from num_draft_tokens[b] on.
         num_draft_tokens: [batch], int32. Nodes of each request. With 0 its rows are one chain.
         qo_lens: [batch], int32. Rows of each request in this step; the last ones are the root and
             the nodes. 0: no chain.
@@ -770,8 +769,8 @@ def tree_chains(
         spare_pages: [spare], int32. Ids of pages that hold nothing, as many as `num_spare_pages`
             counts for the trees together, or more.
         page_size: tokens of a page.
-        out: arrays to write into, at least as large as what is found. Allocated when absent, a
-            little larger.
+        out: arrays to write into, at least as large as the result. Allocated when absent, a little
+            larger.
 
     Returns:
         `out`.
@@ -851,11 +850,11 @@ def prepare_draft_batch(
 ) -> DraftIndices:
     """Builds the rows that a drafting module runs right after the target's step was committed.
 
-    Same as `reference.prepare_draft_batch`. Row i of a module stands at the target's position i and
+    Same as `reference.prepare_draft_batch`. Row i of a module is at the target's position i and
     takes the target's state there with token i + 1, so a request has a row for every position of
     the step whose next token is known: of a prompt chunk all (the next token is the prompt's own,
     or the one just sampled), of a verification those of the root and the accepted drafts. They
-    replace what was drafted into the cache at these positions. For request b:
+    overwrite the cache entries of earlier drafts at these positions. For request b:
 
         s     = slots[b]
         begin = kv_lens[b] - (qo_indptr[b + 1] - qo_indptr[b])
@@ -888,8 +887,8 @@ def prepare_draft_batch(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a slot, a length, a
             page or the capacity is out of range. Nothing has been written then. On CUDA wrong
-            values are told by `specops.check_errors`; such a request has no rows, and rows past the
-            capacity are left out.
+            values are reported by `specops.check_errors`; such a request has no rows, and rows past
+            the capacity are left out.
 
     Note:
         Deterministic.
@@ -953,7 +952,7 @@ def advance_draft_batch(
             draft_positions = lens[s] + step + 1
 
     At step 0 the drafts of every request with a slot are cleared first (-1, count 0). The row's
-    token is the draft: it stands `ahead` positions further on.
+    token is the draft, `ahead` positions further on.
 
     Args:
         sampled_token_ids: [batch], int32. Not read where last_rows is -1.
@@ -973,7 +972,7 @@ def advance_draft_batch(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a slot, a length or a
             page is out of range, or step is not below k. Nothing has been written then. On CUDA
-            wrong values are told by `specops.check_errors`; such a request gets no row.
+            wrong values are reported by `specops.check_errors`; such a request gets no row.
 
     Note:
         Deterministic.
@@ -1027,8 +1026,8 @@ def keep_hidden_rows(
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a slot or a length is
-            out of range. Nothing has been written then. On CUDA wrong values are told by
-            `specops.check_errors`; such a request keeps what it had.
+            out of range. Nothing has been written then. On CUDA wrong values are reported by
+            `specops.check_errors`; such a request stays unchanged.
 
     Note:
         Deterministic: copies only.

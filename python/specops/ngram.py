@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts found in a request's own tokens: what followed earlier where its last tokens stood."""
+"""Drafts from a request's own tokens: continuations of earlier matches of its last tokens."""
 
 from dataclasses import dataclass
 
@@ -12,18 +12,18 @@ from specops._wrong import check_kind, empty
 
 @dataclass(frozen=True)
 class NgramIndex:
-    """What `ngram_propose` notes of rows, so that it need not read them again in every step.
+    """An index of rows, so that `ngram_propose` need not read them again in every step.
 
     With it a call costs as much as there are new tokens, however long the rows are; the drafts are
     those without it. It belongs to the rows of one `token_ids`, which only grow at their ends:
-    `reset` a row that is given to another request, or rewritten. A row that comes back shorter than
-    what is noted of it, or with other n-gram sizes, or with another side, starts anew by itself.
+    `reset` a row that is given to another request, or rewritten. The index of a row that comes back
+    shorter, or with other n-gram sizes, or with another side, is rebuilt automatically.
 
     A row's last `scan_tokens` tokens are scanned rather than noted, and a row of less than four
     times that is scanned as a whole, so short rows cost nothing more. At most `index_tokens` are
     noted in a call; until a long prompt is, the rest of it is scanned. A row needs an entry for
-    each of its different n-grams, of each size, and the sizes share its entries evenly; what has no
-    room is scanned, and so are rows of more than 16 sizes.
+    each of its different n-grams, of each size, and the sizes share its entries evenly. N-grams
+    without room are scanned, and so are rows of more than 16 sizes.
 
     Attributes:
         table: [batch, entries], int32. Any content; a row of it is cleared when first used.
@@ -54,7 +54,7 @@ class NgramIndex:
         Args:
             batch: rows.
             max_len: tokens of a row.
-            num_sizes: of n-grams that are looked for: max_ngram_size - min_ngram_size + 1.
+            num_sizes: number of n-gram sizes: max_ngram_size - min_ngram_size + 1.
             device: where the rows are.
             scan_tokens: as the attribute.
             index_tokens: as the attribute.
@@ -96,19 +96,19 @@ def ngram_propose(
     holds prompt and output in one piece, and a match may span both; it may overlap the last tokens,
     too. Drafts end where the row ends.
 
-    Drafts that another drafter has put into `draft_token_ids` count as the last tokens of t: what
-    is found is written behind them. They count towards every limit, and no limit cuts them; a
-    request whose limit they reach, or whose limit is 0, keeps them and their number as they are. So
-    several drafters may go on from each other in one buffer, with `num_draft_tokens` both the
-    number that each is given and the number that it leaves.
+    Drafts that another drafter has put into `draft_token_ids` count as the last tokens of t, and
+    new drafts are written after them. They count towards every limit, and no limit cuts them; a
+    request whose limit they reach, or whose limit is 0, keeps them and their number. So several
+    drafters may continue each other in one buffer, with `num_draft_tokens` as both input and output
+    number.
 
-    With `max_total_draft_tokens` the requests share what they found: each is cut to the largest
-    equal cap under which all together keep within the total, and what is left over then goes one
-    each to the first requests that the cap has cut.
+    With `max_total_draft_tokens` the requests share a total: each is cut to the largest equal cap
+    that keeps the sum within it, and the remainder goes one each to the first requests that the cap
+    has cut.
 
     Args:
         token_ids: [batch, max_len], int32. Prompt and output of each request; rows may be strided.
-            What stands past lens[b] is not read.
+            Not read past lens[b].
         lens: [batch], int32. Tokens of each request.
         max_draft_tokens: [batch], int32. Most drafts each request wants; 0 turns it off.
         min_ngram_size: at least 1; one int, or int32 [batch].
@@ -130,8 +130,8 @@ def ngram_propose(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a length is outside
             0 .. max_len; a limit is negative; the n-gram sizes are not in order. Nothing has been
-            written then. On CUDA wrong values in tensors are told by `specops.check_errors`; such a
-            request has no drafts.
+            written then. On CUDA wrong values in tensors are reported by `specops.check_errors`;
+            such a request has no drafts.
 
     Note:
         Deterministic, and equal with and without an index, on every device. Without one: one scan

@@ -41,7 +41,7 @@ def get_num_threads() -> int:
 def supported_isas() -> list[str]:
     """Returns the instruction sets this build has and this CPU runs, plainest first.
 
-    Where the CPU has AMX this asks Linux for its tiles, for the rest of the process.
+    If the CPU has AMX, this requests its tiles from Linux, for the rest of the process.
     """
     return _C.supported_isas()
 
@@ -75,10 +75,10 @@ def get_cpu_name() -> str:
 
 
 def _name_in(cpuinfo: str) -> str:
-    """The name of the first CPU that Linux tells of."""
+    """The name of the first CPU that Linux lists."""
     first = cpuinfo.partition("\n\n")[0]
     said: dict[str, str] = dict(re.findall(r"^(.*?)\s*: (.*)$", first, re.MULTILINE))
-    if "CPU part" in said:  # ARM: there are numbers instead of a name
+    if "CPU part" in said:  # ARM has numbers instead of a name
         return f"ARM {said.get('CPU implementer')} part {said['CPU part']}"
     name = said.get("model name", platform.processor())
     if "cpu family" in said and not re.search("[0-9]", name.partition("@")[0]):
@@ -103,7 +103,7 @@ def set_kernel_overlap(overlap: bool) -> None:
     dependent launch): blocks of the next kernel take places that have become free, `linear` asks
     for its first weights, and then they wait for the kernel before to end. No result changes, since
     no kernel reads or writes memory before that. Older devices and CPU ops ignore it. A captured
-    graph keeps what was chosen when it was captured.
+    graph keeps the setting at its capture.
 
     Args:
         overlap: False makes every kernel start after the one before it has ended, for measurements
@@ -143,7 +143,7 @@ def take_error(out: Tensor) -> Tensor:
 
 
 def error_sentence(code: int) -> str | None:
-    """Returns what an error code of `take_error` means, or None for 0."""
+    """Returns the meaning of an error code of `take_error`, or None for 0."""
     return _C.error_sentence(code)
 
 

@@ -45,7 +45,7 @@ class AcceptPolicy(IntEnum):
 
 
 class Purpose(IntEnum):
-    """What a random number decides; the streams of two purposes never meet."""
+    """The use of a random number; the streams of two purposes never overlap."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -54,7 +54,7 @@ class Purpose(IntEnum):
 
 
 class LogitsProcessors(NamedTuple):
-    """What changes logits before the filters. Every field may be None: off.
+    """Changes of the logits before the filters. Every field may be None: off.
 
     Tables have a row per slot and stay where they are while requests come and go. A row of logits
     whose request is in slot s, with `drafts` between the known tokens and the row, becomes
@@ -112,7 +112,7 @@ class FinishReason(IntEnum):
     """Why `commit` ended a request; values of its `finish_reasons` argument."""
 
     RUNNING = 0
-    """It has not."""
+    """It has not ended."""
     STOP_TOKEN = 1
     """One of its stop token ids was emitted; it is the last token of the output."""
     STOP_SEQUENCE = 2
@@ -149,7 +149,7 @@ def sample(
 
         weight = exp((logit - max) / temperature)            temperature 0: the first token, done
         keep the first top_k tokens
-        keep the smallest prefix whose weight is at least top_p of what is kept
+        keep the smallest prefix whose weight is at least top_p of the kept tokens'
         keep weights of at least min_p
         keep the smallest prefix by (|-log(weight / kept) - entropy|, id) that has typical_p of it
         token = the first kept id, ascending, at which the running weight exceeds u * kept weight
@@ -172,7 +172,7 @@ def sample(
             above 0: rows never share a seed unasked.
         choice_index: [rows], int32, or one number. Which of a prompt's completions the row belongs
             to; absent: 0.
-        processors: What changes the logits first, with a request per row; absent: nothing.
+        processors: Changes of the logits, applied first, with a request per row; absent: none.
         purpose: TARGET, or DRAFT for the tokens of a drafter.
         anchors: [rows], int32. As BLOCK verification has them: position + 1 of the step's first
             token; absent: 0.
@@ -288,9 +288,9 @@ def verify(
 
     Under ACCEPT_ALL choice is the child where there is one; under REJECT_ALL the walk ends at the
     root; under SYNTHETIC draft i is taken where u(ACCEPT) < accept_rates[b, i], and own[row] ends
-    the walk where it is not. A draft less than 0 is no token: it is never accepted, and no
-    sibling after it is looked at. A draft past the vocabulary is a token without any probability:
-    it is never accepted either, whatever the policy, and counts as rejected.
+    the walk where it is not. A draft less than 0 is no token: it is never accepted, and no sibling
+    after it is considered. A draft past the vocabulary is a token without any probability: it is
+    never accepted either, whatever the policy, and counts as rejected.
 
     Args:
         logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided. Rows from
@@ -314,7 +314,7 @@ def verify(
         seeds: [batch], int64. Needed where a request draws: its temperature is above 0 and its
             strategy not GREEDY, or its policy is SYNTHETIC.
         choice_index: [batch], int32.
-        processors: What changes the logits first; a row counts the drafts from the root down to it.
+        processors: Changes of the logits, applied first; a row counts the drafts on its path.
         draft_probs: [batch, k, vocab_size] or, with draft_prob_token_ids, [batch, k, n], float32.
             Entry [b, i] is the distribution from which the children of the request's row i were
             drawn, independently of each other: in a chain, that of draft i. NaN and less than 0 are
@@ -335,8 +335,8 @@ def verify(
             token's, and 0 elsewhere.
         output_token_ids: [batch, k + 1], int32. Allocated when absent.
         num_accepted_tokens: [batch], int32. Allocated when absent.
-        accepted_nodes: [batch, k], int32. Receives which drafts were accepted, from the root down,
-            then -1: what `attention.compact_kv` takes.
+        accepted_nodes: [batch, k], int32. Receives the accepted drafts, from the root down, then
+            -1, in the form that `attention.compact_kv` takes.
         workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
 
     Returns:
@@ -349,9 +349,9 @@ def verify(
             such a value emits nothing, as an idle one, and `check_errors` raises.
 
     Note:
-        Deterministic. A row's choice is bit for bit what `sample` gives for that row under
+        Deterministic. A row's choice is bit for bit that of `sample` for the row under
         TARGET_MATCH, and in every strategy a function of its own request alone. A tree that is a
-        chain gives what the chain gives. Parameters of idle requests are not read.
+        chain gives the chain's result. Parameters of idle requests are not read.
 
     Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding";
         Miao et al. 2024, "SpecInfer" (siblings); Sun et al. 2024, "Block Verification Accelerates
@@ -427,17 +427,17 @@ def top_logprobs(
 
     Same as `reference.top_logprobs`: tokens by (logit descending, id ascending), with
     `log_softmax(logits)`; or, of processed ones, tokens by processed logit, with the log of the
-    distribution that `sample` draws from: -inf for what the filters drop, and for tokens less
-    probable than the first by more than float32 can say, about e^-87.
+    distribution that `sample` draws from: -inf for tokens that the filters drop, and for tokens
+    less probable than the first by more than float32 can represent, about e^-87.
 
     Args:
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
         n: 0 to vocab_size; the width of `token_ids`.
-        processed_logprobs: Whether the processors and filters below are applied first. The rest is
-            for these alone, and means what it means to `verify`.
-        output_indptr: [batch + 1], int32. Which rows are a request's; absent: one row each. Rows
-            from output_indptr[batch] on are nobody's, and stay unprocessed.
+        processed_logprobs: Whether the processors and filters below are applied first. The other
+            arguments are only for these, with the same meaning as in `verify`.
+        output_indptr: [batch + 1], int32. The rows of each request; absent: one row each. Rows from
+            output_indptr[batch] on belong to no request and stay unprocessed.
         draft_token_ids: [batch, k], int32. Absent: no drafts.
         parents: [batch, k], int32. Of trees; absent: chains.
         positions: [batch], int32. Needed by processors.
@@ -447,7 +447,7 @@ def top_logprobs(
         top_p: [batch], float32.
         min_p: [batch], float32.
         typical_p: [batch], float32.
-        processors: What changes the logits first.
+        processors: Changes of the logits, applied first.
         token_ids: [rows, n], int32. Allocated when absent.
         logprobs: [rows, n], float32. Allocated when absent.
         ranks: [rows, n], int32. Receives 1 + how many logits are greater than the token's.
@@ -465,7 +465,8 @@ def top_logprobs(
             request's rows, and `check_errors` raises.
 
     Note:
-        Deterministic. A logprob is bit for bit what `sample` and `verify` report for that token.
+        Deterministic. A logprob has the bits of those that `sample` and `verify` report for that
+        token.
     """
     if token_ids is None or logprobs is None:
         check_int("top_logprobs", "n", n)
@@ -535,7 +536,7 @@ def _workspace_bytes(logits: Tensor, batch: int) -> int:
 
 
 def _workspace(logits: Tensor, draft_token_ids: Tensor | None = None) -> Tensor | None:
-    """`sampling_workspace` of arguments that the op has not looked at yet."""
+    """`sampling_workspace` of arguments that the op has not checked yet."""
     num_bytes = unless_wrong(
         lambda: _workspace_bytes(logits, 0 if draft_token_ids is None else draft_token_ids.shape[0])
     )
@@ -566,11 +567,11 @@ def commit(
     stop_indices: Tensor | None = None,
     num_committed_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Takes over what a step emitted, up to where each request ends, IN PLACE.
+    """Appends the tokens that a step emitted, up to the end of each request, IN PLACE.
 
     Same as `reference.commit`. With the first four arguments alone, the tokens are appended to the
     requests' rows; each further one adds its rule, and one that is absent leaves it out. For
-    request b with s = slots[b], unless finish_reasons[s] says that it has ended already:
+    request b with s = slots[b], unless it has ended already by finish_reasons[s]:
 
         L = how many ids inject_token_ids[s] holds
         for token in output_token_ids[b] up to its first -1:
@@ -596,10 +597,9 @@ def commit(
             elif lens[s] >= max_lens[s] or state > L + reply_budget[s]:      LENGTH
             stop here if the request has ended or the token was injected
 
-    What was not committed is cut from output_token_ids, logprobs and ranks: -1, 0 and 0. An
-    injected token stands there with logprob 0 and rank 1. How a request's tokens are dealt out to
-    steps makes no difference: what follows an injected token was computed from another one, and is
-    cut.
+    Tokens that were not committed are cut from output_token_ids, logprobs and ranks: -1, 0 and 0.
+    An injected token is there with logprob 0 and rank 1. The division of a request's tokens into
+    steps makes no difference: tokens after an injected one were computed from another, and are cut.
 
     Args:
         output_token_ids: [batch, k + 1], int32. As `verify` leaves them: the tokens, then -1. Cut.
@@ -637,8 +637,8 @@ def commit(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; an argument that a rule
             needs is absent; a slot is out of range, or a row of `token_ids` or `counted_token_ids`
-            has no room. Nothing has been written then. On CUDA a request with such a slot or row is
-            left as it is, and `check_errors` raises.
+            has no room. Nothing has been written then. On CUDA a request with such a slot or row
+            stays unchanged, and `check_errors` raises.
 
     Note:
         Deterministic; one launch, and nothing the host must look at before the next step.
@@ -687,7 +687,7 @@ def count_tokens(
         counted_token_ids: [m], int32, a row of the table. Receives the distinct tokens, ascending,
             then -1.
         token_counts: [m], int32, a row of the table. Receives 2 * (times in the output) + (1 if in
-            the prompt), and 0 beside -1.
+            the prompt), and 0 where the token is -1.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a token is negative;

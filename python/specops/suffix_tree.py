@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts found in text already seen: suffix trees over a request's own text and many responses.
 
-Model-free: what followed the longest and likeliest matches of the last tokens is drafted. All of it
-is on the CPU; nothing is random, and the number of threads changes nothing.
+Model-free: drafts are the continuations of the longest and likeliest matches of the last tokens.
+All of it is on the CPU; nothing is random, and the number of threads changes nothing.
 """
 
 from collections.abc import Hashable
@@ -28,10 +28,10 @@ TokenIds: TypeAlias = list[int] | tuple[int, ...] | Tensor | Array
 
 
 class SuffixDraft(NamedTuple):
-    """What `SuffixCache.speculate` found.
+    """The drafts that `SuffixCache.speculate` found.
 
     Attributes:
-        token_ids: the drafts; every one stands behind its parent.
+        token_ids: the drafts; each comes after its parent.
         parents: index of each draft's parent; -1 follows the last token. Of a path -1, 0, 1, ...
         probs: estimated probability of each draft's whole path, as the counts have it.
         score: sum of `probs`: the drafts expected to be accepted.
@@ -59,7 +59,7 @@ class SuffixCache:
     and of the two trees' drafts the one with the higher sum; the request's own, among equals.
     A prompt enters the request's own tree alone; a response enters both, token by token, and stays
     in the shared tree when its request stops. Over a budget, the response whose request was started
-    first leaves, even one that is still being written: that one goes on in its own tree alone.
+    first leaves, even if it is still being written: it then continues in its own tree alone.
 
     Args:
         max_tree_depth: 1 to 32,767. Longest string that is counted, and so the longest match.
@@ -68,24 +68,24 @@ class SuffixCache:
         max_spec_factor: at least 0. Drafts per matched token.
         min_token_prob: 0 to 1. Least estimated probability of a drafted path.
         max_cached_tokens: tokens in the shared tree; -1: any number.
-        max_cached_bytes: bytes that the shared tree's responses take up; -1: any number. Of their
-            tokens and nodes alone: `num_bytes`, which counts what the tree has taken from the
-            system, may be larger by what it keeps for later.
-        read_on: whether a draft that reaches max_tree_depth goes on with the text behind the
+        max_cached_bytes: bytes that the shared tree's responses take up; -1: any number. This
+            counts their tokens and nodes only: `num_bytes`, the memory that the tree has taken from
+            the system, may be larger, because it keeps freed memory for later.
+        read_on: whether a draft that reaches max_tree_depth continues with the text after the
             youngest occurrence, as if that were certain.
         background_tokens: prompts of at least so many tokens are built by a thread of their own, so
             that `start` returns at once; until one is built, its request drafts from the shared
-            tree. -1: none. What is drafted meanwhile depends on the moment.
+            tree. -1: none. Drafts meanwhile depend on timing.
 
     Raises:
         ValueError: an argument is out of its range.
 
     Note:
-        Thread-safe; calls of more than about 50 us let other Python threads run. What is evicted is
-        out of `num_cached_tokens` at once. It is given back a little at a time, so that no call is
-        long: twice as many tokens as are appended, and drafted from until then. `evict` of another
-        than the oldest gives it back at once.
-        A process that forks does so before the first prompt is built in the background.
+        Thread-safe; calls of more than about 50 us let other Python threads run. Evicted texts
+        leave `num_cached_tokens` at once. Their memory is freed a little at a time, so that no call
+        is long: twice as many tokens as are appended, and drafted from until then. `evict` of
+        another than the oldest gives it back at once. A process that forks does so before the first
+        prompt is built in the background.
 
     Source: Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI
         Applications"; names and defaults are FastDeploy's.
@@ -163,7 +163,7 @@ class SuffixCache:
         min_token_prob: float | None = None,
         context: TokenIds | None = None,
     ) -> SuffixDraft:
-        """Drafts what may follow a running request's text.
+        """Drafts continuations of a running request's text.
 
         Args:
             request_id: of a running request.
@@ -208,18 +208,18 @@ class SuffixCache:
 
         Args:
             requests: [batch], int64. Numbers of running requests, each once; -1: an idle row.
-            new_token_ids: [batch, w], int32. What each row appends; past num_new_tokens not read.
+            new_token_ids: [batch, w], int32. The tokens to append; not read past num_new_tokens.
             num_new_tokens: [batch], int32. 0 to w.
             max_draft_tokens: [batch], int32. Most drafts each row wants; 0 turns it off. More than
                 there is room for is cut.
             draft_token_ids: [batch, k], int32. Written: the drafts, then -1.
             num_draft_tokens: [batch], int32. Written: how many. Allocated when absent.
-            num_given_drafts: [batch], int32. So many drafts stand in the row already, one path from
-                another drafter: they stay, the match ends with them, and what is found is written
-                behind them. Not among num_draft_tokens.
-            parents: [batch, k], int32. Written behind the given ones: the index in the row of each
+            num_given_drafts: [batch], int32. The number of drafts already in the row, one path from
+                another drafter. They stay, the match ends with them, and new drafts are written
+                after them. Not counted in num_draft_tokens.
+            parents: [batch, k], int32. Written after the given ones: the index in the row of each
                 draft's parent (-1: it follows the last token), then -2.
-            probs: [batch, k], float32. Written behind the given ones: as in SuffixDraft, then 0.
+            probs: [batch, k], float32. Written after the given ones: as in SuffixDraft, then 0.
             scores: [batch], float32. Written: as in SuffixDraft.
             match_lens: [batch], int32. Written: as in SuffixDraft.
             use_tree: as in `speculate`.
@@ -300,12 +300,12 @@ class SuffixCache:
     def save(self, path: str | PathLike[str], *, label: str = "") -> None:
         """Writes the shared tree to one file; an older file of that name is replaced at the end.
 
-        Responses being written are saved as they are. Ids are not saved. What was evicted is given
-        back first.
+        Unfinished responses are saved as they are. Ids are not saved. Evicted memory is freed
+        first.
 
         Args:
             path: of the file.
-            label: kept in the file for `read_label`: such as what the tokens mean.
+            label: kept in the file for `read_label`, such as the vocabulary of the tokens.
 
         Raises:
             ValueError: there is no shared tree.
@@ -375,7 +375,7 @@ class SuffixCache:
         return self._cache.count(token_ids, request_id)
 
     def check_integrity(self) -> str:
-        """Checks every invariant of every tree; returns what is wrong, or "". Changes nothing."""
+        """Checks every invariant of every tree; returns the fault, or "". Changes nothing."""
         return self._cache.check_integrity()
 
 
@@ -460,7 +460,7 @@ class SuffixDecodingCache:
         min_token_prob: float = 0.1,
         use_tree_spec: bool = False,
     ) -> SuffixDraft:
-        """Drafts what may follow `context`, of which the last max_tree_depth tokens count.
+        """Drafts continuations of `context`, of which the last max_tree_depth tokens count.
 
         A match of m tokens drafts at most m * max_spec_factor + max_spec_offset tokens, and at most
         max_spec_tokens (None: max_tree_depth).

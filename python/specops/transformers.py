@@ -10,9 +10,10 @@
 Attention computes a row the same way in prefill, decoding and verification: its bits do not depend
 on the other rows of the call, the batch or the padding. The model's other layers are torch's.
 
-What a row sees is taken from transformers' masks, once a step: causal, with padding, a sliding
-window or packed sequences, in any cache. Everything else is refused by name: masks of another kind
-or of four dimensions, dropout, soft caps, position biases, and inputs that require gradients.
+The tokens that a row sees are derived from transformers' masks, once per step: causal, with
+padding, a sliding window or packed sequences, in any cache. Everything else is refused by name:
+masks of another kind or of four dimensions, dropout, soft caps, position biases, and inputs that
+require gradients.
 """
 
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def _whole_pages(num_tokens: int) -> int:
 
 @dataclass
 class StepMask:
-    """What the rows of a step see, as `append_attention` takes it: made once for all layers.
+    """The tokens that a step's rows see, in the form that `append_attention` takes; for all layers.
 
     transformers passes it on as it does a mask of four dimensions, which is ready.
 
@@ -151,8 +152,8 @@ def make_mask(
         kv_length: tokens of the keys; those of a static cache have room for more than there are.
         q_offset: tokens before the rows.
         kv_offset: tokens before the keys: those that a sliding cache has dropped.
-        mask_function: what a row sees: all before it, a window, or its own packed sequence.
-        attention_mask: bool [batch, tokens], False for padding; None: there is none.
+        mask_function: which tokens a row sees: all before it, a window, or its packed sequence.
+        attention_mask: bool [batch, tokens], False for padding; None: no padding.
         device: where the layers run.
         options: passed on to transformers' own masks.
 
@@ -282,13 +283,13 @@ def attention(
         sliding_window: tokens a row sees. None: all.
         is_causal: True. None: as the layer has it.
         s_aux: [num_qo_heads], the sinks of gpt-oss. None: none.
-        options: what other implementations take.
+        options: arguments of other implementations.
 
     Returns:
         [batch, rows, num_qo_heads, head_dim], zeros in rows of padding; and None, no weights.
 
     Raises:
-        ValueError: the model asks for what `append_attention` has not, or for gradients.
+        ValueError: the model needs an option that `append_attention` lacks, or gradients.
     """
     for name, asked in (("dropout", dropout), *options.items()):
         is_off = asked is None or (isinstance(asked, (bool, int, float)) and not asked)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers of an exported model: model card, metrics, licence and notice."""
+"""The documents of an exported model: model card, metrics, licence and notice."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft chains from many rows of a text at once, beside what the target would have said.
+"""Draft chains from many rows of a text at once, with the target's own continuation.
 
 The module drafts several tokens by reading its own output: step 1 of row i takes (Emb(t[i+1]),
-h[i]), step s takes (Emb(draft s-1), what `shared_head.norm` gave at step s-1) one position further.
-A draft is kept if it is the target's greedy choice after all drafts before it, so the chain that
-counts is the target's own greedy continuation of t[0..i+1]: the target runs along with the module,
-one row per chain and step, and both see exactly the cache that an engine has at that point.
+h[i]), step s takes (Emb(draft s-1), the output of `shared_head.norm` at step s-1) one position
+further. A draft is kept if it is the target's greedy choice after all drafts before it, so the
+chain that counts is the target's own greedy continuation of t[0..i+1]: the target runs along with
+the module, one row per chain and step, and both see exactly the cache that an engine has at that
+point.
 """
 
 from __future__ import annotations

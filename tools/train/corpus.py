@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corpus: Python's own standard library, minus everything that is not plainly PSF code.
 
-A *document* is one `.py` file, named by its path below the library directory. What is left out:
-directories that hold other people's work, fixtures or generated text; files that carry somebody
-else's copyright line or licence; tables of pure data. What is left is split by file, by a hash of
-the path, so that the split does not depend on the machine, on the order of a directory listing
-or on which other files exist.
+A *document* is one `.py` file, named by its path below the library directory. Left out are
+directories that hold other people's work, fixtures or generated text; files that carry another
+copyright line or licence; tables of pure data. The rest is split by file, by a hash of the path, so
+that the split does not depend on the machine, on the order of a directory listing or on which other
+files exist.
 """
 
 from __future__ import annotations

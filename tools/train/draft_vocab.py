@@ -2,7 +2,7 @@
 """`python -m tools.train.draft_vocab`: a reduced draft vocabulary of the most frequent tokens.
 
 Writes the file that the engine takes as a token map (tensor `d2t`, as in EAGLE-3's checkpoints),
-and says what the drafts of a model lose by it on held-out library modules.
+and reports the loss of a model's drafts on held-out library modules.
 """
 
 from __future__ import annotations

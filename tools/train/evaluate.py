@@ -6,8 +6,8 @@ Two views, because they answer different questions:
 * *Held-out text.* Every held-out file as the model would read it: EOS, then the text, in windows of
   the full context that overlap by one token, so that each token of the text is predicted exactly
   once. (A later window starts with nothing before it, which costs a little: it is counted.)
-* *Own continuations.* The first tokens of every held-out library module, continued greedily, which
-  is what an engine does.
+* *Own continuations.* The first tokens of every held-out library module, continued greedily, as an
+engine does.
 
 In both, `evaluate_text` judges first drafts alone, at every row; the chains of several drafts, in
 which the module reads its own output, are judged at every few rows.

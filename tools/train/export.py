@@ -2,7 +2,7 @@
 """Writes and reads model directories in the Hugging Face layout.
 
 A checkpoint and the shipped model are the same thing: bf16 weights, the tokenizer, and the step
-counts of both phases in the safetensors header. Whatever can be loaded can be resumed.
+counts of both phases in the safetensors header. Any loadable checkpoint can be resumed.
 """
 
 from __future__ import annotations

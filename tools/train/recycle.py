@@ -2,7 +2,7 @@
 """The second phase of training: the MTP module alone, along the chains that it will draft.
 
 The first phase teaches the module one draft from the target's own states. Later drafts read the
-module's output instead, which it has never seen as an input: their acceptance falls off. Here the
+module's output instead, which was never an input in training, so their acceptance drops. Here the
 module learns from its own chains (`chains.py`), which is EAGLE-3's training-time test: every draft
 is trained towards the target's whole distribution at that point. The target's weights are frozen.
 """

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from importlib import import_module
 
 _OPTIONAL = {"aiohttp", "prometheus_client", "rich", "safetensors", "tokenizers"}
-_INTERRUPTED = 130  # as a shell says that a program ended by Ctrl-C
+_INTERRUPTED = 130  # the code that a shell gives for a program ended by Ctrl-C
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a name runs.
+    """A command of `specops`.
 
     Attributes:
         module: that has it.
         function: takes the arguments and the program's name; returns the exit code.
-        summary: of what it does.
+        summary: its purpose, in a line of the help.
         extra: the package's extra with all that it needs.
     """
 
@@ -51,7 +51,7 @@ COMMANDS = {
     "contract": Command(
         "specops.cli.serve",
         "contract",
-        "print what the bits of outputs depend on, and a digest of it",
+        "print everything that output bits depend on, and a digest of it",
         "engine",
     ),
     "bench": Command(
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command's name and its arguments; None: the program's own.
 
     Returns:
-        The exit code: 0, what the command says, or 2 for a mistake in the arguments. Without
+        The exit code: 0, the command's own, or 2 for a mistake in the arguments. Without
         arguments it prints the help.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -98,13 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # whoever read has seen enough; the interpreter must not complain
+    except BrokenPipeError:  # the reader closed the pipe; no traceback for that
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def fail(message: str) -> int:
-    """Says on standard error what is wrong; returns the exit code for a mistake."""
+    """Prints a mistake on standard error, and returns the exit code for it."""
     print(f"specops: {message}", file=sys.stderr)
     return 2
 
@@ -143,9 +143,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="specops",
         usage="specops COMMAND [OPTIONS]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Speculative decoding that changes no bit of what a model says.\n\n"
+        description="Speculative decoding that changes no bit of a model's output.\n\n"
         "commands:\n" + "\n".join(lines),
-        epilog="specops COMMAND --help tells the options of a command.",
+        epilog="specops COMMAND --help lists the options of a command.",
         add_help=True,
     )
     parser.add_argument("command", choices=list(COMMANDS), help=argparse.SUPPRESS)
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _missing(name: str, error: ImportError) -> str:
-    """What to do where a module is not there."""
+    """The advice for a missing module."""
     if error.name == "specops" and "_C" in str(error):
         return "the kernels are not compiled: run `make setup`, or install the package with pip"
     package = str(error.name).partition(".")[0]

@@ -27,8 +27,8 @@ class Panel:
     Attributes:
         title: above it.
         notes: two lines of small print.
-        values: by name; None: there is none, and no bar.
-        reach: by name, where a thin line behind the bar ends: how far single values go.
+        values: by name; None: no value, and no bar.
+        reach: by name, the end of a thin line behind the bar: the largest single value.
     """
 
     title: str
@@ -49,8 +49,8 @@ def picture(
 
     Args:
         panels: with the same names each.
-        title: for those who cannot see it.
-        ours: the names that stand out.
+        title: the picture's text for screen readers.
+        ours: the highlighted names.
         columns: of panels.
         heading: lines above all panels, the first as a title.
     """

@@ -105,7 +105,7 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
     )
     add("--chat", action="store_true", help="send prompts as messages, to /v1/chat/completions")
     add("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    add("--ignore-eos", action="store_true", help="go on to --max-tokens (specops, vLLM)")
+    add("--ignore-eos", action="store_true", help="continue to --max-tokens (specops, vLLM)")
     add("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, greedy)")
     add("--top-p", type=float, metavar="P", help="(default: the server's)")
     add(
@@ -163,7 +163,7 @@ async def _bench(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _run(args: argparse.Namespace, send: Callable[[int, float], Any]) -> list[Answer]:
-    """Sends all requests while a bar tells how many are answered."""
+    """Sends all requests, and shows in a progress bar how many are answered."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -243,7 +243,7 @@ def _seed(args: argparse.Namespace, index: int) -> dict[str, int]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, but no secret."""
+    """The options of the run, without secrets."""
     own = {name: value for name, value in vars(args).items() if name not in ("api_key", "json")}
     if args.rate is None:
         own["concurrency"] = args.concurrency or 8

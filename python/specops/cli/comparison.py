@@ -18,7 +18,7 @@ _TIMING_SECONDS = 3.0  # for all of them
 
 @dataclass(frozen=True)
 class Step:
-    """One step that emitted something: when it ended, since the beginning, and what it gave."""
+    """A step that emitted tokens: its end, in seconds since the beginning, and its output."""
 
     seconds: float
     output: RequestOutput
@@ -33,12 +33,12 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Behind the first step, which reads the prompt; None where there is no other."""
+        """Excludes the first step, which reads the prompt; None if there is no other."""
         return self._num_later / (len(self.steps) - 1) if len(self.steps) > 1 else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Behind the first step; None where there is no other."""
+        """Excludes the first step; None if there is no other."""
         seconds = self.steps[-1].seconds - self.steps[0].seconds
         return self._num_later / seconds if seconds > 0 else None
 
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decodes one prompt as often as it is told to, each time to the same text.
+    """Decodes one prompt repeatedly, each time to the same text.
 
     Attributes:
         engine: without a prefix cache, if it is to decode more than once.
@@ -66,7 +66,7 @@ class Decoder:
     def run(
         self, *, plainly: bool = False, show: Callable[[RequestOutput], None] | None = None
     ) -> Run:
-        """Decodes, with drafts or without; `show` is called with what each step gave.
+        """Decodes with or without drafts; `show` is called with each step's output.
 
         Raises:
             EngineError: the request failed.
@@ -89,7 +89,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Plain decoding beside a run with drafts.
+    """Plain decoding compared with a run with drafts.
 
     Attributes:
         plain: the first such run.
@@ -134,7 +134,7 @@ def compare(decoder: Decoder, drafted: Run) -> Comparison:
     pairs: list[tuple[float, float]] = []
     while len(pairs) < _MOST_PAIRS and time.perf_counter() + seconds < end:
         speeds: dict[bool, float | None] = {}
-        # Who begins, changes: what slows a machine down must not meet the same one always.
+        # The two take turns at beginning, so that a slow moment does not always hit the same one.
         for plainly in (True, False) if len(pairs) % 2 else (False, True):
             again = decoder.run(plainly=plainly)
             if first_difference(plain.completion, again.completion) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops complete`: a text goes on, here and now; and the same text without drafts beside it."""
+"""`specops complete`: completes a text here, and compares it with decoding without drafts."""
 
 import argparse
 import json
@@ -27,10 +27,10 @@ from specops.engine.tokenizer import TextStream
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Completes, and compares where that is asked for.
+    """Completes, and compares if `--compare` is given.
 
     Returns:
-        The exit code: 1 if plain decoding says something else, 2 for a mistake.
+        The exit code: 1 if plain decoding gives another text, 2 for a mistake.
     """
     args = _parser(program).parse_args(arguments)
     try:
@@ -75,7 +75,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--json",
         metavar="FILE",
-        help="write ids, logprobs and what every step did there; - is standard output, which has "
+        help="write ids, logprobs and every step to this file; - is standard output, which has "
         "no text then",
     )
     return parser
@@ -84,7 +84,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 def _complete(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     settings = engine_settings(args)
-    if args.compare:  # what one computed, the other must not find
+    if args.compare:  # the second run must not find the first one's pages
         settings["enable_prefix_caching"] = False
     engine = Engine(EngineConfig(max_num_seqs=1, **settings))
     params = SamplingParams(
@@ -118,7 +118,7 @@ def _complete(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What the command line says of drafts, as a request says it."""
+    """The command line's options of drafts, in the form of a request."""
     chosen: dict[str, Any] = {
         name: getattr(args, name)
         for name in ("method", "num_speculative_tokens", "num_model_steps")
@@ -136,12 +136,12 @@ class _Screen:
         self._drafters: set[str] = set()  # whose colours are to be seen
 
     def show(self, output: RequestOutput) -> None:
-        """Writes what a step gave."""
+        """Writes a step's text."""
         text = self._tinted(output) if self._has_colours else output.text
         print(text, end="", flush=True)
 
     def end(self) -> None:
-        """Ends the line, and says what the colours mean."""
+        """Ends the line, and explains the colours."""
         print()
         if self._drafters:
             names = ", ".join(tinted(name, name) for name in sorted(self._drafters))
@@ -155,7 +155,7 @@ class _Screen:
         if output.finish_reason is not None:
             pieces.append((self._stream.finish(), TARGET))
         if "".join(text for text, _ in pieces) != output.text:
-            return output.text  # it was cut by what is no stop string
+            return output.text  # it was cut by a token or a length, not by a stop string
         self._drafters.update(source for _, source in pieces if source != TARGET)
         return "".join(
             text if source == TARGET or not text else tinted(text, source)
@@ -166,7 +166,7 @@ class _Screen:
 def _summary(
     method: str, params: SamplingParams, drafted: Run, compared: Comparison | None
 ) -> list[str]:
-    """What it took, a line for each way."""
+    """Tokens, steps and speed: a line for each way of decoding."""
     if compared is None:
         lines = [_line(method, drafted, drafted.tokens_per_s)]
     else:
@@ -195,7 +195,7 @@ def _line(method: str, run: Run, tokens_per_s: float | None) -> str:
 
 
 def _tell(engine: Engine, compared: Comparison, strategy: str) -> int:
-    """Says whether both gave the same; returns the exit code."""
+    """Prints whether both texts are identical; returns the exit code."""
     plain, drafted = compared.plain.completion, compared.drafted.completion
     place = compared.first_difference
     if place is None:

@@ -12,7 +12,7 @@ def arguments_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
     """The options of a file as arguments, to be put in front of those of the command line.
 
     A flag's name may have hyphens or underscores. A list gives a flag several times, a mapping is
-    its JSON text, and true or false says whether a flag without a value is there.
+    its JSON text, and true or false sets a flag without a value.
 
     Args:
         file: a YAML file with a mapping.

@@ -13,7 +13,7 @@ from specops.engine.speculative_config import SpeculativeConfig
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds which model runs, in what dtypes, and where."""
+    """Adds the options of the model: which one, its dtypes, its device."""
     add = parser.add_argument
     add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
     add(
@@ -72,7 +72,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--logprobs-mode",
         choices=("raw_logprobs", "processed_logprobs"),
-        help="logprobs of the model's logits, or of what tokens are drawn from (default: raw)",
+        help="logprobs of the model's logits, or of the sampled distribution (default: raw)",
     )
     add(
         "--json-whitespace",
@@ -106,7 +106,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         help=f"rows of one step (default: {default.max_num_batched_tokens})",
     )
     add("--page-size", type=int, choices=(16, 32, 64), help=f"(default: {default.page_size})")
-    add("--num-pages", type=int, metavar="N", help="KV pages (default: what the requests need)")
+    add("--num-pages", type=int, metavar="N", help="KV pages (default: enough for the requests)")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
@@ -128,7 +128,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What EngineConfig is made of: the options that were given.
+    """The arguments of EngineConfig: the options that were given.
 
     Args:
         args: as a parser with these options, or some of them, reads them.

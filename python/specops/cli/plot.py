@@ -48,7 +48,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("results", nargs="+", metavar="FILE", help="results of specops bench")
     add("--out", default="bench.svg", metavar="FILE", help="(default: %(default)s)")
-    add("--highlight", action="append", default=[], metavar="NAME", help="a run that stands out")
+    add("--highlight", action="append", default=[], metavar="NAME", help="a run to highlight")
     add("--title", default="Runs of specops bench", metavar="TEXT", help="(default: %(default)s)")
     return parser
 
@@ -87,7 +87,7 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _facts(name: str, run: dict[str, Any]) -> str:
-    """What was measured, and when: what the results say of it."""
+    """Model, server, load and date of the runs, as their results state them."""
     options = run.get("options", {})
     facts = []
     if "model" in run:

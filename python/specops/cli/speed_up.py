@@ -13,7 +13,7 @@ class SpeedUp:
     """A speed-up and its spread.
 
     A step with drafts takes at least as long as one without, so nothing is faster by more than its
-    tokens per step. Where clocks say more, they were disturbed: the figures stop at that limit.
+    tokens per step. A higher measured value is a disturbance, so the figures stop there.
 
     Attributes:
         factor: the median over the pairs, of two middle ones the lower.
@@ -50,7 +50,7 @@ def speed_up(pairs: Sequence[tuple[float, float]], tokens_per_step: float) -> Sp
         pairs: at least one, each tokens a second of plain decoding and with drafts.
         tokens_per_step: of the runs with drafts; no figure is above it.
     """
-    # Speeds that are told together belong together: a machine is not as fast all the time.
+    # Both speeds are of one pair of runs, because a machine's speed varies over time.
     factors = sorted((drafted / plain, plain, drafted) for plain, drafted in pairs)
     middle, plain, drafted = median_low(factors)
     low, high = factors[0][0], factors[-1][0]

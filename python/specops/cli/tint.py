@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in a drafter's colour, where a terminal shows it; as it is everywhere else."""
+"""Colours text by its drafter on a terminal, and leaves it unchanged elsewhere."""
 
 from typing import TextIO
 
@@ -9,7 +9,7 @@ _OTHER = "cyan"
 
 
 def has_colours(stream: TextIO) -> bool:
-    """Whether what is written there is to be coloured.
+    """Whether text written there should be coloured.
 
     It is on a terminal that has colours, where rich is installed and NO_COLOR is not set.
     """

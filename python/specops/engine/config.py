@@ -74,7 +74,7 @@ class EngineConfig:
         seed: seeds the seeds that requests without one are given; None draws from the system.
         max_waiting: requests that may wait before further ones are refused.
         suffix_corpus: a text file, or a folder of them, whose texts suffix decoding drafts from as
-            from responses it has seen; see docs/engine.md.
+            from responses it has seen; see docs/drafters.md.
         suffix_cache: file that the responses suffix decoding drafts from are read from, if it is
             there; `Engine.save_drafters` writes it.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the engine speculates: the server's configuration, and the little of it a request may change.
 
-The field names are FastDeploy's, so that a configuration can move over; docs/engine.md lists each
+The field names are FastDeploy's, so that a configuration can move over; docs/drafters.md lists each
 field, and each difference. Every refusal is a ValueError that says what would have been right.
 """
 

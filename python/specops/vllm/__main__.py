@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_hooks() -> int:
-    """Prints every hook, and what is different about it here; 1 if anything is."""
+    """Prints every hook and its difference in this vLLM; returns 1 if there is one."""
     wrong = 0
     for hook in hooks.HOOKS:
         fault = hooks.fault_of(hook)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's attention on a CPU by `specops.attention.append_attention`, on vLLM's cache as it is.
 
-vLLM gives each layer one tensor [blocks, num_kv_heads, block_size, 2 * head_dim], whose blocks it
-only moves as wholes. What stands in a block is the backend's own: here the keys' page
-[block_size, num_kv_heads, head_dim], then the values'. So the tensor is seen as twice as many pages
-without a copy: block b's keys are page 2 * b, and its values page 2 * b of the pages behind the
-first one.
+vLLM gives each layer one tensor [blocks, num_kv_heads, block_size, 2 * head_dim], and moves only
+whole blocks. The layout inside a block is the backend's choice: here the keys' page [block_size,
+num_kv_heads, head_dim], then the values'. So the tensor is seen as twice as many pages without a
+copy: block b's keys are page 2 * b, and its values page 2 * b of the pages behind the first one.
 
 Imports vLLM: only the plug-in names this module, to vLLM's registry.
 """
@@ -32,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """What vLLM asks about the backend; under vLLM's own name, since it takes that one's place."""
+    """vLLM's questions about the backend, under the name of the backend that it replaces."""
 
     forward_includes_kv_cache_update = True
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "bfloat16", "float16"]
@@ -49,7 +48,7 @@ class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Rows see what stands before them, and nothing else."""
+        """False: rows see only the tokens before them."""
         return False
 
     @classmethod
@@ -59,12 +58,12 @@ class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> type["SpecopsAttentionImpl"]:
-        """What each layer has one of."""
+        """The class of each layer's implementation."""
         return SpecopsAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type["SpecopsMetadataBuilder"]:
-        """What makes a step's metadata."""
+        """The class that builds a step's metadata."""
         return SpecopsMetadataBuilder
 
 
@@ -77,7 +76,7 @@ class SpecopsAttentionMetadata:
         qo_indptr: [batch + 1], int32.
         kv_indptr: [batch + 1], int32. As many pages for each request as the longest one has.
         kv_indices: [pages], int32. Pages of the keys; those of the values have the same numbers.
-            Behind a request's last page stands anything.
+            Entries past a request's last page may hold anything.
         kv_lens: [batch], int32.
         rows: rows that are written to the cache; None: all.
         key_slots: [rows], int64. Where each key goes, counted in rows of all pages.
@@ -150,7 +149,7 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
     """The attention of one layer.
 
     Attributes:
-        specops_faults: what the layer asks for and the op has not. Nobody calls it then.
+        specops_faults: options of the layer that the op lacks. It is not called if there are any.
     """
 
     def __init__(

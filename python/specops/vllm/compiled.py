@@ -2,8 +2,8 @@
 """vLLM compiled by torch: specops' ops stay calls of themselves, and nothing else computes.
 
 `specops.torch_ops` registers the ops, so that no compiler looks into them or puts them together
-with others. What Inductor makes kernels of itself may then only move numbers, which `graph_check`
-sees to.
+with others. Kernels that Inductor makes itself may then only move numbers, which `graph_check`
+enforces.
 """
 
 from collections.abc import Collection
@@ -23,7 +23,7 @@ def is_on(config: Any) -> bool:
 
 
 def faults_of(config: Any) -> list[str]:
-    """What of vLLM's configuration of its compiler cannot be exact, or has not been tried."""
+    """Settings of vLLM's compiler that cannot be exact, or were never tested."""
     if not is_on(config):
         return []
     given = config.compilation_config
@@ -39,12 +39,12 @@ def faults_of(config: Any) -> list[str]:
 
 
 def prepare(config: Any, parts: Collection[str]) -> None:
-    """Has a model that is loaded afterwards compiled around specops' ops, and its graph looked at.
+    """Makes later models compile around specops' ops, and their graphs pass the check.
 
     Args:
         config: vLLM's. If it compiles at all, its custom_ops and the passes of its compiler change,
-            and its additional_config says so: what vLLM keeps of earlier runs on disk was compiled
-            without them.
+            and its additional_config records it, because vLLM's compiled graphs on disk from
+            earlier runs lack these passes.
         parts: of SPECOPS_VLLM. With all of them, a graph that computes is refused.
     """
     if not is_on(config):

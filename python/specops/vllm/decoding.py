@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m specops.vllm.decoding JOB RESULT`: one vLLM engine, and the texts it decodes.
 
-A process of its own for each engine: what SPECOPS_VLLM switches on stays on in its process. The
-engine runs in the process itself, and requests enter as others finish, so that a run has a given
-number of them side by side.
+Each engine has a process of its own, because the parts of SPECOPS_VLLM stay on in their process.
+The engine runs in the process itself, and requests enter as others finish, so that a run has a
+given number of them side by side.
 """
 
 import json
@@ -36,7 +36,7 @@ class Run:
         prompts: texts, or lists of token ids.
         params: vLLM's SamplingParams of each, as its arguments.
         batch: how many run at once.
-        shuffle: seed of the order in which they arrive; None: as they stand.
+        shuffle: seed of the order in which they arrive; None: in the given order.
     """
 
     prompts: Sequence[str | Sequence[int]]
@@ -64,12 +64,12 @@ class Job:
 
 @dataclass
 class Decoded:
-    """What a run gave, by prompt.
+    """The results of a run, by prompt.
 
     Attributes:
         token_ids: of each output.
-        logprobs: of each output token, the bits of all logprobs that were asked for, with their
-            tokens, as text; empty where none were.
+        logprobs: of each output token, the bits of all requested logprobs, with their tokens, as
+            text; empty if none were requested.
         seconds: that the run took.
         steps: of the engine.
         num_preemptions: since the engine was started, if it keeps statistics.
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> None:
     job = json.loads(asked.read_text(encoding="utf-8"))
     engine = LLM(**job["engine"]).llm_engine
     if switched_on() != parts_of():
-        # Where a plug-in cannot be imported, vLLM writes a line to its log and goes on.
+        # If a plug-in cannot be imported, vLLM only logs it and continues.
         raise DecodingError("specops.vllm: vLLM did not load the plug-in; its log says why")
     results = [_decode(engine, Run(**run), str(number)) for number, run in enumerate(job["runs"])]
     given.write_text(json.dumps([asdict(one) for one in results]), encoding="utf-8")

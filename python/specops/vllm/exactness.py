@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops.vllm verify-exactness`: does speculation or batching change what vLLM says?
+"""`python -m specops.vllm verify-exactness`: does speculation or batching change vLLM's output?
 
 Every prompt is decoded by vLLM plainly and alone; then again with other methods and batches, and
 tokens and the bits of logprobs are compared: with vLLM's own kernels, and with specops'.
@@ -39,7 +39,7 @@ class Difference:
     """One run against plain decoding of the same prompts, each alone.
 
     Attributes:
-        kernels: what computed both.
+        kernels: whose kernels computed both.
         method: of drafting.
         batch: requests at once.
         temperature: 0 is greedy.
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_promised(one: Difference, strategy: str) -> bool:
-    """Whether a run must not differ: drafts change what is drawn unless targets are matched."""
+    """Whether a run must not differ: only `target_match` keeps the drawn tokens with drafts."""
     return strategy == TARGET_MATCH or one.temperature == 0 or one.method == "plain"
 
 
@@ -137,7 +137,7 @@ def _compare_all(args: argparse.Namespace) -> list[Difference]:
 
 
 def _bisect(args: argparse.Namespace) -> list[Difference]:
-    """Everything by specops but one part: what differs then is that part's doing."""
+    """Everything by specops except one part: a difference is then due to that part."""
     found = []
     for part in PARTS:
         others = ",".join(other for other in PARTS if other != part)
@@ -168,7 +168,7 @@ def _methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def _compare(
     args: argparse.Namespace, kernels: str, parts: str, methods: dict[str, dict[str, Any]]
 ) -> list[Difference]:
-    """One engine per method; the first run of the first is what all others are compared with."""
+    """One engine per method; all runs are compared with the first run of the first."""
     prompts = _prompts(args)
     runs = [(t, batch) for t in args.temperature for batch in args.batch]
     found: list[Difference] = []

@@ -2,7 +2,7 @@
 """Finds requests again by their texts.
 
 vLLM hands a proposer the rows of its batch and no names. Rows move when requests finish, are
-preempted and come back, so what belongs to a request is found by what it has said so far.
+preempted and come back, so a request's state is found by its text so far.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ class _Text:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step's rows are.
+    """The requests of one step's rows.
 
     Attributes:
         numbers: of each row's request; None for a row that has no new token.
         started: rows whose request is new: all of their text is to be learnt.
-        forgotten: numbers that no row has had for long: they have finished, or start anew.
+        forgotten: numbers that no row has had for long: they have finished, or will start again.
     """
 
     numbers: list[int | None]
@@ -35,9 +35,9 @@ class Step:
 
 
 class FollowedTexts:
-    """Knows the requests behind the rows of a batch.
+    """Finds the requests of the rows of a batch.
 
-    A row goes on with the request whose text is the row's without its new tokens: the one that had
+    A row continues the request whose text is the row's without its new tokens: the one that had
     this row before, else any other. Requests whose texts are equal may be taken for each other,
     which makes no difference. A text that grew by other tokens than its new ones (a conversation's
     next turn, for one) is a new request's.
@@ -57,11 +57,11 @@ class FollowedTexts:
         return len(self._texts)
 
     def follow(self, rows: Sequence[bytes], num_new: Sequence[int]) -> Step:
-        """Says which request each row is.
+        """Finds the request of each row.
 
         Args:
             rows: each row's tokens, int32, the new ones at its end.
-            num_new: how many of them are new; a row without any is not looked at.
+            num_new: how many of them are new; a row without any is ignored.
 
         Returns:
             Their numbers. A number is never given twice.

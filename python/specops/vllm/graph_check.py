@@ -34,7 +34,7 @@ class GraphCheck(CustomGraphPass):
             )
 
     def uuid(self) -> str:
-        """What a graph that was kept on disk must have been looked at by; in vLLM's hash, too."""
+        """A hash of the check, so that vLLM reuses no graph that another check has passed."""
         return get_hash_for_files((__file__, op_check.__file__)).hex()
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of what the plug-in touches in vLLM, and the check that it is where it was.
+"""The one table of everything that the plug-in uses in vLLM, and the check of it.
 
 vLLM's inner functions, fields and classes move between versions. Before anything is changed, each
-is looked up and compared with what the plug-in was written for. What has moved is an error.
+is looked up and compared with the version that the plug-in was written for. A difference is an
+error.
 """
 
 import dis
@@ -301,7 +302,7 @@ def of_parts(parts: Collection[str]) -> list[Hook]:
 
 
 def find(target: str) -> Any:
-    """What a target names.
+    """Finds the object that a target names.
 
     Raises:
         HookError: it is not there.
@@ -317,7 +318,7 @@ def find(target: str) -> Any:
 
 
 def fault_of(hook: Hook) -> str | None:
-    """What is different about a hook in the vLLM that is installed; None: nothing."""
+    """The difference of a hook in the installed vLLM; None: no difference."""
     try:
         found: Any = find(hook.target)
     except HookError as error:
@@ -339,7 +340,7 @@ def fault_of(hook: Hook) -> str | None:
 
 
 def _fields_of(kind: type) -> set[str]:
-    """What an object of a class has: declared, defined, or assigned to while it is made."""
+    """The fields of a class: declared, defined, or assigned in its constructor."""
     fields = set(dir(kind))
     for one in kind.__mro__:
         fields.update(inspect.get_annotations(one))

@@ -16,10 +16,10 @@ _logger = logging.getLogger("vllm.specops")
 
 
 def switch_on(parts: Collection[str]) -> None:
-    """Wraps what makes vLLM's model runner, and what loads its model.
+    """Wraps the construction of vLLM's model runner, and its loading of a model.
 
     Args:
-        parts: of SPECOPS_VLLM. Without all of them, what is not exact is a warning.
+        parts: of SPECOPS_VLLM. Unless all are on, inexact parts are only a warning.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -59,7 +59,7 @@ def _refuse(faults: Sequence[str], is_error: bool) -> None:
 
 
 def _faults_of_model(runner: Any, parts: Collection[str], runs: bool) -> list[str]:
-    """What of a loaded model cannot be exact.
+    """Parts of a loaded model that cannot be exact.
 
     Args:
         runner: vLLM's.

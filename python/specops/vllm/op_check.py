@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which torch ops a model may call: those whose every output row is the same in any batch.
 
-A model's file may compute what it likes between vLLM's layers. `OpCheck` looks at one forward pass
-of it, op by op; `graph_check` at what a compiler is about to compile, by the same lists.
+A model's file may compute anything between vLLM's layers. `OpCheck` checks one forward pass, op by
+op; `graph_check` checks the graph that a compiler is about to compile, by the same lists.
 """
 
 import sys
@@ -20,8 +20,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Ops of vLLM's that are row-identical by test, or ours inside of them; and what ranks say to each
-# other, of whose order `support.faults_of_ranks` judges.
+# vLLM's ops that are row-identical by test or contain ours; and communication between ranks, whose
+# order `support.faults_of_ranks` judges.
 _OPAQUE = _names(
     "_C::rotary_embedding vllm::unified_attention_with_output vllm::unified_kv_cache_update "
     "vllm::all_reduce vllm::all_gather _C::shm_allreduce _C::shm_gather _C::shm_all_gather "
@@ -40,7 +40,7 @@ _MOVES = _names(
 # compiler may put two of them together and round once for both, so these are for eager mode.
 _ROUNDED = _names("abs add clamp clamp_max clamp_min div maximum minimum mul neg relu rsub sub")
 _TORCH = frozenset({"aten", "prims"})
-_TOKENS = 4  # of the pass that is looked at
+_TOKENS = 4  # of the checked pass
 
 
 def is_allowed(

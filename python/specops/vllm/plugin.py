@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's entry point into specops: switches on what SPECOPS_VLLM names.
+"""vLLM's entry point into specops: switches on the parts that SPECOPS_VLLM names.
 
 vLLM calls `register` once in each of its processes, before any model is made. It ignores a plug-in
 that cannot be imported, so this module imports nothing that could be missing.
@@ -27,11 +27,11 @@ def switched_on() -> frozenset[str]:
 def register() -> None:
     """Switches the parts of SPECOPS_VLLM on; without it, does nothing.
 
-    Where vLLM does not compute on a CPU it switches nothing on, and says so.
+    If vLLM does not compute on a CPU, it switches nothing on and logs that.
 
     Raises:
         ValueError: SPECOPS_VLLM or SPECOPS_VLLM_VERIFY has an unknown word.
-        NotExactError: all parts are asked for where vLLM does not compute on a CPU.
+        NotExactError: all parts are requested, but vLLM does not compute on a CPU.
         HookError: vLLM is not as the plug-in knows it. Nothing has been changed then.
     """
     global _registered

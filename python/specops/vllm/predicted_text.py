@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows a text that a request is expected to say, and says what comes next in it."""
+"""Follows the text that a request is expected to produce, and drafts its continuation."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ class PredictedText:
     """A prediction and the place in it that an output has reached.
 
     The place moves with every output token that is the predicted one. After another token it is
-    lost, until the output's last tokens (at least two) stand somewhere in the prediction: of the
-    longest such matches, up to eight tokens, the first behind the last known place, else the first.
-    What is drafted is a function of prediction and output alone.
+    lost, until the output's last tokens (at least two) occur in the prediction: of the longest such
+    matches, up to eight tokens, the first after the last known place, else the first. Drafts are a
+    function of prediction and output alone.
 
     Args:
         prediction: token ids.
@@ -32,11 +32,11 @@ class PredictedText:
             self._ends.setdefault(pair, []).append(end)
 
     def draft(self, text: Sequence[int], max_drafts: int) -> list[int]:
-        """Goes on to the end of a text, and drafts what follows there.
+        """Advances to the end of a text, and drafts its continuation.
 
         Args:
-            text: prompt and output, at least what was given before.
-            max_drafts: most drafts that are wanted.
+            text: prompt and output, at least the text of the last call.
+            max_drafts: maximum number of drafts.
 
         Returns:
             The drafts; none where the output has left the prediction.
@@ -59,7 +59,7 @@ class PredictedText:
             self._last_place = self._place
 
     def _found(self, text: Sequence[int], end: int) -> int | None:
-        """The place behind the best match of the tokens before `end`."""
+        """The place after the best match of the tokens before `end`."""
         if end - self.num_prompt_tokens < _SHORTEST_MATCH:
             return None
         first = max(self.num_prompt_tokens, end - _LONGEST_MATCH)
@@ -72,7 +72,7 @@ class PredictedText:
         )
 
     def _match_len(self, last: Sequence[int], place: int) -> int:
-        """How many of the last tokens stand before a place of the prediction."""
+        """How many of the last tokens precede a place of the prediction."""
         length = 0
         while (
             length < min(len(last), place)

@@ -5,7 +5,7 @@
         "model": "specops.vllm.SuffixProposer", "num_speculative_tokens": 8}'
 
 vLLM verifies what they draft, so nothing here can change a token of a row-identical model. They
-need neither a compiled vLLM nor the rest of the plug-in, `PredictedOutputs` excepted.
+need neither a compiled vLLM nor the rest of the plug-in, except `PredictedOutputs`.
 """
 
 import atexit
@@ -30,7 +30,7 @@ PREDICTION = "prediction_token_ids"
 
 
 class Proposer:
-    """What the three have in common: vLLM's interface, and how many drafts a row may have.
+    """The common part of the three: vLLM's interface, and a row's maximum of drafts.
 
     Args:
         vllm_config: vLLM's configuration; num_speculative_tokens and max_model_len are read.
@@ -54,7 +54,7 @@ class SuffixProposer(Proposer):
     """Drafts by `specops.SuffixCache`: from the request's own text and from all responses so far.
 
     The configuration's `suffix_decoding_max_tree_depth`, `suffix_decoding_max_cached_requests`,
-    `suffix_decoding_max_spec_factor` and `suffix_decoding_min_token_prob` mean what they mean to
+    `suffix_decoding_max_spec_factor` and `suffix_decoding_min_token_prob` have the meaning of
     vLLM's own method. SPECOPS_VLLM_SUFFIX_FILE names a file of `SuffixCache.save`: it is read, if
     it is there, and written when the process ends.
     """
@@ -89,7 +89,7 @@ class SuffixProposer(Proposer):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Learns what each row has said and drafts what may follow.
+        """Learns each row's new tokens and drafts continuations.
 
         Args:
             sampled_token_ids: of each row; none for a prompt that is not there yet.
@@ -121,7 +121,7 @@ class SuffixProposer(Proposer):
 
 
 class NgramProposer(Proposer):
-    """Drafts by `specops.ngram.ngram_propose`: what followed the last tokens earlier in the text.
+    """Drafts by `specops.ngram.ngram_propose`, from earlier matches of the last tokens.
 
     The configuration's `prompt_lookup_min` and `prompt_lookup_max` are the n-gram sizes; where they
     are not set, 2 and 5.
@@ -176,7 +176,7 @@ class PredictedOutputs(Proposer):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts what follows in each row's prediction. Arguments as of `SuffixProposer`."""
+        """Drafts from each row's prediction. Arguments as in `SuffixProposer`."""
         rows = step_requests.rows()
         texts = _texts_of(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         followed = {}

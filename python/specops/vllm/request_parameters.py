@@ -15,11 +15,11 @@ from specops.vllm.step_requests import Row
 
 # Below this vLLM decodes greedily.
 _GREEDY_BELOW = 1e-5
-# What changes logits, by the parameter's name and the value that leaves it out.
+# Parameters that change logits, with the value that turns each off.
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _WORD_BITS = 32
-# What the ops carry out, and what vLLM's processor, scheduler and front end do without the sampler.
-# Another parameter must have its default: nobody would see to it.
+# Parameters that the ops carry out, and those of vLLM's processor, scheduler and front end.
+# Any other parameter must have its default, since nothing would apply it.
 _OF_THE_OPS = (
     "temperature top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty "
     "logit_bias bad_words _bad_words_token_ids allowed_token_ids min_tokens stop_token_ids "
@@ -47,7 +47,7 @@ def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
 
 
 def refused(params: Any) -> str | None:
-    """Names the request's parameters that nobody here knows and that are not at their default.
+    """Names the request's unknown parameters that are not at their default.
 
     Args:
         params: vLLM's SamplingParams.
@@ -81,7 +81,7 @@ class BatchParameters:
         top_p: [batch], float32.
         min_p: [batch], float32.
         seeds: [batch], int64.
-        processors: what changes the logits; None: nothing does. The tables that change from step to
+        processors: changes of the logits; None: no changes. The tables that change from step to
             step are `counts` and the mask's rows.
         penalised: rows that have a penalty.
     """
@@ -103,7 +103,7 @@ class BatchParameters:
 
         Args:
             rows: the requests.
-            engine_seed: what requests without a seed get theirs from.
+            engine_seed: the source of seeds for requests without one.
             vocab_size: columns of the logits.
             token_ids: [rows, max_len], int32. The texts, which processors look at.
 
@@ -132,7 +132,7 @@ class BatchParameters:
         )
 
     def filters(self) -> dict[str, Any]:
-        """The arguments of `sample` and `verify` that say how to draw."""
+        """The sampling arguments of `sample` and `verify`."""
         if self.is_greedy:
             return {}
         return {
@@ -188,7 +188,7 @@ def _is_penalised(params: Any) -> bool:
 
 
 def _processors(rows: Sequence[Row], vocab_size: int, token_ids: Tensor) -> LogitsProcessors | None:
-    """The tables that stay as they are while the batch does; None where no row asks for any."""
+    """The tables that change only with the batch; None if no row needs any."""
     every = [row.sampling_params for row in rows]
     given: dict[str, Tensor] = {}
     for name, off in _PENALTIES.items():
@@ -235,14 +235,14 @@ def _with_counts(
 
 
 def _table(rows: Sequence[Sequence[float]], off: float = -1) -> Tensor:
-    """A rectangle of rows, `off` behind their ends; int32 unless `off` is a float."""
+    """Rows padded with `off` to a rectangle; int32 unless `off` is a float."""
     width = max(1, *(len(row) for row in rows))
     dtype = torch.float32 if isinstance(off, float) else torch.int32
     return torch.tensor([[*row, *[off] * (width - len(row))] for row in rows], dtype=dtype)
 
 
 def _table_of_lists(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-    """A box of lists of lists, -1 behind their ends."""
+    """Lists of lists, padded with -1."""
     count = max(1, *(len(row) for row in rows))
     width = max(1, *(len(one) for row in rows for one in row))
     return torch.tensor(

@@ -28,7 +28,7 @@ _STRATEGIES = {name: sampling.VerifyStrategy[name.upper()] for name in STRATEGIE
 
 
 class _Batch:
-    """The requests of a runner's batch and what they ask for, until the batch changes."""
+    """The requests of a runner's batch and their parameters, until the batch changes."""
 
     def __init__(self, rows: list[Row], parameters: BatchParameters) -> None:
         self.request_ids = [row.request_id for row in rows]
@@ -47,15 +47,15 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step is sampled from.
+    """The inputs of sampling for one step.
 
     Attributes:
         logits: [rows, vocab_size].
         positions: [batch], int32. Tokens of each request, and so the position of its next one.
         filters: how to draw.
-        processors: what changes the logits first.
-        num_logprobs: of the most probable tokens; None: nobody asks for logprobs.
-        is_processed: whether logprobs are of what is drawn from.
+        processors: changes of the logits, applied first.
+        num_logprobs: of the most probable tokens; None: no logprobs are requested.
+        is_processed: whether logprobs are of the sampled distribution.
         indptr: [batch + 1], int32. Each request's rows of logits; None: one row each, no drafts.
         drafts: [batch, k], int32; None: no drafts.
     """
@@ -70,7 +70,7 @@ class _Step:
     drafts: Tensor | None = None
 
     def results(self, *shape: int) -> dict[str, Any]:
-        """Room for the logprobs and ranks of the chosen tokens, if anybody asks for them."""
+        """Outputs for logprobs and ranks of the chosen tokens, if requested."""
         if self.num_logprobs is None:
             return {}
         return {
@@ -85,11 +85,11 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
     Args:
         self: the runner.
         logits: [rows, vocab_size].
-        spec_decode_metadata: what vLLM knows of the drafts; None without any.
+        spec_decode_metadata: vLLM's description of the drafts; None without any.
 
     Returns:
-        The tokens, [batch, 1] or [batch, most drafts + 1] with -1 behind the accepted ones, and the
-        logprobs that any request asks for.
+        The tokens, [batch, 1] or [batch, most drafts + 1] with -1 after the accepted ones, and the
+        requested logprobs.
     """
     assert logits is not None
     threads.start()
@@ -122,7 +122,7 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
 
 
 def _batch_of(runner: Any, logits: Tensor) -> _Batch:
-    """What the runner's batch asks for; read again when the batch has changed."""
+    """The parameters of the runner's batch; read again when the batch has changed."""
     batch: _Batch | None = getattr(runner, _STATE, None)
     if batch is None or not batch.is_of(runner):
         given = runner.input_batch
@@ -172,7 +172,7 @@ def _verify(step: _Step) -> SamplerOutput:
     )
     tensors = None
     if step.num_logprobs is not None:
-        # vLLM wants a row for every column of the tokens, and drops those behind the accepted.
+        # vLLM needs a row for every column of the tokens, and drops those after the accepted ones.
         rows = step.indptr[:-1, None] + torch.arange(most + 1)
         rows = rows.clamp(max=len(step.logits) - 1).flatten()
         ids, values = _top(step)
@@ -181,7 +181,7 @@ def _verify(step: _Step) -> SamplerOutput:
 
 
 def _padded(flat: Tensor, counts: list[int]) -> Tensor:
-    """[batch, most], int32: the drafts of each request, -1 behind them."""
+    """[batch, most], int32: the drafts of each request, padded with -1."""
     most = max(counts)
     every = flat.tolist()
     rows, at = [], 0

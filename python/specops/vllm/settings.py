@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment asks of the plug-in: which parts of vLLM specops computes, and how."""
+"""The plug-in's environment variables: which parts of vLLM specops computes, and how."""
 
 import os
 from collections.abc import Mapping

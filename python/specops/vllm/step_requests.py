@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests the rows of vLLM's current step are, for proposers, which vLLM does not tell."""
+"""The requests of the current step's rows, which vLLM does not give to proposers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

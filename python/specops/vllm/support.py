@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a vLLM engine cannot be exact: refused, in a sentence, before it serves.
+"""Finds the parts of a vLLM engine that cannot be exact, which is refused before it serves.
 
-A model is looked at layer by layer. Only layers of vLLM's that are known to be row-identical are
-let through, and of a model's own only those whose ops are (`op_check`). The rest is refused by its
+A model is checked layer by layer. Only vLLM's layers that are known to be row-identical are
+accepted, and a model's own layers only if their ops are (`op_check`). The rest is refused by its
 name.
 """
 
@@ -32,7 +32,7 @@ class NotExactError(RuntimeError):
 
 
 def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
-    """What of an engine's configuration cannot be exact."""
+    """Settings of an engine that cannot be exact."""
     found = []
     if config.lora_config is not None:
         found.append("LoRA")
@@ -62,10 +62,10 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
 
 
 def faults_of_ranks(group: Any) -> list[str]:
-    """What of tensor parallelism cannot be exact.
+    """Forms of tensor parallelism that cannot be exact.
 
-    A sum of two numbers has one order. More of them vLLM's shared memory adds up in one order, but
-    gloo in one that depends on where a number stands in the batch.
+    A sum of two numbers has one order. vLLM's shared memory adds more numbers in a fixed order, but
+    gloo in one that depends on a number's place in the batch.
 
     Args:
         group: vLLM's group of ranks.
@@ -77,7 +77,7 @@ def faults_of_ranks(group: Any) -> list[str]:
 
 
 def faults_of_ops(model: Any) -> list[str]:
-    """What specops' own layers in a model cannot compute, each fault once."""
+    """Features of a model that specops' own layers cannot compute, each once."""
     found: dict[str, None] = {}
     for module in model.modules():
         for one in (module, getattr(module, "impl", None), getattr(module, "cpu_linear", None)):
@@ -88,7 +88,7 @@ def faults_of_ops(model: Any) -> list[str]:
 def faults_of_layers(
     model: Any, parts: Collection[str], computed: Mapping[type | None, Sequence[str]]
 ) -> list[str]:
-    """What of a model's layers cannot be exact, each kind once.
+    """Layers of a model that cannot be exact, each kind once.
 
     Args:
         model: that was loaded.
@@ -120,7 +120,7 @@ def _fault_of_layer(module: Any, parts: Collection[str]) -> str | None:
             return None
         return f"torch.nn.{name}, which is not known to be row-identical"
     if not kind.__module__.startswith(_LAYER_PACKAGE):
-        return None  # a model's own, whose ops are looked at, or ours
+        return None  # a model's own, whose ops are checked, or ours
     if full_name in REPLACED_LAYERS:
         is_wrong = REPLACED_LAYERS[full_name] in parts
         return f"{name} of vLLM in place of specops'" if is_wrong else None

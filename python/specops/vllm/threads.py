@@ -16,7 +16,7 @@ import torch
 import specops
 from specops import dense
 
-# What vLLM binds its threads with, by the OpenMP that is loaded.
+# The variables with which vLLM binds its threads, by the loaded OpenMP.
 _BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
 # How many threads numba starts, which vLLM's n-gram drafter is compiled by.
 _NUMBA = "NUMBA_NUM_THREADS"
@@ -78,18 +78,18 @@ def start() -> None:
 
 
 def rest_openmp() -> None:
-    """Leaves to the calling thread what vLLM and torch still compute themselves.
+    """Makes vLLM's and torch's own computations run on the calling thread.
 
-    Two pools on the same cores hold each other up: a thread of OpenMP spins behind each of its
-    parallel regions, and a region waits for threads whose core is taken. What is left to OpenMP
-    (rotary embedding, slots) is small, and every element of it is computed by itself.
+    Two pools on the same cores delay each other: an OpenMP thread spins after each of its parallel
+    regions, and a region waits for threads whose core is taken. OpenMP's remaining work (rotary
+    embedding, slots) is small, and every element of it is computed independently.
     """
     start()
     _set_openmp_threads(1)
 
 
 def rest_numba() -> None:
-    """Has numba start no threads, unless the environment says how many it shall.
+    """Makes numba start no threads, unless the environment sets their number.
 
     vLLM's n-gram drafter works on one of them in any case. The others would wait for work on the
     cores of specops' threads, awake.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request to an OpenAI-compatible server, its answer streamed, and when what of it came."""
+"""One request to an OpenAI-compatible server: its streamed answer, with arrival times."""
 
 import json
 import os
@@ -14,7 +14,7 @@ Clock = Callable[[], float]
 
 @dataclass
 class Answer:
-    """What one request got, and when; all times by one clock.
+    """The answer to one request, with times by one clock.
 
     Attributes:
         due: when it was to be sent, from which its latencies count.
@@ -22,13 +22,13 @@ class Answer:
         first: when the first text came; None: none did.
         last: when the last text came.
         end: when the answer was over.
-        prompt_tokens: as the server counts them; None: it does not say.
-        completion_tokens: the same for the text; where the server does not say, pieces of it.
+        prompt_tokens: as the server counts them; None: not reported.
+        completion_tokens: the same for the text; if not reported, the pieces of text.
         pieces: of text that came.
-        num_drafts: steps of the server with drafts; None, as the next two: it does not say.
+        num_drafts: steps of the server with drafts; None, like the next two: not reported.
         num_draft_tokens: that these steps verified.
         num_accepted_tokens: of them.
-        timings: seconds by the server's clock, as specops tells them; empty: it does not say.
+        timings: seconds by the server's clock, as specops reports them; empty: not reported.
         error: why there is no answer; None: there is one.
     """
 
@@ -77,7 +77,7 @@ async def ask(
         clock: of all times.
 
     Returns:
-        The answer; what went wrong is in its `error`, and raises nothing.
+        The answer. A failure is in its `error` and raises nothing.
     """
     answer = Answer(due, sent=clock())
     try:
@@ -95,7 +95,7 @@ async def ask(
 
 
 def reason(error: Exception) -> str:
-    """Why a server was not reached, or did not go on, in the system's words where it has some."""
+    """Why a server was not reached or stopped answering, in the system's words if it has some."""
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno
         return f"cannot connect: {os.strerror(number)}" if number else "cannot connect"
@@ -103,7 +103,7 @@ def reason(error: Exception) -> str:
 
 
 def error_message(text: str) -> str:
-    """What a server says of a refusal, in OpenAI's form or in any other."""
+    """A server's error message, in OpenAI's form or any other."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, TypeError, KeyError):
@@ -153,7 +153,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def _take_counts(answer: Answer, event: Mapping[str, Any]) -> None:
-    """Takes over what stands beside the choices, most of it in the last event."""
+    """Takes over the fields next to the choices, most of them in the last event."""
     usage = event.get("usage")
     if usage:
         answer.prompt_tokens = int(usage["prompt_tokens"])

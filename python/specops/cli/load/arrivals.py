@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When requests are sent: at a rate, whatever the server does, or as many at once as it is told."""
+"""When requests are sent: at a fixed rate, or with a fixed number running at once."""
 
 import asyncio
 import random

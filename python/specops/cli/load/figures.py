@@ -18,10 +18,10 @@ _SERVER_TIMES = tuple(
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What a server says of its drafts.
+    """A server's counts of its drafts.
 
     Attributes:
-        num_drafts: steps with drafts; None: it does not say.
+        num_drafts: steps with drafts; None: not reported.
         num_draft_tokens: that were verified.
         num_accepted_tokens: of them.
     """
@@ -31,7 +31,7 @@ class DraftCounts:
     num_accepted_tokens: int
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
-        """What was counted after `before`."""
+        """The counts since `before`."""
         steps = None
         if self.num_drafts is not None and before.num_drafts is not None:
             steps = self.num_drafts - before.num_drafts
@@ -47,11 +47,11 @@ def figures(answers: Sequence[Answer], metrics: DraftCounts | None = None) -> di
 
     Args:
         answers: of all requests.
-        metrics: what the server's own counters say of the time of the run; what stands in the
-            answers goes before it, because others may use the server as well.
+        metrics: the server's own counters over the run. Counts in the answers take precedence,
+            because other clients may use the server as well.
 
     Returns:
-        "num_requests", "num_failed" and "failures" (how often what was said); "seconds" from the
+        "num_requests", "num_failed" and "failures" (a count per message); "seconds" from the
         first request that was due to the last answer; tokens, and tokens and requests a second;
         in milliseconds and for answers without a failure "first_token_ms", "per_output_token_ms",
         "whole_ms" by the clock here, "sent_late_ms" (how late requests were sent: the generator's
@@ -106,7 +106,7 @@ def request_records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 
 
 def _counter(answers: Sequence[Answer]) -> str:
-    """Who counted the tokens. Pieces of text are fewer where a step emits several tokens."""
+    """How tokens were counted. Pieces of text are fewer if a step emits several tokens."""
     told = all(answer.prompt_tokens is not None for answer in answers)
     return "the server" if told else "pieces of text: the server sends no usage"
 

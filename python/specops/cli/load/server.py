@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server says of itself: its models, and its counters of drafts."""
+"""A server's models and its counters of drafts, from its API."""
 
 import json
 
@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from specops.cli.load.answers import error_message, reason
 from specops.cli.load.figures import DraftCounts
 
-# As vLLM calls them, behind a prefix such as vllm: or specops:.
+# vLLM's names, after a prefix such as vllm: or specops:.
 _COUNTERS = {
     "num_drafts": "spec_decode_num_drafts",
     "num_draft_tokens": "spec_decode_num_draft_tokens",
@@ -38,7 +38,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 async def draft_counts(session: aiohttp.ClientSession, url: str) -> DraftCounts | None:
-    """What the server's metrics say of drafts so far; None: it has no such metrics."""
+    """The server's draft counters so far; None: it has no such metrics."""
     try:
         async with session.get(f"{url}/metrics") as response:
             return _parse(await response.text()) if response.status == 200 else None

@@ -116,6 +116,10 @@ class MaskFiller:
         """
         place = rows.ctypes.data, 4 * rows.shape[1], len(rows)
         executor = self._executor
+        for state, row in roots:
+            if state.ready is not None:
+                rows[row] = state.ready
+        roots = [(state, row) for state, row in roots if state.ready is None]
         if self._num_threads > 1 and len(rows) >= _MANY_ROWS and not self._is_slow:
             begun = time.perf_counter()
             if roots:
@@ -129,10 +133,7 @@ class MaskFiller:
             return
         self._is_slow = False
         for state, row in roots:
-            if state.ready is None:
-                state.compute_mask(rows[row])
-            else:
-                rows[row] = state.ready
+            state.compute_mask(rows[row])
         for state, matcher, row, drafts in chains:
             begun = time.thread_time()
             chain = [(matcher, row, drafts)]  # which is computed on the thread that asks
