@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +39,7 @@ from bench.step_costs import StepCosts, tables
 
 TEXTS = Path(make_prompts.__file__).parent / "replay"
 PROMPT_TOKENS, NEW_TOKENS = 512, 160
+KINDS = ("code", "edits", "dialogue", "agent", "mixed")
 LENGTHS = (2, 4, 8, 16)
 BATCHES = {1: 8, 8: 32, 32: 64}  # requests at once, and of a run
 SMALL = {
@@ -115,9 +116,7 @@ def texts(prompt_tokens: int, new_tokens: int) -> dict[str, list[Text]]:
             for document in documents
             for start in document["starts"][number : number + 1]
         ]
-    quarter = max(len(some) for some in found.values()) // 4
-    mixed = zip(*(some[:quarter] for some in found.values()), strict=True)
-    return {**found, "mixed": list(chain.from_iterable(mixed))}
+    return {**found, "mixed": [found[kind][i] for i in range(16) for kind in found]}
 
 
 def _code(tokenizer: Tokenizer, prompt_tokens: int, new_tokens: int) -> Iterator[Text]:
@@ -129,6 +128,13 @@ def _code(tokenizer: Tokenizer, prompt_tokens: int, new_tokens: int) -> Iterator
             if room >= 0:
                 end = start + prompt_tokens
                 yield Text(ids[start:end], ids[end : end + new_tokens])
+
+
+def chosen_of(kind: str, count: int) -> list[Text]:
+    """So many texts of a kind: at equal distances; of those of all kinds in turn the first."""
+    some = texts(PROMPT_TOKENS, NEW_TOKENS)[kind]
+    stride = 1 if kind == "mixed" else len(some) // count
+    return some[::stride][:count]
 
 
 @contextmanager
@@ -293,8 +299,8 @@ def run_replay(bench: Bench) -> None:
             costs.name: Replayer(checkpoint, batch, costs, num_threads=1) for costs in all_costs
         }
         some = next(iter(replayers.values()))
-        for kind, of_kind in texts(PROMPT_TOKENS, NEW_TOKENS).items():
-            chosen = of_kind[:: max(len(of_kind) // count, 1)][:count]
+        for kind in KINDS:
+            chosen = chosen_of(kind, count)
             for replayer in replayers.values():
                 replayer.cache(chosen)
             plain = some.run(chosen, NAIVE)
@@ -387,8 +393,8 @@ def run_replay_whole(bench: Bench) -> None:
     replayer = Replayer(checkpoints.qwen06(), batch, None, num_threads=bench.num_threads)
     isa, cpu = specops.get_isa(), specops.runtime.get_cpu_name()
     priced = [one for one in tables() if (one.cpu, one.isa) == (cpu, isa)]
-    for kind, of_kind in texts(PROMPT_TOKENS, NEW_TOKENS).items():
-        some = of_kind[:: max(len(of_kind) // count, 1)][:count]
+    for kind in KINDS:
+        some = chosen_of(kind, count)
         replayer.cache(some)
         cases = {"plain": NAIVE, **{f"{m}.selected": selected(m) for m in ("ngram", "suffix")}}
         cases |= {f"{m}.{n}": fixed(m, n) for m in ("ngram", "suffix") for n in LENGTHS[1::2]}
