@@ -44,7 +44,9 @@ FAMILIES = {
     "mtp_mistakes": "mtp_mistakes",
     "ngram": "engine",
     "suffix": "engine",
-    "adaptive": "engine",
+    "replay": "replay",
+    "replay_whole": "replay",
+    "step_costs": "replay",
     "methods": "methods",
     "acceptance": "methods",
     "bundled": "engine",
@@ -72,11 +74,11 @@ CUDA_FAMILIES = {
     "qwen8": "engine",
 }
 GROUPS = {
-    "engine": ("server", "lossless", "ngram", "suffix", "adaptive", "bundled", "qwen06"),
+    "engine": ("server", "lossless", "ngram", "suffix", "bundled", "qwen06"),
     "mtp": ("methods", "acceptance"),
 }
-# Ten minutes each, so apart: `make bench-methods`, `make bench-mtp-mistakes`, `make bench-vllm`.
-ON_REQUEST = ("methods", "mtp_mistakes", "vllm")
+# Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
+ON_REQUEST = ("methods", "replay", "replay_whole", "step_costs", "mtp_mistakes", "vllm")
 BUDGET_MINUTES = 20
 
 

@@ -22,7 +22,7 @@ from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConf
 from bench.checkpoints import QWEN8, Checkpoint, bundled, decode_bytes, qwen06, without_weights
 from bench.common import BENCH, Bench, Figure, Peer, PeerError, Timing
 from bench.cuda import CudaBench, free_memory
-from bench.engine_runs import Decoding, Stepper, decode, decode_together
+from bench.engine_runs import Decoding, Stepper, decode
 
 PEERS = ("llama_cpp_peer", "openvino_peer", "transformers_peer")
 NAMES = {
@@ -32,8 +32,6 @@ NAMES = {
 }
 DRAFTS = 4
 MAX_TOKENS = 128
-ADAPTIVE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-FIXED_LENGTHS = (1, 2, 4, 8)
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 8, "adaptive_verification": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_verification": False}
 
@@ -205,110 +203,6 @@ def _suffix(
             f"bundled model, {kind}, {mode}: texts of {3 * len(prompts)} that suffix changes",
             differ,
             "texts",
-            bar="value == 0",
-            **common,
-        )
-    )
-
-
-def run_adaptive(bench: Bench) -> None:
-    """Adaptive verification beside plain decoding and fixed lengths, at every batch size."""
-    drafting: dict[str, object] = {
-        "method": "ngram",
-        "num_speculative_tokens": max(FIXED_LENGTHS),
-        "adaptive_verification": True,
-    }
-    engine = Engine(
-        EngineConfig(
-            device="cpu",
-            speculative_config=SpeculativeConfig.from_dict(drafting),
-            max_num_seqs=max(ADAPTIVE_BATCHES),
-            num_threads=bench.num_threads,
-        )
-    )
-    configs: dict[str, dict[str, object]] = {"plain": {"method": "naive"}, "adaptive": drafting}
-    for length in FIXED_LENGTHS:
-        configs[f"fixed {length}"] = {
-            "method": "ngram",
-            "num_speculative_tokens": length,
-            "adaptive_verification": False,
-        }
-    for kind, temperature in (("edits", 0.0), ("completions", 0.8)):
-        prompts = prompt_token_ids(engine, kind)
-        for batch in ADAPTIVE_BATCHES:
-            _adaptive(bench, engine, configs, kind, prompts, batch, temperature)
-
-
-def _adaptive(
-    bench: Bench,
-    engine: Engine,
-    configs: dict[str, dict[str, object]],
-    kind: str,
-    prompts: list[list[int]],
-    batch: int,
-    temperature: float,
-) -> None:
-    """All cases in turn on the same requests; other requests in every round."""
-    rates: dict[str, list[float]] = {case: [] for case in configs}
-    differ = 0
-    rounds = bench.pick(7 if batch <= 8 else 3, 1)
-    for turn in range(rounds):
-        indices = [turn * 5 + index for index in range(batch)]
-        each = [
-            SamplingParams(
-                max_tokens=MAX_TOKENS, temperature=temperature, seed=index, ignore_eos=True
-            )
-            for index in indices
-        ]
-        texts = [prompts[index % len(prompts)] for index in indices]
-        plain: list[int] = []
-        for case, config in configs.items():
-            run = partial(decode_together, engine, texts, each, config)
-            done = bench.undisturbed(run)
-            rates[case].append(done.num_tokens / done.seconds)
-            plain = plain or done.token_ids
-            differ += done.token_ids != plain
-    gains = {
-        case: median([a / b for a, b in zip(rate, rates["plain"], strict=True)])
-        for case, rate in rates.items()
-    }
-    best = max(FIXED_LENGTHS, key=lambda length: gains[f"fixed {length}"])
-    best_gain = gains[f"fixed {best}"]
-    prefix = f"adaptive.{kind}.b{batch}"
-    what = f"bundled model, {kind}, batch {batch}, adaptive verification of n-gram drafts"
-    common = {"threads": bench.num_threads, "read_gb_s": bench.read_gb_s()}
-    bench.add(
-        Figure(
-            f"{prefix}.vs_plain",
-            f"{what}, times faster than plain decoding",
-            median(rates["adaptive"]),
-            "tok/s",
-            "specops, plain",
-            median(rates["plain"]),
-            gains["adaptive"],
-            "ratio >= 0.97",
-            **common,
-        )
-    )
-    bench.add(
-        Figure(
-            f"{prefix}.vs_fixed",
-            f"{what}, times faster than the best fixed length, {best} ({best_gain:.2f} x plain)",
-            median(rates["adaptive"]),
-            "tok/s",
-            f"fixed length {best}",
-            median(rates[f"fixed {best}"]),
-            gains["adaptive"] / best_gain,
-            "ratio >= 0.97" if kind == "edits" else None,
-            **common,
-        )
-    )
-    bench.add(
-        Figure(
-            f"{prefix}.differ",
-            f"{what} or fixed: runs whose texts differ from plain decoding's",
-            differ,
-            "runs",
             bar="value == 0",
             **common,
         )

@@ -45,7 +45,6 @@ METHODS: dict[str, dict[str, object]] = {
 CASES: dict[str, dict[str, object]] = {
     "plain": {"method": "naive"},  # beside itself: how far two runs differ
     **METHODS,
-    **{f"{name}.adaptive": {**one, "adaptive_verification": True} for name, one in METHODS.items()},
 }
 
 
@@ -67,7 +66,7 @@ CHAINS_AT_ONCE = 32
 
 
 def run_methods(bench: Bench) -> None:
-    """Tokens per second of every method, fixed and adaptive, by batch size, text and sampling."""
+    """Tokens per second of every method, by batch size, text and sampling."""
     slots = max(size.batch for size in SIZES)
     engines = {case: _engine(bench, config, slots) for case, config in CASES.items()}
     some = next(iter(engines.values()))
@@ -155,7 +154,6 @@ def _methods(
                 "specops, plain",
                 median(plain_rate for _, plain_rate in rates),
                 mean(gains),
-                "ratio >= 0.97" if case.endswith(".adaptive") else None,
                 **common,
             )
         )

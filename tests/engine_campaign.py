@@ -205,7 +205,7 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
         limits = random_limits(draw, longest + max_tokens + 1)
         speculations = [random_speculation(draw) for _ in prompts]
         default = SpeculativeConfig(**random_speculation(draw), **random_budgets(draw))
-        if not default.selects_drafts:  # else the engine does not know what steps cost
+        if not default.selects_drafts:  # else the engine has not measured its steps
             speculations = [{**one, "adaptive_verification": False} for one in speculations]
         engine = Engine(EngineConfig(speculative_config=default, **limits, **shared))
         got = run_at_random(engine, draw, prompts, params, speculations)

@@ -55,9 +55,18 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "sampling": {"COLD_BYTES": 1 << 12, "VOCAB": 512},
     "ngram": {"BATCH": 3, "CONTEXTS": (1024, 2048), "STEPS": 4, "ROUNDS": 1},
-    "engine": {"MAX_TOKENS": 8, "ADAPTIVE_BATCHES": (1, 2)},
+    "engine": {"MAX_TOKENS": 8},
     "lossless": {"MAX_TOKENS": 8},
     "serving": {"STREAMS": 2, "TOKENS": 8},
+    "replay": {
+        "PROMPT_TOKENS": 32,
+        "NEW_TOKENS": 16,
+        "LENGTHS": (2, 3),
+        "BATCHES": {2: 3},
+        "WHOLE": (2, 3),
+        "COST_LENGTHS": (0, 1),
+        "COST_BATCHES": (1, 2),
+    },
     "vllm": {"MAX_TOKENS": 6},
 }
 

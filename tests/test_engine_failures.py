@@ -26,7 +26,6 @@ from specops.engine import (
     SpeculativeStats,
     StructuredOutput,
 )
-from specops.engine.draft_selection import DraftSelector
 from specops.engine.drafters import Drafter, DrafterStep
 from specops.engine.drafters.ngram import _NgramStep
 from specops.engine.drafters.recurrent import RecurrentStep
@@ -49,7 +48,7 @@ NUM = 8
 VICTIM = 1  # who fails, where it is one request
 
 # Of the drafter protocol, by how often an engine asks.
-OF_A_REQUEST = {"draft_kv", "start", "stop", "leave", "num_rows_behind"}
+OF_A_REQUEST = {"draft_kv", "start", "stop", "leave"}
 OF_A_STEP = {"plan", "new_step", "finish"}
 OF_A_LAUNCH = {"fill", "launch", "read"}  # a `DrafterStep`'s
 # When an engine begins, and has nothing to do.
@@ -165,7 +164,7 @@ def assert_nothing_is_left(engine: Engine, *, forgets: bool = True) -> None:
     engine._pool.check_integrity()
     assert sorted(engine._scheduler._free_slots) == list(range(engine.config.max_num_seqs))
     drafting = engine._drafting
-    assert not any(drafting._requests.values()) and not drafting._states
+    assert not any(drafting._requests.values()) and not drafting._chances
     assert not drafting.proposals.counts.any()
     if not forgets:
         return
@@ -243,17 +242,9 @@ def is_victim(_: Any, request: Request, *others: Any) -> bool:
 
 
 def drafting_engine(model_dir: Path) -> Engine:
-    """Drafts are selected as well, and whoever drafts has rested before."""
+    """Drafts are selected as well, and rows cost nothing."""
     engine = make(model_dir, NAIVE)
-    selector = engine._drafting._selector = DraftSelector(None)
-    select = selector.select
-
-    def waking(states: Any, *args: Any, **options: Any) -> Any:
-        for state in states:
-            state.wakes = True
-        return select(states, *args, **options)
-
-    selector.select = waking  # type: ignore[method-assign]
+    engine._drafting.select_by([1.0] * (engine.config.max_num_batched_tokens + 1))
     return engine
 
 
@@ -295,9 +286,7 @@ def test_a_drafter_that_raises_ends_nothing(
     method: str,
 ) -> None:
     """Whoever it was raised for goes on without drafts, and later requests have some again."""
-    own = METHODS[method] | {"adaptive_verification": hook == "num_rows_behind"}
-    if own["adaptive_verification"]:
-        own["tree"] = False
+    own = METHODS[method] | {"adaptive_verification": False}
     for at, after in ((0, False), (2, False), (0, True), (2, True)):
         on_twin = hook in OF_A_LAUNCH | OF_A_STEP and after
         with monkeypatch.context() as patch:

@@ -30,7 +30,7 @@ CLI_WITH_ENGINE = {
 ENGINE_GROUPS = (
     {"draft_trees", "errors", "memory", "methods", "outputs"},
     {"tokenizer"},
-    {"cost_table", "draft_chances", "speculative_config"},
+    {"draft_chances", "speculative_config"},
     {"draft_selection"},
     {"config"},
     {"models"},
@@ -42,7 +42,7 @@ ENGINE_GROUPS = (
     {"drafting", "scheduling"},
     {"machine", "steps"},
     {"admission"},
-    {"calibration"},
+    {"step_costs"},
     {"engine"},
     {"contract"},
     {""},
@@ -477,8 +477,6 @@ WRITERS = {
         *("slot", "pages", "num_registered_pages", "num_computed", "num_cached_tokens"),
         *("was_preempted", "queue_seconds", "num_final_draft_kv"),
     },
-    # Of requests that nobody has sent, which it computes over and over.
-    "calibration": {"num_computed"},
     # What steps commit, and what follows from other fields in the beginning.
     "request": {
         *("token_ids", "logprobs", "thinking_state", "finish_reason", "stop_reason", "error"),

@@ -1904,13 +1904,12 @@ speculative-config: {method: ngram, num_speculative_tokens: 3}
 api-key: [one, "--two"]
 enable-prefix-caching: false
 enforce-eager: true
-calibrate: false
 """
     seen = options(text, "--max-num-seqs", "4", "--api-key", "three")
     assert (seen.max_num_seqs, seen.num_threads) == (4, 1)
     assert json.loads(seen.speculative_config) == {"method": "ngram", "num_speculative_tokens": 3}
     assert seen.api_key == ["one", "--two", "three"]
-    assert (seen.enable_prefix_caching, seen.enforce_eager, seen.calibrate) == (False, True, None)
+    assert (seen.enable_prefix_caching, seen.enforce_eager) == (False, True)
     assert options("") == parser.parse_args([])
     for text, message in (
         ("max-num-seq: 8", "must hold names of flags, got 'max-num-seq'; the nearest is max-num-s"),

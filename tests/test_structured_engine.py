@@ -27,7 +27,6 @@ from specops.engine import (
     SamplingParams,
     SpeculativeConfig,
 )
-from specops.engine.cost_table import STEP, CostTable
 from specops.engine.sharing import grammar_turns
 from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
 from twin_device import TwinDevice
@@ -363,19 +362,19 @@ def test_all_parameters_beside_a_grammar_change_nothing(limits: str) -> None:
 
 
 def test_selection_of_drafts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows and drafters never pay, so that all rest; then where they cost nothing."""
+    """Where rows hardly ever pay; then where they cost nothing."""
     monkeypatch.setattr(grammar_turns, "_SLOW_SECONDS", math.inf)  # who is slow has no drafts
     expected, _ = plain(0.8)
     engine = engine_of(max_num_seqs=12)
     own = [{**with_k(name, 6), "adaptive_verification": True} for name in METHODS]
-    for row in (1.0, 1e-9):
-        steps = {(STEP, rows, n): 1.0 + row * rows for n in (1, 12) for rows in (n, 5 * n)}
-        dear = {(name, n, n): 5 * row for name in ("ngram", "suffix", "mtp") for n in (1, 12)}
-        engine._drafting.use_costs(CostTable({**steps, **dear}))
-        before = engine.stats.speculative.num_draft_tokens, engine.stats.num_suspended_steps
+    counts = []
+    for row in (1.0, 0.0):
+        before = engine.stats.speculative.num_draft_tokens
+        most = engine.config.max_num_batched_tokens
+        engine._drafting.select_by([1.0 + row * rows for rows in range(most + 1)])
         assert bits(run(engine, jobs_of(BY_HAND, 0.8), own)) == expected
-        assert engine.stats.speculative.num_draft_tokens > before[0]
-        assert (engine.stats.num_suspended_steps > before[1]) == (row == 1.0)
+        counts.append(engine.stats.speculative.num_draft_tokens - before)
+    assert 0 < counts[0] < counts[1]
 
 
 def test_choices_share_a_prompt_and_each_has_its_own_state() -> None:

@@ -113,6 +113,24 @@ def _generate(prompt: list[int], max_tokens: int, lookup: int) -> tuple[list[int
     return tokens[len(prompt) : len(prompt) + max_tokens], seconds
 
 
+def replay(prompts: list[list[int]], replies: list[list[int]], lookup: int) -> Answer:
+    """What prompt lookup drafts of texts: accepted drafts and rows of every step, without a model.
+
+    The first token of a reply is that of the prompt's step.
+    """
+    steps = []
+    for prompt, reply in zip(prompts, replies, strict=True):
+        text, done = np.array([*prompt, *reply], dtype=np.intc), len(prompt) + 1
+        while done < len(text):
+            found = LlamaPromptLookupDecoding.find_candidate_pred_tokens(text[:done], 3, lookup)
+            follows = text[done : done + len(found)]
+            same = found[: len(follows)] == follows
+            accepted = min(int(np.cumprod(same).sum()), len(text) - done - 1)
+            steps.append((accepted, 1 + len(found)))
+            done += accepted + 1
+    return {"steps": steps}
+
+
 def _new_context(length: int, sequences: int) -> None:
     if _state.get("context"):
         llama_cpp.llama_batch_free(_state["batch_buffer"])
@@ -151,4 +169,13 @@ def _decode(entries: list[tuple[int, int, int]], outputs: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    serve({"start": start, "load": load, "prepare": prepare, "step": step, "generate": generate})
+    serve(
+        {
+            "start": start,
+            "load": load,
+            "prepare": prepare,
+            "step": step,
+            "generate": generate,
+            "replay": replay,
+        }
+    )

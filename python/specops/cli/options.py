@@ -101,12 +101,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="where suffix decoding keeps the responses it drafts from: loaded at the start if it "
         "is there, saved at the end and every few minutes",
     )
-    add(
-        "--calibrate",
-        action="store_true",
-        default=None,
-        help="measure step costs again, for adaptive verification (default: once per machine)",
-    )
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

@@ -74,7 +74,7 @@ class Admission:
         )
         if speculative.selects_drafts and not self.drafting.can_select:
             raise ValueError(
-                "adaptive_verification needs an engine that knows what steps cost: turn it on in "
+                "adaptive_verification needs an engine that knows what a row costs: turn it on in "
                 "the engine's own speculative_config, got it for a request alone"
             )
         think_end, inject = self._thinking(params)

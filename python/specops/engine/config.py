@@ -2,16 +2,19 @@
 """Configuration of an engine."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from specops.engine.methods import METHODS, Method, checks, default_method
+from specops.engine.methods import METHODS, NAIVE, Method, checks, default_method
 from specops.engine.speculative_config import SpeculativeConfig
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets"
 BUNDLED_MODEL_NAME = "specops-bundled"
 
 ALL_METHODS = "all"  # of `EngineConfig.methods`
+
+# Of weights; a step over fewer is not much longer than selecting its drafts takes.
+_LEAST_SELECTED_BYTES = 200_000_000
 
 # Each is a pass that its whole step waits for; a server may have more, a request that asks may not.
 _MAX_REQUESTED_MODEL_STEPS = 16
@@ -81,8 +84,6 @@ class EngineConfig:
             from responses it has seen; see docs/drafters.md.
         suffix_cache: file that the responses suffix decoding drafts from are read from, if it is
             there; `Engine.save_drafters` writes it.
-        calibrate: measure what steps cost anew, even where an earlier engine has; only adaptive
-            verification needs to know.
     """
 
     model: str | None = None
@@ -110,7 +111,6 @@ class EngineConfig:
     max_waiting: int = 256
     suffix_corpus: str | None = None
     suffix_cache: str | None = None
-    calibrate: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.speculative_config, SpeculativeConfig):
@@ -128,7 +128,7 @@ class EngineConfig:
             value = getattr(self, name)
             if (value is not None or name == "device") and not (isinstance(value, str) and value):
                 raise ValueError(f"{name} must be a non-empty text, got {value!r}")
-        flags = ("calibrate", "enforce_eager", "enable_prefix_caching", "enable_cascade_attention")
+        flags = ("enforce_eager", "enable_prefix_caching", "enable_cascade_attention")
         for name in flags:
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -209,6 +209,19 @@ class EngineConfig:
             )
         chosen.require_runnable(methods, missing=missing)
         return chosen
+
+    def decided_for(self, device: str) -> "EngineConfig":
+        """Decides what is left to the engine: whether drafts are selected.
+
+        Args:
+            device: "cpu" or "cuda".
+        """
+        own = self.speculative_config
+        if own.adaptive_verification is not None:
+            return self
+        size = sum(file.stat().st_size for file in self.model_dir.glob("*.safetensors"))
+        is_long = device == "cpu" and size >= _LEAST_SELECTED_BYTES and own.method != NAIVE
+        return replace(self, speculative_config=replace(own, adaptive_verification=is_long))
 
     @property
     def model_dir(self) -> Path:

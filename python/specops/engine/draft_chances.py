@@ -68,7 +68,7 @@ class RequestChances:
             products.append(product)
         return products
 
-    def observe(self, decided: Sequence[float], accepted: int, memory: float = _OWN_MEMORY) -> None:
+    def observe(self, decided: Sequence[float], accepted: int) -> None:
         """Counts the decided drafts of a verification, for the request and for its method.
 
         Args:
@@ -76,14 +76,13 @@ class RequestChances:
                 though all before them were accepted.
             accepted: how many were accepted.
         """
-        method, expected, count = self._method, 0.0, 0
-        for confidence in decided:
+        method, expected, count = self._method, 0.0, len(decided)
+        for place, confidence in enumerate(decided):
             bucket = int(confidence * confidence * _BUCKETS)
             expected += method.table[bucket]
             method.tries[bucket] += 1.0
-            if count < accepted:
+            if place < accepted:
                 method.hits[bucket] += 1.0
-            count += 1
         self._decided = self._decided * _OWN_MEMORY + count
         self._accepted = self._accepted * _OWN_MEMORY + accepted
         self._expected = self._expected * _OWN_MEMORY + expected

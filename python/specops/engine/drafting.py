@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specops.batching import Preorder, preorder
-from specops.engine.cost_table import CostTable
-from specops.engine.draft_selection import DraftSelector, RequestState
+from specops.engine.draft_chances import RequestChances
+from specops.engine.draft_selection import DraftSelector
 from specops.engine.draft_trees import num_chains
 from specops.engine.drafters import (
     Drafter,
@@ -90,15 +90,12 @@ class Drafting:
         self._requests: dict[Drafter, set[Request]] = {one: set() for one in everyone}
         self.num_failures = 0
         self._selector: DraftSelector | None = None
-        self._states: dict[Request, RequestState] = {}  # of those whose drafts are selected
-        # Of the step to come: confidences of their drafts, and rows of the other requests. None:
-        # no drafter of theirs runs, and they have no drafts.
-        self._verified: dict[Request, list[float]] | None = {}
-        self._others = 0
-        self._trees: dict[int, Preorder] = {}  # of the step to come, by slot
+        self._chances: dict[Request, RequestChances] = {}  # of those whose drafts are selected
+        # Of the step to come: confidences of the drafts that were selected; by slot, the trees.
+        self._selected: dict[Request, list[float]] = {}
+        self._trees: dict[int, Preorder] = {}
         self._running: dict[int, Request] = {}  # by slot
         self.scheduled: list[Scheduled] = []
-        self._all_rest = False  # nobody whose drafts are selected drafts in the step to come
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
         drawing = {
@@ -186,9 +183,8 @@ class Drafting:
                 self.proposals, slots, request.speculative.num_speculative_tokens
             )
         config = request.speculative
-        if config.selects_drafts and self._selector is not None and request not in self._states:
-            self._states[request] = self._selector.start(config.drafters_name)
-            self._all_rest = False
+        if self._selector is not None and config.selects_drafts and request not in self._chances:
+            self._chances[request] = self._selector.start(config.drafters_name)
         drafters = self._drafters_of(request)
         for drafter in drafters:
             self._requests[drafter].add(request)
@@ -222,18 +218,20 @@ class Drafting:
         drafters = self._drafters_of(request)
         request.draft_stages.clear()
         request.draft_limit = 0
-        self._states.pop(request, None)
-        if not self._states:
-            self._all_rest = False  # the next request is not known to rest
+        self._chances.pop(request, None)
         self._ask_each(drafters, "leave", request)
 
     def forget(self) -> None:
         """Forgets the proposals, and how wide their table had to be."""
         self.proposals = _no_proposals(len(self.proposals.counts), 0)
 
-    def use_costs(self, costs: CostTable) -> None:
-        """Selects the drafts of requests that ask for it by what steps and drafters cost."""
-        self._selector = DraftSelector(costs)
+    def select_by(self, seconds: Sequence[float]) -> None:
+        """Selects the drafts of requests that ask for it.
+
+        Args:
+            seconds: of a step, by its rows from 0 on.
+        """
+        self._selector = DraftSelector(seconds)
 
     @property
     def can_select(self) -> bool:
@@ -241,7 +239,7 @@ class Drafting:
         return self._selector is not None
 
     def select(self, requests: Sequence[Request], room: int) -> None:
-        """Decides how many of their proposed drafts requests verify, and who drafts next.
+        """Decides how many of their proposed drafts requests verify.
 
         Args:
             requests: all that decode.
@@ -249,17 +247,12 @@ class Drafting:
         """
         if not self.width:  # nobody has ever drafted
             return
-        counts = self.proposals.counts
-        if self._all_rest and not counts.any():
-            self._verified = None
-            for request in requests:
-                request.num_drafts, request.draft_parents = 0, None
-            return
-        states_of = self._states
-        fixed = [one for one in requests if one not in states_of] if states_of else requests
+        self._trees.clear()
+        self._selected.clear()
+        selected = [one for one in requests if one in self._chances] if self._chances else []
+        fixed = [one for one in requests if one not in self._chances] if selected else requests
         proposed = list(map(self.num_proposed, fixed))
         rows = len(fixed)
-        self._trees.clear()
         are_trees = self.proposals.are_trees.any()
         for request, count in zip(fixed, share_out(proposed, room), strict=True):
             request.num_drafts = count
@@ -267,9 +260,7 @@ class Drafting:
             rows += count
             if are_trees and self._is_tree(request):
                 self._verify_tree(request, range(count))
-        self._verified = {}
-        if len(fixed) < len(requests):
-            selected = [request for request in requests if request in states_of]
+        if selected:
             try:
                 self._select(selected, room - (rows - len(fixed)), others=rows)
             except Exception as error:
@@ -280,72 +271,44 @@ class Drafting:
     def _select(self, requests: Sequence[Request], room: int, others: int) -> None:
         """The same for those whose drafts are selected, beside so many rows of others."""
         assert self._selector is not None
-        slots = [request.slot for request in requests]
-        counts = self.proposals.counts[slots].tolist()
-        states = list(map(self._states.__getitem__, requests))
-        confidences: list[list[float]] = [[]] * len(requests)
-        parents: list[Sequence[int] | None] = [None] * len(requests)
-        for index, (request, state, count) in enumerate(zip(requests, states, counts, strict=True)):
-            if count:  # as few requests have where text is matched
-                count = max(min(count, request.draft_room), 0)
-                confidences[index] = self.proposals.confidences[request.slot, :count].tolist()
-                if self._is_tree(request):
-                    parents[index] = self.proposals.parents[request.slot, :count].tolist()
-            if state.wakes:
-                state.rows_behind = self.num_rows_behind(request)
-        chosen = self._selector.select(states, confidences, room, parents, others=others)
-        for index, (request, nodes, state) in enumerate(zip(requests, chosen, states, strict=True)):
+        confidences: list[list[float]] = []
+        parents: list[Sequence[int] | None] = []
+        for request in requests:
+            count, slot = self.num_proposed(request), request.slot
+            confidences.append(self.proposals.confidences[slot, :count].tolist())
+            is_tree = count and self._is_tree(request)
+            parents.append(self.proposals.parents[slot, :count].tolist() if is_tree else None)
+        chances = [self._chances[request] for request in requests]
+        chosen = self._selector.select(chances, confidences, parents, room, others)
+        for request, nodes, own, tree in zip(requests, chosen, confidences, parents, strict=True):
             request.num_drafts = len(nodes)
             request.draft_parents = None
-            request.draft_limit = request.speculative.num_speculative_tokens if state.drafts else 0
-            if parents[index] is not None:
-                order = self._verify_tree(request, nodes).nodes
-                confidences[index] = [confidences[index][node] for node in order]
-        self._verified = dict(zip(requests, confidences, strict=True))
-        self._others = others
+            if nodes:
+                order = self._verify_tree(request, nodes).nodes if tree is not None else nodes
+                self._selected[request] = [own[node] for node in order]
 
-    def num_rows_behind(self, request: Request) -> int:
-        """How many rows of earlier steps its drafters run again when it wants drafts now."""
-        return sum(self._ask_each(self._drafters_of(request), "num_rows_behind", request))
-
-    def observe(self, parts: Sequence[Part], accepted: Sequence[Sequence[int]]) -> int:
+    def observe(self, parts: Sequence[Part], accepted: Sequence[Sequence[int]]) -> None:
         """Learns from a step whose drafts `select` has chosen.
 
         Args:
             parts: of the step.
             accepted: which drafts of each were accepted.
-
-        Returns:
-            How many requests did not draft, because it would not have paid.
         """
-        if not self._states or self._selector is None:
-            return 0
-        states_of = self._states
-        if self._verified is None:
-            requests = [self._running[part.slot] for part in parts]
-            resting = [state for one in requests if (state := states_of.get(one))]
-            if resting:
-                self._selector.rest(resting)
-                self._all_rest = not any(state.drafts for state in resting)
-            return len(resting)
-        if not self._verified:
-            return 0
-        states, verified, paths, parents = [], [], [], []
-        for part, path in zip(parts, accepted, strict=True):
-            request = self._running[part.slot]
-            confidences, state = self._verified.get(request), states_of.get(request)
-            if confidences is not None and state is not None and part.emits:
-                states.append(state)
-                verified.append(confidences[: part.num_drafts] if confidences else confidences)
-                paths.append(path)
-                parents.append(part.draft_parents)
-        num_suspended = sum(not state.drafts for state in states)
+        if not self._selected or self._selector is None:
+            return
+        requests = [self._running.get(part.slot) for part in parts]
+        seen = [
+            (self._chances[request], own[: part.num_drafts], path, part.draft_parents)
+            for request, part, path in zip(requests, parts, accepted, strict=True)
+            if part.num_drafts and request in self._chances  # it has not left meanwhile
+            if (own := self._selected.get(request))
+        ]
+        if not seen:
+            return
         try:
-            self._selector.observe(states, verified, paths, parents, others=self._others)
+            self._selector.observe(*zip(*seen, strict=True))
         except Exception as error:
-            self._lose("the selection of drafts", error, list(states_of))
-        self._all_rest = not any(state.drafts for state in states_of.values())
-        return num_suspended
+            self._lose("the selection of drafts", error, list(self._selected))
 
     def num_proposed(self, request: Request) -> int:
         """How many drafts there are for a request, as far as they could be emitted."""

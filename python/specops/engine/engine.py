@@ -10,7 +10,6 @@ import torch
 
 import specops
 from specops.engine.admission import Admission
-from specops.engine.calibration import costs_of
 from specops.engine.config import EngineConfig
 from specops.engine.drafters import Drafter, DrafterContext
 from specops.engine.drafting import Drafting
@@ -28,6 +27,7 @@ from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.step_costs import measure_steps
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
@@ -52,6 +52,7 @@ class Engine:
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
         self._device = open_device(config.device, graphs=not config.enforce_eager)
+        self.config = config = config.decided_for(self._device.device.type)
         model = load_model(
             config.model_dir,
             dtype=config.dtype,
@@ -98,7 +99,7 @@ class Engine:
         )
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.selects_drafts:
-            self._drafting.use_costs(costs_of(config, *shared, self._runner, self._pool))
+            self._drafting.select_by(self._measure_steps())
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
@@ -107,6 +108,17 @@ class Engine:
         self._spent = 0.0, 0.0  # on the launch of the step under way, by that timer and the clock
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
+
+    def _measure_steps(self) -> list[float]:
+        return measure_steps(
+            self.tokenizer,
+            self._runner,
+            self._drafting,
+            self._pool,
+            self._device,
+            max_rows=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
     @property
     def runnable_methods(self) -> tuple[str, ...]:
@@ -372,10 +384,7 @@ class Engine:
         if plan.prefixes is not None:
             saved = plan.prefixes.num_saved_tokens
             self.stats.cascade_saved_bytes += saved * self._cascade_bytes_per_token
-        if self._drafting.can_select:
-            self.stats.num_suspended_steps += self._drafting.observe(
-                plan.parts, [one.accepted for one in emitted]
-            )
+        self._drafting.observe(plan.parts, [one.accepted for one in emitted])
         begun = time.perf_counter()
         self._runner.finish(plan)
         if self.times_drafting:

@@ -232,10 +232,11 @@ class SpeculativeConfig:
             Drafts beyond the last rate are never emitted.
         max_total_draft_tokens: most drafts of a step, those of all requests together, which share
             them evenly. None sets no limit.
-        adaptive_verification: num_speculative_tokens is the most; how many of them are verified,
-            and whether the drafter runs, follows from what steps cost and drafts gain. Only where
-            that cannot change a token: with verify_strategy "target_match" or "greedy", and
-            accept_policy "normal". Elsewhere, and when False, all drafts are verified.
+        adaptive_verification: num_speculative_tokens is the most; of these drafts the likely ones
+            are verified, as many as make decoding faster. Only where that cannot change a token:
+            with verify_strategy "target_match" or "greedy", and accept_policy "normal". Elsewhere,
+            and when False, all drafts are verified. None: True on a CPU with a model of at least
+            200 MB, whose steps are long enough for it, and False elsewhere.
         tree: drafts are the likeliest continuations as a tree, not the likeliest one, and k is the
             number of its nodes. With one method that can draft trees, verify_strategy
             "target_match", "greedy" or "rejection", and accept_policy "normal" or "reject_all".
@@ -255,7 +256,7 @@ class SpeculativeConfig:
     accept_policy: str = "normal"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     max_total_draft_tokens: int | None = None
-    adaptive_verification: bool = False
+    adaptive_verification: bool | None = None
     tree: bool = False
     options: tuple[tuple[str, Options], ...] = field(default=())
 
@@ -324,7 +325,11 @@ class SpeculativeConfig:
         self._check_rates()
         if self.max_total_draft_tokens is not None:
             checks.integer("max_total_draft_tokens", self.max_total_draft_tokens, 0)
-        checks.flag("adaptive_verification", self.adaptive_verification)
+        if not isinstance(self.adaptive_verification, (bool, type(None))):
+            raise ValueError(
+                "adaptive_verification must be true, false or null, got "
+                f"{self.adaptive_verification!r}"
+            )
         self._check_tree()
 
     def _resolve_lengths(self) -> None:
@@ -400,7 +405,7 @@ class SpeculativeConfig:
     def selects_drafts(self) -> bool:
         """Whether the engine decides how many drafts are verified: no token depends on it then."""
         return (
-            self.adaptive_verification
+            self.adaptive_verification is True
             and self.method != NAIVE
             and self.verify_strategy in ("target_match", "greedy")
             and self.accept_policy == "normal"

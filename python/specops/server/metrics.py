@@ -256,11 +256,6 @@ class _EngineCollector(Collector):
                 "Draft tokens accepted",
                 speculative.num_accepted_tokens,
             ),
-            (
-                "spec_decode_num_suspended_steps",
-                "Steps in which drafting would not have paid, per choice",
-                stats.num_suspended_steps,
-            ),
         ):
             counter = CounterMetricFamily(f"specops:{name}", text, labels=_LABELS)
             counter.add_metric([engine.model_name], count)

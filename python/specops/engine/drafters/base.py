@@ -228,13 +228,6 @@ class Drafter:
     def leave(self, request: Request) -> None:
         """It is gone, or goes on without drafts; it need not have been here."""
 
-    def num_rows_behind(self, request: Request) -> int:
-        """How many rows of earlier steps it runs again when the request wants drafts now.
-
-        More than none costs time: it is set against what the drafts are expected to bring.
-        """
-        return 0
-
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
         """Says what it does behind a step: all of it that its arrays and launches depend on.
 

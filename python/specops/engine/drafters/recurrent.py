@@ -193,11 +193,6 @@ class RecurrentDrafter(Drafter):
             rows = min(shape.rows + (rung(redrafts) if redrafts else 0), self.max_rows)
         return RecurrentShape(rows, skips, draws, own_numbers, tells, branches)
 
-    def num_rows_behind(self, request: Request) -> int:
-        """Rows before the step's, but for those that several passes always run again."""
-        begin = self._begin(self._progress[request.slot])
-        return max(request.num_computed - begin - (self.num_passes - 1), 0)
-
     def _begin(self, progress: _Progress) -> int:
         """The first position that runs when the head runs in the next step."""
         begin, end = progress.num_drafted, progress.request.num_computed

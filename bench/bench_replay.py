@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real texts through n-gram and suffix decoding, priced as steps of a realistic model.
+
+Each request emits a given text: before the target's tokens are verified, the logit of the text's
+next token is raised in every row. So what is drafted and accepted is that of real code, edits,
+dialogue and sessions of a coding agent, and nothing of the methods is changed. A small model does
+it, and each step is priced by a table of what steps of the Qwen3-0.6B shape take (step_costs.py);
+the drafters' own time is measured and added. `run_replay_whole` runs some of it on that shape for
+real, and `run_step_costs` measures the table of a machine.
+
+A run has so many requests at once as long as others wait for their place. Prompts are in the
+prefix cache.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import specops
+import torch
+from specops import sampling
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.plan import Plan
+from specops.engine.tokenizer import Tokenizer
+
+from bench import checkpoints
+from bench.common import Bench, Figure, cpu_results
+from bench.engine_runs import Stepper
+from bench.prompts import make_prompts
+from bench.step_costs import StepCosts, tables
+
+TEXTS = Path(make_prompts.__file__).parent / "replay"
+PROMPT_TOKENS, NEW_TOKENS = 512, 160
+KINDS = ("code", "edits", "dialogue", "agent", "mixed")
+LENGTHS = (2, 4, 8, 16)
+BATCHES = {1: 8, 8: 32, 32: 64}  # requests at once, and of a run
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 64,
+}
+METHODS: dict[str, dict[str, object]] = {
+    "ngram": {"method": "ngram"},
+    "ngram-tree": {"method": "ngram", "tree": True},
+    "suffix": {"method": "suffix"},
+    "suffix-tree": {"method": "suffix", "tree": True},
+}
+WHOLE = (8, 16)  # requests at once and of a run, with the large model
+COST_LENGTHS = (0, 1, 2, 4, 8, 16)
+COST_BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What one request is to emit."""
+
+    prompt: list[int]
+    reply: list[int]
+
+
+@dataclass
+class Run:
+    """What a run did.
+
+    Attributes:
+        steps: requests and rows of each.
+        tokens: emitted.
+        drafting: seconds of the drafters and of selecting, on one thread.
+        seconds: all of it.
+        wrong: tokens that are not the texts'.
+    """
+
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    tokens: int = 0
+    drafting: float = 0.0
+    seconds: float = 0.0
+    wrong: int = 0
+
+    @property
+    def length(self) -> float:
+        """Tokens of a request and step."""
+        return self.tokens / sum(requests for requests, _ in self.steps)
+
+    def priced(self, costs: StepCosts) -> float:
+        """Tokens per second where steps take as long as a table says."""
+        return self.tokens / (costs.total(self.steps) + self.drafting)
+
+
+@cache
+def texts(prompt_tokens: int, new_tokens: int) -> dict[str, list[Text]]:
+    """All texts by kind, as the bundled tokenizer has them."""
+    tokenizer = Tokenizer.from_dir(checkpoints.BUNDLED)
+    found = {"code": list(_code(tokenizer, prompt_tokens, new_tokens))}
+    for kind in ("edits", "dialogue", "agent"):
+        documents = json.loads((TEXTS / f"{kind}.json").read_text())
+        # A document's second reply comes after the first ones of all.
+        most = max(len(document["starts"]) for document in documents)
+        found[kind] = [
+            Text(
+                tokenizer.encode(document["text"][:start])[-prompt_tokens:],
+                tokenizer.encode(document["text"][start:])[:new_tokens],
+            )
+            for number in range(most)
+            for document in documents
+            for start in document["starts"][number : number + 1]
+        ]
+    return {**found, "mixed": [found[kind][i] for i in range(16) for kind in found]}
+
+
+def _code(tokenizer: Tokenizer, prompt_tokens: int, new_tokens: int) -> Iterator[Text]:
+    """Library modules, as they go on after their beginning, and after their middle."""
+    for text in make_prompts.sources().values():
+        ids = tokenizer.encode(text)
+        room = len(ids) - prompt_tokens - new_tokens
+        for start in (0, room // 2) if room > 2 * new_tokens else (0,):
+            if room >= 0:
+                end = start + prompt_tokens
+                yield Text(ids[start:end], ids[end : end + new_tokens])
+
+
+def chosen_of(kind: str, count: int) -> list[Text]:
+    """So many texts of a kind: at equal distances; of those of all kinds in turn the first."""
+    some = texts(PROMPT_TOKENS, NEW_TOKENS)[kind]
+    stride = 1 if kind == "mixed" else len(some) // count
+    return some[::stride][:count]
+
+
+@contextmanager
+def forced(scripts: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Has requests emit their scripts: prompt and reply, by the request's seed."""
+    verify = sampling.verify
+
+    def forcing(
+        logits: torch.Tensor, output_indptr: torch.Tensor, drafts: torch.Tensor, **others: Any
+    ) -> Any:
+        rows, tokens = [], []
+        positions, seeds = others["positions"].tolist(), others["seeds"].tolist()
+        parents = others.get("parents")
+        for request, (first, end) in enumerate(pairwise(output_indptr.tolist())):
+            if first == end:
+                continue
+            tree = None if parents is None else parents[request].tolist()
+            script, depths = scripts[seeds[request]], [0]
+            for node in range(end - first - 1):
+                depths.append(1 + (node if tree is None else depths[1 + tree[node]]))
+            for row, depth in enumerate(depths, first):
+                rows.append(row)
+                tokens.append(script[min(positions[request] + depth, len(script) - 1)])
+        logits[rows, tokens] = 1e30
+        return verify(logits, output_indptr, drafts, **others)
+
+    with mock.patch.object(sampling, "verify", forcing):
+        yield
+
+
+class Replayer:
+    """An engine of so many requests at once that emits texts.
+
+    Args:
+        checkpoint: the model.
+        batch: requests at once.
+        costs: what drafts are selected by; None: what the engine measures itself.
+        num_threads: of the engine.
+    """
+
+    def __init__(
+        self,
+        checkpoint: checkpoints.Checkpoint,
+        batch: int,
+        costs: StepCosts | None,
+        *,
+        num_threads: int,
+    ) -> None:
+        self._batch = batch
+        drafting = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=max(LENGTHS), adaptive_verification=True
+        )
+        rows = batch * (1 + max(LENGTHS))
+        self.engine = Engine(
+            EngineConfig(
+                model=str(checkpoint.path),
+                device="cpu",
+                load_format="auto" if (checkpoint.path / "model.safetensors").exists() else "dummy",
+                speculative_config=drafting,
+                max_num_seqs=batch,
+                max_num_batched_tokens=rows,
+                max_model_len=PROMPT_TOKENS + NEW_TOKENS + max(LENGTHS),
+                num_threads=num_threads,
+            )
+        )
+        if costs is not None:
+            self.engine._drafting.select_by([costs.of_rows(count) for count in range(rows + 1)])
+        self._run = Run()
+        runner, drafters = self.engine._runner, self.engine._drafting
+        execute, new_steps = runner.execute, drafters.new_steps
+
+        def executing(plan: Plan) -> Any:
+            parts = [part for part in plan.parts if part.emits]
+            self._run.steps.append((len(parts), sum(1 + part.num_drafts for part in parts)))
+            return execute(plan)
+
+        def making(*arguments: Any) -> Any:
+            made = new_steps(*arguments)
+            for step in made:
+                step.launch = self._timed(step.launch)  # type: ignore[method-assign]
+            return made
+
+        runner.execute = executing  # type: ignore[method-assign]
+        drafters.new_steps = making  # type: ignore[method-assign]
+        for name in ("select", "observe", "finish"):
+            setattr(drafters, name, self._timed(getattr(drafters, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            begun = time.thread_time()
+            result = function(*arguments)
+            self._run.drafting += time.thread_time() - begun
+            return result
+
+        return call
+
+    def cache(self, some: Sequence[Text]) -> None:
+        """Computes prompts, which others then find."""
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        self.engine.generate([text.prompt for text in some], params, speculative_config=NAIVE)
+
+    def run(self, some: Sequence[Text], speculative_config: Mapping[str, object]) -> Run:
+        """Emits texts, until no other waits: so many are at once all the time."""
+        engine = self.engine
+        cache = engine.drafters["suffix"].cache  # type: ignore[attr-defined]
+        for name in cache.cached_requests:
+            cache.evict(name)
+        cache.reclaim()  # what is evicted is drafted from until then
+        engine._drafting.select_by(engine._drafting._selector.seconds)  # nothing is known yet
+        self._run = run = Run()
+        begun = time.perf_counter()
+        replies: dict[str, list[int]] = {}
+        with forced([[*text.prompt, *text.reply] for text in some]):
+            names = {}
+            for seed, text in enumerate(some):
+                params = SamplingParams(
+                    max_tokens=len(text.reply), temperature=0.0, seed=seed, ignore_eos=True
+                )
+                name = engine.add_request(
+                    text.prompt, params, speculative_config=speculative_config
+                )
+                names[name] = text
+            while engine.has_unfinished():
+                for output in engine.step():
+                    replies.setdefault(output.request_id, []).extend(output.token_ids)
+                if self._batch > 1 and not engine.num_waiting:
+                    break
+        run.seconds = time.perf_counter() - begun
+        for name, text in names.items():
+            reply = replies.get(name, [])
+            run.tokens += len(reply)
+            run.wrong += sum(a != b for a, b in zip(reply, text.reply, strict=False))
+            engine.abort(name)
+        return run
+
+
+NAIVE: dict[str, object] = {"method": "naive"}
+
+
+def fixed(method: str, length: int) -> dict[str, object]:
+    """A method that verifies all of its drafts."""
+    return {
+        **METHODS[method],
+        "num_speculative_tokens": length,
+        "adaptive_verification": False,
+    }
+
+
+def selected(method: str) -> dict[str, object]:
+    """A method that verifies as many as pay."""
+    return {**METHODS[method], "num_speculative_tokens": max(LENGTHS)}
+
+
+def run_replay(bench: Bench) -> None:
+    """Every kind of text, method and batch size, by every table of costs there is."""
+    checkpoint = checkpoints.without_weights("replay", {**checkpoints.QWEN06, **SMALL})
+    gains: dict[str, dict[str, list[float]]] = {}
+    wrong = tokens = 0
+    for batch, count in BATCHES.items():
+        all_costs = [costs for costs in tables() if costs.max_requests >= batch]
+        replayers = {
+            costs.name: Replayer(checkpoint, batch, costs, num_threads=1) for costs in all_costs
+        }
+        some = next(iter(replayers.values()))
+        for kind in KINDS:
+            chosen = chosen_of(kind, count)
+            for replayer in replayers.values():
+                replayer.cache(chosen)
+            plain = some.run(chosen, NAIVE)
+            for method in METHODS:
+                lengths = {n: some.run(chosen, fixed(method, n)) for n in LENGTHS}
+                for costs in all_costs:
+                    ours = replayers[costs.name].run(chosen, selected(method))
+                    done = [plain, *lengths.values(), ours]
+                    wrong += sum(run.wrong for run in done)
+                    tokens += sum(run.tokens for run in done)
+                    speed = {
+                        name: run.priced(costs) / plain.priced(costs)
+                        for name, run in [("plain", plain), *lengths.items(), ("selected", ours)]
+                    }
+                    of_table = gains.setdefault(costs.name, {})
+                    for name, gain in speed.items():
+                        of_table.setdefault(str(name), []).append(gain)
+                    best = max(value for name, value in speed.items() if name != "selected")
+                    bench.add(
+                        Figure(
+                            f"replay.{costs.name}.{kind}.b{batch}.{method}",
+                            f"{kind}, {batch} at once, up to {max(LENGTHS)} {method} drafts "
+                            f"selected: times faster than plain decoding, {ours.length:.2f} "
+                            "tokens a request and step; beside the best of plain and "
+                            + ", ".join(
+                                f"{n}: {speed[n]:.2f} ({run.length:.2f} tokens)"
+                                for n, run in lengths.items()
+                            ),
+                            speed["selected"],
+                            "x plain",
+                            "best fixed",
+                            best,
+                            speed["selected"] / best,
+                            "ratio >= 0.97",
+                        )
+                    )
+    _llama_cpp(bench)
+    _means(bench, gains)
+    what = f"tokens of {tokens} that are not the texts'"
+    bench.add(Figure("replay.differ", what, wrong, "tokens", bar="value == 0"))
+
+
+def _means(bench: Bench, gains: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """What each length brings over all cells of a table of costs, and the selection."""
+    for table, by_name in gains.items():
+        means = {n: math.exp(sum(map(math.log, v)) / len(v)) for n, v in by_name.items()}
+        best = max(value for name, value in means.items() if name != "selected")
+        for name, value in means.items():
+            is_ours = name == "selected"
+            bench.add(
+                Figure(
+                    f"replay.{table}.all.{name}",
+                    f"geometric mean over {len(by_name[name])} cells, drafts {name}",
+                    value,
+                    "x plain",
+                    "best length" if is_ours else None,
+                    best if is_ours else None,
+                    value / best if is_ours else None,
+                    "ratio >= 1" if is_ours else None,
+                )
+            )
+
+
+def _llama_cpp(bench: Bench) -> None:
+    """llama.cpp's prompt lookup on the same texts, one at a time, priced as steps of ours."""
+    peer = bench.peer("llama_cpp_peer")
+    if peer is None:
+        return
+    for kind, some in texts(PROMPT_TOKENS, NEW_TOKENS).items():
+        prompts, replies = [text.prompt for text in some], [text.reply for text in some]
+        for lookup in LENGTHS:
+            steps = peer.ask("replay", prompts=prompts, replies=replies, lookup=lookup)["steps"]
+            tokens = sum(1 + accepted for accepted, _ in steps)
+            for costs in tables():
+                seconds = costs.total((1, rows) for _, rows in steps)
+                bench.add(
+                    Figure(
+                        f"replay.{costs.name}.{kind}.b1.llama_cpp.{lookup}",
+                        f"{kind}, one at a time, {lookup} drafts of llama.cpp's prompt lookup: "
+                        f"times as fast as plain decoding, {tokens / len(steps):.2f} tokens a step",
+                        tokens * costs.total([(1, 1)]) / seconds,
+                        "x plain",
+                    )
+                )
+
+
+def run_replay_whole(bench: Bench) -> None:
+    """Some of it with the Qwen3-0.6B shape itself, beside what the table of this machine says."""
+    batch, count = WHOLE
+    replayer = Replayer(checkpoints.qwen06(), batch, None, num_threads=bench.num_threads)
+    isa, cpu = specops.get_isa(), specops.runtime.get_cpu_name()
+    priced = [one for one in tables() if (one.cpu, one.isa) == (cpu, isa)]
+    for kind in KINDS:
+        # Of whole pages and one token, so that no rows of prompts are left to compute.
+        page = replayer.engine.config.page_size
+        some = [
+            Text(text.prompt[(len(text.prompt) - 1) % page :], text.reply)
+            for text in chosen_of(kind, count)
+        ]
+        replayer.cache(some)
+        cases = {"plain": NAIVE, **{f"{m}.selected": selected(m) for m in ("ngram", "suffix")}}
+        cases |= {f"{m}.{n}": fixed(m, n) for m in ("ngram", "suffix") for n in LENGTHS[1::2]}
+        runs = {case: replayer.run(some, config) for case, config in cases.items()}
+        plain = runs["plain"]
+        for case, run in runs.items():
+            gain = run.tokens / run.seconds * plain.seconds / plain.tokens
+            expected = [run.priced(costs) / plain.priced(costs) for costs in priced[:1]]
+            bench.add(
+                Figure(
+                    f"replay_whole.{kind}.b{batch}.{case}",
+                    f"Qwen3-0.6B shape, {kind}, {batch} at once, {case}: times faster than plain "
+                    f"decoding, {run.length:.2f} tokens a request and step; beside the priced one",
+                    gain,
+                    "x plain",
+                    "priced" if expected else None,
+                    expected[0] if expected else None,
+                    gain / expected[0] if expected else None,
+                    threads=bench.num_threads,
+                )
+            )
+
+
+def run_step_costs(bench: Bench) -> None:
+    """Measures the table of this machine and instruction set."""
+    isa, cpu = specops.get_isa(), specops.runtime.get_cpu_name()
+    points: dict[tuple[int, int], float] = {}
+    for batch in COST_BATCHES:
+        stepper = Stepper(
+            checkpoints.qwen06(),
+            batch=batch,
+            kv_len=64,
+            drafts=max(COST_LENGTHS),
+            num_threads=bench.num_threads,
+        )
+        cases = {
+            str(drafts): partial(stepper.step, bench.pick(4, 1), drafts) for drafts in COST_LENGTHS
+        }
+        timing = bench.rounds(cases, rounds=7)
+        for drafts in COST_LENGTHS:
+            rows = batch * (1 + drafts)
+            points[batch, rows] = seconds = timing.median(str(drafts))
+            what = f"Qwen3-0.6B shape, {isa}, a step of {batch} requests and {rows} rows"
+            bench.add(Figure(f"step_costs.b{batch}.rows{rows}", what, 1e3 * seconds, "ms"))
+    if not bench.rehearsal:
+        name = f"{cpu_results(cpu).stem}-{isa.replace('_', '-')}"
+        StepCosts(name, cpu, isa, points).save("python -m bench --only step_costs")

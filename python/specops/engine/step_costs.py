@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures, when an engine starts, how long its steps take by their rows."""
+
+import time
+from array import array
+
+import numpy as np
+import torch
+
+from specops.engine.drafting import Drafting
+from specops.engine.memory.device import Device
+from specops.engine.memory.kv_cache import PagePool
+from specops.engine.plan import Part, Plan
+from specops.engine.request import Request
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.steps.runner import Runner
+from specops.engine.tokenizer import TextStream, Tokenizer
+
+_ROUNDS = 4  # at most; on a GPU always, which makes a step in one and captures it in the next
+_SECONDS = 1.0  # no round is begun after so long
+_FACTOR = 3.0  # no longer steps than so many times the first: from there on it is a line
+
+
+@torch.no_grad()
+def measure_steps(
+    tokenizer: Tokenizer,
+    runner: Runner,
+    drafting: Drafting,
+    pool: PagePool,
+    device: Device,
+    *,
+    max_rows: int,
+    max_model_len: int,
+) -> list[float]:
+    """Runs steps of 1, 2, 4, ... rows, of an engine that has no request yet.
+
+    Args:
+        tokenizer, runner, drafting, pool, device: of the engine. All pages are free before and
+            after.
+        max_rows: of a step.
+        max_model_len: tokens of the longest request.
+
+    Returns:
+        Seconds by the number of rows, from 0 to `max_rows`: of each step the least of a few runs,
+        never falling, linear between those and beyond.
+    """
+    counts = [1 << i for i in range(min(max_rows, max_model_len // 2).bit_length())]
+    request = _trial(tokenizer, pool, counts[-1])
+    runner.start(request)
+    seconds: dict[int, float] = {}
+    begun = time.perf_counter()
+    try:
+        for number in range(_ROUNDS):
+            if number and not device.is_async and time.perf_counter() - begun > _SECONDS:
+                break
+            for count in counts:
+                drafting.proposals.token_ids[:] = 1
+                part = Part(
+                    request.request_id,
+                    request.slot,
+                    begin=0,
+                    num_tokens=1,
+                    num_rows=count,
+                    num_drafts=count - 1,
+                    emits=True,
+                    token_ids=request.token_ids,
+                    pages=request.pages,
+                )
+                plan = Plan(parts=[part])
+                started = time.perf_counter()
+                runner.launch(plan)
+                runner.collect(plan)
+                taken = time.perf_counter() - started
+                seconds[count] = min(taken, seconds.get(count, taken))
+                if taken > _FACTOR * seconds[1]:
+                    break
+    finally:
+        runner.leave(request)
+        pool.release(request.pages)
+        runner.forget()
+    rows, values = np.array(list(seconds)), np.maximum.accumulate(list(seconds.values()))
+    slope = np.diff(values[-2:]).sum() / max(np.diff(rows[-2:]).sum(), 1)
+    at = np.arange(max_rows + 1)
+    line = np.interp(at, rows, values) + slope * np.maximum(at - rows[-1], 0)
+    return line.tolist()  # type: ignore[no-any-return]
+
+
+def _trial(tokenizer: Tokenizer, pool: PagePool, most: int) -> Request:
+    """A request with room for so many rows, of which nothing is committed."""
+    return Request(
+        request_id="trial",
+        arrival=-1,  # of no request that comes
+        params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
+        speculative=SpeculativeConfig(
+            method="ngram", num_speculative_tokens=most, accept_policy="reject_all"
+        ),
+        seed=0,
+        choice_index=0,
+        prompt_len=1,
+        max_len=1 + most,
+        token_ids=[1],
+        stream=TextStream(tokenizer, ()),
+        slot=0,
+        pages=array("i", pool.allocate(-(-(1 + most) // pool.page_size)) or ()),
+    )
