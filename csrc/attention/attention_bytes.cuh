@@ -21,7 +21,8 @@ __device__ __forceinline__ uint2 widen(uint32_t word) {
     // 128 + (its low bits) - (128 or, of a negative one, 256): three numbers that bf16 has.
     constexpr uint32_t kBase = 0x43004300u, kMinusOne = 0xbf80bf80u;
     auto two = [](uint32_t bytes) {
-      uint32_t low = (bytes & 0x007f007fu) | kBase, origin = (bytes & 0x00800080u) | kBase;
+      uint32_t low = ptx::merge_bits(bytes, kBase, 0x007f007fu);
+      uint32_t origin = ptx::merge_bits(bytes, kBase, 0x00800080u);
       return ptx::fma_bf16x2(origin, kMinusOne, low);
     };
     return {two(word), two(word >> 8)};
@@ -31,9 +32,11 @@ __device__ __forceinline__ uint2 widen(uint32_t word) {
     // too. Adding -0 keeps the sign of a zero.
     constexpr uint32_t kUnit = 0x7b807b80u, kMinusZero = 0x80008000u;
     auto two = [](uint32_t magnitude, uint32_t sign) {
-      return ptx::fma_bf16x2((magnitude & 0x07f007f0u) | (sign & 0x80008000u), kUnit, kMinusZero);
+      return ptx::fma_bf16x2(ptx::merge_bits(magnitude, sign, 0x07f007f0u), kUnit, kMinusZero);
     };
-    return {two(word << 4, word << 8), two(word >> 4, word)};
+    uint32_t signs = word & 0x80808080u;
+    ptx::forget(signs);  // else nvcc shifts first and masks twice
+    return {two(word << 4, signs << 8), two(word >> 4, signs)};
   }
 }
 
@@ -70,7 +73,7 @@ __device__ __forceinline__ float load_scale(const Block& block, int tile) {
   using Shape = typename Block::Shape;
   constexpr int kTokens = 8 * Block::kScoreTiles, kBlocks = Shape::kTile / kPageBlock;
   if (tile > block.last_tile()) return 0.0f;
-  unsigned thread = thread_index();
+  unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, row = thread / kWarpSize * kTokens + lane % 16;
   const int* table = reinterpret_cast<const int*>(block.smem + Shape::kTable) +
                      static_cast<unsigned>(tile) * kBlocks % (2 * kChunkBlocks);
@@ -86,8 +89,9 @@ __device__ __forceinline__ float load_scale(const Block& block, int tile) {
 }
 
 // That of the warp's token 8 * n + 2 * (lane % 4) + e, for K (0) or V (1).
+template <typename Block>
 __device__ __forceinline__ float scale_of_token(float scale, int which, int n, int e) {
-  int lane = static_cast<int>(thread_index()) % kWarpSize;
+  int lane = static_cast<int>(thread_index_in_loop<Block>()) % kWarpSize;
   return __shfl_sync(kFullMask, scale, 16 * which + 8 * n + 2 * (lane % 4) + e);
 }
 
@@ -99,7 +103,7 @@ __device__ __forceinline__ void multiply_byte_keys(
     float (&s)[Block::kRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
   constexpr int kScoreTiles = Block::kScoreTiles;
-  unsigned thread = thread_index();
+  unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   // B: lanes 0-7 the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8 tokens.
   int token = warp * (8 * kScoreTiles) + lane % 8 + (kScoreTiles == 2 ? lane / 16 * 8 : 0);
@@ -151,7 +155,7 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
   constexpr int kOutTiles = Block::kOutTiles;
   constexpr int kGroups = (kOutTiles + 1) / 2;  // of 16 columns
   static_assert(kGroups == 1 || kGroups % 2 == 0);
-  unsigned thread = thread_index();
+  unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   // Where a warp has an odd number of tiles, every other warp begins with odd columns.
   bool begins_odd = kOutTiles % 2 != 0 && warp % 2 != 0;
@@ -159,8 +163,8 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
   LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
   // B: lanes 0-15 the tokens at a group, 16-31 at the next.
   int group = warp * kOutTiles / 2 + (kGroups > 1 ? lane / 16 : 0);
-  int b_row = opaque(lane % 16 * Shape::kRowBytes);
-  int b_vector = opaque(group ^ twist<Shape::kVectors>(lane % 16));
+  int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
+  int b_vector = opaque_in_loop<Block>(group ^ twist<Shape::kVectors>(lane % 16));
 #pragma unroll
   for (int k = 0; k < Block::kTile / 16; ++k) {
     uint32_t b[2 * kGroups][2];

@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_tile(const Block& block,
   using Share = CopyShare<Shape>;
   constexpr int kRowsAtOnce = Shape::kCopyRows;
   constexpr int kBlocks = Shape::kTile / kPageBlock;
-  Share share(thread_index());
+  Share share(thread_index_in_loop<Block>());
   if (Shape::kFilled < Shape::kVectors && share.vector >= Shape::kFilled) return;
   unsigned token_bytes = static_cast<unsigned>(block.params.num_kv_heads) * Shape::kCacheBytes;
   unsigned block_bytes = kPageBlock * token_bytes;

@@ -31,6 +31,8 @@ struct AttentionShape {
   static constexpr int kTile = kQueryBytes <= 256 ? 64 : 32;  // tokens
   static constexpr int kRowTiles = kTiles;
   static constexpr int kRows = 16 * kRowTiles;
+  // Whether the loop over tiles of KV has registers for its addresses beside the states.
+  static constexpr bool kSparesRegisters = kRowTiles == 1 && kHeadDim != 256;
   static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;    // of 8 tokens, per warp
   static constexpr int kOutTiles = kValueDim / kAttentionWarps / 8;  // of 8 columns, per warp
   // A token of a tile: vectors of 16 bytes that it fills, and places that it has for them.
@@ -107,6 +109,16 @@ __device__ __forceinline__ int opaque(int x) {
   return static_cast<int>(word);
 }
 __device__ __forceinline__ unsigned thread_index() { return opaque(threadIdx.x); }
+
+// The same in the loop over the tiles of KV, where a form has no registers to spare.
+template <typename Block>
+__device__ __forceinline__ int opaque_in_loop(int x) {
+  return Block::Shape::kSparesRegisters ? x : opaque(x);
+}
+template <typename Block>
+__device__ __forceinline__ unsigned thread_index_in_loop() {
+  return opaque_in_loop<Block>(threadIdx.x);
+}
 
 // The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
 // begin at vector 0 or 1.

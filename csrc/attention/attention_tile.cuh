@@ -105,7 +105,8 @@ __device__ __forceinline__ void score(const Block& block,
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       float factor = scale;
-      if constexpr (Shape::kScaled) factor = __fmul_rn(scale, scale_of_token(token_scale, 0, n, e));
+      if constexpr (Shape::kScaled)
+        factor = __fmul_rn(scale, scale_of_token<Block>(token_scale, 0, n, e));
 #pragma unroll
       for (int i = 0; i < Block::kRowTiles; ++i) {
         s[i][n][e] = __fmul_rn(s[i][n][e], factor);
@@ -162,7 +163,7 @@ __device__ __forceinline__ void weigh(const Block& block,
   using T = typename Block::Element;
   constexpr int kPerVector = 16 / sizeof(T);
   bool begins = tile * Block::kTile % Block::kLeaf == 0;
-  unsigned thread = thread_index();
+  unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   // A lane has every eighth row; all of them are turned alike in shared memory.
   const float4* maxima = reinterpret_cast<const float4*>(block.smem + Shape::kMaxima) + lane / 4;
@@ -182,7 +183,7 @@ __device__ __forceinline__ void weigh(const Block& block,
 #pragma unroll
     for (int n = 0; n < Block::kScoreTiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) scales[n][e] = scale_of_token(token_scale, 1, n, e);
+      for (int e = 0; e < 2; ++e) scales[n][e] = scale_of_token<Block>(token_scale, 1, n, e);
     }
   }
   bool writes = thread < kWarpSize && lane % 4 == 0;
@@ -240,7 +241,7 @@ template <typename Block>
 __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs<Block>& leaf) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
-  unsigned thread = thread_index();
+  unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const unsigned char* probs = block.smem + Shape::kProbs;
   const unsigned char* values = block.v_slot(tile);
@@ -275,10 +276,11 @@ __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs
   } else {
     LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
     // B: lanes 0-15 the tokens at a column tile, 16-31 at the next. Pairs of column tiles.
-    int b_row = opaque(lane % 16 * Shape::kRowBytes);
+    int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
     int b_turn = twist<Shape::kVectors>(lane % 16);
-    int b_vector = opaque(Block::kOutTiles % 2 == 0 ? (warp * Block::kOutTiles + lane / 16) ^ b_turn
-                                                    : warp * Block::kOutTiles + lane / 16);
+    int b_vector = opaque_in_loop<Block>(Block::kOutTiles % 2 == 0
+                                             ? (warp * Block::kOutTiles + lane / 16) ^ b_turn
+                                             : warp * Block::kOutTiles + lane / 16);
 #pragma unroll
     for (int k = 0; k < Block::kTile / 16; ++k) {
       uint32_t b[(Block::kOutTiles + 1) / 2][4];

@@ -101,7 +101,7 @@ _SMEM_8BIT = {  # half the bytes, so more tiles in flight
 }
 # Bytes that spill, by head_dim and tiles of 16 rows, where 168 registers are too few.
 _SPILLS_16BIT = {key: {"100a": 28} for key in ((96, 2), (128, 2), (256, 1))}
-_SPILLS_8BIT = {key: {"100a": 8} for key in ((96, 2), (128, 2))}
+_SPILLS_8BIT = {key: {"100a": 8} for key in ((96, 2), (128, 1), (128, 2))}
 _SPILLS_STAMPED = {(128, 2): {"90a": 64, "100a": 28}}
 
 
