@@ -19,17 +19,18 @@ Beside them stand the phases of the whole call, by a kernel whose blocks keep ti
 (`bench/attention_phases.py`). What all say together is for `tools/gpu_check/held_back.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from specops import attention
+from specops import attention, sampling
 from specops.sampling import VerifyStrategy
 from torch import Tensor
 
-from bench.attention_phases import add_phases
+from bench.attention_phases import MOST_BLOCKS, add_phases
 from bench.bench_sampling import TOP_P, top_drafts
 from bench.bench_sampling_cuda import BATCH, ONE_HOT, random_logits, verify_calls
 from bench.bench_sampling_cuda import ROWS as VERIFY_ROWS
+from bench.common import Figure
 from bench.cuda import Call, CudaBench, time_figure
 from bench.cuda_caches import TOKEN_BYTES, Cache, loads
 from bench.variants import build, using
@@ -93,6 +94,28 @@ def _verify(bench: CudaBench) -> None:
         id, text = f"ablations.verify.{case}", f"verify bf16, rejection, {WHAT_OF_VERIFY[case]}"
         over = ("whole", "the whole call")
         bench.add(time_figure(timings, case, id, text, over=over))
+    _verify_phases(bench, cases["whole"], batch)
+
+
+def _verify_phases(bench: CudaBench, calls: Sequence[Call], batch: int) -> None:
+    """The shares of its blocks' time that `verify` scans, chooses and walks, of one cold call."""
+    words = 3 + len(sampling.VERIFY_PHASES)
+    blocks = max(batch * VERIFY_ROWS, MOST_BLOCKS)
+    stamps = torch.zeros(blocks, words, dtype=torch.int64, device=bench.device)
+    if not bench.runs("ablations.verify.phases", lambda: sampling.set_verify_stamps(stamps)):
+        return
+    try:
+        calls[-1]()
+        bench.synchronize()
+    finally:
+        sampling.set_verify_stamps(None)
+    rows = stamps[stamps[:, 0] != 0].cpu().double()
+    us = float(rows[:, 1].max() - rows[:, 0].min()) * 1e-3
+    cycles = rows[:, 2:-1].sum(dim=0)
+    for phase, share in zip(sampling.VERIFY_PHASES, (cycles / cycles.sum()).tolist(), strict=True):
+        text = f"verify bf16, rejection: its blocks {phase}"
+        id = f"ablations.verify.blocks.{phase}"
+        bench.add(Figure(id, text, share * us, "us", "the stamped call", us, share, us=share * us))
 
 
 def _calls(bench: CudaBench) -> Iterator[tuple[str, str, Cache, Tensor, Tensor, int]]:

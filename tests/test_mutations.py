@@ -40,6 +40,7 @@ PREPARE = "test_batching.py prepare or rows or neighbours"
 INPUT_IDS = "test_batching.py input_ids and not faults"
 ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
+ATTENTION_RACE = "test_attention.py workspace_does_not_matter"
 BYTES = "test_attention_8bit.py append_attention or decode_rows"
 LATENT = "test_attention_latent.py reference or decode_rows or rope_append_latent"
 SINKS = "test_attention_sinks.py reference or formula or schedules"
@@ -170,14 +171,6 @@ MUTATIONS = [
         "if (is_last) *counter = 0;",
         "",
         LINEAR,
-    ),
-    Mutation(
-        "a leaf is counted before a fence has published it",
-        "dense/linear.cuh",
-        "      __threadfence();\n      __syncthreads();\n      bool is_last",
-        "      __syncthreads();\n      bool is_last",
-        LINEAR_RACE,
-        "race",
     ),
     Mutation(
         "a leaf is counted before every warp has stored its part",
@@ -357,16 +350,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a phase's time counts for the next one, too",
-        "attention/attention_stamps.cuh",
-        "    stamps.last = now;\n",
+        "common/stamps.cuh",
+        "    last = now;\n",
         "",
         ATTENTION,
     ),
     Mutation(
         "two matrices of K exchanged",
         "attention/attention_tile.cuh",
-        "LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);",
-        "LanePlace<Shape::kVectors> b_place(token, 1 - lane / 8 % 2);",
+        "b_place(token, lane / 8 % 2);\n    // A",
+        "b_place(token, 1 - lane / 8 % 2);\n    // A",
         ATTENTION,
     ),
     Mutation(
@@ -393,8 +386,8 @@ MUTATIONS = [
     Mutation(
         "the page table of the chunk before",
         "attention/attention_loads.cuh",
-        "static_cast<unsigned>(tile) * kBlocks % (2 * kChunkBlocks);",
-        "static_cast<unsigned>(tile) * kBlocks % kChunkBlocks;",
+        "kBlocks % (2 * kChunkBlocks);\n  int begin",
+        "kBlocks % kChunkBlocks;\n  int begin",
         ATTENTION,
     ),
     Mutation(
@@ -454,10 +447,25 @@ MUTATIONS = [
         ATTENTION,
     ),
     Mutation(
+        "an arrival publishes nothing",
+        "common/device.cuh",
+        "int before = ptx::add_acq_rel(counter, 1);",
+        "int before = atomicAdd(counter, 1);",
+        ATTENTION_RACE,
+        "race",
+    ),
+    Mutation(
         "too many arrivals are not told",
         "common/device.cuh",
         "if (before < 0 || before >= arrivals) report_error(flag, code);",
         "",
+        ATTENTION,
+    ),
+    Mutation(
+        "parts that meet once fold one leaf of each chunk",
+        "attention/attention_merge.cuh",
+        "return {is_cut ? kChunkLeaves : 1, is_cut, is_cut};",
+        "return {1, is_cut, is_cut};",
         ATTENTION,
     ),
     Mutation(
@@ -491,8 +499,8 @@ MUTATIONS = [
     Mutation(
         "bits of the mask are those of the row before",
         "attention/attention_mask.cuh",
-        "int packed = unit.first_row + min(row, unit.rows - 1);",
-        "int packed = max(unit.first_row + min(row, unit.rows - 1) - block.group(), 0);",
+        "min(row, unit.rows - 1);\n  int query",
+        "min(row, unit.rows - 1) - block.group();\n  packed = max(packed, 0);\n  int query",
         MASK,
     ),
     Mutation(
@@ -519,7 +527,7 @@ MUTATIONS = [
     Mutation(
         "negative bytes lose their sign",
         "attention/attention_bytes.cuh",
-        "origin = (bytes & 0x00800080u) | kBase;",
+        "origin = ptx::merge_bits(bytes, kBase, 0x00800080u);",
         "origin = kBase;",
         BYTES,
     ),
@@ -617,23 +625,23 @@ MUTATIONS = [
     Mutation(
         "a scan waits for one leaf too few",
         "sampling/scan.cuh",
-        "ptx::cp_async_wait<1>();",
-        "ptx::cp_async_wait<2>();",
+        "ptx::cp_async_wait<kMostDepth - 1>();",
+        "ptx::cp_async_wait<kMostDepth>();",
         SAMPLE,
     ),
     Mutation(
         "the last block reads what no fence published",
         "sampling/row_plan.cuh",
-        "    __threadfence();\n    // Back to zero in one piece",
-        "    // Back to zero in one piece",
+        "ptx::increment_acq_rel(reinterpret_cast<unsigned*>(counter), limit) == limit;",
+        "atomicInc(reinterpret_cast<unsigned*>(counter), limit) == limit;",
         SAMPLE_RACE,
         "race",
     ),
     Mutation(
         "the counter of the blocks is left as it is",
         "sampling/row_plan.cuh",
-        "atomicInc(reinterpret_cast<unsigned*>(counter), limit) == limit;",
-        "atomicInc(reinterpret_cast<unsigned*>(counter), ~0u) == limit;",
+        "ptx::increment_acq_rel(reinterpret_cast<unsigned*>(counter), limit) == limit;",
+        "ptx::increment_acq_rel(reinterpret_cast<unsigned*>(counter), ~0u) == limit;",
         "test_sampling.py workspace",
     ),
     Mutation(

@@ -35,6 +35,8 @@ struct Unit {
   // others are cut into parts; first_tail is the number of chunk first_cut among the chunks so cut.
   int parts;     // of the unit's chunk that are not empty
   int arrivals;  // chunks of the sequence; 0: nobody waits for the state
+  // Instead the parts of all its chunks, which are few and cut throughout, arrive at the sequence.
+  bool meets_once;
   int first_cut, first_tail;
   int64_t batch_idx;
   int shared, first_chunk;  // of the request

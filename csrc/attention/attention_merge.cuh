@@ -157,6 +157,10 @@ template <typename Block>
 __device__ __forceinline__ MergeStep
 next_step(const Block& block, bool of_chunk, int chunk, int last) {
   if (of_chunk) return {kChunkLeaves, true, false};
+  if (block.unit.meets_once) {
+    bool is_cut = parts_of_chunk(block, chunk, block.turns.part_leaves) > 1;
+    return {is_cut ? kChunkLeaves : 1, is_cut, is_cut};
+  }
   if (block.unit.shared == 0) return {min(last + 1 - chunk, kChunkLeaves), false, false};
   // Each lane looks at one of the next chunks.
   int lane = threadIdx.x % kWarpSize;
@@ -204,19 +208,17 @@ template <typename Block>
 __device__ __forceinline__ bool is_last_to_arrive(const Block& block,
                                                   int32_t* counter,
                                                   int arrivals) {
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
     *block.plan.scan =
         count_arrival(counter, arrivals, block.params.error, ErrorCode::kAttentionWorkspace);
-    __threadfence();
   }
   __syncthreads();
   return *block.plan.scan != 0;
 }
 
 // The unit's state is written. The last block to arrive at a chunk that was cut folds its leaves,
-// and the last to arrive at a sequence its chunks.
+// and the last to arrive at a sequence its chunks; or all of it, where parts meet once.
 template <typename Block>
 __device__ __forceinline__ void arrive(const Block& block) {
   Unit& unit = block.unit;
@@ -232,7 +234,7 @@ __device__ __forceinline__ void arrive(const Block& block) {
     int32_t* counter = block.launch.counters + unit.counter;
     int arrivals = unit.arrivals;
     if (of_chunk) {
-      if (unit.parts == 1 && !is_boundary(block, chunk)) continue;
+      if (unit.meets_once || (unit.parts == 1 && !is_boundary(block, chunk))) continue;
       int tail = unit.first_tail + (chunk - unit.first_cut) * unit.sequences;
       counter = block.launch.counters + block.launch.num_counters + tail;
       arrivals = unit.parts;

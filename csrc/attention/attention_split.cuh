@@ -52,6 +52,15 @@ __device__ __forceinline__ float* leaf_state(const Block& block, int leaf) {
          (tail * kChunkLeaves + leaf % kChunkLeaves) * block.launch.leaf_floats;
 }
 
+// Into how many parts that are not empty a chunk of the sequence is cut.
+template <typename Block>
+__device__ __forceinline__ int parts_of_chunk(const Block& block, int chunk, int part_leaves) {
+  Unit& unit = block.unit;
+  int first = max(max(unit.low / kLeafTokens, unit.shared), chunk * kChunkLeaves);
+  int last = min((unit.high - 1) / kLeafTokens, chunk * kChunkLeaves + kChunkLeaves - 1);
+  return last / part_leaves - first / part_leaves + 1;
+}
+
 // Whether a leaf of the unit's chunk has a state: the part of the chunk with its first leaf has one
 // for all of its leaves, there.
 template <typename Block>

@@ -67,6 +67,7 @@ __device__ __forceinline__ void find_unit(
   unit.leaf_stride = 0;
   unit.parts = 1;
   unit.arrivals = 1;
+  unit.meets_once = false;
   unit.batch_idx = first_request + low;
   unit.shared = shared;
   if (!request.valid) {
@@ -95,10 +96,16 @@ __device__ __forceinline__ void find_unit(
     unit.first_cut = demand.first_chunk + first_cut;
     unit.first_tail = first_unit + first_cut * sequences + sequence - tail_begin;
     int first_leaf = max(max(unit.low / kLeafTokens, shared), chunk * kChunkLeaves);
-    int last_leaf = min((unit.high - 1) / kLeafTokens, chunk * kChunkLeaves + kChunkLeaves - 1);
-    unit.parts = last_leaf / part_leaves - first_leaf / part_leaves + 1;
-    unit.arrivals =
-        (unit.high - 1) / kChunkTokens + 1 - max(unit.low / kChunkTokens, shared / kChunkLeaves);
+    unit.parts = parts_of_chunk(block, chunk, part_leaves);
+    int first_chunk = max(unit.low / kChunkTokens, shared / kChunkLeaves);
+    unit.arrivals = (unit.high - 1) / kChunkTokens + 1 - first_chunk;
+    // A second arrival takes longer than the fold of a second chunk by the same block.
+    unit.meets_once = part >= 0 && shared == 0 && unit.arrivals == 2 &&
+                      first_chunk >= demand.first_chunk + first_cut;
+    if (unit.meets_once) {
+      unit.arrivals = parts_of_chunk(block, first_chunk, part_leaves) +
+                      parts_of_chunk(block, first_chunk + 1, part_leaves);
+    }
     unit.first_chunk = demand.first_chunk;
     unit.sequences = sequences;
     unit.sequence = sequence;

@@ -4,7 +4,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 
+#include "common/launch.cuh"
 #include "sampling/leaf.cuh"
 #include "sampling/overlay.cuh"
 #include "sampling/row_shared.cuh"
@@ -15,14 +17,20 @@ namespace specops {
 // What a plan must know of a device.
 struct DeviceLimits {
   int num_sms;
-  int64_t shared_bytes;  // that a block may have
+  int64_t shared_bytes;     // that a block may have
+  int64_t sm_shared_bytes;  // that an SM has
 };
+
+inline DeviceLimits device_limits(CudaStream stream) {
+  return {num_sms(stream), max_shared_bytes(stream), sm_shared_bytes(stream)};
+}
 
 struct RowPlan {
   int32_t num_leaves;  // of a row
   int32_t splits;      // blocks that share a row
   int32_t run;         // leaves of one block
   int32_t threads;     // of a block
+  int32_t depth;       // leaves on their way to a warp in the scan
   bool shared_leaves;  // statistics and masses fit a block's shared memory
   OverlayPlan overlay;
 
@@ -53,14 +61,37 @@ struct RowPlan {
   }
 };
 
-constexpr int64_t kRowWarps = 8;      // of a block
-constexpr int64_t kFewRowWarps = 16;  // where rows are very few
+constexpr int64_t kRowWarps = 8;          // of a block
+constexpr int64_t kFewRowWarps = 16;      // where rows are very few
+constexpr int64_t kBlockBytes = 1 << 10;  // of shared memory that a block takes beside its own
+
+// Shared memory that a scan takes with so many leaves on their way to each of a block's warps.
+constexpr int64_t scan_bytes(int64_t warps, int64_t depth) {
+  return int64_t{offsetof(RowShared, masses)} + warps * depth * kSlotVectors * 16;
+}
+
+// How many leaves are on their way to a warp: the more, the more of the latency of memory they hide.
+// Under processors what an overlay leaves idle is all there is.
+inline int32_t scan_depth(int64_t warps,
+                          int64_t blocks_per_sm,
+                          bool processed,
+                          const DeviceLimits& device) {
+  int64_t room =
+      std::min(device.shared_bytes, device.sm_shared_bytes / blocks_per_sm - kBlockBytes);
+  int32_t most = kScanDepth<false>;
+  if (processed) {
+    room = sizeof(RowShared);
+    most = kScanDepth<true>;
+  }
+  return scan_bytes(warps, most) <= room ? most : most / 2;
+}
 
 // Many rows: a block each, two to an SM. Fewer: several blocks share a row, and the last of them
 // ends it. Very few: blocks of twice the warps, since what filters read again is one block's work.
 inline RowPlan plan_rows(int64_t rows,
                          int64_t vocab_size,
                          int64_t element_bytes,
+                         bool processed,
                          const DeviceLimits& device) {
   int64_t leaf_size = kLeafBytes / element_bytes;
   int64_t num_leaves = (vocab_size - 1) / leaf_size + 1;
@@ -76,13 +107,17 @@ inline RowPlan plan_rows(int64_t rows,
           .splits = static_cast<int32_t>(splits),
           .run = static_cast<int32_t>(run),
           .threads = static_cast<int32_t>(warps) * kWarpSize,
+          .depth = scan_depth(warps, few || processed ? 1 : 2, processed, device),
           .shared_leaves = splits == 1 && num_leaves <= kSharedLeaves,
           .overlay = plan_overlay(num_leaves * leaf_size, device.shared_bytes)};
 }
 
 // Shared memory of a block.
 inline size_t row_smem_bytes(const RowPlan& plan, bool processed) {
-  if (!processed) return sizeof(RowShared);
+  if (!processed) {
+    int64_t scan = scan_bytes(plan.threads / kWarpSize, plan.depth);
+    return static_cast<size_t>(std::max(scan, int64_t{sizeof(RowShared)}));
+  }
   return static_cast<size_t>(kRowSharedBytes + plan.overlay.smem_bytes());
 }
 
@@ -93,7 +128,7 @@ inline int64_t workspace_bytes(int64_t rows,
                                int64_t element_bytes,
                                int64_t batch,
                                const DeviceLimits& device) {
-  RowPlan plan = plan_rows(rows, vocab_size, element_bytes, device);
+  RowPlan plan = plan_rows(rows, vocab_size, element_bytes, false, device);
   int64_t split_rows = plan.num_leaves > kRowWarps ? std::min(rows, int64_t{device.num_sms}) : 0;
   bool all_kept = plan.num_leaves > kSharedLeaves || !plan.overlay.is_shared;
   int64_t kept_rows = all_kept ? rows : split_rows;
@@ -139,13 +174,10 @@ __device__ inline OverlayPart overlay_part(const RowPlan& plan,
 __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int expected) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
     // Back to zero in one piece: requests at fault may claim the same rows, whose counters then see
     // more arrivals, some between a look and a store.
     unsigned limit = static_cast<unsigned>(expected) - 1;
-    bool last = atomicInc(reinterpret_cast<unsigned*>(counter), limit) == limit;
-    __threadfence();
-    shared.is_last = last;
+    shared.is_last = ptx::increment_acq_rel(reinterpret_cast<unsigned*>(counter), limit) == limit;
   }
   __syncthreads();
   return shared.is_last != 0;
@@ -165,6 +197,7 @@ __device__ inline bool scan_row(const RowPlan& plan,
                                 Counter counter) {
   scan_leaves(shared,
               row,
+              plan.depth,
               plan.begin_leaf(all),
               plan.end_leaf(all),
               want_raw,

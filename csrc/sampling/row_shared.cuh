@@ -2,9 +2,11 @@
 // A block's shared memory while it works on a row.
 #pragma once
 
+#include "common/stamps.cuh"
 #include "sampling/filters.h"
 #include "sampling/leaf.cuh"
 #include "sampling/ranking.cuh"
+#include "sampling/verify.h"
 
 namespace specops {
 
@@ -16,8 +18,8 @@ constexpr int kSharedLeaves = 512;   // of a row whose leaves are kept in shared
 constexpr int kThresholds = 4;       // masses taken in one pass over a row
 constexpr int kBins = 256;           // of a histogram over a list
 
-// Leaves of a block that are on their way into shared memory, and the size of each: a row that does not
-// begin at 16 bytes has a leaf in one vector more.
+// Leaves of a block that may be on their way into shared memory without any beyond RowShared, and the
+// size of each: a row that does not begin at 16 bytes has a leaf in one vector more.
 constexpr int kScanSlots = 16;
 constexpr int kSlotVectors = kLeafBytes / 16 + 1;
 constexpr int kScanBytes = kScanSlots * kSlotVectors * 16;
@@ -57,6 +59,7 @@ struct RowShared {
   int32_t is_last;
   int32_t batch_idx, first_row, num_rows, num_read, num_together;  // of the block's request
   int32_t row_of_request, rule, given_id, again;                   // of what it looks at
+  Stamps<VerifyPhase, kVerifyPhases> stamps;                       // of the kernel that keeps time
   float taken;  // by rejected drafts, in weights of the row
   LeafStats stats[kSharedLeaves];
   // From here on idle while the row is scanned, whose copies arrive there.

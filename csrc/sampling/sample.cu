@@ -5,12 +5,10 @@
 namespace specops {
 
 void sample_cuda(const SampleParams& params, CudaStream stream) {
-  RowPlan plan = plan_rows(params.rows,
-                           params.vocab_size,
-                           dtype_bytes(params.dtype),
-                           {num_sms(stream), max_shared_bytes(stream)});
-  dim3 grid(static_cast<unsigned>(params.rows * plan.splits));
   bool processed = has_processors(params.processors);
+  RowPlan plan = plan_rows(
+      params.rows, params.vocab_size, dtype_bytes(params.dtype), processed, device_limits(stream));
+  dim3 grid(static_cast<unsigned>(params.rows * plan.splits));
   size_t smem_bytes = row_smem_bytes(plan, processed);
   auto run = [&](auto kernel) {
     launch(kernel, grid, plan.threads, smem_bytes, stream, params, plan);
@@ -23,11 +21,8 @@ void sample_cuda(const SampleParams& params, CudaStream stream) {
 }
 
 void sampling_workspace_cuda(const SamplingWorkspaceParams& params, CudaStream stream) {
-  *params.num_bytes = workspace_bytes(params.rows,
-                                      params.vocab_size,
-                                      params.element_bytes,
-                                      params.batch,
-                                      {num_sms(stream), max_shared_bytes(stream)});
+  *params.num_bytes = workspace_bytes(
+      params.rows, params.vocab_size, params.element_bytes, params.batch, device_limits(stream));
 }
 
 }  // namespace specops

@@ -11,7 +11,8 @@ namespace specops {
 // token = inverse CDF of filtered softmax(processed logits / temperature) at the row's own uniform.
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
-// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
+// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens, before which leaves
+//          on their way to the scan lie there: up to 137 KB where the device has them. Under processors
 //          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
 //          than a block may have.
 // Cost:    one read of rows * vocab_size logits from memory, 3 (6 with a sum) instructions a logit;

@@ -8,22 +8,29 @@
 
 namespace specops {
 
-// A warp's slots: two leaves are always on their way to each of eight warps, one to each of more.
-// Leaf 0 never comes this way.
+// Leaves that are on their way to a warp: as many as this, or half.
+template <bool kProcessed>
+constexpr int kScanDepth = kProcessed ? 2 : 4;
+
+// A warp's slots: as many leaves as the plan says are always on their way to it. Leaf 0 never comes
+// this way.
 template <typename T, bool kProcessed>
 class LeafRing {
  public:
-  __device__ LeafRing(RowShared& shared, const RowLogits<T, kProcessed>& row)
+  static constexpr int kMostDepth = kScanDepth<kProcessed>;
+
+  __device__ LeafRing(RowShared& shared, const RowLogits<T, kProcessed>& row, int depth)
       : row_(row),
         end_inside_((row.skew == 0 ? row.size : row.size - Leaf<T>::kWidth) / Leaf<T>::kSize),
-        depth_(2 * num_warps() <= kScanSlots ? 2 : 1),
+        depth_(depth),
         window_(reinterpret_cast<const unsigned char*>(row.data) - row.skew + lane_id() * 16),
         slots_(shared.scan_slots() + warp_id() * depth_ * kSlotVectors + lane_id()) {}
 
-  __device__ int depth() const { return depth_; }
-
   // A slot is named by its first vector: 0 comes first, and this after another one.
-  __device__ int slot_after(int slot) const { return (depth_ - 1) * kSlotVectors - slot; }
+  __device__ int slot_after(int slot) const {
+    slot += kSlotVectors;
+    return slot == depth_ * kSlotVectors ? 0 : slot;
+  }
 
   // Lets a leaf come into a slot.
   __device__ void send(int slot, int32_t leaf) const {
@@ -55,10 +62,10 @@ class LeafRing {
 
   // Waits for the leaf in a slot, the oldest one on its way.
   __device__ void receive(int slot, int32_t leaf, Leaf<T>& x) const {
-    if (depth_ == 2) {
-      ptx::cp_async_wait<1>();
+    if (depth_ == kMostDepth) {
+      ptx::cp_async_wait<kMostDepth - 1>();
     } else {
-      ptx::cp_async_wait<0>();
+      ptx::cp_async_wait<kMostDepth / 2 - 1>();
     }
     if (row_.skew == 0 || leaf >= end_inside_) {
       x.load_shared(slots_ + slot);  // what the lane itself has sent
@@ -77,11 +84,12 @@ class LeafRing {
   uint4* slots_;
 };
 
-// Sums up leaves [begin, end). Before it, and before what lies in shared.scan_slots() is used after
-// it, the block meets at a barrier.
+// Sums up leaves [begin, end), with `depth` of them on their way to each warp. Before it, and before
+// what lies in shared.scan_slots() is used after it, the block meets at a barrier.
 template <typename T, bool kProcessed>
 __device__ inline void scan_leaves(RowShared& shared,
                                    const RowLogits<T, kProcessed>& row,
+                                   int depth,
                                    int32_t begin,
                                    int32_t end,
                                    bool want_raw,
@@ -90,18 +98,18 @@ __device__ inline void scan_leaves(RowShared& shared,
                                    LeafStats* stats) {
   int32_t leaf = begin + warp_id(), step = num_warps();
   if (leaf >= end) return;
-  LeafRing<T, kProcessed> ring(shared, row);
+  LeafRing<T, kProcessed> ring(shared, row, depth);
   // The first leaf comes straight to registers, beside those in the slots.
   Leaf<T> x;
   x.load_raw(row, leaf);
   int slot = 0;
 #pragma unroll 1
-  for (int i = 1; i <= ring.depth(); ++i) {
+  for (int i = 1; i <= depth; ++i) {
     if (leaf + i * step < end) ring.send(slot, leaf + i * step);
     ring.commit();
     slot = ring.slot_after(slot);
   }
-  int32_t ahead = ring.depth() * step;
+  int32_t ahead = depth * step;
 #pragma unroll 1
   while (true) {
     LeafStats found = leaf_stats<kProcessed>(x, leaf, want_raw, want_warm, scale);

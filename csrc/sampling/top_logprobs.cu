@@ -5,12 +5,10 @@
 namespace specops {
 
 void top_logprobs_cuda(const TopLogprobsParams& params, CudaStream stream) {
-  RowPlan plan = plan_rows(params.rows,
-                           params.vocab_size,
-                           dtype_bytes(params.dtype),
-                           {num_sms(stream), max_shared_bytes(stream)});
-  dim3 grid(static_cast<unsigned>(params.rows * plan.splits));
   bool processed = has_processors(params.processors);
+  RowPlan plan = plan_rows(
+      params.rows, params.vocab_size, dtype_bytes(params.dtype), processed, device_limits(stream));
+  dim3 grid(static_cast<unsigned>(params.rows * plan.splits));
   size_t smem_bytes = row_smem_bytes(plan, processed);
   auto run = [&](auto kernel) {
     launch(kernel, grid, plan.threads, smem_bytes, stream, params, plan);

@@ -82,7 +82,8 @@ __device__ inline ErrorCode fault_of(const TopLogprobsParams& params, RowOwner o
 // The first n tokens of softmax(logits) by (logit descending, id ascending).
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
-// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
+// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens, before which leaves
+//          on their way to the scan lie there: up to 137 KB where the device has them. Under processors
 //          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
 //          than a block may have.
 // Cost:    one read of rows * vocab_size logits from memory, then the leaves that reach the n-th

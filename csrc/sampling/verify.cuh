@@ -12,23 +12,9 @@
 
 namespace specops {
 
-// Each output row's choice, by its strategy and, where drafts have no say, exactly as sample makes it;
-// then the walk along the drafts. kStrategies: drafts may have a say, and be trees.
-// Grid:    batch * (k + 1) * splits, on x; blocks without a row end at once.
-// Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends the row, the
-//          last row of a request walks, and in block verification looks at rejected rows again.
-// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens; under processors
-//          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
-//          than a block may have.
-// Cost:    one read of num_output_rows * vocab_size logits; filters as in sample. A rejection reads a
-//          leaf for one-hot drafts, the leaves a list names, or the kept leaves and draft_probs.
-// Assumes: rows contiguous.
-// Order:   row.cuh; a row depends on its request's parameters, drafts and position alone.
-// Source:  Leviathan et al. 2023 (rejection), Miao et al. 2024 (its trees), Sun et al. 2024 (block).
-template <typename T, bool kProcessed, bool kStrategies>
-__global__ void __launch_bounds__(kMaxRowThreads, 1)
-    verify_kernel(VerifyParams params, RowPlan plan) {
-  wait_for_previous_kernel();
+// A block's part of it: a row, or a share of one, and what comes after for the last to arrive.
+template <typename T, bool kProcessed, bool kStrategies, bool kStamped>
+__device__ __forceinline__ void verify_row(const VerifyParams& params, const RowPlan& plan) {
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int32_t capacity = static_cast<int32_t>(params.max_draft_tokens) + 1;
   int32_t item = static_cast<int32_t>(blockIdx.x) / plan.splits;
@@ -80,18 +66,18 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       WantedSums wanted(shared.filters, row.size, want_logprob, params.processed_logprobs);
       bool warm = wanted.warm && (choice < 0 || want_processed);
       float scale = inverse_temperature(shared.filters.temperature) * kLog2e;
-      if (!scan_row(
-              plan,
-              shared,
-              row,
-              slots(),
-              kStrategies && shared.again != 0,
-              wanted.raw,
-              warm,
-              scale,
-              [&] { return counters + params.batch + shared.first_row + shared.row_of_request; })) {
-        return;
-      }
+      bool ends_row = scan_row(
+          plan,
+          shared,
+          row,
+          slots(),
+          kStrategies && shared.again != 0,
+          wanted.raw,
+          warm,
+          scale,
+          [&] { return counters + params.batch + shared.first_row + shared.row_of_request; });
+      if constexpr (kStamped) shared.stamps.mark(VerifyPhase::kScan);
+      if (!ends_row) return;
       RowSlots leaves = slots();
       DraftedRow<T, kProcessed> block(shared, row, shared.filters, leaves.stats, leaves.masses);
       block.fold(want_logprob && !want_processed);
@@ -132,6 +118,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       if (want_logprob) params.logprobs[slot] = logprob;
       if (params.ranks) params.ranks[slot] = rank;
     }
+    if constexpr (kStamped) shared.stamps.mark(VerifyPhase::kChoose);
     __syncthreads();
     int64_t batch_idx = shared.batch_idx;
     if (!shared.again) {
@@ -150,6 +137,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       }
       if (accepted < shared.num_together) {
         look_at(shared, accepted);
+        if constexpr (kStamped) shared.stamps.mark(VerifyPhase::kWalk);
         continue;
       }
     }
@@ -161,6 +149,39 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     break;
   }
   walk_request(params, shared, shared.batch_idx);
+}
+
+// Each output row's choice, by its strategy and, where drafts have no say, exactly as sample makes it;
+// then the walk along the drafts. kStrategies: drafts may have a say, and be trees.
+// Grid:    batch * (k + 1) * splits, on x; blocks without a row end at once.
+// Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends the row, the
+//          last row of a request walks, and in block verification looks at rejected rows again.
+// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens, before which leaves
+//          on their way to the scan lie there: up to 137 KB where the device has them. Under processors
+//          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
+//          than a block may have.
+// Cost:    one read of num_output_rows * vocab_size logits; filters as in sample. A rejection reads a
+//          leaf for one-hot drafts, the leaves a list names, or the kept leaves and draft_probs.
+// Assumes: rows contiguous.
+// Order:   row.cuh; a row depends on its request's parameters, drafts and position alone.
+// Source:  Leviathan et al. 2023 (rejection), Miao et al. 2024 (its trees), Sun et al. 2024 (block).
+template <typename T, bool kProcessed, bool kStrategies>
+__global__ void __launch_bounds__(kMaxRowThreads, 1)
+    verify_kernel(VerifyParams params, RowPlan plan) {
+  wait_for_previous_kernel();
+  verify_row<T, kProcessed, kStrategies, false>(params, plan);
+}
+
+// The same, to the same bits, by a kernel whose blocks keep time: for measuring, never otherwise.
+template <typename T, bool kStrategies>
+__global__ void __launch_bounds__(kMaxRowThreads, 1)
+    verify_stamped_kernel(VerifyParams params, RowPlan plan) {
+  wait_for_previous_kernel();
+  auto& stamps = reinterpret_cast<RowShared*>(shared_memory())->stamps;
+  stamps.begin(params.stamps);
+  verify_row<T, false, kStrategies, true>(params, plan);
+  stamps.mark(VerifyPhase::kWalk);
+  stamps.end(params.stamps);
 }
 
 }  // namespace specops

@@ -19,6 +19,18 @@ namespace specops {
 
 constexpr int64_t kMaxTreeDrafts = 3072;  // of a request: siblings fit a CUDA block's list
 
+// Where a block on CUDA spends its time, when asked to keep it.
+enum class VerifyPhase {
+  kScan,    // the read of its share of a row, until all of the row is there
+  kChoose,  // what the filters keep, the token, its logprob and rank
+  kWalk,    // the request once all of its rows are chosen, and the ends of the kernel
+};
+constexpr int kVerifyPhases = 3;
+
+// Of each block: begin and end in ns by one clock for all blocks, cycles of its SM in each phase, and
+// its clock at the end.
+constexpr int64_t kVerifyStampWords = 3 + kVerifyPhases;
+
 struct VerifyParams {
   const void* logits;              // [num_output_rows, vocab_size], rows logits_stride apart
   const int32_t* output_indptr;    // [batch + 1], the rows of each request
@@ -52,7 +64,14 @@ struct VerifyParams {
   void* workspace;        // CUDA only; its start is zero, and is left so
   int64_t workspace_bytes;
   ErrorFlag error;
+  int64_t* stamps;         // CUDA: [stamped_blocks, kVerifyStampWords]; may be nullptr
+  int64_t stamped_blocks;  // at least those of the grid
 };
+
+// The stamped kernel has one form.
+inline bool has_stamped_kernel(const VerifyParams& params) {
+  return params.dtype == DType::kBFloat16 && !has_processors(params.processors);
+}
 
 // Where in draft_probs the distribution begins that the drafts after row `row` of a request were
 // drawn from; -1: they were chosen.

@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Argument checks and registration of verify.
+#include "common/phase_stamps.h"
 #include "sampling/checks.h"
 #include "sampling/ops.h"
 #include "sampling/verify.h"
 
 namespace specops {
 namespace {
+
+// Where verify on CUDA keeps time.
+GivenPhaseStamps given_verify_stamps;
+
+void set_verify_stamps(const TensorView& stamps) {
+  given_verify_stamps.set("set_verify_stamps", stamps, kVerifyStampWords);
+}
 
 // Values, on cpu: all of them before anything is written.
 void check_verify_values(const Checker& check, const VerifyParams& params) {
@@ -145,14 +153,28 @@ void verify(const TensorView& logits,
       .workspace = space.data,
       .workspace_bytes = space.num_bytes,
       .error = check.error_flag(),
+      .stamps = nullptr,
+      .stamped_blocks = 0,
   };
-  if (check.on_cuda()) return verify_cuda(params, check.stream());
+  if (check.on_cuda()) {
+    PhaseStamps to = given_verify_stamps.get();
+    params.stamps = to.words;
+    params.stamped_blocks = to.blocks;
+    check.that(to.words == nullptr || has_stamped_kernel(params),
+               "logits",
+               "bfloat16, without processors, while phases are stamped",
+               "another call");
+    return verify_cuda(params, check.stream());
+  }
   check_verify_values(check, params);
   run_on_cpu<VerifyParams>(verify_cpu, params, params.output_indptr[batch] * vocab_size);
 }
 
 }  // namespace
 
-void register_verify(pybind11::module_& m) { m.def("verify", &verify); }
+void register_verify(pybind11::module_& m) {
+  m.def("verify", &verify);
+  m.def("set_verify_stamps", &set_verify_stamps);
+}
 
 }  // namespace specops
