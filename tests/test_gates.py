@@ -137,9 +137,9 @@ def test_known_spills_are_bounded() -> None:
 
 # What the rows of append_attention and of linear say, as the sources compute it.
 SIZES = """
-#include "attention/attention_shape.cuh"
+#include "attention/append_attention/cuda/block.cuh"
 #include "dense/linear.cuh"
-#include "sampling/row_plan.cuh"
+#include "sampling/row/cuda/row_plan.cuh"
 using namespace specops;
 """
 

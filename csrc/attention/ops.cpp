@@ -6,11 +6,11 @@
 #include <cmath>
 #include <utility>
 
-#include "attention/append_attention.h"
-#include "attention/compact_kv.h"
-#include "attention/copy_kv.h"
-#include "attention/merge_states.h"
-#include "attention/rope_append_kv.h"
+#include "attention/append_attention/append_attention.h"
+#include "attention/compact_kv/compact_kv.h"
+#include "attention/copy_kv/copy_kv.h"
+#include "attention/merge_states/merge_states.h"
+#include "attention/rope_append_kv/rope_append_kv.h"
 #include "common/phase_stamps.h"
 #include "common/tensor_view.h"
 
