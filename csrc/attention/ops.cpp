@@ -11,7 +11,7 @@
 #include "attention/copy_kv/copy_kv.h"
 #include "attention/merge_states/merge_states.h"
 #include "attention/rope_append_kv/rope_append_kv.h"
-#include "common/phase_stamps.h"
+#include "common/stamps_checks.h"
 #include "common/tensor_view.h"
 
 namespace specops {

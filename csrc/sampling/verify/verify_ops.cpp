@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Argument checks and registration of verify.
-#include "common/phase_stamps.h"
+#include "common/stamps_checks.h"
 #include "sampling/checks.h"
 #include "sampling/ops.h"
 #include "sampling/verify/verify.h"
